@@ -1,6 +1,7 @@
 # The commands of a working day. Each sets up `.venv` first if pyproject.toml or constraints.txt has changed.
 #   make demo     one overloaded trace, served by bucketed diffusers and by psctl: about three minutes
-#   make test     the whole test suite
+#   make test     the tests of every promise: ten minutes on two cores
+#   make test-exhaustive   all other tests: products of cases, and what takes long
 #   make check    lint, the fast tests, and all tests of what differs from CHECK_SINCE: before a commit
 #   make gate     quality gates on both bundled models, as CI judges them
 #   make docs     the documentation as a web site, in strict mode
@@ -26,7 +27,7 @@ SOAK_ARGS ?=
 # A worker keeps to tests that lie together, and so builds what a file's tests share once, until it has none left.
 XDIST := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: setup demo test test-changed check gate docs lint lint-types lint-style format bench soak
+.PHONY: setup demo test test-exhaustive test-changed check gate docs lint lint-types lint-style format bench soak
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -48,14 +49,17 @@ demo: setup
 	$(BIN)/psctl demo --output-dir $(DEMO_DIR)
 
 test: setup
-	$(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(XDIST) -m "not exhaustive" $(PYTEST_ARGS)
+
+test-exhaustive: setup
+	$(BIN)/python -m pytest $(XDIST) -m exhaustive $(PYTEST_ARGS)
 
 # Beside each other: pyright takes one core for longer than anything else.
 check: setup
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint test-changed
 
 test-changed: setup
-	$(BIN)/python -m pytest $(XDIST) --changed-since $(CHECK_SINCE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(XDIST) -m "not exhaustive" --changed-since $(CHECK_SINCE) $(PYTEST_ARGS)
 
 gate: setup
 	tests/gates/run.sh $(GATE_DIR)

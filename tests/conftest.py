@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
 import pytest
@@ -48,8 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--changed-since", metavar="COMMIT", help="run slow tests only of what has changed since then")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--changed-since`, keep the tests that are not marked slow, and all of those of what has changed."""
+    """Mark what repeats in a product as exhaustive.
+
+    With `--changed-since`, keep the tests that are not marked slow, and all of those of what has changed.
+    """
+    mark_repetitions(items)
     commit = config.getoption("--changed-since")
     if commit is None:
         return
@@ -61,6 +66,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if is_wanted else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+
+
+def mark_repetitions(items: Iterable[pytest.Item]) -> None:
+    """Mark as exhaustive the cases of tests marked `product`, but for a few that have every value of each parameter.
+
+    With the argument `most`, no more cases than that stay.
+    """
+    products: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("product") is not None:
+            products.setdefault((item.path, item.originalname), []).append(item)
+    for cases in products.values():
+        most = cases[0].get_closest_marker("product").kwargs.get("most", len(cases))  # type: ignore[union-attr]
+        kept = set(
+            covering([{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases])[:most]
+        )
+        for place, case in enumerate(cases):
+            if place not in kept:
+                case.add_marker("exhaustive")
+
+
+def covering(cases: Sequence[Set[Hashable]]) -> list[int]:
+    """Places of few sets that have all elements together; first come those that bring most."""
+    left = set[Hashable]().union(*cases)
+    found: list[int] = []
+    while left:
+        found.append(max(range(len(cases)), key=lambda place: (len(left & cases[place]), -place)))
+        left -= cases[found[-1]]
+    return found
 
 
 def changed_files(root: Path, commit: str) -> list[Path]:

@@ -1,11 +1,12 @@
-"""`make check`: which tests belong to a change."""
+"""`make check`: which tests belong to a change. `make test`: which cases of a product run."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from .conftest import changed_files, places_of_tests
+from .conftest import changed_files, covering, places_of_tests
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,48 @@ def test_what_git_does_not_know_yet_has_changed(tmp_path: Path) -> None:
     (tmp_path / "gone.py").unlink()
     (tmp_path / "new.py").write_text("first")
     assert sorted(map(str, changed_files(tmp_path, "HEAD"))) == ["gone.py", "new.py", "other.py"]
+
+
+def test_few_cases_have_every_value_of_each_parameter() -> None:
+    cases = [{("family", family), ("ranks", ranks)} for family in "abc" for ranks in range(5)]
+    chosen = [cases[place] for place in covering(cases)]
+    assert set().union(*chosen) == set().union(*cases)
+    assert len(chosen) == 5
+    assert covering([]) == []
+
+
+_TESTS = """
+import pytest
+
+@pytest.mark.product
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("family", ["sd", "flux"])
+def test_product(family, ranks): pass
+
+@pytest.mark.product(most=1)
+@pytest.mark.parametrize("page", "abc")
+def test_long(page): pass
+
+@pytest.mark.exhaustive
+def test_at_length(): pass
+
+def test_plain(): pass
+"""
+
+
+@pytest.mark.slow
+def test_every_test_is_in_one_of_both_runs(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(_TESTS)
+
+    def chosen(*options: str) -> list[str]:
+        shared = ["-q", "--collect-only", "-p", "patchedserve.tests.conftest", f"--rootdir={repository}", tmp_path]
+        command = [sys.executable, "-m", "pytest", *shared, *options]
+        told = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
+        return [line.rpartition("::")[2] for line in told.splitlines() if "::" in line]
+
+    usual, exhaustive = chosen("-m", "not exhaustive"), chosen("-m", "exhaustive")
+    ranks = {name[-2] for name in usual if name.startswith("test_product")}
+    assert ranks == set("12345678")
+    assert {name for name in usual if not name.startswith("test_product")} == {"test_long[a]", "test_plain"}
+    assert len(usual) == 8 + 2
+    assert len({*usual, *exhaustive}) == len(usual) + len(exhaustive) == 16 + 3 + 2

@@ -25,6 +25,7 @@ def test_threads_of_libraries_need_a_start(tmp_path: Path) -> None:
     assert "PSCTL_THREADS is 'many'" in process.communicate(timeout=60)[1]
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 0), (signal.SIGINT, 0)])
 def test_signals_reach_a_forked_server(tmp_path: Path, sig: int, code: int) -> None:

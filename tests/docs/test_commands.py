@@ -314,7 +314,10 @@ def run_block(house: House, block: Block) -> None:
 # The tiny tables of these runs say nothing of full batches, and users are told so.
 @pytest.mark.filterwarnings("ignore:a batch of 16 requests is larger than all that were profiled:RuntimeWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.exhaustive, id=page.stem) for page in PAGES],
+)
 def test_every_command_of_the_page_runs(house: House, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         for block in blocks_of(page.read_text()):

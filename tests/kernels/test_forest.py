@@ -108,6 +108,7 @@ def test_random_shapes(seed: int) -> None:
             assert_equal_to_sklearn(forest, rows, forest_proba_torch(torch.from_numpy(rows), flat(forest)))
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 2, 3, 4, 6)], ids=[IDS[i] for i in (0, 2, 3, 4, 6)])
 @pytest.mark.parametrize("num_rows", [0, 1, 17, 130])

@@ -23,6 +23,7 @@ def _both(run_triton: RunTriton, batch: Batch, num_groups: int) -> list[tuple[to
     return [group_norm_stats(*arguments), run_triton(group_norm_stats, *arguments)]
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("sizes", "patch_size"), MIXES, ids=MIX_IDS)

@@ -10,6 +10,7 @@ from .batches import DTYPES, MIX_IDS, MIXES, cut_all, random_batch
 from .conftest import RunTriton
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("sizes", "patch_size"), MIXES, ids=MIX_IDS)
 def test_border_is_the_image_around_the_patch(

@@ -26,6 +26,7 @@ def _grids(layout: PatchLayout) -> list[tuple[slice, int, int]]:
     return [(patches, rows, cols) for patches, (rows, cols) in zip(slices, grid, strict=True)]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int64], ids=str)
 @pytest.mark.parametrize(("sizes", "patch_size"), MIXES, ids=MIX_IDS)
 def test_split_and_join(

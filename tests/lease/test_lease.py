@@ -49,6 +49,7 @@ def _lease(repository: Path, *arguments: str | Path, **environment: str) -> subp
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_rehearsal_stops_in_time_and_goes_on_where_it_stopped(repository: Path, tmp_path: Path) -> None:
     state, out = tmp_path / "state", tmp_path / "out"
@@ -131,6 +132,7 @@ def test_what_does_not_fit_is_left_out_and_named(tmp_path: Path, capsys: pytest.
     assert len(_manifest(tmp_path)["runs"]) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_nothing_is_measured_twice_and_failures_come_last(tmp_path: Path) -> None:
     assert _rehearse(tmp_path, [_planted("dies"), _planted("fine")]) == 1

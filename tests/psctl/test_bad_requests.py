@@ -58,6 +58,7 @@ def told(answer: httpx.Response) -> tuple[int, str | None, str]:
     return answer.status_code, error["param"], error["code"]
 
 
+@pytest.mark.exhaustive
 def test_wrong_fields(http: httpx.Client) -> None:
     count = 0
     for fields, param, code, status in WRONG:
@@ -243,6 +244,7 @@ def test_forms_may_be_larger_but_not_of_any_size(http: httpx.Client, server: Htt
     assert (head.split()[1], json.loads(body)["error"]["code"]) == ("413", "body_too_large")
 
 
+@pytest.mark.exhaustive
 def test_those_who_are_slow_are_let_go(http: httpx.Client, server: HttpServer) -> None:
     start = time.monotonic()
     with ThreadPoolExecutor(2) as pool:

@@ -71,6 +71,7 @@ def test_the_client_of_openai_runs_a_batch(model: Path, lines: Path, tmp_path: P
         client.files.delete(file.id)
 
 
+@pytest.mark.exhaustive
 def test_a_batch_goes_on_after_a_restart(model: Path, lines: Path, tmp_path: Path) -> None:
     with HttpServer(model, tmp_path) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
@@ -94,6 +95,7 @@ def test_a_batch_goes_on_after_a_restart(model: Path, lines: Path, tmp_path: Pat
         assert len(drawn) == COUNT - 1
 
 
+@pytest.mark.exhaustive
 def test_killed_at_random_every_line_is_drawn_once(
     model: Path, lines: Path, run_psctl: RunPsctl, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_crop_is_the_mask_with_its_context_in_whole_cells() -> None:
         assert np.array_equal(cropped.edit.image, request.edit.image[down, across])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
 def test_every_way_draws_the_same_edits(make: Any, tmp_path: Path) -> None:
     model = build_model(make(), name="tiny")

@@ -46,6 +46,7 @@ def test_who_sends_too_late_measures_nothing() -> None:
     assert not LoadResult(send_lag_s=[0.001] * 9 + [0.2] * 3).is_valid
 
 
+@pytest.mark.exhaustive
 def test_what_is_counted_on_both_sides_is_the_same(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) -> None:
     before = metrics_of(server)
     load = (
@@ -110,6 +111,7 @@ def test_gates_read_it(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) 
     assert gated.returncode == 0, gated.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_server_that_users_would_write(model: Path, run_psctl: RunPsctl) -> None:
     command = [sys.executable, str(REPOSITORY / "tests/benchmarks/plain_server.py"), str(model), "--port", "0"]
     process = subprocess.Popen([*command, "--dtype", "float32"], stderr=subprocess.PIPE, text=True)

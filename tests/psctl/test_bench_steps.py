@@ -70,6 +70,7 @@ def test_group_without_a_command_shows_its_commands(run_psctl: RunPsctl) -> None
     assert "steps" in done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_breakdown_command_prints_only_its_json(
     run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path
@@ -84,6 +85,7 @@ def test_breakdown_command_prints_only_its_json(
     assert (result["guidance_scale"], result["dtype"]) == (3.0, "float32")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_measured(environment: dict[str, str], tmp_path: Path) -> None:
     command = ["bench", "steps", "--combinations", ";".join(["1,1,1"] * 200), "--repeats", "3"]

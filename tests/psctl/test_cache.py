@@ -247,6 +247,7 @@ def test_rows_of_a_profile_say_how_tensors_have_changed(environment: dict[str, s
                     assert rows[name + column][chosen] == pytest.approx(of_rows, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_predictor_is_trained_for_a_target(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     table, file = profile_of(cached(environment), tmp_path), tmp_path / "cache.safetensors"
@@ -294,6 +295,7 @@ def test_a_model_may_bring_its_predictor(run_psctl: RunPsctl, tmp_path: Path) ->
     assert "made for patches of 8 latent pixels, but they have 4 now; give --cache-patch-size 8" in last
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     profile_of(cached(environment), tmp_path)
@@ -360,6 +362,7 @@ def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str,
         assert message in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_profile_and_train_predictor_run_without_a_command(
     run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path

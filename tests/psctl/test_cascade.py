@@ -41,6 +41,7 @@ def result_of(done: Any) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl, tmp_path: Path) -> None:
     missing = run_psctl("profile", "cascade", *SMALL, "--num-prompts", "0")

@@ -48,6 +48,7 @@ def test_an_edit_is_that_of_diffusers_and_keeps_the_rest(run_psctl: RunPsctl, fo
     assert (first != second)[mask].any()
 
 
+@pytest.mark.exhaustive
 def test_a_template_is_recorded_once_and_edits_read_it(run_psctl: RunPsctl, folder: Path) -> None:
     where = {"PSCTL_MODEL": str(folder / "sdxl"), "PSCTL_WORKSPACE": str(folder / "space")}
     Image.fromarray(image_of(Resolution(64, 64))).save(folder / "room.png")
@@ -146,6 +147,7 @@ def test_an_image_leaves_a_record_for_edits_of_it(run_psctl: RunPsctl, folder: P
         assert message in run.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_edits_that_are_killed_leave_whole_images_and_whole_records(folder: Path) -> None:
     save_tiny(folder / "longer", tiny_sdxl(), num_inference_steps=8, guidance_scale=4.0)

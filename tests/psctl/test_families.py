@@ -45,6 +45,7 @@ def test_the_script_makes_all_of_them(script: dict[str, Any]) -> None:
     assert {*FAMILIES, "flux-dev", "sdxl"} == set(script["CONFIGS"]) == set(script["TINY"])
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_and_serve(family: str, script: dict[str, Any], run_psctl: RunPsctl, tmp_path: Path) -> None:
     common = made(script, family, tmp_path)
@@ -63,6 +64,7 @@ def test_generate_and_serve(family: str, script: dict[str, Any], run_psctl: RunP
         assert refused.stderr.splitlines()[-1].startswith("Error: --parallel does not work with a")
 
 
+@pytest.mark.exhaustive
 def test_the_way_of_the_cache(script: dict[str, Any], run_psctl: RunPsctl, tmp_path: Path) -> None:
     environment = made(script, "flux-dev", tmp_path) | {"PSCTL_CACHE_PATCH_SIZE": "4", "PSCTL_WARMUP_STEPS": "1"}
 

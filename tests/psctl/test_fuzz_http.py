@@ -11,6 +11,7 @@ from ..support.tiny_models import save_tiny, tiny_sdxl
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 def test_no_request_is_a_fault_of_the_server(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["32"], num_inference_steps=2)
     options = ("--max-steps", "4", "--system", "patched-fcfs", "--max-pixels", "4096")

@@ -144,6 +144,7 @@ def test_failed_image_is_reported_and_the_others_are_kept(generate: RunPsctl, tm
     assert (tmp_path / "images" / "000.png").is_file()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
 def test_ranks_in_processes_draw_what_virtual_ranks_draw(

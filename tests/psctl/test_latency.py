@@ -185,6 +185,7 @@ def test_bad_usage_is_one_line(
     assert not list((tmp_path / "own").glob("**/*.parquet"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ctrl_c_and_the_same_command_again(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     options = ["--combinations", "14", "--max-batch-size", "4", "--workspace", str(tmp_path / "own")]
@@ -216,6 +217,7 @@ def test_rows_of_equal_combinations_are_one(tmp_path: Path) -> None:
         read_latencies(tmp_path / "t.parquet")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_quick_profile_and_what_its_predictors_are_worth(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     folder = Path(environment["PSCTL_MODEL"]).with_name("even")  # its latents can be cut into the cache's patches

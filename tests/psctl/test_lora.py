@@ -116,6 +116,7 @@ def test_a_checkpoint_of_a_single_file_is_drawn(psctl: Any, tmp_path: Path) -> N
     assert np.abs(pixels(Image.open(tmp_path / "hat.png")) - pixels(plain_image(pipe, REQUEST))).max() <= 1
 
 
+@pytest.mark.exhaustive
 def test_text_encoders_leave_the_device(psctl: Any, tmp_path: Path) -> None:
     assert psctl(*DRAW).returncode == 0
     usual = pixels(Image.open(tmp_path / "hat.png"))
@@ -143,6 +144,7 @@ def test_text_encoders_leave_the_device(psctl: Any, tmp_path: Path) -> None:
     assert served["num_moves"] >= 6
 
 
+@pytest.mark.exhaustive
 def test_weights_in_eight_bits_are_told_as_inexact(spawn_psctl: RunPsctl, model_dir: Path) -> None:
     done = spawn_psctl(*DRAW, "--model", model_dir, "--quantize", "fp8")
     if importlib.util.find_spec("torchao") is None:
@@ -166,6 +168,7 @@ def lora(model_dir: Path, tmp_path: Path) -> Path:
     return save_lora(tmp_path / "style.safetensors", tiny_sdxl(), "unet", "text_encoder")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_adapter_is_fused_by_every_command(psctl: Any, model_dir: Path, lora: Path, tmp_path: Path) -> None:
     from ..support.http_server import HttpServer

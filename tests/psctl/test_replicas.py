@@ -88,6 +88,7 @@ LONG = {**body(0, 1000), "stream": True, "progress": True, "slo": 600}
 """Seconds on the fastest machine."""
 
 
+@pytest.mark.exhaustive
 def test_the_same_pixels_whoever_draws(server: HttpServer) -> None:
     until(lambda: len(replicas_of(server)) == 2, 60)
     assert len({each["process_id"] for each in replicas_of(server)} - {server.process.pid}) == 2
@@ -123,6 +124,7 @@ def test_edits_read_what_a_replica_has_recorded(server: HttpServer) -> None:
     until(lambda: reused() == [True] * 4)
 
 
+@pytest.mark.exhaustive
 def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> None:
     until(lambda: len(replicas_of(server)) == 2, 60)
     size, names = Resolution(64, 32), sorted(each["name"] for each in replicas_of(server))
@@ -172,6 +174,7 @@ def test_whoever_leaves_frees_the_replica(server: HttpServer) -> None:
     assert httpx.post(f"{server.url}{GENERATIONS}", json=body(0), timeout=60).status_code == 200
 
 
+@pytest.mark.exhaustive
 def test_a_killed_replica_loses_nothing(server: HttpServer) -> None:
     draws = random.Random(0)
     for number in range(3):
@@ -194,6 +197,7 @@ def test_a_killed_replica_loses_nothing(server: HttpServer) -> None:
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cluster")
 def test_files_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     lines = [json.dumps({"custom_id": str(number), "body": {**body(number, 3), "n": 1}}) for number in range(12)]
@@ -208,6 +212,7 @@ def test_files_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path:
     assert "900 replicas take one CPU each" in too_many.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cluster")
 def test_sets_of_images_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     asked = ("eval", "psnr", "--model", model, "--num-prompts", "8", "--resolutions", "32,64x32", "--dtype", "float32")
@@ -223,6 +228,7 @@ def test_sets_of_images_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, 
     assert manifests[0] == manifests[1], "it is the same set, whoever draws it"
 
 
+@pytest.mark.exhaustive
 def test_replicas_come_and_go_with_the_load(model: Path, tmp_path: Path) -> None:
     options = ("--min-replicas", "1", "--max-replicas", "2", "--target-queue-time", "0.5", "--system", "patched-fcfs")
     options += ("--max-queue-time", "600", "--scale-down-delay", "5", "--max-queue", "400")

@@ -46,6 +46,7 @@ def check_files(folder: Path, results: list[dict[str, Any]]) -> None:
         assert (pixels[-200:] < 128).any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_batches_cost_and_how_images_look(run_psctl: RunPsctl, tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
@@ -89,6 +90,7 @@ def test_what_batches_cost_and_how_images_look(run_psctl: RunPsctl, tmp_path: Pa
     assert done.stderr.splitlines()[-1].endswith("was made with seed 0, but it is 1 now: give another --output-dir")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_is_served_in_time_and_what_patches_save(run_psctl: RunPsctl, tmp_path: Path) -> None:
     model = save(tmp_path / "sd3", tiny_sd3())

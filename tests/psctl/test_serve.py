@@ -97,6 +97,7 @@ def test_poisson_leaves_all_results(serve: RunPsctl, tmp_path: Path) -> None:
     assert "data:image/png" in report
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path) -> None:
     options = ("--num-prompts", "3", "--request-rate", "inf", "--resolutions", "32")
@@ -158,6 +159,7 @@ def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> Non
         assert word in run.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_batches_larger_than_the_latency_table_are_told_and_counted(serve: RunPsctl, tmp_path: Path) -> None:
     (tmp_path / "steps.csv").write_text(STEPS_CSV)
@@ -193,6 +195,7 @@ def test_batches_that_fail_are_halved_and_told(
     assert f"{count} steps of whole batches failed and were repeated in halves; denoising: OutOfMemoryError" in err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> None:
     lines = [

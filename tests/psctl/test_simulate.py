@@ -74,6 +74,7 @@ def test_a_run_leaves_what_a_served_one_does(folder: Path, capsys: pytest.Captur
     assert taken["latency_mean"] == pytest.approx(summary["latency_mean"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--request-rate", "9", "--num-prompts", "200", "--json", "--quiet")
@@ -96,6 +97,7 @@ def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixt
     assert min(two["requests_per_gpu"]) > 80
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_routers_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--num-prompts", "200", "--request-rate", "6", "--policy", "continuous")
@@ -111,6 +113,7 @@ def test_routers_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert others[2]["latency_mean"] < others[1]["latency_mean"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_diurnal_and_azure_and_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--json", "--quiet", "--num-inference-steps", "2")
@@ -147,6 +150,7 @@ def test_target_finds_rate_and_gpus(folder: Path, capsys: pytest.CaptureFixture[
     assert not list(folder.rglob("summary.json"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_system_sets_engine_and_policy_and_single_options_override(
     folder: Path, capsys: pytest.CaptureFixture[str]
@@ -249,6 +253,7 @@ def deployment(folder: Path, system: str = "patchedserve", **fields: Any) -> Dep
     return Deployment(chosen, SimulatedEngine.of(load_step_file(folder / "table.csv").of(chosen.engine)), **fields)
 
 
+@pytest.mark.exhaustive
 def test_a_search_tells_how_far_it_may_be_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = folder / "slo-1"
     (sweep / "tables" / "patched").mkdir(parents=True)

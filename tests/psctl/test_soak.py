@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 COUNT = 2000
 
 
+@pytest.mark.exhaustive
 def test_soak(tmp_path: Path) -> None:
     sizes = ["32x32", "64x32"]
     model = save_tiny(tmp_path / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=sizes, num_inference_steps=4)

@@ -42,6 +42,7 @@ def stages_of(server: HttpServer) -> dict[str, int]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_server_outlives_its_stages(model: Path, tmp_path: Path) -> None:
     with HttpServer(model, tmp_path, "--stages", "processes", start_s=120) as server:
         before = stages_of(server)
@@ -62,6 +63,7 @@ def test_a_server_outlives_its_stages(model: Path, tmp_path: Path) -> None:
     until(lambda: not any(map(is_alive, after.values())), timeout_s=5)
 
 
+@pytest.mark.exhaustive
 def test_no_stage_outlives_a_server_that_is_killed(model: Path, tmp_path: Path) -> None:
     with HttpServer(model, tmp_path, "--stages", "processes", start_s=120) as server:
         stages = stages_of(server)

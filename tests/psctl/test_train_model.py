@@ -89,6 +89,7 @@ def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
     assert not list(folder.rglob(".*")), "temporary files are left"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: Path) -> None:
     run = workspace / "training" / "text" / "large"
@@ -101,6 +102,7 @@ def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: P
     assert weights.read_bytes() == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_more_steps_go_on_from_before_the_decay(run_psctl: RunPsctl, workspace: Path) -> None:
     done = run_psctl("models", "train", "text", "--steps", 45, "-w", workspace)
@@ -112,6 +114,7 @@ def test_more_steps_go_on_from_before_the_decay(run_psctl: RunPsctl, workspace: 
         assert logged_steps(run) == [20, 40]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -161,6 +164,7 @@ def test_a_truncated_checkpoint_is_named(run_psctl: RunPsctl, workspace: Path, n
     assert checkpoint.stat().st_size == num_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_whole_checkpoint_from_which_training_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "training" / "text" / "small"

@@ -114,6 +114,7 @@ def test_plain_diffusers_loads_and_samples(name):
     assert background_of(image.images[0], BACKGROUNDS) == "blue"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_autoencoder_keeps_the_promise_of_its_card(generator):
     _, images = heldout_images(24)
@@ -123,6 +124,7 @@ def test_the_autoencoder_keeps_the_promise_of_its_card(generator):
     assert min(figures.values()) >= 27
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 def test_generated_backgrounds_follow_the_prompt_at_every_size(generator):
     chosen = heldout_singles()[::13][:6]
@@ -142,6 +144,7 @@ def test_the_judge_recognises_real_pictures():
     assert figures["image_to_text_recall_at_1"] >= 0.95
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_card_tells_what_was_measured(generator):
     options = CardOptions(num_generated=6, num_fid=0, num_encoded=6, num_inference_steps=4)

@@ -27,6 +27,7 @@ def content(requests: list[Request]) -> list[Request]:
     return [replace(request, arrival_s=0.0) for request in requests]
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.2, 3.0, 1000.0])
 @pytest.mark.parametrize(("kind", "cv"), [("poisson", 1.0), ("gamma", 0.3), ("gamma", 1.0), ("gamma", 3.0)])

@@ -51,6 +51,7 @@ def bench_of(
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_bench_serves_requests_at_different_steps(tmp_path: Path) -> None:
     outcome = bench_of(model_of(tiny_sdxl(), tmp_path), tmp_path / "w", [(1, 2)], "staggered")
@@ -67,6 +68,7 @@ def test_bench_serves_requests_at_different_steps(tmp_path: Path) -> None:
     assert rows["always"]["blocks_rows"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
 def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path) -> None:
@@ -97,6 +99,7 @@ def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path)
             assert side["intervals"]["speedup"] is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("at_batch", "labels", "rounds"), [(5 + 7, ["SLL"], [1]), (15 + 5 + 8, ["SLL", "L"], [2, 1])])
 def test_an_interrupted_bench_keeps_finished_rounds(

@@ -89,6 +89,7 @@ def test_bad_images_cost_their_pairs_and_not_the_comparison(tmp_path: Path) -> N
     assert [warning for warning in found.warnings if "real image left out: 000.png: " in warning]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_ground_truth_is_the_data_sets_own(tmp_path: Path) -> None:
     pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")

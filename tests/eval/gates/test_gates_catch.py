@@ -165,12 +165,14 @@ def expected(failing: str) -> dict[str, str]:
 MODELS = pytest.mark.parametrize("drawn", ["emoji-xl", "emoji-3"], indirect=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @MODELS
 def test_a_sound_engine_passes(capsys: Capture, drawn: Drawn) -> None:
     assert judged(capsys, drawn.results) == (0, expected(""))
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drawn", "fault"),
@@ -217,6 +219,7 @@ def test_a_fault_of_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: P
     assert judged(capsys, results) == (1, expected("patched is plain"))
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @MODELS
 def test_a_cache_threshold_that_is_too_loose_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:

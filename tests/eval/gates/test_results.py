@@ -103,6 +103,7 @@ def test_one_short_run_is_no_evidence_but_repeats_are(tmp_path: Path) -> None:
         assert (one.verdict, all_four.verdict) == ("not enough evidence", "pass")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_of_many_requests_takes_little_memory() -> None:
     summary, records = _run(np.random.default_rng(2).uniform(0.5, 2.5, 100_000).tolist())

@@ -143,6 +143,7 @@ def _diagonal(count: int, seed: int, scales: np.ndarray, means: np.ndarray | flo
     return torch.from_numpy(np.random.default_rng(seed).normal(size=(count, len(scales))) * scales + means)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("power", [0, 1])
 @pytest.mark.parametrize("per_feature", [2, 3])

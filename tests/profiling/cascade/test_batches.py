@@ -29,6 +29,7 @@ def test_batches_alone_and_in_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> 
     assert long.throughput < 1 / (9 * MOST_STEPS * long.step_s)
 
 
+@pytest.mark.exhaustive
 def test_batches_that_start_from_images(monkeypatch: pytest.MonkeyPatch) -> None:
     model, size = served(tiny_sd()), Resolution(64, 64)
     prepared = []

@@ -14,6 +14,7 @@ from patchedserve.serving.scheduling.systems import get_system
 from ...support.http_server import small_model
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize(
     "templates",
     [TemplateOptions("first", "kv"), TemplateOptions("never"), TemplateOptions(loads=LoadOptions(10.0, "paper")), None],

@@ -65,6 +65,7 @@ def test_whatever_serves_it_is_plain_diffusers_that_is_measured(
     assert len(read_standalone(tmp_path / TABLE_FILE)) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_threads_count(pipe: Any, tmp_path: Path) -> None:
     model, threads = served(pipe, EngineOptions("plain")), torch.get_num_threads()

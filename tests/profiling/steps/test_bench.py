@@ -52,6 +52,7 @@ def sdxl() -> ServedModel:
     return build_model(tiny_sdxl(), name="tiny")
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
@@ -97,6 +98,7 @@ def test_each_side_runs_in_its_own_format(sdxl: ServedModel) -> None:
         assert dict(model.named_parameters())["conv_in.weight"].is_contiguous(memory_format=layout)
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler])
 def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
@@ -154,6 +156,7 @@ def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     assert list((tmp_path / "tables").glob("convolutions-*.json"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
 def test_every_side_runs_with_every_effort(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from ...support.bench_cases import FAST, squares
 from ...support.tiny_models import tiny_sd3, tiny_sdxl
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
 def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

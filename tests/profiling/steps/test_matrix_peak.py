@@ -32,6 +32,7 @@ def test_operations_of_single_operators(bias: bool) -> None:
         assert count_operations(lambda: image + 1) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_all_sides_of_a_unet_do_the_same_operations() -> None:
     model = build_model(tiny_sdxl(), name="tiny")

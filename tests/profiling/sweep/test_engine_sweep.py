@@ -35,6 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PSCTL_MODEL": str(path), "PSCTL_WORKSPACE": str(workspace), "STEPS": str(workspace / "steps.csv")}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
     # 28 requests of 3 steps, 4 at a time, take 21 steps at the least, and a calibration needs 20.
@@ -106,6 +107,7 @@ def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: 
     assert known["48x48"] == result["standalone_s"]["48x48"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: dict[str, str], tmp_path: Path) -> None:
     steps, prompts = tmp_path / "steps.csv", tmp_path / "prompts.txt"
@@ -149,6 +151,7 @@ def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
     assert max(row.num_requests for row in table.rows) == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ctrl_c_and_resume_on_a_real_model(tiny: dict[str, str], tmp_path: Path) -> None:
     # The last rate takes an hour; engines warm up at the middle one.

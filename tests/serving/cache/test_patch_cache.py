@@ -68,6 +68,7 @@ def test_blocks_of_all_lists_are_cached(name: str, blocks: list[str]) -> None:
     assert cache.names == blocks
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
@@ -87,6 +88,7 @@ def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
     assert cache.stats.patches == 2 * len(cache.names) * sum(height * width // 64 for height, width in SIZES)
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
@@ -104,6 +106,7 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
     assert 0.3 < cache.stats.saved_share < 0.6
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
@@ -127,6 +130,7 @@ def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any
     assert (cache.stats.whole, cache.stats.rows) == (len(cache.names), 2 * len(cache.names))
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +175,7 @@ def run_plain_patched(model: Any, rows: Sequence[Row]) -> list[Tensor]:
         return run_patched(PatchedModel(model, order="image", strategy="regroup"), rows)
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", "sd15", *TRANSFORMERS])

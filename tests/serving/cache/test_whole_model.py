@@ -46,6 +46,7 @@ def whole_model(name: str, order: Any = "image", options: CacheOptions = WHOLE) 
     return model, patched, rule
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
 def test_requests_that_are_computed_get_what_they_get_alone_and_the_others_their_forecast(

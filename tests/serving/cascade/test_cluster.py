@@ -165,6 +165,7 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
         check_images(template, mine, leg)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(template: WorkerSettings) -> None:
     requests = [replace(request, arrival_s=0.0) for request in trace(16, 1.0)]
@@ -194,6 +195,7 @@ def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(templ
         check_images(template, mine, leg)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
     models: dict[Leg, LegModel] = {**MODELS, "heavy": replace(MODELS["heavy"], strength=0.5)}
@@ -217,6 +219,7 @@ def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
     assert "the image file is missing" in (told.records[0].reason or "")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: WorkerSettings) -> None:
     requests = trace(60, 25.0)

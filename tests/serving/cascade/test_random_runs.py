@@ -7,6 +7,7 @@ import pytest
 from ...support.cascade_runs import check_run, random_run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_random_runs_end_every_request_once() -> None:
     seen = Counter[str]()

@@ -165,6 +165,7 @@ def test_a_confidence_that_is_no_number_is_deferred() -> None:
     assert set(result.served_by().values()) == {"heavy"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_hundred_thousand_requests_in_a_minute() -> None:
     import time

@@ -32,6 +32,7 @@ print(min(faults() for _ in range(3)))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
 def test_steps_find_the_memory_of_those_before() -> None:
     kept, given_back = (

@@ -22,6 +22,7 @@ print(json.dumps([searches.count(2), gc.get_freeze_count(), len(gc.get_objects()
 """
 
 
+@pytest.mark.exhaustive
 def test_the_packages_of_a_model_are_searched_never() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     full_searches, left_out, searched = json.loads(done.stdout)

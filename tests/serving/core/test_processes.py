@@ -36,6 +36,7 @@ def tell(connection: Connection) -> int:
     return 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.slow)])
 def test_from_a_script_without_a_guard(device: str, tmp_path: Path) -> None:
     """On a GPU it is begun anew and not as a fork, which needs no GPU."""
@@ -52,6 +53,7 @@ def test_from_a_script_without_a_guard(device: str, tmp_path: Path) -> None:
     until(lambda: not is_alive(int(number)), timeout_s=5)
 
 
+@pytest.mark.exhaustive
 def test_the_exit_code_is_what_it_returns() -> None:
     process = start_process(f"{__name__}:code_of", 7, **_ANY)
     process.join(60)

@@ -76,6 +76,7 @@ def mixed() -> list[Request]:
     ]
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize(
     ("family", "sampler"),
     [
@@ -88,6 +89,7 @@ def test_a_mixed_batch_of_edits_and_new_images_equals_plain(family: str, sampler
     assert_equal_to_plain(pipe, mixed(), drawn(pipe, mixed()))
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
 @pytest.mark.parametrize("kind", MASKS)
@@ -98,6 +100,7 @@ def test_every_mask_equals_plain(family: str, kind: str, strength: float) -> Non
     assert_equal_to_plain(pipe, requests, drawn(pipe, requests))
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samplers_of_sd_equal_plain(sampler: str) -> None:
@@ -106,6 +109,7 @@ def test_samplers_of_sd_equal_plain(sampler: str) -> None:
     assert_equal_to_plain(pipe, requests, drawn(pipe, requests))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "options",
     [
@@ -119,6 +123,7 @@ def test_both_engines_and_orders_equal_plain(options: EngineOptions) -> None:
     assert_equal_to_plain(pipe, mixed(), drawn(pipe, mixed(), options))
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     "sampler", [pytest.param(name, marks=[] if name == "heun" else pytest.mark.slow) for name in OWN_SCHEDULERS]
 )

@@ -37,6 +37,7 @@ def all_latencies(units: list[Unit]) -> NDArray[np.float64]:
     return comp
 
 
+@pytest.mark.exhaustive
 def test_the_optimal_plan_is_what_trying_all_choices_finds() -> None:
     for units in instances(NUM_INSTANCES):
         latencies, plan = all_latencies(units), optimal_plan(units)

@@ -41,6 +41,7 @@ def stepper_of(model: ServedModel) -> PatchedStepper:
     return model.stepper
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("family", ["sdxl", "sd3"])
 def test_with_all_parts_an_edit_is_that_of_a_fast_link_and_with_none_it_is_the_twin(
@@ -77,6 +78,7 @@ def test_a_plan_is_made_for_each_batch(plan: LoadPlan, tmp_path: Path) -> None:
         assert all(both.reuses)
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("keep", ["outputs", "all"])
 def test_the_link_decides_how_many_parts_are_read(keep: Keep, tmp_path: Path) -> None:
     counts = []

@@ -21,6 +21,7 @@ from ...support.tiny_models import SAMPLERS, plain_latents, short_texts
 from .test_exact import pipeline
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize(
     ("family", "sampler", "keep"),
     [
@@ -39,6 +40,7 @@ def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None
     assert relative_error([reused.latents[0]], [twin.latents[0]]) <= 1e-3
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize(
     ("family", "keep"),
     [
@@ -188,6 +190,7 @@ def test_cells_around_the_mask_are_computed_and_do_not_change(tmp_path: Path) ->
     assert errors[-1] <= 1e-3
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize(
     ("family", "keep"),
     [

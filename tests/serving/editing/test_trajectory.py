@@ -46,6 +46,7 @@ def drawn_and_recorded(model: ServedModel, folder: Path, request: Request) -> tu
     return replace(request, edit=edit), result.latents[0]
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     ("family", "sampler", "keep"),
     [

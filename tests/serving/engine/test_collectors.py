@@ -263,6 +263,7 @@ def test_an_id_is_free_when_its_request_has_ended(model: ServedModel) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("with_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_is_kept_of_requests_that_have_ended(with_cache: bool, tmp_path: Path) -> None:
     """The same for 50,000 requests is `tests/benchmarks/bench_records.py`."""

@@ -88,6 +88,7 @@ def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunRes
     assert len({round(float(latents.abs().sum()), 3) for latents in expected}) == len(requests)
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
@@ -97,6 +98,7 @@ def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize(
     "sampler", [pytest.param(name, marks=[] if name == "heun" else pytest.mark.slow) for name in OWN_SCHEDULERS]
 )
@@ -146,6 +148,7 @@ def test_sd3_mixed_batch_equals_plain(scheduler: dict[str, Any]) -> None:
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fcfs", "static", "continuous"])
 def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
@@ -180,6 +183,7 @@ def plain_long(build: Callable[[], Any]) -> list[torch.Tensor]:
     return [plain_latents(pipe, request) for request in LONG]
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stitch", "regroup"])
 @pytest.mark.parametrize(("order", "patch_size"), [("image", None), ("patch", 4)])
@@ -258,6 +262,7 @@ def test_model_scheduler_is_left_alone() -> None:
     assert torch.equal(pipe.scheduler.timesteps, before)
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sampler"), [("emoji-xl", "euler"), ("emoji-xl", "ddim"), ("emoji-3", None)])
 def test_bundled_models_draw_what_plain_diffusers_draws(name: str, sampler: str | None) -> None:

@@ -32,6 +32,7 @@ def drawn(model: ServedModel, preview: Preview, num_steps: int) -> tuple[InMemor
     return collector, partials
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["emoji-xl", "emoji-3"])
 def test_draws_nearly_what_the_decoder_draws(name: str) -> None:

@@ -58,6 +58,7 @@ _NAMES = [name for name in BUILDS if name not in ("pixart", "z-image")]
 """Others lack `--adapter`, which `check_family` looks at."""
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FAST else pytest.mark.slow) for n in _NAMES])
 def test_a_batch_mixes_adapters(name: str, tmp_path: Path) -> None:
     pipe, loras, folder = saved(name, tmp_path)

@@ -47,6 +47,7 @@ def sd_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "sd", tiny_sd())
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "unipc" else pytest.mark.slow) for n in SCHEDULERS])
 def test_another_sampler_is_that_of_diffusers(name: Any, sd_dir: Path) -> None:
     import diffusers
@@ -66,6 +67,7 @@ def test_models_of_flows_keep_their_sampler(name: Any, tmp_path: Path) -> None:
         changed(folder, sampler=name)
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     ("build", "parts"),
     [
@@ -146,6 +148,7 @@ def test_ranks_of_their_own_files_are_refused() -> None:
             EngineOptions("parallel", parallel=ParallelOptions("virtual:2"), model=options)
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize(("build", "part"), [(tiny_sd, "unet"), (tiny_sd3, "transformer"), (tiny_flux, "transformer")])
 def test_weights_in_eight_bits_are_those_of_diffusers(

@@ -55,6 +55,7 @@ def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.exhaustive
 def test_revisions_come_from_the_cache_while_offline(hub_cache: Path) -> None:
     offline = {"HF_HOME": str(hub_cache), "HF_HUB_OFFLINE": "1"}
     run = load(ID, f"{ID}@main", f"{ID}@v2", f"{ID}@{'b' * 40}", **offline)
@@ -63,6 +64,7 @@ def test_revisions_come_from_the_cache_while_offline(hub_cache: Path) -> None:
     assert marks[0] == marks[1] != marks[2] == marks[3]
 
 
+@pytest.mark.exhaustive
 def test_half_a_download_is_named(hub_cache: Path, tmp_path: Path) -> None:
     home = Path(shutil.copytree(hub_cache, tmp_path / "hub"))
     file = next(home.glob(f"hub/*/snapshots/{'a' * 40}/unet/*.safetensors"))
@@ -125,6 +127,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {f"someone/{path.name}": path for path in folder.iterdir()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_variant_that_is_wanted_is_downloaded(repositories: dict[str, Path], tmp_path: Path) -> None:
     both, half = repositories["someone/both"], repositories["someone/half"]
@@ -165,6 +168,7 @@ def test_settings_are_known_before_weights_are_downloaded(repositories: dict[str
     assert run.stdout == "64x64 False\n", run.stdout + run.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_configuration_of_a_file_comes_from_the_hub(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the extra single-file is not installed")

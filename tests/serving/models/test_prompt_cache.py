@@ -29,6 +29,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_flux])
 def test_images_are_those_of_diffusers_with_and_without(make: Any) -> None:
     pipe = make()

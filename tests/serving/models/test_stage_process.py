@@ -115,6 +115,7 @@ def test_images_of_all_stages_are_the_same(model: ServedModel) -> None:
     assert same_images(drawn(with_engine(model, replace(model.options, stages="inline")), mixed()), usual)
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_part_of_a_pipeline_does_what_the_whole_does(build: Callable[[], Any], tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, build())
@@ -202,6 +203,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.exhaustive
 def test_no_process_outlives_the_engine(folder: Path) -> None:
     assert len(killed_with_others(_ENGINE, str(folder))) == 2
 

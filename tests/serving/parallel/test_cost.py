@@ -169,6 +169,7 @@ TEXT = 7
 """Tokens of `draw_rows`."""
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("height", "shares"), [(30, (3, 1)), (29, (1, 3, 2))])
 def test_leaves_compute_and_send_what_is_counted(name: str, height: int, shares: tuple[int, ...]) -> None:

@@ -155,6 +155,7 @@ def run(model: Any, rows: list[Any], steps: list[int], count: int = 2, **options
     return found
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("make", [sdxl_unet, sd3_transformer])
 @pytest.mark.parametrize("norms", ["corrected", "sync", "stale", "separate"])
 def test_a_row_does_not_depend_on_who_shares_the_batch(make: Any, norms: str) -> None:
@@ -180,6 +181,7 @@ def test_warm_up_calls_are_exact_bit_by_bit_and_later_ones_are_not(make: Any) ->
     assert [torch.equal(*both) for both in zip(sync, short, strict=True)] == [True, True, False, False]
 
 
+@pytest.mark.exhaustive
 def test_what_there_is_no_memory_for_is_exact() -> None:
     model: Any = sdxl_unet()
     rows = draw_rows(model, [(64, 64)] * 2, num_each=2)

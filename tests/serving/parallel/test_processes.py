@@ -108,6 +108,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
     """In every mode and GroupNorm mode, four ranks with uneven shares, and three and two when the others have gone."""
     model = rank_models(folder).denoiser
@@ -132,6 +133,7 @@ def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
     assert not any(map(is_alive, processes))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["sync", "displaced"])
 def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
     tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str]
@@ -216,6 +218,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.exhaustive
 def test_no_rank_outlives_rank_0(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
     assert len(killed_with_others(_RANK_0, str(folder))) == 2
@@ -264,6 +267,7 @@ def test_images_are_decoded_by_those_that_are_there(tmp_path: Path, capfd: pytes
         assert "Warning: images are decoded by rank 0 until the ranks meet again: rank" in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
     """The same command on all of them: images once, over gloo as between machines, and all processes end well."""
     folder = save_tiny(tmp_path / "model", tiny_sdxl(), num_inference_steps=2, guidance_scale=3.0)
@@ -310,6 +314,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_ends_well_while_its_watch_looks() -> None:
     """As its process is torchrun's, it ends as any Python does, which kills threads where they are."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -47,6 +47,7 @@ def run(model: ServedModel) -> list[torch.Tensor]:
     return [latents[request.request_id] for request in REQUESTS]
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     ("make", "scheduler"),
     [
@@ -72,6 +73,7 @@ def test_displaced_requests_are_near_and_exact_while_they_warm_up() -> None:
     assert 0 < error < 0.5 * float(torch.cat([each.flatten() for each in expected]).abs().max())
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("from_pixels", ["100000", str(LOW.pixels + 1)])
 @pytest.mark.parametrize(
     ("make", "scheduler"),

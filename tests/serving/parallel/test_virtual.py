@@ -41,6 +41,7 @@ def error(found: Tensor, wanted: Sequence[Tensor]) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize("count", range(1, 9))
 @pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
 def test_any_number_of_ranks_gives_what_one_gives(name: str, count: int) -> None:

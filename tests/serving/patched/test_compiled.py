@@ -37,6 +37,7 @@ THREE = [[(8, 8), (8, 16), (16, 16)], [(8, 8), (16, 16), (16, 16), (24, 16)]]
 # torch.compile
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) 
     assert graphs[-1] == after_three <= 2 * first <= 4
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
@@ -100,6 +102,7 @@ def graphs_after(name: str, way: Way, batches: Sequence[Sequence[tuple[int, int]
     return graphs
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_kernels_give_the_images_of_plain_diffusers(tmp_path: Path) -> None:
@@ -131,6 +134,7 @@ def _alone(pipe: Any, requests: list[Request]) -> list[Tensor]:
 # Recorded passes
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [IMAGE, PATCH_STITCH], ids=str)
 @pytest.mark.parametrize(

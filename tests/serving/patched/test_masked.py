@@ -62,6 +62,7 @@ def error(found: Tensor, expected: Tensor, where: Tensor) -> float:
     return float((found.masked_select(where) - wanted).abs().max() / expected.abs().max())
 
 
+@pytest.mark.product(most=8)
 @pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
 def test_a_masked_pass_over_the_same_input_is_the_whole_pass(name: str, keep: Keep) -> None:
     model = model_of(name)
@@ -115,6 +116,7 @@ def plans_of(passes: MaskedPasses) -> list[list[bool]]:
     return [[True] * count, *by_turns, [False] * count]
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
 def test_whatever_the_plan_the_template_itself_gives_the_whole_pass(name: str, keep: Keep) -> None:
     model = model_of(name)
@@ -130,6 +132,7 @@ def test_whatever_the_plan_the_template_itself_gives_the_whole_pass(name: str, k
             assert error(found, wanted, where) <= TOLERANCE
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
 def test_what_computes_all_tokens_does_not_read_the_record(name: str, keep: Keep) -> None:
@@ -184,6 +187,7 @@ def test_nothing_is_kept_between_passes(keep: Keep) -> None:
     assert error(found, wanted, torch.ones_like(wanted, dtype=torch.bool)) <= TOLERANCE
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
 def test_units_of_a_record_are_in_the_order_in_which_a_pass_reads_them(name: str, keep: Keep) -> None:
     model, asked = model_of(name), list[str]()

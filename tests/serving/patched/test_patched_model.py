@@ -62,6 +62,7 @@ def told_exactly(rows: Sequence[Row]) -> list[Row]:
 # Mixed batches
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", [*UNETS, *TRANSFORMERS])
@@ -95,6 +96,7 @@ def test_every_way_is_tried() -> None:
         }
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", ["all three sizes", "128x256 and 256x128"])
 @pytest.mark.parametrize("name", BUNDLED)
@@ -132,6 +134,7 @@ def test_every_input_matters(name: str) -> None:
 # Rows do not see each other
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_row_does_not_depend_on_its_company(name: str) -> None:
@@ -146,6 +149,7 @@ def test_row_does_not_depend_on_its_company(name: str) -> None:
             assert relative_error(found, [together[place] for place in kept]) <= TOLERANCE, way
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", SOME)
@@ -173,6 +177,7 @@ def test_row_that_is_not_finite_spoils_no_other(name: str, value: float) -> None
 # Other dtypes and kernels
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SOME, *BUNDLED])
 def test_bfloat16_is_as_accurate_as_plain(name: str) -> None:
@@ -221,6 +226,7 @@ def test_choice_of_kernels_reaches_every_kernel(monkeypatch: pytest.MonkeyPatch)
     assert asked == {name: {"triton"} for name in names}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_triton_kernels_in_a_whole_model(tmp_path: Path) -> None:
     pytest.importorskip("triton")

@@ -73,6 +73,7 @@ def test_text_keys_and_values_last_until_the_next_batch(way: Way) -> None:
     assert count == 2 * len(attentions)
 
 
+@pytest.mark.product(most=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_batches_of_other_shapes_follow_each_other(name: str) -> None:
@@ -159,6 +160,7 @@ def test_swap_can_be_undone(name: str) -> None:
     assert modules_of(model) == modules
 
 
+@pytest.mark.product(most=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_given_model_is_left_alone_and_its_weights_are_shared(name: str) -> None:

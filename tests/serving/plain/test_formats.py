@@ -132,6 +132,7 @@ def recorded_plain(pipe: Any, recorder: Rerun) -> ServedModel:
     return model
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_recorded_passes_of_all_families_are_the_eager_ones(name: str) -> None:
@@ -161,6 +162,7 @@ def test_a_batch_that_comes_back_needs_no_eager_pass() -> None:
     assert (recorder.recorded, recorder.played) == (1, 7)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])

@@ -45,6 +45,7 @@ def served(scheduler: Any = None, *, make: Any = tiny_sdxl, **config: Any) -> Se
     return build_model(pipe, name="tiny", options=EngineOptions("plain"))
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize(
     ("scheduler", "config", "is_batched"),
     [

@@ -148,6 +148,7 @@ def test_latents_are_encoded_once_and_again_for_another_autoencoder(tmp_path):
     assert len(drawn) == 6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("objective_class", [UNetObjective, TransformerObjective])
 def test_a_generator_learns_a_single_picture(objective_class, tokenizer, encoders, tmp_path):

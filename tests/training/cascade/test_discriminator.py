@@ -49,6 +49,7 @@ def test_networks_are_small_and_look_at_each_image_alone(name: NetName) -> None:
         torch.testing.assert_close(net(batch[1:2]), logits[1:2], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_it_learns_what_differs_and_is_calibrated(tmp_path: Path) -> None:
     found = fit_discriminator(EXAMPLES, ABOUT, tmp_path, CPU, steps=40)
     fit = found.about.fit
@@ -75,6 +76,7 @@ def test_it_learns_what_differs_and_is_calibrated(tmp_path: Path) -> None:
         again.require_models(LIGHT, HEAVY | {"num_steps": 30})
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_training_ends_as_an_unbroken_one(tmp_path: Path) -> None:
     def stop(step: int, figures: dict[str, float]) -> None:
         if step == 3:
