@@ -68,6 +68,8 @@ class Request:
         fallback: of a cascade: whether its light model may be the answer, or never.
         traced: the edit as a trace has named it; `edit` has its pixels, once they are there.
         adapters: that change the model for this image, see `data.adapters`; none for the model as it is.
+        cache: whether its steps may reuse what earlier ones have computed, where the engine has a cache; without, the
+            image is that of plain diffusers.
 
     Raises:
         UsageError: a field is out of its range.
@@ -86,6 +88,7 @@ class Request:
     fallback: Fallback = "light"
     traced: TracedEdit | None = None
     adapters: Adapters = ()
+    cache: bool = True
 
     def __post_init__(self) -> None:
         _require_int("request_id", self.request_id, 0)
@@ -107,6 +110,8 @@ class Request:
         if self.fallback not in get_args(Fallback):
             raise UsageError(f"fallback is {self.fallback!r}, but it must be {' or '.join(get_args(Fallback))}")
         check_adapters(self.adapters)
+        if not isinstance(self.cache, bool):
+            raise UsageError(f"cache is {self.cache!r}, but it must be true or false")
         if self.edit is not None and self.edit.resolution != self.resolution:
             raise UsageError(
                 f"resolution is {self.resolution}, but the image to edit has {self.edit.resolution} pixels"

@@ -66,7 +66,7 @@ _SMALL_I, _SMALL_F, _WORD = pa.int32(), pa.float32(), pa.dictionary(pa.int32(), 
 
 RECORDS = TableSchema(
     "records",
-    4,
+    5,
     (
         column("request_id", _I, meaning="number of the request in its trace"),
         column("prompt", _S),
@@ -97,6 +97,7 @@ RECORDS = TableSchema(
         column("active_share", _F, "", True, "of an edit: share of the cells with a latent in its mask"),
         column("reused", _B, "", True, "of an edit: whether the other cells were read from its template's record"),
         column("lora", _S, "", True, "adapters that it names, with their scales"),
+        column("steps_reused", _I, "", True, "steps that have reused anything from the cache; with 0 it is exact"),
     ),
     oldest=1,
 )

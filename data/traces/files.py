@@ -31,6 +31,7 @@ def not_bool(value: object) -> object:
 Number = Annotated[float, BeforeValidator(not_bool)]
 Whole = Annotated[int, BeforeValidator(not_bool)]
 Text = Annotated[str, Strict()]
+Flag = Annotated[bool, PlainValidator(lambda value: _read_flag(value))]
 Adapting = Annotated[Adapters, PlainValidator(lambda value: read_adapters(value))]
 
 
@@ -39,7 +40,7 @@ class TraceLine(TypedDict, total=False):
 
     arrival_s and timestamp are one thing (seconds), as are slo_s and slo_ms, and width with height and resolution
     (text, as "128x192"). num_frames must be 1: images only. image, mask, mask_ratio and strength are of edits. lora
-    names adapters, see `read_adapters`.
+    names adapters, see `read_adapters`. cache is whether steps may reuse what earlier ones have computed.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues]
@@ -63,9 +64,12 @@ class TraceLine(TypedDict, total=False):
     mask_ratio: Number
     strength: Number
     lora: Adapting
+    cache: Flag
 
 
 TRACE_FIELDS = tuple(TraceLine.__annotations__)
+_USUAL = {"fallback": "light", "cache": True}
+"""What fields mean where a line has none."""
 _OF_EDITS = ("image", "mask", "mask_ratio", "strength")
 _ALLOWED = f"allowed are {', '.join(TRACE_FIELDS)}"
 _KINDS = {"int": "a whole number", "float": "a finite number", "string": "text"}
@@ -141,7 +145,7 @@ def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
                 elif field.name == "adapters":
                     if value:
                         values["lora"] = adapters_text(value)
-                elif value is not None and (field.name, value) != ("fallback", "light"):
+                elif value is not None and value != _USUAL.get(field.name):
                     values[field.name] = value
             file.write(json.dumps(values, ensure_ascii=False) + "\n")
 
@@ -188,6 +192,13 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
         raise cause
     allowed = _KINDS.get(kind.partition("_")[0], "a number")
     raise UsageError(f"{name} is {problem['input']!r}, but it must be {allowed}")
+
+
+def _read_flag(value: object) -> bool:
+    """True or false, also as the text of a CSV file. Raises UsageError."""
+    if isinstance(value, bool) or value in ("true", "false"):
+        return value is True or value == "true"
+    raise UsageError(f"cache is {value!r}, but it must be true or false")
 
 
 def _read_lines(path: Path, file: TextIO) -> Iterator[_Line]:

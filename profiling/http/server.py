@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from ...data.errors import MissingExtraError
 from ...data.requests import Request
+from ...data.resolution import Resolution
 from ...serving.core.step_row import StepRow
 from ...serving.server.limits import Limits
+from ..runs.trace_settings import parse_slo
 from .engine import BuiltEngine, EngineRecipe, Tell, build_engine, build_for_replica, ignore
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ class HttpSettings:
         aliases: other names of the model.
         log_prompts: whether prompts stand in the log.
         is_quiet: there is no log and nobody looks on, as where files of requests are drawn.
+        slo: seconds in place of that, for all sizes or by resolution, see `parse_slo`; None: there are none.
+
+    Raises:
+        UsageError: `slo` is neither.
     """
 
     slo_scale: float | None = None
@@ -56,6 +62,15 @@ class HttpSettings:
     aliases: Sequence[str] = ()
     log_prompts: bool = False
     is_quiet: bool = False
+    slo: str | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.fixed_s  # which raises
+
+    @property
+    def fixed_s(self) -> Callable[[Resolution], float | None]:
+        """Seconds of `slo` by resolution."""
+        return (lambda _: None) if self.slo is None else parse_slo(self.slo)
 
 
 def require_http() -> None:
@@ -132,7 +147,7 @@ def assemble(
     from ...serving.server.metrics import Metrics
     from ...serving.server.request_log import RequestLog
 
-    pricing = Pricing(settings.slo_scale, standalone_s)
+    pricing = Pricing(settings.slo_scale, standalone_s, settings.fixed_s)
     front_end = FrontEnd(replace(model, aliases=tuple(settings.aliases)), settings.limits, backend, pricing)
     metrics, live = Metrics(model.defaults.resolutions, backend), Live(front_end)
     if not settings.is_quiet:

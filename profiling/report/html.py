@@ -13,7 +13,7 @@ from ...serving.core.step_row import StepRow
 from .page import plots_of, render
 from .plots import PLOTS, WIDE_PLOTS, draw_all
 from .run_data import RunData
-from .tables import resolution_table
+from .tables import resolution_table, slo_doubt
 from .words import figure, number, plain, seconds, share
 
 MAX_IMAGES = 96
@@ -85,6 +85,8 @@ def _tiles(summary: Mapping[str, Any], data: RunData) -> list[tuple[str, str, st
     """Label, value and what is said below it."""
     attainment, scale = summary.get("slo_attainment_rate"), summary.get("slo_scale")
     met = f"{summary.get('slo_met_success')} of {len(data.judged)} in time"
+    if doubtful := summary.get("standalone_times_served"):
+        met += "; " + slo_doubt(doubtful)
 
     def latency(name: str, key: str, p95: str) -> tuple[str, str, str]:
         return name, seconds(summary.get(key)), f"p95 {seconds(summary.get(p95))}"

@@ -37,6 +37,8 @@ def run_tables(summary: Mapping[str, Any]) -> list[Table]:
     if summary["slo_scale"] is not None:
         name = f"SLO attainment ({summary['slo_scale']:g}x standalone)"
         rows.append((name, share(summary["slo_attainment_rate"])))
+        if doubtful := summary.get("standalone_times_served"):
+            rows.append(("  which says little", slo_doubt(doubtful)))
     config = summary["config"]
     if "cache" in config:
         rows.append(("patch cache", config["cache"]))
@@ -45,6 +47,15 @@ def run_tables(summary: Mapping[str, Any]) -> list[Table]:
     served_by = " with ".join(config[name] for name in ("system", "policy") if config.get(name))
     whole = Table(f"{summary['model']}, {served_by}", ("figure", "value"), rows)
     return [whole, resolution_table(summary["per_resolution"])]
+
+
+def slo_doubt(times_served: Mapping[str, float]) -> str:
+    """Why SLOs say little where requests took so many times longer alone, by resolution, than when they were served."""
+    worst = max(times_served, key=lambda name: times_served[name])
+    return (
+        f"{worst} alone took {times_served[worst]:.3g} times as long as when it was served: measured on a busy machine "
+        "(--remeasure)"
+    )
 
 
 def resolution_table(per_resolution: Mapping[str, Mapping[str, Any]]) -> Table:

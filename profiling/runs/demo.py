@@ -21,7 +21,7 @@ from ..measure.standalone import shape_of, standalone_latencies
 from ..report.comparison import ComparedRun, headline, write_comparison
 from ..report.run_data import RunData
 from .serve import ServeOutcome, run_serve
-from .step_latencies import latencies_for_serving
+from .step_latencies import latencies_for_serving, told_if_coarse
 from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
 
 SYSTEMS = ("bucketed", "patched-slack", "patchedserve")
@@ -167,4 +167,5 @@ def run_demo(
         )
     facts = [describe(run_facts(model).to_json()), f"{len(requests)} requests at {rate:.3g}/s"]
     facts.append(f"SLO {settings.slo_scale:g} times the standalone latency on plain diffusers")
+    facts += told_if_coarse(latency)
     return DemoOutcome(tuple(runs), write_comparison(folder, runs, facts), headline(runs))

@@ -17,6 +17,7 @@ from ...data.tables.published import published_table
 from ...data.workspace import ModelWorkspace, Workspace
 from ...serving.editing.profile import PATTERN
 from ...serving.scheduling.policies import StepLatencyPredictor
+from ...serving.scheduling.step_latency import TableLatency
 from ...serving.scheduling.systems import System
 from ...training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 from .calibration import step_sources
@@ -83,6 +84,13 @@ def latencies_for_serving(
     if outcome.was_interrupted:
         raise KeyboardInterrupt
     return step_sources(outcome.table)[0]
+
+
+def told_if_coarse(latency: StepLatencyPredictor) -> list[str]:
+    """That step latencies come from a coarse table, for those who read the results; nothing where they do not."""
+    if not isinstance(latency, TableLatency) or latency.num_measured > COARSE_COMBINATIONS:
+        return []
+    return [f"step latencies from a coarse table of {latency.num_measured} batches (psctl profile makes a better one)"]
 
 
 def table_for_simulation(

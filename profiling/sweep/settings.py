@@ -34,7 +34,7 @@ from .figures import EngineKind, FinishedRun
 SweepEngine = Literal["real", "simulator", "both"]
 SWEEP_FILE = "sweep.json"
 RUN_KIND = "slo"
-DEFAULT_SYSTEMS = ("diffusers", "bucketed", "nirvana", "patched-fcfs", "patchedserve")
+DEFAULT_SYSTEMS = ("diffusers", "bucketed", "nirvana", "patched-fcfs", "patched-slack", "patchedserve")
 _VERSION = 2  # version 1 told files by their path alone, and nothing of the latency predictor
 _GROWING = ("standalone_s", "predictor")
 """Parts of a head that grow: other rates and seeds may ask for resolutions that were not asked for before, and other

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...profiling.sweep.settings import SweepEngine
 
 _NAMES = ", ".join(name for name, system in SYSTEMS.items() if system.engine != "parallel")
-_DEFAULT_SYSTEMS = "diffusers,bucketed,nirvana,patched-fcfs,patchedserve"
+_DEFAULT_SYSTEMS = "diffusers,bucketed,nirvana,patched-fcfs,patched-slack,patchedserve"
 _DEFAULT_NUM_PROMPTS = {"engine": 60, "both": 60, "simulator": 1000}
 _PATCHED = ENGINE.without("engine")
 _ONLY_ON = {

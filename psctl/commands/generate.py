@@ -253,6 +253,7 @@ def _describe(record: Any) -> dict[str, Any]:
         "guidance_scale": record.guidance_scale,
         "seed": record.seed,
         "lora": record.lora,
+        "steps_reused": record.steps_reused,
         "status": record.status,
         "reason": record.reason,
         "path": record.image_path,

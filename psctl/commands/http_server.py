@@ -30,14 +30,15 @@ def serve_http(
     replicas: ReplicaFlags,
     routing: RouterFlags,
     sizes: Sequence[Resolution],
-    slo_scale: float,
+    slos: tuple[float, str | None],
     max_batch_size: int,
     engine: "EngineOptions",
     templates: "TemplateOptions | None",
     target: Target,
     out: Output,
 ) -> None:
-    """Serve until a signal comes. What can be wrong is looked at before the model is loaded.
+    """Serve until a signal comes. What can be wrong is looked at before the model is loaded. `slos` are `slo_scale` and
+    `slo` of `HttpSettings`.
 
     Raises:
         MissingExtraError: a package of the extra `http` or `ray` is missing.
@@ -56,7 +57,7 @@ def serve_http(
             out.note("Warming up ...")
         return parts
 
-    parts = _serve(make, web, sizes, slo_scale, recipe.workspace.root, max_batch_size * replicas.most, target, out)
+    parts = _serve(make, web, sizes, slos, recipe.workspace.root, max_batch_size * replicas.most, target, out)
     if parts.engine is not None:
         parts.engine.keep_correction(recipe.workspace)
 
@@ -70,6 +71,7 @@ def serve_cascade_http(
     num_workers: int,
     resolutions: str | None,
     slo_scale: float,
+    slo: str | None,
     seed: int,
     target: Target,
     out: Output,
@@ -100,14 +102,14 @@ def serve_cascade_http(
         return parts
 
     most = max(deployment.profile.legs["light"].batch_sizes) * num_workers
-    _serve(make, web, sizes, slo_scale, served.place.root, most, target, out)
+    _serve(make, web, sizes, (slo_scale, slo), served.place.root, most, target, out)
 
 
 def _serve(
     make: "Callable[[HttpSettings], ServerParts]",
     web: HttpFlags,
     sizes: Sequence[Resolution],
-    slo_scale: float,
+    slos: tuple[float, str | None],
     folder: Path,
     most_at_once: int,
     target: Target,
@@ -122,12 +124,13 @@ def _serve(
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "http") from error
 
-    address = web.address()
+    address, (slo_scale, slo) = web.address(), slos
+    limits = web.limits(max(size.pixels for size in sizes))
+    settings = HttpSettings(slo_scale, limits, tuple(web.served_model_name or ()), web.log_prompts, slo=slo)
     require_places(target.workspace)
     listening = address.listen()
     try:
-        limits = web.limits(max(size.pixels for size in sizes))
-        parts = make(HttpSettings(slo_scale, limits, tuple(web.served_model_name or ()), web.log_prompts))
+        parts = make(settings)
         asyncio.run(
             serve_forever(
                 parts.front_end,

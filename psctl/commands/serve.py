@@ -25,7 +25,10 @@ from .http_server import serve_cascade_http, serve_http
 from .serve_cascade import serve_cascade
 from .simulate_cascade import check_cascade_flags
 
-_OF_TRACES = (EDITED_TRACE.names() | {"--output-file", "--save-dir", "--predictor", "--remeasure"}) - {"--resolutions"}
+_OF_TRACES = (EDITED_TRACE.names() | {"--output-file", "--save-dir", "--predictor", "--remeasure"}) - {
+    "--resolutions",
+    "--slo",
+}
 _OF_SERVERS = Flags.of(HttpFlags).names() | REPLICAS.names() | ROUTING.names() | Flags.of(TemplateFlags).names()
 
 
@@ -83,7 +86,7 @@ def serve(
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ...profiling.report.table import to_rich
-    from ...profiling.report.tables import run_tables
+    from ...profiling.report.tables import run_tables, slo_doubt
     from ...profiling.runs.corrections import correction_of, keep_correction
     from ...profiling.runs.outside_profile import warn_of_small_table
     from ...profiling.runs.serve import run_serve
@@ -113,6 +116,7 @@ def serve(
             num_workers=workers,
             resolutions=trace.resolutions,
             slo_scale=slo_scale,
+            slo=trace.slo,
             seed=trace.seed,
             target=target,
             out=out,
@@ -142,7 +146,8 @@ def serve(
         for option in given:
             if option in ROUTING.names() and not replicas.is_any:
                 raise UsageError(f"{option} is of replicas: add --num-replicas, or leave it out")
-        serve_http(chosen, web, replicas, routing, sizes, slo_scale, max_batch_size, engine, records, target, out)
+        slos = slo_scale, trace.slo
+        serve_http(chosen, web, replicas, routing, sizes, slos, max_batch_size, engine, records, target, out)
         return
     step_latency = None
     if predictor is not None:
@@ -193,6 +198,8 @@ def serve(
             on_finish=lambda record: arrivals()(),
         )
     out.data(outcome.summary, table=lambda: to_rich(run_tables(outcome.summary)), file=output_file)
+    if doubtful := outcome.summary.get("standalone_times_served"):
+        out.warn(f"SLOs are far too long: {slo_doubt(doubtful)}")
     if uncached := outcome.summary.get("cache", {}).get("uncached_blocks"):
         out.warn(
             f"the cache's bound of {served.options.cache.memory_mb} MB was too small for {', '.join(uncached)}, which "

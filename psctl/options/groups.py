@@ -46,6 +46,12 @@ CACHE = Flags(
             is_shared=True,
             dir_okay=False,
         ),
+        "grain": flag(
+            "--cache-grain",
+            "What is reused as one: a request's whole step, or each patch of each block by itself, as in PatchedServe. "
+            "auto: requests where a predictor or --cache accumulated decides, patches where a limit does.",
+            is_shared=True,
+        ),
         "interval": flag("--cache-interval", "Steps from one computation to the next.", is_shared=True),
         "patch_size": flag(
             "--cache-patch-size",

@@ -11,6 +11,7 @@ from ...data.files import sha256_of
 CACHE_PREDICTOR_FILE = "cache.safetensors"
 CacheMode = Literal["off", "patch", "image", "interval", "accumulated"]
 CACHE_MODES: tuple[str, ...] = get_args(CacheMode)
+CacheGrain = Literal["auto", "request", "patch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,13 @@ class CacheOptions:
             and 4 where none decides.
         warmup_steps: first steps of a request that are computed in full; so is its last step.
         memory_mb: bound of what the cache keeps; a block that would exceed it runs uncached.
-        full_above: of the requests that have patches to compute: the share of these above which a block computes all
-            patches of these requests; at 0 they are computed whole or not at all. None for what suits the rule: where
-            a predictor or `accumulated` decides, a request takes all blocks of a step or none, and what it would have
-            got is forecast from its last two steps (`forecast`); for the others it is 0.5.
+        grain: what is computed or reused as one. `patch`: patches of a block by themselves, as in the paper.
+            `request`: a request whole; where a predictor or `accumulated` decides it takes all blocks of a step or
+            none, and what it would have got is forecast from its last two steps (`forecast`). `auto`: `request` where
+            these decide, which is faster and gives better images (docs/cache.md), else `patch`.
+        full_above: finer than `grain`: of the requests that have patches to compute, the share of these above which a
+            block computes all patches of these requests; at 0 they are computed whole or not at all, and of `patch` it
+            is 0.5. None for what `grain` says.
 
     Raises:
         UsageError: a value is not allowed.
@@ -50,8 +54,13 @@ class CacheOptions:
     warmup_steps: int = 3
     memory_mb: int = 2048
     full_above: float | None = None
+    grain: CacheGrain = "auto"
 
     def __post_init__(self) -> None:
+        if self.grain not in get_args(CacheGrain):
+            raise UsageError(f"cache grain is {self.grain!r}, but it must be one of {', '.join(get_args(CacheGrain))}")
+        if self.grain != "auto" and self.full_above is not None:
+            raise UsageError("give a grain or full_above, not both")
         if self.mode not in CACHE_MODES:
             raise UsageError(f"cache is {self.mode!r}, but it must be one of {', '.join(CACHE_MODES)}")
         for name, low in (("patch_size", 1), ("interval", 2), ("max_reuse", 1), ("warmup_steps", 1), ("memory_mb", 1)):
@@ -83,10 +92,13 @@ class CacheOptions:
         """Whether a trained predictor decides."""
         return self.mode in ("patch", "image") and self.threshold is None
 
-    @property
-    def full_above_or_default(self) -> float:
-        """`full_above` where blocks are asked about one by one."""
-        return 0.5 if self.full_above is None else self.full_above
+    def own_full_above(self, *, tells_of_steps: bool) -> float | None:
+        """`full_above`, or what `grain` stands for; None where a request takes all blocks of a step or none, as rules
+        allow that tell of all blocks as one.
+        """
+        if self.full_above is not None or (tells_of_steps and self.grain != "patch"):
+            return self.full_above
+        return 0.0 if self.grain == "request" else 0.5
 
     def with_predictor_of(self, *folders: Path) -> "CacheOptions":
         """The same options with the predictor of the first of these folders that has one, where they name none.
@@ -104,9 +116,9 @@ class CacheOptions:
             return self.mode
         if self.mode == "interval":
             return f"{self.mode}, every {self.interval} steps"
-        return f"{self.mode}, " + (
-            f"predictor {self.predictor}" if self.threshold is None else f"threshold {self.threshold:g}"
-        )
+        decides = f"predictor {self.predictor}" if self.threshold is None else f"threshold {self.threshold:g}"
+        grain = "" if self.grain == "auto" else f", {self.grain} by {self.grain}"
+        return f"{self.mode}, {decides}{grain}"
 
     def identity(self) -> dict[str, Any]:
         """What decides images, as JSON: two equal ones reuse by the same rules.
@@ -117,10 +129,11 @@ class CacheOptions:
         Raises:
             OSError: the predictor's file cannot be read.
         """
-        content = asdict(self if self.is_on else CacheOptions(patch_size=8))
+        options = self if self.is_on else CacheOptions(patch_size=8)
         asks = self.is_on and self.needs_predictor
-        if not asks and self.mode != "accumulated":
-            content["full_above"] = self.full_above_or_default
+        tells = asks or self.mode == "accumulated"
+        content = asdict(options) | {"full_above": options.own_full_above(tells_of_steps=tells)}
+        del content["grain"]
         if not asks:
             content["max_reuse"] = content["max_reuse"] or 4
         if self.predictor is not None:

@@ -27,12 +27,14 @@ class CachedRequest:
         num_rows: 2 with guidance, else 1.
         num_steps: of its schedule.
         pixels: width times height of its image.
+        is_exact: whether all of its steps are computed, whatever the rule says.
     """
 
     key: int
     num_rows: int
     num_steps: int
     pixels: int
+    is_exact: bool = False
 
 
 class PatchBatch:
@@ -78,12 +80,13 @@ class PatchBatch:
         self.last_cell_tensor = torch.from_numpy(self.last_cell).to(device)
         self.num_steps: Integers = np.array([request.num_steps for request in requests])[self.request]
         self.pixels: Integers = np.array([request.pixels for request in requests])[self.request]
+        self._is_exact: Booleans = np.array([request.is_exact for request in requests])[self.request]
         self.steps_done: Integers = np.zeros(self.num_patches, np.int64)
         self.is_forced: Booleans = np.ones(self.num_patches, bool)
 
     def start_step(self, steps_done: Integers, warmup_steps: int) -> None:
         self.steps_done = steps_done[self.request]
-        self.is_forced = (self.steps_done < warmup_steps) | (self.steps_done >= self.num_steps - 1)
+        self.is_forced = (self.steps_done < warmup_steps) | (self.steps_done >= self.num_steps - 1) | self._is_exact
 
     def fill(self, reuse: Booleans, full_above: float) -> ActiveRows | None:
         """Compute all patches of the requests that have any to compute, where that costs no more than a mask.

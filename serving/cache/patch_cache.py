@@ -52,6 +52,7 @@ class PatchCache:
         max_reuse: of the options, or else of the rule.
         is_whole: whether all blocks are one (`WHOLE_MODEL`): a request takes a step whole or not at all.
         reused: then, for each request of the batch, whether the last step left it out; None before the first.
+        left_out: for each request of the batch, whether the last step has reused any of its patches in any block.
         names, stores: of the blocks, in the order in which a step runs them.
         wants_masks: of each block, whether some of its patches were ever wanted without the others of their request.
             From then on its operators keep what they read.
@@ -70,11 +71,13 @@ class PatchCache:
             )
         self.options, self.rule, self.unit, self.num_blocks = options, rule, unit, num_blocks
         self.max_reuse = rule.max_reuse if options.max_reuse is None else options.max_reuse
-        self.is_whole = rule.is_whole and options.full_above is None
-        self._full_above = 0.0 if self.is_whole else options.full_above_or_default
+        full_above = options.own_full_above(tells_of_steps=rule.is_whole)
+        self.is_whole = full_above is None
+        self._full_above = full_above or 0.0
         self.stats = CacheStats()
         self.on_computed: OnComputed | None = None
         self.reused: Booleans | None = None
+        self.left_out: Booleans = np.zeros(0, bool)
         self.names: list[str] = []
         self.stores: list[BlockStore] = []
         self._kept: list[list[SlotBuffer]] = []
@@ -131,11 +134,12 @@ class PatchCache:
             self._batch = None
             return
         self._batch = PatchBatch(packing, requests, self._slots, self.patch_size, self.unit)
-        self.reused = None
+        self.reused, self.left_out = None, np.zeros(len(requests), bool)
 
     def begin_step(self, steps_done: Sequence[int]) -> None:
         """Say how far each request is, before every step."""
         self.batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
+        self.left_out = np.zeros(len(self.batch.request_keys), bool)
         self._is_first_block = True
         self._step += 1
         for store in self.stores:
@@ -179,6 +183,8 @@ class PatchCache:
             reuse[:] = False
         num_active = batch.num_patches - int(reuse.sum())
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
+        if num_active < batch.num_patches:
+            self.left_out |= np.logical_or.reduceat(reuse, batch.request_start)
         if self.is_whole:
             self.reused = reuse[batch.request_start]
         is_reused = reuse[batch.patch_of_cell]

@@ -70,6 +70,7 @@ class PreparedRequest:
             computed.
         on_pass: told of each of its passes, which are recorded; None where they are not.
         guided_norm, neutral_scale: see `Family`.
+        steps_reused: how many of its steps have reused anything from the cache.
     """
 
     request: Request
@@ -84,6 +85,7 @@ class PreparedRequest:
     on_pass: OnPass | None = None
     guided_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
     neutral_scale: float = 1.0
+    steps_reused: int = 0
 
     @property
     def size(self) -> tuple[int, int]:

@@ -110,7 +110,8 @@ class RequestRecord:
     Of an edit, `mask_ratio` is the share of its pixels in the mask, `active_share` that of its cells, and `reused` says
     whether the others were read from the record of its template; the latter two are known when it is prepared.
 
-    `lora` names the adapters that it was drawn with, as `data.adapters.adapters_text` does.
+    `lora` names the adapters that it was drawn with, as `data.adapters.adapters_text` does. `steps_reused` is how many
+    of its steps have reused anything from the cache, known when they are done: with 0 the image is exact.
     """
 
     request_id: int
@@ -138,6 +139,7 @@ class RequestRecord:
     active_share: float | None = None
     reused: bool | None = None
     lora: str | None = None
+    steps_reused: int | None = None
 
     @classmethod
     def of(cls, request: Request) -> Self:

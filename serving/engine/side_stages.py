@@ -140,6 +140,7 @@ class SideStages:
         with self.changed:
             prepared = self.prepared.pop(state.request.request_id)
         assert prepared.state.is_finished, "the stepper and the scheduler count steps differently"
+        state.record.steps_reused = prepared.steps_reused
         # The latents are all that decoding needs; the rest, mostly the encoded text, would wait with them.
         self._postprocess.put(partial(self._postprocess_one, state, prepared.latents))
 

@@ -47,10 +47,11 @@ class _OwnPasses(ABC):
 
     Attributes:
         together: the batch itself.
-        forecast: nothing; see `stepper.PackedBatch`.
+        forecast, left_out: nothing; see `stepper.PackedBatch`.
     """
 
     forecast: frozenset[int] = frozenset()
+    left_out: tuple[()] = ()
 
     def __init__(
         self,

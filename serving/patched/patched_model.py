@@ -229,6 +229,11 @@ class PatchedModel:
         """(requests,) which of those given to `begin` the last call left out whole; None where that is never done."""
         return None if self.cache is None or not self.cache.is_used else self.cache.reused
 
+    @property
+    def left_out(self) -> Sequence[int]:
+        """Places, among the requests given to `begin`, of those of which the last call has reused anything."""
+        return () if self.cache is None or not self.cache.is_used else self.cache.left_out.nonzero()[0].tolist()
+
     def forward(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
         """One pass without the patch cache, on what the context says; `kept` is what stays the same from pass to pass.
         Arguments and result as of a call.

@@ -164,6 +164,8 @@ class PatchedStepper:
     def note_step(self, batch: "AnyBatch") -> None:
         """A batch has taken its step."""
         self.forecast |= batch.forecast
+        for prepared in batch.left_out:
+            prepared.steps_reused += 1
         self._stepped.append(batch.together)
 
     def close(self) -> None:
@@ -254,7 +256,13 @@ class PackedBatch:
         rows = [size for prepared, size in zip(batch, sizes, strict=True) for _ in range(prepared.num_rows)]
         row_packing = model.pack(rows)
         known = [
-            CachedRequest(each.key, each.num_rows, each.state.num_steps, each.request.resolution.pixels)
+            CachedRequest(
+                each.key,
+                each.num_rows,
+                each.state.num_steps,
+                each.request.resolution.pixels,
+                is_exact=not each.request.cache,
+            )
             for each in batch
         ]
         model.begin(row_packing, repeats=repeats, requests=known)
@@ -269,6 +277,11 @@ class PackedBatch:
         """Ids of the requests that took the last step without the model."""
         reused = None if self.is_plain else self._model.reused
         return set() if reused is None else {self._batch[index].request.request_id for index in reused.nonzero()[0]}
+
+    @property
+    def left_out(self) -> list[PreparedRequest]:
+        """The requests of which the last step has reused anything."""
+        return [] if self.is_plain else [self._batch[index] for index in self._model.left_out]
 
     def _predict(self, patches: Tensor, timesteps: Tensor) -> Tensor:
         done = [prepared.state.steps_done for prepared in self._batch]

@@ -86,6 +86,7 @@ class TableLatency:
     Attributes:
         max_batch_size: number of requests in the largest measured batch.
         num_too_large: answers about batches with more requests than that.
+        num_measured: batches in the table.
 
     Raises:
         UsageError: the table is empty, has an empty batch, the same one twice, or a latency that is not above 0.
@@ -106,7 +107,7 @@ class TableLatency:
         if not self._measured:
             raise UsageError("the latency table is empty, but it must hold at least one batch")
         self.max_batch_size = max(map(len, self._measured))
-        self.num_too_large = 0
+        self.num_too_large, self.num_measured = 0, len(self._measured)
         self.resolutions = tuple(sorted({resolution for batch in self._measured for resolution in batch}))
         self._counts = np.array([self._count(batch) for batch in self._measured], dtype=float)
         measured_s = np.array(list(self._measured.values()))

@@ -39,7 +39,7 @@ _MOST_PARTS = 64
 _VALUES = (
     *("n", "seed", "num_inference_steps", "guidance_scale", "output_compression", "partial_images", "slo"),
     *("strength", "feather_px", "stream", "progress", "paste", "reuse", "template_seed"),
-    *("full_steps", "dilate"),
+    *("full_steps", "dilate", "cache"),
 )
 """Fields that are numbers, true or false; all others are text, whatever they look like."""
 _VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ...data.resolution import Resolution
 from .admission import Admission
 from .backend import FIRST_ID, Backend, Health
 from .errors import ApiError, cancelled, invalid, took_too_long
@@ -40,18 +41,23 @@ class Watcher(Protocol):
 
 @dataclass(slots=True)
 class Pricing:
-    """What a request may take if it does not say: this many times its latency when it is served alone.
+    """What a request may take if it does not say: the seconds of its resolution, or else this many times its latency
+    when it is served alone.
 
     Attributes:
         slo_scale: see above; None: there is no SLO then.
         standalone_s: of a request, measured or predicted; None where that is not known.
+        fixed_s: of a resolution; None where there are none.
     """
 
     slo_scale: float | None
     standalone_s: Callable[[Request], float | None]
+    fixed_s: Callable[[Resolution], float | None] = lambda _: None
 
     def slo_s(self, request: Request) -> float | None:
         """Seconds that a request may take."""
+        if (fixed_s := self.fixed_s(request.resolution)) is not None:
+            return fixed_s
         alone_s = None if self.slo_scale is None else self.standalone_s(request)
         return None if alone_s is None or self.slo_scale is None else self.slo_scale * alone_s
 
@@ -176,6 +182,7 @@ class FrontEnd:
                     wanted.edit,
                     wanted.fallback,
                     adapters=wanted.adapters,
+                    cache=wanted.cache,
                 )
                 if request.slo_s is None and not is_batch:
                     request = replace(request, slo_s=self.pricing.slo_s(request))

@@ -110,6 +110,7 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         **own,
         "negative_prompt": {"type": "string", "maxLength": limits.max_prompt},
         "progress": {"type": "boolean"},
+        "cache": {"type": "boolean"},
         "slo": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
     }
 

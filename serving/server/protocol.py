@@ -1,7 +1,7 @@
 """What `POST /v1/images/generations` takes, checked field by field; the answers are made elsewhere.
 
 Names and meanings are those of OpenAI's images API; `seed`, `num_inference_steps`, `guidance_scale`, `negative_prompt`,
-`progress`, `slo`, `lora` and (of cascades) `fallback` are ours. Edits take most of it, too: see `edits`.
+`progress`, `slo`, `lora`, `cache` and (of cascades) `fallback` are ours. Edits take most of it, too: see `edits`.
 """
 
 import math
@@ -78,6 +78,7 @@ class Generation:
         edit: the image to start from, and what may change in it; None for new images.
         fallback: of a cascade: whether the light model's image may be the answer.
         adapters: that change the model for these images.
+        cache: whether steps may reuse what earlier ones have computed, where the server has a cache.
     """
 
     prompt: str
@@ -97,6 +98,7 @@ class Generation:
     edit: "EditSpec | None" = None
     fallback: Fallback = "light"
     adapters: Adapters = ()
+    cache: bool = True
 
     @property
     def kind(self) -> str:
@@ -180,6 +182,7 @@ def take_generation(
         # Of a single model the field is unknown.
         fallback=fields.word("fallback", "light", get_args(Fallback)) if model.cascade else "light",  # type: ignore[arg-type]
         adapters=fields.adapters(LORA, model.adapters) if model.adapters else (),
+        cache=fields.flag("cache", True),
     )
     if fields.word("background", "auto", ("auto", "opaque", "transparent")) == "transparent":
         raise invalid("background is 'transparent', but images have no alpha channel: auto or opaque", "background")

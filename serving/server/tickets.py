@@ -231,15 +231,18 @@ def error_of(record: RequestRecord, ticket_id: str) -> ApiError:
 
 
 def facts_of(record: RequestRecord) -> dict[str, Any]:
-    """What only some images have to say. Of a cascade: which model has drawn it, and why: of its light image the
-    confidence, and the threshold that this was compared with, null where nobody looked. Of an edit: whether it has
-    reused what was recorded of its template, and how much of the image it changes.
+    """What an image has to say of how it was drawn: how many of its steps have reused anything from the cache.
+
+    Of a cascade: which model has drawn it, and why: of its light image the confidence, and the threshold that this was
+    compared with, null where nobody looked. Of an edit: whether it has reused what was recorded of its template, and
+    how much of the image it changes.
     """
+    facts: dict[str, Any] = {} if record.steps_reused is None else {"steps_reused": record.steps_reused}
     if record.served_by is not None:
-        return {"model": record.served_by, "confidence": record.confidence, "threshold": record.threshold}
-    if record.reused is not None:
-        return {"reused": record.reused, "mask_ratio": record.mask_ratio, "active_share": record.active_share}
-    return {}
+        facts |= {"model": record.served_by, "confidence": record.confidence, "threshold": record.threshold}
+    elif record.reused is not None:
+        facts |= {"reused": record.reused, "mask_ratio": record.mask_ratio, "active_share": record.active_share}
+    return facts
 
 
 def metrics_of(records: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -122,6 +122,26 @@ def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path
 
 
 @pytest.mark.slow
+def test_slos_of_a_busy_machine_are_doubted(serve: RunPsctl, workspace: Path) -> None:
+    options = ("--num-prompts", "3", "--request-rate", "2", "--resolutions", "40", "--policy", "continuous", "--json")
+    first = serve(*options)
+    assert "SLOs are far too long" not in first.stderr
+    assert "standalone_times_served" not in summary_of(first)
+    table = next(workspace.glob("*/cpu/tables/standalone.json"))
+    text = table.read_text()
+    content = json.loads(text)
+    for row in content["rows"]:
+        row["latency_s"] *= 200
+    table.write_text(json.dumps(content))
+    again = serve(*options)
+    table.write_text(text)
+    assert "SLOs are far too long: 40x40 alone took" in again.stderr
+    summary = summary_of(again)
+    assert summary["standalone_times_served"]["40x40"] > 5
+    assert "measured on a busy machine" in (Path(summary["run_dir"]) / "report.html").read_text()
+
+
+@pytest.mark.slow
 def test_edits_keep_what_is_outside_their_masks(serve: RunPsctl, tmp_path: Path) -> None:
     pytest.importorskip("resvg_py", reason="pictures are drawn with psctl[train]")
     traffic = ("--num-prompts", "6", "--request-rate", "20", "--slo-scale", "500", "--policy", "continuous")

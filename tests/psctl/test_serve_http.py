@@ -73,6 +73,27 @@ def test_the_client_of_openai_draws(client: openai.OpenAI, model: Path, run_psct
             assert alone.tobytes() == wanted.tobytes()
 
 
+def test_one_image_is_exact_beside_the_cache_of_others(
+    model: Path, workspace: Path, run_psctl: RunPsctl, tmp_path: Path
+) -> None:
+    body = {**ASK, "size": "32x32", "num_inference_steps": 8}
+    options = ("--dtype", "float32", "--resolution", "32x32", "--num-inference-steps", "8", "--seed", "5")
+    assert run_psctl("generate", "a cat", "--model", model, *options, "--output", "exact.png").returncode == 0
+    del body["slo"]
+    with HttpServer(model, workspace, "--cache", "interval", "--cache-interval", "2", "--slo", "32x32=55") as server:
+
+        def drawn(**more: Any) -> dict[str, Any]:
+            answer = httpx.post(f"{server.url}{GENERATIONS}", json=body | more, timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["metrics"]["slo_s"] == 55, "that of the server"
+            return answer.json()["data"][0]
+
+        reusing, exact = drawn(), drawn(cache=False)
+    wanted = Image.open(tmp_path / "exact.png").tobytes()
+    assert exact["steps_reused"] == 0 < reusing["steps_reused"]
+    assert picture(exact["b64_json"]).tobytes() == wanted != picture(reusing["b64_json"]).tobytes()
+
+
 def test_a_stream_shows_partial_images_then_the_last(client: openai.OpenAI) -> None:
     body = {**ASK, "num_inference_steps": 8, "progress": True}
     del body["prompt"]

@@ -54,6 +54,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str, int]] = [
     ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value", 400),
     ({"partial_images": True, "stream": True}, "partial_images", "invalid_value", 400),
     ({"progress": True}, "progress", "invalid_value", 400),
+    ({"cache": "off"}, "cache", "invalid_value", 400),
     ({"response_format": "gif"}, "response_format", "invalid_value", 400),
     ({"response_format": "url", "stream": True}, "response_format", "invalid_value", 400),
     ({"output_format": "gif"}, "output_format", "invalid_value", 400),

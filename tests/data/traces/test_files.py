@@ -41,6 +41,7 @@ def random_request(rng: random.Random, request_id: int, arrival_s: float) -> Req
         arrival_s=arrival_s,
         slo_s=rng.choice([None, rng.uniform(1e-3, 9)]),
         adapters=rng.choice([(), (("ink", rng.uniform(-9, 9)), ("toy-2.1", 1.0))]),
+        cache=rng.choice([True, False]),
     )
 
 
@@ -95,6 +96,13 @@ def test_forms_are_told_by_their_first_line(tmp_path: Path, content: str, name: 
     first, second = load_trace(write(tmp_path, content, name), defaults=replace(DEFAULTS, guidance_scale=3.0))
     assert first == Request(0, 'a "b", c', Resolution(128, 192), 28, 3.0, seed=first.seed, arrival_s=0.5, slo_s=1.5)
     assert second == Request(9, "d", Resolution(256, 256), 9, 3.0, seed=7, negative_prompt="e", arrival_s=2.0)
+
+
+def test_who_wants_no_cache_is_told_in_every_form(tmp_path: Path) -> None:
+    table = "timestamp,resolution,prompt,cache\n0,128,a,false\n1,128,b,true\n2,128,c,\n"
+    assert [request.cache for request in load_trace(write(tmp_path, table, "trace.csv"))] == [False, True, True]
+    line = write(tmp_path, JSONL.replace("}", ', "cache": false}'))
+    assert [request.cache for request in load_trace(line)] == [False]
 
 
 def test_the_line_of_the_convention(tmp_path: Path) -> None:
@@ -177,6 +185,7 @@ CALL = "Request(timestamp=0, width=128, height=128, prompt='a'"
         (JSONL.replace("}", ', "slo_ms": 0}'), "trace.jsonl:1: slo_s is 0"),
         (JSONL.replace("}", ', "seed": -1}'), "trace.jsonl:1: seed is -1"),
         (JSONL.replace("}", ', "lora": "ink:x"}'), "trace.jsonl:1: the scale of adapter ink is 'x'"),
+        (JSONL.replace("}", ', "cache": 1}'), "trace.jsonl:1: cache is 1, but it must be true or false"),
         (JSONL.replace("}", ', "seed": true}'), "trace.jsonl:1: seed is True, but it must be a number"),
         (JSONL.replace("}", ', "seed": [1]}'), r"trace.jsonl:1: seed is \[1\], but it must be a whole number"),
         (JSONL.replace('"a"', "false"), "trace.jsonl:1: prompt is False, but it must be text"),

@@ -1,9 +1,11 @@
 """Options of the cache, as they are told."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from patchedserve.data.errors import UsageError
 from patchedserve.serving.cache.options import CacheOptions
 
 
@@ -19,3 +21,24 @@ from patchedserve.serving.cache.options import CacheOptions
 )
 def test_what_decides_is_said(options: CacheOptions, words: str) -> None:
     assert options.in_words() == words
+
+
+@pytest.mark.parametrize(
+    ("grain", "of_step", "of_block"), [("auto", None, 0.5), ("request", None, 0.0), ("patch", 0.5, 0.5)]
+)
+def test_a_grain_says_what_is_reused_as_one(grain: Any, of_step: float | None, of_block: float) -> None:
+    asked, limited = CacheOptions("patch", grain=grain), CacheOptions("patch", 0.1, grain=grain)
+    assert asked.own_full_above(tells_of_steps=True) == of_step
+    assert limited.own_full_above(tells_of_steps=False) == of_block
+    # Sets of images are found by what decides, whatever it is called.
+    assert asked.identity() == CacheOptions("patch", full_above=of_step).identity()
+    assert limited.identity() == CacheOptions("patch", 0.1, full_above=of_block).identity()
+    assert CacheOptions(grain=grain).identity() == CacheOptions().identity()
+
+
+def test_a_grain_is_one_of_three_and_excludes_the_finer_number() -> None:
+    wrong: Any = "block"
+    with pytest.raises(UsageError, match="cache grain is 'block', but it must be one of auto, request, patch"):
+        CacheOptions("patch", grain=wrong)
+    with pytest.raises(UsageError, match="not both"):
+        CacheOptions("patch", grain="patch", full_above=0.2)

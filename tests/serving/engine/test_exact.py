@@ -15,6 +15,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.models.bundled import bundled_model_path
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.run_result import RunResult
@@ -167,6 +168,32 @@ def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     num_joined = sum(start_s < (other.admitted_s or 0) < end_s for other in others)
     assert num_joined == (len(others) if policy == "continuous" else 0)
     assert max(step.active for step in result.steps) == (2 if policy == "continuous" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cache",
+    [
+        CacheOptions("patch", threshold=1e9, warmup_steps=1),
+        CacheOptions("image", threshold=1e9, warmup_steps=1),
+        CacheOptions("interval", interval=2),
+        CacheOptions("accumulated", threshold=1e9, warmup_steps=1),
+    ],
+    ids=lambda cache: cache.mode,
+)
+def test_who_wants_no_cache_is_exact_beside_others_that_reuse(cache: CacheOptions) -> None:
+    pipe = tiny_sdxl()
+    wanted = [request for request in mixed_requests() if request.num_inference_steps > 3 and request.guidance_scale]
+    requests = [replace(request, cache=number % 2 == 0) for number, request in enumerate([*wanted, *wanted])]
+    requests = [replace(request, request_id=number) for number, request in enumerate(requests)]
+    result = serve(pipe, requests, options=EngineOptions(cache=cache, stages="inline"), all_at_once=True)
+    reused = {record.request_id: record.steps_reused for record in result.records}
+    for request in requests:
+        error = largest_error([result.latents[request.request_id][0]], [plain_latents(pipe, request)])
+        assert (error <= TOLERANCE) == (reused[request.request_id] == 0) == (not request.cache)
+        assert 0 <= (reused[request.request_id] or 0) <= request.num_inference_steps - 2
+    serving_alone = serve(pipe, [replace(requests[0], request_id=0)])
+    assert serving_alone.records[0].steps_reused == 0
 
 
 LONG = [

@@ -87,6 +87,7 @@ def test_everything_that_may_be_said() -> None:
         negative_prompt="a dog",
         progress=True,
         slo=4.5,
+        cache=False,
         style="natural",
         header_slo="3",
     )
@@ -104,6 +105,7 @@ def test_everything_that_may_be_said() -> None:
         progress=True,
         slo_s=3.0,
         quality="high",
+        cache=False,
     )
     assert found.pixel_steps == 3 * 256 * 128 * 60
     assert parsed(slo=2, header_slo="3").slo_s == 2.0

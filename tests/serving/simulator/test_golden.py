@@ -164,10 +164,10 @@ def serve(case: Case, seed: int) -> tuple[SimulationResult, list[RequestRecord]]
 
 
 def row_of(record: RequestRecord) -> dict[str, Any]:
-    """Without what only records of cascades, of edits and of adapters say."""
+    """Without what only records of cascades, of edits, of adapters and of real steps say."""
     row = record.to_row()
     of_others = ("served_by", "confidence", "threshold", "strength", "mask_ratio", "active_share", "reused", "lora")
-    assert {row.pop(name) for name in of_others} == {None}
+    assert {row.pop(name) for name in (*of_others, "steps_reused")} == {None}
     return row
 
 
