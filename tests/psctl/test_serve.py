@@ -131,7 +131,7 @@ def test_slos_of_a_busy_machine_are_doubted(serve: RunPsctl, workspace: Path) ->
     text = table.read_text()
     content = json.loads(text)
     for row in content["rows"]:
-        row["latency_s"] *= 200
+        row["samples_s"] = [200 * sample_s for sample_s in row["samples_s"]]
     table.write_text(json.dumps(content))
     again = serve(*options)
     table.write_text(text)

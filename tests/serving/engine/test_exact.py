@@ -175,8 +175,7 @@ def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     "cache",
     [
         CacheOptions("patch", threshold=1e9, warmup_steps=1),
-        CacheOptions("image", threshold=1e9, warmup_steps=1),
-        CacheOptions("interval", interval=2),
+        CacheOptions("interval", interval=2, warmup_steps=1),
         CacheOptions("accumulated", threshold=1e9, warmup_steps=1),
     ],
     ids=lambda cache: cache.mode,
