@@ -97,7 +97,7 @@ RECORDS = TableSchema(
         column("active_share", _F, "", True, "of an edit: share of the cells with a latent in its mask"),
         column("reused", _B, "", True, "of an edit: whether the other cells were read from its template's record"),
         column("lora", _S, "", True, "adapters that it names, with their scales"),
-        column("steps_reused", _I, "", True, "steps that have reused anything from the cache; with 0 it is exact"),
+        column("steps_reused", _I, "", True, "steps that reused anything of cache or record; with 0 it is exact"),
     ),
     oldest=1,
 )

@@ -70,7 +70,7 @@ class PreparedRequest:
             computed.
         on_pass: told of each of its passes, which are recorded; None where they are not.
         guided_norm, neutral_scale: see `Family`.
-        steps_reused: how many of its steps have reused anything from the cache.
+        steps_reused: how many of its steps have reused anything, from the cache or from the record of a template.
     """
 
     request: Request

@@ -111,7 +111,8 @@ class RequestRecord:
     whether the others were read from the record of its template; the latter two are known when it is prepared.
 
     `lora` names the adapters that it was drawn with, as `data.adapters.adapters_text` does. `steps_reused` is how many
-    of its steps have reused anything from the cache, known when they are done: with 0 the image is exact.
+    of its steps have reused anything, from the cache or from the record of a template, known when they are done: with 0
+    the image is exact.
     """
 
     request_id: int

@@ -47,11 +47,12 @@ class _OwnPasses(ABC):
 
     Attributes:
         together: the batch itself.
-        forecast, left_out: nothing; see `stepper.PackedBatch`.
+        forecast: nothing; see `stepper.PackedBatch`.
+        left_out: the requests of which a step reads a part, and does not compute it.
     """
 
     forecast: frozenset[int] = frozenset()
-    left_out: tuple[()] = ()
+    left_out: Sequence[PreparedRequest] = ()
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class MaskedBatch(_OwnPasses):
         self._planner = planner
         self.plan: Plan | None = None
         super().__init__(passes, conditions, sampler, active)
+        self.left_out = self._batch
 
     def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:
         cells = [cells_of(each, self._passes.cell) for each in self._batch]

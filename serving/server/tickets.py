@@ -231,7 +231,7 @@ def error_of(record: RequestRecord, ticket_id: str) -> ApiError:
 
 
 def facts_of(record: RequestRecord) -> dict[str, Any]:
-    """What an image has to say of how it was drawn: how many of its steps have reused anything from the cache.
+    """What an image has to say of how it was drawn: how many of its steps have reused anything, from cache or record.
 
     Of a cascade: which model has drawn it, and why: of its light image the confidence, and the threshold that this was
     compared with, null where nobody looked. Of an edit: whether it has reused what was recorded of its template, and

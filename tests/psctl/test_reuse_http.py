@@ -91,22 +91,22 @@ def test_the_first_edit_is_exact_and_later_ones_read_the_record(
     before = {name: metric(http, name) for name in ("templates_recorded", 'edits_total{reused="true"}')}
     facts = {"mask_ratio": 0.25, "active_share": 0.25}
     told, [first] = edit(0)
-    assert told == [{"reused": False, **facts}]
+    assert told == [{"steps_reused": 0, "reused": False, **facts}]
     assert far(first, by_command(0)) == 0
     until(lambda: metric(http, "templates_recorded") == before["templates_recorded"] + 1)
     told, [reused] = edit(0)
-    assert told == [{"reused": True, **facts}]
+    assert told == [{"steps_reused": 4, "reused": True, **facts}]
     assert far(reused, by_command(0, "--reuse")) <= 1
     assert far(reused, first) > 1
     told, [exact] = edit(0, reuse="false")
-    assert told == [{"reused": False, **facts}]
+    assert told == [{"steps_reused": 0, "reused": False, **facts}]
     assert far(exact, first) == 0
     told, [whole] = edit(0, full_steps=4)
-    assert told == [{"reused": True, **facts}]
+    assert told == [{"steps_reused": 0, "reused": True, **facts}]
     assert far(whole, reused) > 1
     told, [wide] = edit(0, dilate=1)
     # Of four cells all are near: then the exact edit is faster.
-    assert told == [{"reused": False, **facts, "active_share": 1.0}]
+    assert told == [{"steps_reused": 0, "reused": False, **facts, "active_share": 1.0}]
     assert far(wide, first) == 0
     told, images = edit(0, n=2, strength=0.5)
     assert [each["reused"] for each in told] == [True, True]
@@ -134,7 +134,7 @@ def test_many_at_once_cause_one_recording_and_share_batches_with_new_images(edit
         [told] = (
             http.post(GENERATIONS, json={"prompt": "a car", "seed": 7, "slo": 60}).raise_for_status().json()["data"]
         )
-        assert list(told) == ["b64_json"], "it is no edit"
+        assert (list(told), told["steps_reused"]) == (["b64_json", "steps_reused"], 0), "it is no edit"
         return picture(told["b64_json"])
 
     before, seeds = metric(http, "templates_recorded"), range(3)
