@@ -24,10 +24,11 @@ import typer
 from PIL import Image
 
 import patchedserve
-from patchedserve.data.resolution import Resolution
+from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.tables.schemas import BLOCKS, read_frame
 from patchedserve.data.workspace import Workspace
 from patchedserve.psctl.app import app, main
+from patchedserve.training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 
 from ..support.caption_sets import scene_image, write_coco, write_diffusiondb
 from ..support.docs_pages import NOT_RUN, PAGES, REPOSITORY, SHELL_LANGUAGES, Block, blocks_of, commands_of, spans_of
@@ -206,6 +207,15 @@ def name_of_command(words: list[str]) -> str:
     return " ".join(found)
 
 
+def has_predictor(model: str, file: str) -> bool:
+    """Whether the workspace has a predictor for the sizes of the pages. A page may have trained one for others."""
+    path = Workspace().for_model(model, "cpu").find_predictor(file)
+    if path is not None and file == PREDICTOR_FILE:
+        known = LatencyPredictor.load(path, on_warning=str).about.resolutions
+        return known[0] <= parse_list(SIZES)[0]
+    return path is not None
+
+
 def run_psctl(house: House, words: list[str]) -> int:
     name = name_of_command(words)
     assert name in TINY, f"psctl {name or words[0]} is printed, but no test runs it; say in TINY how it becomes small"
@@ -214,7 +224,7 @@ def run_psctl(house: House, words: list[str]) -> int:
         place = words.index("--model") + 1
         words[place] = model = house.models.get(words[place], words[place])
     for file, (needing, commands) in PREDICTORS.items():
-        if needing & {*words} and Workspace().for_model(model, "cpu").find_predictor(file) is None:
+        if needing & {*words} and not has_predictor(model, file):
             for command in commands:
                 assert run_psctl(house, command.split()) == 0
     own = dict(TINY[name])
