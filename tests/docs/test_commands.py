@@ -110,7 +110,7 @@ THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--threshol
 """Options that get the median change of the profile: random weights change by other amounts than trained ones."""
 PREDICTORS = {
     "cache.safetensors": ({"--trained"}, ("profile blocks", "train-predictor cache")),
-    "latency.safetensors": ({"patchedserve"}, ("profile latency", "train-predictor latency")),
+    "latency.safetensors": ({"patched-slack", "patchedserve"}, ("profile latency", "train-predictor latency")),
 }
 """Files that pages take for granted, which other pages make: the words that need them, and what makes them."""
 SCRIPTS = {
@@ -224,7 +224,7 @@ def run_psctl(house: House, words: list[str]) -> int:
         place = words.index("--model") + 1
         words[place] = model = house.models.get(words[place], words[place])
     for file, (needing, commands) in PREDICTORS.items():
-        if needing & {*words} and not has_predictor(model, file):
+        if needing & {part for word in words for part in word.split(",")} and not has_predictor(model, file):
             for command in commands:
                 assert run_psctl(house, command.split()) == 0
     own = dict(TINY[name])
