@@ -67,7 +67,9 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     assert "Times were measured before" in again.stderr
     assert result_of(again)["bank"] == profiled["bank"]
 
-    serve = ("simulate", "--cascade", CASCADE, "--gpus", "3", "--request-rate", "20", "--slo-scale", "3")
+    # Half of what one GPU draws heavy images at, however fast this machine is.
+    rate = 0.5 / max(times["latency_s"][0] for times in profiled["heavy"]["sizes"].values())
+    serve = ("simulate", "--cascade", CASCADE, "--gpus", "3", "--request-rate", f"{rate:.3g}", "--slo-scale", "3")
     unknown = run_psctl(*serve, "--reuse-light")
     assert unknown.returncode == 2
     assert "psctl profile cascade --reuse-light STRENGTH" in unknown.stderr
