@@ -211,7 +211,7 @@ def has_predictor(model: str, file: str) -> bool:
     """Whether the workspace has a predictor for the sizes of the pages. A page may have trained one for others."""
     path = Workspace().for_model(model, "cpu").find_predictor(file)
     if path is not None and file == PREDICTOR_FILE:
-        known = LatencyPredictor.load(path, on_warning=str).about.resolutions
+        known = LatencyPredictor.load(path, on_warning=lambda _: None).about.resolutions
         return known[0] <= parse_list(SIZES)[0]
     return path is not None
 
