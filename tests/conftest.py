@@ -73,15 +73,13 @@ def mark_repetitions(items: Iterable[pytest.Item]) -> None:
 
     With the argument `most`, no more cases than that stay.
     """
-    products: dict[tuple[Path, str], list[pytest.Function]] = {}
+    products: dict[tuple[Path, str, int | None], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("product") is not None:
-            products.setdefault((item.path, item.originalname), []).append(item)
-    for cases in products.values():
-        most = cases[0].get_closest_marker("product").kwargs.get("most", len(cases))  # type: ignore[union-attr]
-        kept = set(
-            covering([{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases])[:most]
-        )
+        if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("product")) is not None:
+            products.setdefault((item.path, item.originalname, marker.kwargs.get("most")), []).append(item)
+    for (_, _, most), cases in products.items():
+        values = [{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases]
+        kept = covering(values)[:most]
         for place, case in enumerate(cases):
             if place not in kept:
                 case.add_marker("exhaustive")

@@ -31,7 +31,8 @@ def not_bool(value: object) -> object:
 Number = Annotated[float, BeforeValidator(not_bool)]
 Whole = Annotated[int, BeforeValidator(not_bool)]
 Text = Annotated[str, Strict()]
-Flag = Annotated[bool, PlainValidator(lambda value: _read_flag(value))]
+Flag = Annotated[bool, BeforeValidator(lambda value: {"true": True, "false": False}.get(str(value), value)), Strict()]
+"""Also as CSV files have it."""
 Adapting = Annotated[Adapters, PlainValidator(lambda value: read_adapters(value))]
 
 
@@ -72,7 +73,7 @@ _USUAL = {"fallback": "light", "cache": True}
 """What fields mean where a line has none."""
 _OF_EDITS = ("image", "mask", "mask_ratio", "strength")
 _ALLOWED = f"allowed are {', '.join(TRACE_FIELDS)}"
-_KINDS = {"int": "a whole number", "float": "a finite number", "string": "text"}
+_KINDS = {"int": "a whole number", "float": "a finite number", "string": "text", "bool": "true or false"}
 _adapter = TypeAdapter(TraceLine)
 _Line = tuple[int, dict[str, Any]]
 
@@ -192,13 +193,6 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
         raise cause
     allowed = _KINDS.get(kind.partition("_")[0], "a number")
     raise UsageError(f"{name} is {problem['input']!r}, but it must be {allowed}")
-
-
-def _read_flag(value: object) -> bool:
-    """True or false, also as the text of a CSV file. Raises UsageError."""
-    if isinstance(value, bool) or value in ("true", "false"):
-        return value is True or value == "true"
-    raise UsageError(f"cache is {value!r}, but it must be true or false")
 
 
 def _read_lines(path: Path, file: TextIO) -> Iterator[_Line]:

@@ -11,7 +11,6 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...serving.core.step_row import StepRow
 from ...serving.server.limits import Limits
-from ..runs.trace_settings import parse_slo
 from .engine import BuiltEngine, EngineRecipe, Tell, build_engine, build_for_replica, ignore
 
 if TYPE_CHECKING:
@@ -51,10 +50,7 @@ class HttpSettings:
         aliases: other names of the model.
         log_prompts: whether prompts stand in the log.
         is_quiet: there is no log and nobody looks on, as where files of requests are drawn.
-        slo: seconds in place of that, for all sizes or by resolution, see `parse_slo`; None: there are none.
-
-    Raises:
-        UsageError: `slo` is neither.
+        fixed_s: seconds in place of that, by resolution; None where there are none.
     """
 
     slo_scale: float | None = None
@@ -62,15 +58,7 @@ class HttpSettings:
     aliases: Sequence[str] = ()
     log_prompts: bool = False
     is_quiet: bool = False
-    slo: str | None = None
-
-    def __post_init__(self) -> None:
-        _ = self.fixed_s  # which raises
-
-    @property
-    def fixed_s(self) -> Callable[[Resolution], float | None]:
-        """Seconds of `slo` by resolution."""
-        return (lambda _: None) if self.slo is None else parse_slo(self.slo)
+    fixed_s: Callable[[Resolution], float | None] = lambda _: None
 
 
 def require_http() -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
 
 _MAX_REPORT_IMAGES = 24
-MOST_TIMES_SERVED = 5.0
+_MOST_TIMES_SERVED = 5.0
 """As much longer a request may take alone than in a run, before its SLO is doubted."""
 
 
@@ -148,7 +148,7 @@ def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Pa
 
 def doubtful_alone(records: Sequence[RequestRecord], alone_s: Mapping[int, float | None]) -> dict[str, float]:
     """How many times longer, by resolution, a request took alone on plain diffusers than the quickest of those that
-    were served took without its waiting; only where that is more than `MOST_TIMES_SERVED`.
+    were served took without its waiting; only where that is more than `_MOST_TIMES_SERVED`.
 
     In a batch steps take longer, not less, and neither cache nor fewer steps save as much. So latencies alone, and the
     SLOs that were made of them, were then measured on a busy machine.
@@ -161,7 +161,7 @@ def doubtful_alone(records: Sequence[RequestRecord], alone_s: Mapping[int, float
         prepare_s = (record.prepare_end_s or 0.0) - (record.prepare_start_s or 0.0)
         times = alone / ((record.finish_s or 0.0) - start_s + prepare_s)
         found[str(record.resolution)] = max(times, found.get(str(record.resolution), 0.0))
-    return {name: times for name, times in sorted(found.items()) if times > MOST_TIMES_SERVED}
+    return {name: times for name, times in sorted(found.items()) if times > _MOST_TIMES_SERVED}
 
 
 def engine_figures(result: "RunResult") -> dict[str, Any]:

@@ -147,26 +147,23 @@ def draw_requests(
 
 def draw_trace(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
     """The same, with edits as the trace names them, without their pixels. Raises as `draw_requests`, but for edits."""
-    requests = _without_slos(settings, defaults)
-    if settings.slo is None:
-        return requests
     slo_of = parse_slo(settings.slo)
     return [
         request if request.slo_s is not None else replace(request, slo_s=slo_of(request.resolution))
-        for request in requests
+        for request in _without_slos(settings, defaults)
     ]
 
 
-def parse_slo(text: str) -> "Callable[[Resolution], float | None]":
+def parse_slo(text: str | None) -> "Callable[[Resolution], float | None]":
     """Seconds by resolution of `"2.5"` or `"128x128=1.5,256=3"`; None for those it does not name. Raises UsageError."""
     by_size: dict[Resolution | None, float] = {}
-    for part in text.split(","):
+    for part in () if text is None else text.split(","):
         size, _, seconds = part.rpartition("=")
         try:
             value = float(seconds)
         except ValueError:
             value = math.nan
-        if not 0 < value < math.inf or (not size and "," in text):
+        if not 0 < value < math.inf or (not size and part != text):
             raise UsageError(
                 f"--slo is {text!r}, but it must be seconds above 0, as 2.5, or by resolution, as 128x128=1.5,256=3"
             )

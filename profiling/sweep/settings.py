@@ -25,7 +25,7 @@ from ...serving.core.request_state import RequestRecord
 from ...serving.core.step_row import StepRow
 from ...serving.models.defaults import ModelDefaults
 from ...serving.options import EngineName
-from ...serving.scheduling.systems import System, get_system
+from ...serving.scheduling.systems import COMPARED_SYSTEMS, System, get_system
 from ...serving.simulator.distrifusion import PUBLISHED
 from ..runs.calibration import ServedRun
 from ..runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
@@ -34,7 +34,6 @@ from .figures import EngineKind, FinishedRun
 SweepEngine = Literal["real", "simulator", "both"]
 SWEEP_FILE = "sweep.json"
 RUN_KIND = "slo"
-DEFAULT_SYSTEMS = ("diffusers", "bucketed", "nirvana", "patched-fcfs", "patched-slack", "patchedserve")
 _VERSION = 2  # version 1 told files by their path alone, and nothing of the latency predictor
 _GROWING = ("standalone_s", "predictor")
 """Parts of a head that grow: other rates and seeds may ask for resolutions that were not asked for before, and other
@@ -56,7 +55,7 @@ class SweepSettings:
         UsageError: a value is not allowed, is given twice, or does not fit another.
     """
 
-    systems: tuple[str, ...] = DEFAULT_SYSTEMS
+    systems: tuple[str, ...] = COMPARED_SYSTEMS
     rates: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)
     seeds: tuple[int, ...] = (0,)
     engine: SweepEngine = "real"

@@ -11,7 +11,7 @@ from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.options import EngineOptions
-from ...serving.scheduling.systems import SYSTEMS
+from ...serving.scheduling.systems import COMPARED_SYSTEMS, SYSTEMS
 from ..flags import flag, given_flags
 from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
 from ..options.groups import ENGINE, TRACE
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ...profiling.sweep.settings import SweepEngine
 
 _NAMES = ", ".join(name for name, system in SYSTEMS.items() if system.engine != "parallel")
-_DEFAULT_SYSTEMS = "diffusers,bucketed,nirvana,patched-fcfs,patched-slack,patchedserve"
 _DEFAULT_NUM_PROMPTS = {"engine": 60, "both": 60, "simulator": 1000}
 _PATCHED = ENGINE.without("engine")
 _ONLY_ON = {
@@ -46,7 +45,7 @@ def bench_slo(
     ] = None,
     systems: Annotated[
         str, flag("--systems", f"{_NAMES} (simulated only: distrifusion-fcfs).", metavar="NAME,...")
-    ] = _DEFAULT_SYSTEMS,
+    ] = ",".join(COMPARED_SYSTEMS),
     policies: Annotated[str | None, flag("--policies", "Old name of --systems.", hidden=True)] = None,
     rates: Annotated[str, flag("--rates", "Request rates: mean arrivals per second.", metavar="X,...")] = "1,2,3,4",
     num_seeds: Annotated[int, flag("--num-seeds", "Traces of every rate: --seed and on.", min=1)] = 1,

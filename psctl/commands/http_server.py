@@ -16,6 +16,9 @@ from ..options.target import Target
 from ..output import Output
 from .serve_cascade import found_to_serve
 
+SloOf = Callable[[Resolution], float | None]
+"""Seconds that a request may take which names none, by resolution; None where `--slo` does not say."""
+
 if TYPE_CHECKING:
     from ...profiling.http.engine import EngineRecipe
     from ...profiling.http.server import HttpSettings, ServerParts
@@ -30,15 +33,15 @@ def serve_http(
     replicas: ReplicaFlags,
     routing: RouterFlags,
     sizes: Sequence[Resolution],
-    slos: tuple[float, str | None],
+    slo_scale: float,
+    fixed_s: SloOf,
     max_batch_size: int,
     engine: "EngineOptions",
     templates: "TemplateOptions | None",
     target: Target,
     out: Output,
 ) -> None:
-    """Serve until a signal comes. What can be wrong is looked at before the model is loaded. `slos` are `slo_scale` and
-    `slo` of `HttpSettings`.
+    """Serve until a signal comes. What can be wrong is looked at before the model is loaded.
 
     Raises:
         MissingExtraError: a package of the extra `http` or `ray` is missing.
@@ -57,7 +60,8 @@ def serve_http(
             out.note("Warming up ...")
         return parts
 
-    parts = _serve(make, web, sizes, slos, recipe.workspace.root, max_batch_size * replicas.most, target, out)
+    most = max_batch_size * replicas.most
+    parts = _serve(make, web, sizes, slo_scale, fixed_s, recipe.workspace.root, most, target, out)
     if parts.engine is not None:
         parts.engine.keep_correction(recipe.workspace)
 
@@ -71,7 +75,7 @@ def serve_cascade_http(
     num_workers: int,
     resolutions: str | None,
     slo_scale: float,
-    slo: str | None,
+    fixed_s: SloOf,
     seed: int,
     target: Target,
     out: Output,
@@ -102,14 +106,15 @@ def serve_cascade_http(
         return parts
 
     most = max(deployment.profile.legs["light"].batch_sizes) * num_workers
-    _serve(make, web, sizes, (slo_scale, slo), served.place.root, most, target, out)
+    _serve(make, web, sizes, slo_scale, fixed_s, served.place.root, most, target, out)
 
 
 def _serve(
     make: "Callable[[HttpSettings], ServerParts]",
     web: HttpFlags,
     sizes: Sequence[Resolution],
-    slos: tuple[float, str | None],
+    slo_scale: float,
+    fixed_s: SloOf,
     folder: Path,
     most_at_once: int,
     target: Target,
@@ -124,13 +129,13 @@ def _serve(
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "http") from error
 
-    address, (slo_scale, slo) = web.address(), slos
-    limits = web.limits(max(size.pixels for size in sizes))
-    settings = HttpSettings(slo_scale, limits, tuple(web.served_model_name or ()), web.log_prompts, slo=slo)
+    address = web.address()
     require_places(target.workspace)
     listening = address.listen()
     try:
-        parts = make(settings)
+        limits = web.limits(max(size.pixels for size in sizes))
+        names = tuple(web.served_model_name or ())
+        parts = make(HttpSettings(slo_scale, limits, names, web.log_prompts, fixed_s=fixed_s))
         asyncio.run(
             serve_forever(
                 parts.front_end,

@@ -92,7 +92,7 @@ def serve(
     from ...profiling.runs.serve import run_serve
     from ...profiling.runs.simulate import load_step_file
     from ...profiling.runs.step_latencies import latencies_for_serving
-    from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
+    from ...profiling.runs.trace_settings import check_slo_scale, draw_requests, parse_slo
     from ...serving.models.loading import model_geometry
     from ...serving.scheduling.policies import get_policy
 
@@ -116,7 +116,7 @@ def serve(
             num_workers=workers,
             resolutions=trace.resolutions,
             slo_scale=slo_scale,
-            slo=trace.slo,
+            fixed_s=parse_slo(trace.slo),
             seed=trace.seed,
             target=target,
             out=out,
@@ -146,8 +146,20 @@ def serve(
         for option in given:
             if option in ROUTING.names() and not replicas.is_any:
                 raise UsageError(f"{option} is of replicas: add --num-replicas, or leave it out")
-        slos = slo_scale, trace.slo
-        serve_http(chosen, web, replicas, routing, sizes, slos, max_batch_size, engine, records, target, out)
+        serve_http(
+            chosen,
+            web,
+            replicas,
+            routing,
+            sizes,
+            slo_scale,
+            parse_slo(trace.slo),
+            max_batch_size,
+            engine,
+            records,
+            target,
+            out,
+        )
         return
     step_latency = None
     if predictor is not None:

@@ -51,7 +51,6 @@ class PatchCache:
         patch_size: side of a patch in latent pixels.
         max_reuse: of the options, or else of the rule.
         is_whole: whether all blocks are one (`WHOLE_MODEL`): a request takes a step whole or not at all.
-        reused: then, for each request of the batch, whether the last step left it out; None before the first.
         left_out: for each request of the batch, whether the last step has reused any of its patches in any block.
         names, stores: of the blocks, in the order in which a step runs them.
         wants_masks: of each block, whether some of its patches were ever wanted without the others of their request.
@@ -76,7 +75,6 @@ class PatchCache:
         self._full_above = full_above or 0.0
         self.stats = CacheStats()
         self.on_computed: OnComputed | None = None
-        self.reused: Booleans | None = None
         self.left_out: Booleans = np.zeros(0, bool)
         self.names: list[str] = []
         self.stores: list[BlockStore] = []
@@ -134,7 +132,7 @@ class PatchCache:
             self._batch = None
             return
         self._batch = PatchBatch(packing, requests, self._slots, self.patch_size, self.unit)
-        self.reused, self.left_out = None, np.zeros(len(requests), bool)
+        self.left_out = np.zeros(len(requests), bool)
 
     def begin_step(self, steps_done: Sequence[int]) -> None:
         """Say how far each request is, before every step."""
@@ -185,8 +183,6 @@ class PatchCache:
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
         if num_active < batch.num_patches:
             self.left_out |= np.logical_or.reduceat(reuse, batch.request_start)
-        if self.is_whole:
-            self.reused = reuse[batch.request_start]
         is_reused = reuse[batch.patch_of_cell]
         store.check_mask(is_reused)
         store.count(is_reused)

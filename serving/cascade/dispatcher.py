@@ -319,7 +319,7 @@ class Dispatcher:
         if drawn is not None:
             record.prepare_start_s, record.prepare_end_s = drawn.prepare_start_s, drawn.prepare_end_s
             record.admitted_s, record.denoise_end_s = drawn.admitted_s, drawn.denoise_end_s
-            record.image_path = drawn.image_path
+            record.image_path, record.steps_reused = drawn.image_path, drawn.steps_reused
         record.close(status, now_s, reason)
         del self._requests[request.request_id]
         self._has_light.pop(request.request_id, None)

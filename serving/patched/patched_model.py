@@ -227,7 +227,7 @@ class PatchedModel:
     @property
     def reused(self) -> Booleans | None:
         """(requests,) which of those given to `begin` the last call left out whole; None where that is never done."""
-        return None if self.cache is None or not self.cache.is_used else self.cache.reused
+        return self.cache.left_out if self.cache is not None and self.cache.is_used and self.cache.is_whole else None
 
     @property
     def left_out(self) -> Sequence[int]:

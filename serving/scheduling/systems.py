@@ -121,6 +121,8 @@ SYSTEMS: Mapping[str, System] = {
 }
 DEFAULT_SYSTEM = "patched-slack"
 """Exact: what is lossy is asked for."""
+COMPARED_SYSTEMS = ("diffusers", "bucketed", "nirvana", "patched-fcfs", "patched-slack", "patchedserve")
+"""What a comparison serves where nobody names systems."""
 FORMER_POLICIES: Mapping[str, str] = {
     "fcfs": "diffusers-fcfs",
     "static": "diffusers",

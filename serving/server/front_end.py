@@ -52,7 +52,7 @@ class Pricing:
 
     slo_scale: float | None
     standalone_s: Callable[[Request], float | None]
-    fixed_s: Callable[[Resolution], float | None] = lambda _: None
+    fixed_s: Callable[[Resolution], float | None]
 
     def slo_s(self, request: Request) -> float | None:
         """Seconds that a request may take."""

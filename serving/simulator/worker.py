@@ -199,7 +199,7 @@ class SimulatedWorker:
         return sorted(
             state.view.work
             for state in scheduler.active
-            if reuse.is_computed(done - state.first_step, state.num_iterations)
+            if not state.request.cache or reuse.is_computed(done - state.first_step, state.num_iterations)
         )
 
     def _stepped(self, work: _Work, now_s: float) -> None:

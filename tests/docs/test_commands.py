@@ -14,7 +14,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -341,6 +341,53 @@ def test_every_command_of_the_page_runs(house: House, page: Path, capsys: pytest
             capsys.readouterr()
     finally:
         house.stop_server()
+
+
+def kind_of(words: Sequence[str]) -> tuple[str, bool]:
+    """The command of these words, and whether it serves a cascade, which is another matter than one model."""
+    name = name_of_command([*words[1:]])
+    return name, name in ("serve", "simulate") and "--cascade" in words
+
+
+def names_in(words: Sequence[str]) -> set[str]:
+    """What a command names, and what the TOML file names that it reads."""
+    files = [Path(word) for word in words if word.endswith(".toml")]
+    return {*words, *(name for file in files if file.is_file() for name in re.findall(r'"([^"]+)"', file.read_text()))}
+
+
+@pytest.mark.filterwarnings("ignore:a batch of 16 requests is larger than all that were profiled:RuntimeWarning")
+@pytest.mark.slow
+def test_every_command_runs_once(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `make test` runs of the pages besides README: of each command the first that needs no file of others, or
+    else one with those that make its files.
+    """
+    seen = {kind_of(words) for words in house.done if words[0] == "psctl"}
+    others: list[list[str]] = []
+
+    def needed(words: Sequence[str]) -> list[list[str]]:
+        missing = {name for name in names_in(words) if Path(name).suffix and not Path(name).exists()}
+        return [one for one in others if missing & {*one}]
+
+    for block in (block for page in PAGES for block in blocks_of(page.read_text())):
+        if block.title is not None:
+            (house.folder / block.title).write_text(block.body)
+        for words in commands_of(block) if block.language in SHELL_LANGUAGES else []:
+            # A server is of its page, and so is what asks it.
+            if words[0] != "psctl" or "--http" in words or words[1:3] == ["bench", "serve"]:
+                continue
+            if kind_of(words) in seen or needed(words):
+                others.append(words)
+            else:
+                seen.add(kind_of(words))
+                run_command(house, words)
+                capsys.readouterr()
+    for words in others:
+        if kind_of(words) not in seen:
+            seen.add(kind_of(words))
+            for one in [*needed(words), words]:
+                run_command(house, one)
+    # The demo is printed as `make demo` and has a test of its own.
+    assert TINY.keys() - {name for name, _ in seen} <= {"bench serve", "demo", "profile", "train-predictor"}
 
 
 def options_of(name: str) -> set[str]:

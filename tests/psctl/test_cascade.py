@@ -29,7 +29,7 @@ from patchedserve.serving.scheduling.policies import get_policy
 from ..conftest import RunPsctl
 from ..support.browser import BROWSER, opened_browser
 from ..support.http_server import HttpServer
-from ..support.tools import find_tools
+from ..support.tools import missing_tools
 from ..support.waits import until
 
 CASCADE = "emoji-xl:1,emoji-xl:3"
@@ -220,7 +220,7 @@ def serves_clients(workspace: Path) -> None:
         assert [each["steps_done"] for each in events[:-1]] == [1, 2, 3]
         assert (events[-1]["type"], events[-1]["model"]) == ("image_generation.completed", "emoji-xl:3")
 
-        if find_tools(*BROWSER) is not None:  # the rest needs none
+        if missing_tools(*BROWSER) is None:  # the rest needs none
             with opened_browser() as browser:
                 draws_on_its_page(browser, server.url)
 

@@ -10,7 +10,6 @@ from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sdxl
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_trace_three_systems_one_page(run_psctl: RunPsctl, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "48"])

@@ -1,5 +1,6 @@
 """A real browser, for pages of the server."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,8 @@ BROWSER = ("chromium", "chromedriver")
 @contextmanager
 def opened_browser() -> Iterator[webdriver.Chrome]:
     """Chromium without a window, whose console is kept. Skips the test where there is none."""
-    browser, driver = need_tools(*BROWSER)
+    need_tools(*BROWSER)
+    browser, driver = (shutil.which(name) or name for name in BROWSER)
     options = webdriver.ChromeOptions()
     options.binary_location = browser
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1100"):

@@ -6,27 +6,22 @@ import shutil
 import pytest
 
 NEED_TOOLS = "TESTS_NEED_TOOLS"
+"""Not one of psctl's variables, which the tests do not see."""
 _PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver", "g++": "g++"}
 
 
-def find_tools(*names: str) -> list[str] | None:
-    """Paths of programs; None where one is missing. Fails the test there if `TESTS_NEED_TOOLS` is set."""
-    found = {name: shutil.which(name) for name in names}
-    if all(found.values()):
-        return [path for path in found.values() if path is not None]
+def missing_tools(*names: str) -> str | None:
+    """What to install for these programs; None where all are there. Fails the test if `TESTS_NEED_TOOLS` is set."""
+    packages = [_PACKAGES[name] for name in names if shutil.which(name) is None]
+    if not packages:
+        return None
+    told = f"install {' and '.join(packages)} (Debian's names) for this test"
     if os.environ.get(NEED_TOOLS):
-        pytest.fail(_missing(found))
-    return None
+        pytest.fail(told)
+    return told
 
 
-def need_tools(*names: str) -> list[str]:
-    """Paths of programs. Skips the test where one is missing, see `find_tools`."""
-    paths = find_tools(*names)
-    if paths is None:
-        pytest.skip(_missing({name: shutil.which(name) for name in names}))
-    return paths
-
-
-def _missing(found: dict[str, str | None]) -> str:
-    packages = [_PACKAGES[name] for name, path in found.items() if path is None]
-    return f"install {' and '.join(packages)} (Debian's names) for this test"
+def need_tools(*names: str) -> None:
+    """Skip the test where one of these programs is missing, see `missing_tools`."""
+    if (told := missing_tools(*names)) is not None:
+        pytest.skip(told)
