@@ -135,6 +135,11 @@ def test_interrupted_profile_goes_on(sdxl: ServedModel, tmp_path: Path) -> None:
     for row in first.table.rows:
         assert whole[row.label].samples_ms[: len(row.samples_ms)] == row.samples_ms
     assert all(len(row.samples_ms) == 2 * latency.TIMINGS_PER_VISIT for row in third.table.rows)
+    # Who asks for it again, after another profile, has it, and so has the next command.
+    other = profile_latency(sdxl, replace(FEW, combinations=1, repeats=1), workspace)
+    assert workspace.newest_table(latency.TABLE_PATTERN) == other.table_file != first.table_file
+    assert profile_latency(sdxl, FEW, workspace).num_visits == 0
+    assert workspace.newest_table(latency.TABLE_PATTERN) == first.table_file
 
 
 def visited(settings: LatencySettings, visit_ms: Callable[[Combination], float], stop: int = 10_000) -> Any:
