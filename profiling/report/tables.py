@@ -34,6 +34,9 @@ def run_tables(summary: Mapping[str, Any]) -> list[Table]:
     if "scheduling_mean" in summary:
         decision_s = summary["scheduling_mean"]
         rows.append(("scheduling mean", number(None if decision_s is None else decision_s * 1e3, "ms")))
+    if (drift := summary.get("predictor_drift")) and drift["mean_error"] is not None:
+        errors = f"{share(drift['first_error'])} in the first steps, {share(drift['mean_error'])} in the last"
+        rows.append(("step latencies off by", errors))
     if summary["slo_scale"] is not None:
         name = f"SLO attainment ({summary['slo_scale']:g}x standalone)"
         rows.append((name, share(summary["slo_attainment_rate"])))

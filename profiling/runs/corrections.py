@@ -5,8 +5,8 @@ give up its first requests.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -14,9 +14,9 @@ from ...data.errors import UsageError
 from ...data.files import write_json
 from ...data.parsing import parse
 from ...data.requests import Request
-from ...data.resolution import Resolution
 from ...data.resolution import parse as parse_resolution
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
+from ...training.latency.learnt_line import LearntLine, LineState
 from ...training.latency.online_correction import OnlineCorrection, bounded
 from ..measure.standalone import context_key
 
@@ -35,11 +35,13 @@ class Learnt:
 
     scale: float = 1.0
     after_s: dict[str, float] | None = None
+    line: LineState = field(default_factory=LineState)
 
     @classmethod
-    def of(cls, scale: float, after_s: Mapping[Resolution, float]) -> Self:
-        """The same, as it is kept."""
-        return cls(scale, {str(resolution): seconds for resolution, seconds in after_s.items()})
+    def of(cls, correction: OnlineCorrection, scale: float | None = None) -> Self:
+        """The same, as it is kept; with another scale, if one is given."""
+        after_s = {str(resolution): seconds for resolution, seconds in correction.after_s.items()}
+        return cls(correction.scale if scale is None else scale, after_s, correction.line.state)
 
 
 def correction_of(
@@ -69,7 +71,7 @@ def correction_of(
     known = known or Learnt()
     after_s = {parse_resolution(name): seconds for name, seconds in (known.after_s or {}).items()}
     try:
-        return OnlineCorrection(latency, scale=known.scale, after_s=after_s)
+        return OnlineCorrection(latency, scale=known.scale, after_s=after_s, line=LearntLine(known.line))
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
 
@@ -91,14 +93,14 @@ def _learnt_from(model: "ServedModel", latency: StepLatencyPredictor, requests: 
         predicted_s += latency.step_latency_s(sorted(sizes))
     # Of all steps alike: a moving average forgets too slowly to learn it from so few.
     scale = sum(row.duration_s for row in result.steps) / predicted_s if predicted_s > 0 else 1.0
-    return Learnt.of(bounded(scale), learner.after_s)
+    return Learnt.of(learner, bounded(scale))
 
 
 def keep_correction(model: "ServedModel", workspace: "ModelWorkspace", correction: OnlineCorrection) -> None:
     """Keep what a run has learnt, if it was long enough. Raises as `correction_of`."""
     if correction.drift().num_observations < _LEAST_STEPS:
         return
-    _keep(model, workspace, Learnt.of(correction.scale, correction.after_s))
+    _keep(model, workspace, Learnt.of(correction))
 
 
 def _keep(model: "ServedModel", workspace: "ModelWorkspace", learnt: Learnt) -> None:

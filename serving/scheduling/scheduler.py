@@ -292,11 +292,12 @@ class Scheduler:
         """
         self.num_steps += 1
         self.pixel_steps -= self._batch_pixels
+        is_first = bool(self.changed)
         self.changed.clear()
         self._has_news = True
         # A step that failed is repeated in parts, so how long it took says nothing about other steps.
         if self._learner is not None and not failures:
-            self._learner.observe(self.works, step_s)
+            self._learner.observe(self.works, step_s, is_first=is_first)
         if not failures and self.num_steps < self._next_leave:
             return ()
         failures = failures or {}

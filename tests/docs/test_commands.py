@@ -133,7 +133,7 @@ SCRIPTS = {
         for name in (
             "bench_edit_steps", "bench_http", "bench_http_simulated", "bench_http_slo", "bench_stages", "cascade_mix",
             "cascade_reuse", "edit_latency", "edit_link", "edit_quality", "fuzz_http", "http_parity", "kill_http",
-            "soak",
+            "soak", "wrong_tables",
         )
     },
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Corrects predicted step latencies by what the engine measures: a scale factor that follows the machine.
+"""Corrects predicted step latencies by what the engine measures: by a factor that follows the machine, and by a line
+through the batches that were served (`learnt_line`), whichever was nearer lately.
 
 It learns as well how long the decoder has for requests after their last step.
 
@@ -7,6 +8,10 @@ driver), and a profile of full steps says nothing of steps that reuse cached pat
 requests have left, so the factor is the time of recent steps, all of them together, over what was predicted for them.
 With a cache most steps are short and some are long, and after a request has joined one step packs the batch again: the
 typical step is much shorter than the mean, and a scheduler that counts on it promises what cannot be kept.
+
+A factor mends nothing of a table that is wrong in some batches only: one measured in a hurry, or beside other work. So
+the line is told of the same steps, and predictions lie between both, each with the weight of its likelihood by the
+squares of how far it was off. A good table has the say for as long as no line is nearer.
 
 This module imports no torch.
 """
@@ -20,6 +25,7 @@ from typing import Protocol
 
 from ...data.resolution import Resolution
 from ...data.work import Work
+from .learnt_line import LearntLine
 
 WEIGHT = 0.02
 """Of a new step against all before it: half is forgotten in 34 steps, about one request's."""
@@ -30,6 +36,14 @@ LONGEST = 5.0
 not what the scheduler plans with."""
 RECENT = 100
 """Steps that the reported errors are averaged over."""
+LINE_FADING = 0.99
+"""Of how far off table and line were, with every step: half is forgotten in 69."""
+LINE_SHARPNESS = 8
+"""Of two squares, one twice the other, the greater counts 2 to the power of this less: the likelihood of 16 steps."""
+MOST_OFF_TABLE = 4.0
+"""The line is believed within this factor of the table, as corrected by the scale."""
+_NO_MATTER = 1e-4
+"""The square of what nobody needs to know better: one per cent."""
 LEAST_SCALE, MOST_SCALE = 0.05, 4.0
 """The factor stays between these. With the cache steps take a quarter of the time, and a table that was measured beside
 other work may be several times too long. The other way it is not let far: who expects too much of every request
@@ -54,16 +68,20 @@ class Drift:
 
     Attributes:
         num_observations: measured steps.
-        scale: what predictions are multiplied by now.
+        scale: what predictions of the table are multiplied by now.
+        line_share: how far the line is believed beside it, from 0 to 1.
         mean_error: mean of |predicted / measured - 1| over the recent steps, each as it was predicted before it was
             measured; None without any.
-        mean_uncorrected_error: the same without the correction.
+        mean_uncorrected_error: the same without any correction.
+        first_error: the mean error of the first steps, as many.
     """
 
     num_observations: int
     scale: float
+    line_share: float
     mean_error: float | None
     mean_uncorrected_error: float | None
+    first_error: float | None
 
 
 class OnlineCorrection:
@@ -73,11 +91,12 @@ class OnlineCorrection:
 
     Args:
         predictor: what is corrected.
-        scale, after_s: what it multiplies by, and what the decoder has for requests of each resolution, before it has
-            seen anything: for one that continues where another has ended.
+        scale, after_s, line: what it multiplies by, what the decoder has for requests of each resolution, and the line
+            through batches, before it has seen anything: for one that continues where another has ended.
 
     Attributes:
-        scale: what predictions are multiplied by.
+        scale: what predictions of the table are multiplied by.
+        line: the line through batches.
         after_s: seconds that the decoder has for a request, by resolution, without what it waits for the decoder.
 
     Raises:
@@ -85,38 +104,64 @@ class OnlineCorrection:
     """
 
     def __init__(
-        self, predictor: PredictsSteps, *, scale: float = 1.0, after_s: Mapping[Resolution, float] | None = None
+        self,
+        predictor: PredictsSteps,
+        *,
+        scale: float = 1.0,
+        after_s: Mapping[Resolution, float] | None = None,
+        line: LearntLine | None = None,
     ) -> None:
         if not LEAST_SCALE <= scale <= MOST_SCALE:
             raise ValueError(f"scale is {scale:g}, but it must be from {LEAST_SCALE:g} to {MOST_SCALE:g}")
         self.predictor = predictor
         self.scale = scale
+        self.line = line or LearntLine()
+        # Sums of squares that fade, at first as if in 20 steps the table had been off by 10 % and the line by 20 %.
+        self._off_table, self._off_line = 0.2, 0.8
         self._num_observations = 0
         # Moving averages of what was measured and predicted; the first prediction serves as the past.
         self._measured_s = self._predicted_s = 0.0
         self._errors: deque[float] = deque(maxlen=RECENT)
         self._uncorrected_errors: deque[float] = deque(maxlen=RECENT)
+        self._first_errors: list[float] = []
         self.after_s = dict(after_s or {})
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         """Seconds of one step, corrected. Raises what the predictor raises."""
-        return self.predictor.step_latency_s(active) * self.scale
+        return self._corrected(self.predictor.step_latency_s(active) * self.scale, active)
 
-    def observe(self, active: Sequence[Resolution | Work], measured_s: float) -> None:
-        """Learn from a step of this batch (at least one request) that took this long.
+    def _corrected(self, table_s: float, active: Sequence[Resolution | Work]) -> float:
+        line_s = self.line.step_latency_s(active)
+        return table_s if line_s is None else table_s * _bounded_line(line_s / table_s) ** self.line_share
+
+    @property
+    def line_share(self) -> float:
+        """How far the line is believed, from 0 to 1."""
+        return 1 / (1 + (self._off_line / self._off_table) ** LINE_SHARPNESS)
+
+    def observe(self, active: Sequence[Resolution | Work], measured_s: float, *, is_first: bool = False) -> None:
+        """Learn from a step of this batch (at least one request) that took this long, the first of this batch or not.
 
         Raises ValueError: there was no batch, or the time is not positive and finite.
         """
         if not active or not 0 < measured_s < math.inf:
             raise ValueError(f"a step of {len(active)} requests took {measured_s} s, but both must be positive")
         predicted_s = self.predictor.step_latency_s(active)
-        corrected_s = predicted_s * self.scale
+        table_s = predicted_s * self.scale
+        corrected_s = self._corrected(table_s, active)
         self._errors.append(abs(corrected_s / measured_s - 1))
         self._uncorrected_errors.append(abs(predicted_s / measured_s - 1))
+        if len(self._first_errors) < RECENT:
+            self._first_errors.append(self._errors[-1])
         if not self._num_observations:
-            self._measured_s, self._predicted_s = corrected_s, predicted_s
+            self._measured_s, self._predicted_s = table_s, predicted_s
         self._num_observations += 1
         counted_s = min(measured_s, LONGEST * corrected_s)
+        if (line_s := self.line.step_latency_s(active)) is not None:
+            off_table, off_line = counted_s / table_s - 1, counted_s / table_s - _bounded_line(line_s / table_s)
+            self._off_table = LINE_FADING * self._off_table + off_table**2 + _NO_MATTER
+            self._off_line = LINE_FADING * self._off_line + off_line**2 + _NO_MATTER
+        self.line.observe(active, counted_s, corrected_s, is_first=is_first)
         self._measured_s += WEIGHT * (counted_s - self._measured_s)
         self._predicted_s += WEIGHT * (predicted_s - self._predicted_s)
         learnt = self._measured_s / self._predicted_s
@@ -136,8 +181,13 @@ class OnlineCorrection:
 
     def drift(self) -> Drift:
         """Return how far predictions and measurements lie apart by now."""
-        return Drift(self._num_observations, self.scale, _mean(self._errors), _mean(self._uncorrected_errors))
+        errors = map(_mean, (self._errors, self._uncorrected_errors, self._first_errors))
+        return Drift(self._num_observations, self.scale, self.line_share, *errors)
 
 
-def _mean(values: deque[float]) -> float | None:
+def _bounded_line(over_table: float) -> float:
+    return min(max(over_table, 1 / MOST_OFF_TABLE), MOST_OFF_TABLE)
+
+
+def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None

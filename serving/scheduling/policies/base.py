@@ -38,8 +38,10 @@ class StepLatencyPredictor(Protocol):
 class LearningPredictor(StepLatencyPredictor, Protocol):
     """A predictor that is told how long each step really took, and may correct itself."""
 
-    def observe(self, active: Sequence[Resolution | Work], measured_s: float) -> None:
-        """Take note that one step over `active` took `measured_s` seconds; called after every step, in order."""
+    def observe(self, active: Sequence[Resolution | Work], measured_s: float, *, is_first: bool = False) -> None:
+        """Take note that one step over `active` took `measured_s` seconds, and whether it was the first of this batch;
+        called after every step, in order.
+        """
         ...
 
 

@@ -69,7 +69,7 @@ class _Learning:
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return 1e-4 * len(active)
 
-    def observe(self, active: Sequence[Any], measured_s: float) -> None:
+    def observe(self, active: Sequence[Any], measured_s: float, *, is_first: bool = False) -> None:
         self.seen.append((tuple(active), measured_s))
 
 

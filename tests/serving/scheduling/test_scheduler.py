@@ -28,7 +28,7 @@ class Learning:
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return float(len(active))
 
-    def observe(self, active: Sequence[Any], measured_s: float) -> None:
+    def observe(self, active: Sequence[Any], measured_s: float, *, is_first: bool = False) -> None:
         self.seen.append((tuple(active), measured_s))
 
     def after_steps_s(self, resolution: Resolution) -> float | None:

@@ -36,7 +36,7 @@ def test_converges_to_the_factor_of_the_machine(factor: float) -> None:
     drift = correction.drift()
     assert drift.num_observations == 800
     assert drift.scale == correction.scale == pytest.approx(factor, rel=0.03)
-    assert correction.step_latency_s([S, L]) == pytest.approx(PixelLaw().step_latency_s([S, L]) * correction.scale)
+    assert correction.step_latency_s([S, L]) == pytest.approx(PixelLaw().step_latency_s([S, L]) * factor, rel=0.03)
     assert drift.mean_error is not None
     assert drift.mean_uncorrected_error is not None
     # What the noise alone gives on average: 0.05 * sqrt(2 / pi).

@@ -1,0 +1,177 @@
+"""The line through the batches that were served: it finds what steps cost, says what it does not know, and goes on."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.work import Work, resolution_of, work_of
+from patchedserve.training.latency.learnt_line import LEAST_SEEN, LearntLine, LineState
+from patchedserve.training.latency.online_correction import OnlineCorrection
+
+S, M, L = (Resolution(side, side) for side in (128, 192, 256))
+OWN_S = {S: 0.004, M: 0.009, L: 0.02}
+FIRST_S = 0.01
+"""Of the step after a change."""
+
+
+def cost_s(batch: Sequence[Resolution | Work]) -> float:
+    sizes = [resolution_of(work) for work in batch]
+    shares = [work.active_share if isinstance(work, Work) else 1.0 for work in batch]
+    return 0.01 + 0.012 * len({*sizes}) + sum(OWN_S[size] * share for size, share in zip(sizes, shares, strict=True))
+
+
+def some_batch(generator: random.Random, most: int = 12) -> list[Resolution | Work]:
+    return sorted(generator.choices((S, M, L), k=generator.randint(1, most)))
+
+
+def told(line: LearntLine, count: int, *, noise: float = 0.0, times: float = 1.0, seed: int = 0) -> None:
+    """Steps of batches that change with every fifth step."""
+    generator = random.Random(seed)
+    for _ in range(count):
+        is_first = generator.random() < 0.2
+        batch = some_batch(generator)
+        taken_s = times * (cost_s(batch) + is_first * FIRST_S) * math.exp(generator.gauss(0, noise))
+        line.observe(batch, taken_s, 0.05, is_first=is_first)
+
+
+@pytest.mark.parametrize("times", [1.0, 30.0])
+def test_finds_what_steps_cost(times: float) -> None:
+    line = LearntLine()
+    told(line, 600, noise=0.05, times=times)
+    generator = random.Random(1)
+    for batch in [[S], [L], [S, M, L], [M] * 16, *(some_batch(generator, 16) for _ in range(20))]:
+        # A fifth of all steps is the first of its batch.
+        assert line.step_latency_s(batch) == pytest.approx(times * (cost_s(batch) + 0.2 * FIRST_S), rel=0.06)
+
+
+def test_says_nothing_of_what_it_has_not_seen() -> None:
+    line = LearntLine()
+    assert line.step_latency_s([S]) is None
+    for number in range(int(LEAST_SEEN) + 20):
+        assert number >= LEAST_SEEN or line.step_latency_s([S, S]) is None
+        line.observe([S] * (1 + number % 3), 0.01 * (1 + number % 3), 0.01, is_first=False)
+    assert line.step_latency_s([S, S]) == pytest.approx(0.02, rel=0.02)
+    assert line.step_latency_s([S, L]) is None
+    assert line.step_latency_s([]) is None
+    line.observe([L], 0.04, 0.01, is_first=False)
+    assert line.step_latency_s([L]) is None
+    for _ in range(3000):
+        line.observe([L], 0.04, 0.01, is_first=False)
+    assert line.step_latency_s([L]) == pytest.approx(0.04, rel=0.02)
+    assert line.step_latency_s([S]) is None, "a resolution that nobody has asked for lately is forgotten"
+
+
+def test_follows_the_mean_of_steps_that_reuse_and_steps_that_do_not() -> None:
+    """With a cache a step takes a thirtieth of what it takes without, or all of it."""
+    line, generator = LearntLine(), random.Random(0)
+    for number in range(800):
+        batch = some_batch(generator)
+        line.observe(batch, cost_s(batch) * (1.0 if number % 4 == 0 else 1 / 30), cost_s(batch) / 3, is_first=False)
+    for batch in ([S] * 3, [M] * 6, [S, S, M, L, L]):
+        assert line.step_latency_s(batch) == pytest.approx(cost_s(batch) * (1 + 3 / 30) / 4, rel=0.2)
+
+
+def test_edits_count_by_what_they_compute() -> None:
+    line, generator = LearntLine(), random.Random(0)
+    for _ in range(400):
+        batch = [work_of(resolution_of(work), generator.choice([0.1, 0.4, 1.0])) for work in some_batch(generator)]
+        line.observe(batch, cost_s(batch), 0.05, is_first=False)
+    edit = [Work(*L, 0.25), M]
+    assert line.step_latency_s(edit) == pytest.approx(cost_s(edit), rel=0.03)
+
+
+def test_goes_on_where_another_has_ended() -> None:
+    line = LearntLine()
+    told(line, 203)
+    state = line.state
+    kept = LineState(**json.loads(json.dumps(asdict(state))))
+    again = LearntLine(kept)
+    assert again.state == state
+    told(line, 5, seed=1)
+    told(again, 8, seed=1)
+    assert LearntLine(line.state).step_latency_s([S, L]) == pytest.approx(again.step_latency_s([S, L]), rel=0.01)
+    damages: list[tuple[Callable[[LineState], LineState], str]] = [
+        (lambda state: replace(state, sizes=state.sizes[:1]), "what was learnt of 1 resolutions has other columns"),
+        (lambda state: replace(state, seen=[]), "has other columns"),
+        (lambda state: replace(state, squares=state.squares[:2]), "has other columns"),
+        (lambda state: replace(state, products=[math.nan, *state.products[1:]]), "is not finite"),
+        (lambda state: replace(state, steps=math.inf), "is not finite"),
+        (lambda state: replace(state, squares=[[-each for each in row] for row in state.squares]), "sum of squares"),
+        (lambda state: replace(state, sizes=["huge", *state.sizes[1:]]), "huge"),
+    ]
+    for damage, message in damages:
+        with pytest.raises(ValueError, match=message):
+            LearntLine(damage(state))
+
+
+class Table:
+    """Step latencies that are wrong in one of the ways in which tables are."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._random, self._noisy = kind, random.Random(3), dict[Any, float]()
+
+    def step_latency_s(self, active: Sequence[Any]) -> float:
+        batch = tuple(sorted(active))
+        match self._kind:
+            case "right":
+                return cost_s(batch)
+            case "pure":  # mixing costs nothing
+                return 0.022 + sum(map(OWN_S.__getitem__, batch))
+            case "half":
+                return 0.5 * cost_s(batch)
+            case "double":
+                return 2 * cost_s(batch)
+            case "mixing":  # costs three times as much
+                return cost_s(batch) + 0.024 * len({*batch})
+            case "noise":
+                return self._noisy.setdefault(batch, cost_s(batch) * math.exp(self._random.gauss(0, 0.3)))
+            case _:  # another machine's, which is good at large images
+                return 0.003 + sum(OWN_S[size] * (0.3 if size == L else 1.2) for size in batch)
+
+
+def errors_of(kind: str, count: int = 500) -> tuple[list[float], OnlineCorrection]:
+    """|log of predicted over measured| of steps that vary by a tenth, each before it was measured."""
+    correction, generator = OnlineCorrection(Table(kind)), random.Random(0)
+    errors: list[float] = []
+    batch: list[Any] = some_batch(generator)
+    for _ in range(count):
+        is_first = generator.random() < 0.2
+        batch = some_batch(generator) if is_first else batch
+        measured_s = (cost_s(batch) + is_first * FIRST_S) * math.exp(generator.gauss(0, 0.1))
+        errors.append(abs(math.log(correction.step_latency_s(batch) / measured_s)))
+        correction.observe(batch, measured_s, is_first=is_first)
+    return errors, correction
+
+
+@pytest.mark.parametrize("kind", ["pure", "half", "double", "mixing", "noise", "another"])
+def test_a_wrong_table_is_mended_within_a_minute_of_steps(kind: str) -> None:
+    right, _ = errors_of("right")
+    wrong, correction = errors_of(kind)
+    assert sum(wrong[:50]) > 1.2 * sum(right[:50]), "the table is not wrong"
+    assert sum(wrong[200:]) < 1.1 * sum(right[200:])
+    drift = correction.drift()
+    assert drift.first_error is not None
+    assert drift.mean_error is not None
+    assert drift.mean_error < drift.first_error
+    assert kind in ("half", "double") or drift.line_share > 0.9
+
+
+def test_a_right_table_stays_as_good_as_it_is() -> None:
+    right, correction = errors_of("right", 2000)
+    noise = math.sqrt(2 / math.pi) * 0.1
+    assert sum(right[500:]) / 1500 < 1.35 * noise
+    assert 0.5 * 0.05 < correction.step_latency_s([S, L]) < 2 * 0.05
+
+
+def test_a_line_is_believed_only_near_the_table() -> None:
+    """Of batches far from all that were served a line may say anything."""
+    correction = OnlineCorrection(Table("right"))
+    for number in range(300):
+        correction.observe([S] * (1 + number % 2), 0.2 - 0.1 * (number % 2), is_first=False)
+    assert correction.step_latency_s([S] * 16) <= 4.001 * cost_s([S] * 16) * correction.scale

@@ -1,0 +1,161 @@
+"""What steps cost, learnt while they run: a line through their batches that follows the machine.
+
+Recursive least squares with forgetting: seconds of a step over what every step costs, one more resolution, the first
+step after a change, and each request by its resolution. No weight is below 0. It needs no table, so it mends one that
+has the cost of mixing wrong, or one resolution's, or noise in every row, which no common factor does.
+
+This module imports no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...data.resolution import Resolution, parse
+from ...data.work import Work, resolution_of
+
+FORGETTING = 0.995
+"""Weight of all steps before against a new one: half is forgotten in 138."""
+LEAST_SEEN = 20.0
+"""Recent steps with requests of a resolution before the line says anything of it."""
+_RIDGE = 1e-3
+"""Of every column's own sum of squares, which holds weights that its steps cannot tell from others."""
+_SOLVED_EVERY = 8
+"""Steps. Weights move by less than the noise in fewer, and who asks meanwhile is answered from memory."""
+_MOST_SIZES = 32
+"""Resolutions that have a column; the line says nothing of batches with others."""
+_EVERY, _DISTINCT, _FIRST = range(3)
+"""Columns, before those of the resolutions in the order in which they were seen."""
+_NUM_COMMON = 3
+
+
+@dataclass(frozen=True)
+class LineState:
+    """What has been learnt, for one that continues where another has ended; all of it fades by `FORGETTING`.
+
+    Attributes:
+        sizes: resolutions, in the order of their columns.
+        squares, products: sums over steps of columns times columns, and times what was measured, each over what was
+            expected of the step, so that a millisecond matters more to a short one.
+        seen: steps with requests of each resolution.
+        steps, first: all steps, and those that were the first of their batch.
+    """
+
+    sizes: list[str] = field(default_factory=list)
+    squares: list[list[float]] = field(default_factory=list)
+    products: list[float] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
+    steps: float = 0.0
+    first: float = 0.0
+
+
+class LearntLine:
+    """Seconds of steps by their batch. Ask from any thread, learn from one at a time.
+
+    Args:
+        state: for one that continues.
+
+    Raises:
+        ValueError: parts of the state do not fit each other, are not finite, or a resolution is none.
+    """
+
+    def __init__(self, state: LineState = LineState()) -> None:
+        width = _NUM_COMMON + len(state.sizes)
+        self._columns = {parse(name): _NUM_COMMON + number for number, name in enumerate(state.sizes)}
+        self._squares = np.array(state.squares or np.zeros((width, width)), dtype=float)
+        self._products = np.array(state.products or np.zeros(width), dtype=float)
+        self._seen = np.array(state.seen, dtype=float)
+        self._steps, self._first = state.steps, state.first
+        parts = (self._squares, self._products, self._seen)
+        if [part.shape for part in parts] != [(width, width), (width,), (width - _NUM_COMMON,)]:
+            raise ValueError(f"what was learnt of {len(state.sizes)} resolutions has other columns than theirs")
+        if not all(np.isfinite(part).all() for part in (*parts, self._steps, self._first)):
+            raise ValueError("what was learnt of batches is not finite")
+        self._unsolved = 0
+        # Replaced as a whole, so that who asks meanwhile has one or the other.
+        self._weights: tuple[np.ndarray, dict[tuple[Resolution | Work, ...], float | None]] | None = None
+        if self._steps:
+            self._solve()
+
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float | None:
+        """Seconds of one step of this batch, changes of batches spread over all steps; None if too little is known."""
+        if self._weights is None or not active:
+            return None
+        weights, known = self._weights
+        key = tuple(active)
+        if key not in known:
+            known[key] = self._asked(weights, key)
+        return known[key]
+
+    def _asked(self, weights: np.ndarray, active: Sequence[Resolution | Work]) -> float | None:
+        columns = [self._columns.get(resolution_of(work), len(weights)) for work in active]
+        if max(columns) >= len(weights) or min(self._seen[column - _NUM_COMMON] for column in columns) < LEAST_SEEN:
+            return None
+        return float(weights @ self._features(active, self._first / self._steps, len(weights))) or None
+
+    def observe(
+        self, active: Sequence[Resolution | Work], measured_s: float, expected_s: float, *, is_first: bool
+    ) -> None:
+        """Learn from a step.
+
+        Args:
+            active: its batch.
+            measured_s: what it took.
+            expected_s: about what it was to take, above 0. (Over what it took, short steps would count for more than
+                long ones of the same batch, as there are with a cache, and the line would run below their mean.)
+            is_first: whether the batch has changed since the step before.
+        """
+        sizes = {resolution_of(work) for work in active}
+        new = [size for size in sorted(sizes) if size not in self._columns]
+        if len(self._columns) + len(new) > _MOST_SIZES:
+            return
+        for size in new:
+            self._columns = self._columns | {size: _NUM_COMMON + len(self._columns)}
+            self._squares = np.pad(self._squares, (0, 1))
+            self._products = np.append(self._products, 0.0)
+            self._seen = np.append(self._seen, 0.0)
+        self._seen = FORGETTING * self._seen
+        for size in sizes:
+            self._seen[self._columns[size] - _NUM_COMMON] += 1
+        self._steps = FORGETTING * self._steps + 1
+        self._first = FORGETTING * self._first + is_first
+        features = self._features(active, float(is_first), len(self._products)) / expected_s
+        self._squares = FORGETTING * self._squares + np.outer(features, features)
+        self._products = FORGETTING * self._products + features * (measured_s / expected_s)
+        self._unsolved += 1
+        if self._unsolved >= _SOLVED_EVERY:
+            self._solve()
+
+    @property
+    def state(self) -> LineState:
+        """What has been learnt."""
+        sizes = list(map(str, self._columns))
+        learnt = self._squares.tolist(), self._products.tolist(), self._seen.tolist()
+        return LineState(sizes, *learnt, self._steps, self._first)
+
+    def _solve(self) -> None:
+        self._unsolved = 0
+        own = np.diag(self._squares)
+        if own.min() < 0:
+            raise ValueError("a sum of squares is below 0 in what was learnt of batches")
+        # Nothing was seen of an empty column: any ridge does.
+        squares = self._squares + np.diag(np.where(own > 0, _RIDGE * own, 1.0))
+        # What would be below 0 is left out, and the rest solved again. (SciPy would do, but predicting imports none.)
+        weights, kept = np.zeros(len(own)), np.arange(len(own))
+        while len(kept):
+            solved = np.linalg.solve(squares[np.ix_(kept, kept)], self._products[kept])
+            if solved.min() >= 0:
+                weights[kept] = solved
+                break
+            kept = kept[solved >= 0]
+        self._weights = weights, {}
+
+    def _features(self, active: Sequence[Resolution | Work], first: float, width: int) -> np.ndarray:
+        features = np.zeros(width)
+        for work in active:
+            features[self._columns[resolution_of(work)]] += work.active_share if isinstance(work, Work) else 1.0
+        features[_EVERY] = 1.0
+        features[_DISTINCT] = np.count_nonzero(features[_NUM_COMMON:]) - 1
+        features[_FIRST] = first
+        return features
