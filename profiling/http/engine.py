@@ -146,6 +146,7 @@ def build_engine(
             examples,
             place.tables,
             on_measure=lambda shape: on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+            on_doubt=on_warning,
         )
         measured = {request.resolution: of_shape[shape_of(model, request)] for request in examples}
     alone = StandaloneLatencies(measured, defaults.num_inference_steps)

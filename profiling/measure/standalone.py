@@ -6,12 +6,18 @@ and kept in the workspace's table `standalone.json`. (`psctl simulate` serves no
 of step latencies of the plain engine.) A measurement is used again only for the same model files, dtype, device, number
 of CPU threads and torch version, and the same resolution, steps and kind of guidance. It is eager whatever is served:
 a deadline says what a user waits for, not how the server was started.
+
+What is kept is used for ever, so it must not tell of what the machine was busy with: a request is measured until three
+samples agree, with how long our threads waited for a core meanwhile. What did not agree, or waited, is used with a
+warning, and measured again by the first run that finds the machine quiet. So is what a run has served in much less.
 """
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +25,7 @@ from ...data.errors import RunError, UsageError
 from ...data.files import write_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
+from .contention import MOST_WAITED, Contention, contention_now
 
 if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
@@ -26,6 +33,14 @@ if TYPE_CHECKING:
 TABLE_FILE = "standalone.json"
 _VERSION = 3  # those before are of a weaker plain engine, or do not say of which
 _WARMUP_STEPS = 2
+AGREED = 1.1
+"""The third least of the samples over the least, at most, where they agree."""
+_NO_MATTER_S = 0.01
+MOST_SAMPLES = 9
+BUDGET_S = 60.0
+"""Of one request, after which no further sample is begun."""
+TOO_LONG = 1.5
+"""As much longer than a request was served in, and what is kept is measured again, once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,36 @@ class RequestShape:
     resolution: Resolution
     num_inference_steps: int
     is_guided: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a request.
+
+    Attributes:
+        samples_s: in the order in which they were taken.
+        waited: share of the time in which our threads wanted a core that they waited for one; None: it is not known.
+        is_doubted: whether a run has served it in much less; None: no longer, as it was measured again.
+    """
+
+    samples_s: tuple[float, ...]
+    waited: float | None = None
+    is_doubted: bool | None = False
+
+    @property
+    def latency_s(self) -> float:
+        """Median of the three least, which are those of the quietest moments."""
+        return statistics.median(sorted(self.samples_s)[:3])
+
+    @property
+    def doubt(self) -> str | None:
+        """Why it may be too long; None if it is sure."""
+        least_s = sorted(self.samples_s)[:3]
+        if (self.waited or 0.0) > MOST_WAITED:
+            return f"other work had the processor for {self.waited:.0%} of the time"
+        if least_s[-1] > AGREED * least_s[0] + _NO_MATTER_S:
+            return f"it took {least_s[0]:.3g} to {max(self.samples_s):.3g} s"
+        return "a run has served it in much less" if self.is_doubted else None
 
 
 def shape_of(model: "ServedModel", request: Request) -> RequestShape:
@@ -51,15 +96,18 @@ def standalone_latencies(
     remeasure: bool = False,
     num_repeats: int = 3,
     on_measure: Callable[[RequestShape], None] | None = None,
+    on_doubt: Callable[[str], None] = lambda doubt: None,
 ) -> dict[RequestShape, float]:
-    """Return the standalone latency in seconds of every shape among the requests, measuring those not yet known.
+    """Return the standalone latency in seconds of every shape among the requests, measuring those not yet known, and
+    those in doubt if the machine is quiet now.
 
     Args:
         model, tables: what will serve them, whatever its engine, and the workspace's folder of tables for it.
         requests: a trace; its first request of each shape is what is measured.
         remeasure: measure again what is known.
-        num_repeats: measurements per shape, after a warm-up; the median counts.
+        num_repeats: the least measurements per shape, after a warm-up, unless they take longer than `BUDGET_S`.
         on_measure: called before each shape that is measured.
+        on_doubt: told in one line which latencies may be too long, and why.
 
     Raises:
         UsageError: if the table in the workspace is damaged.
@@ -78,19 +126,69 @@ def standalone_latencies(
     path = tables / TABLE_FILE
     known, context = read_standalone(path, or_empty=remeasure), context_key(model)
     latencies: dict[RequestShape, float] = {}
+    is_quiet: bool | None = None
     for shape in sorted(
         examples, key=lambda shape: (shape.resolution.pixels, shape.resolution, shape.num_inference_steps)
     ):
-        key = _encode(context | asdict(shape) | {"resolution": str(shape.resolution)})
-        if remeasure or key not in known:
+        key = _key_of(context, shape)
+        if key in known and known[key].doubt is not None and is_quiet is None:
+            is_quiet = (contention_now() or 0.0) <= MOST_WAITED
+        if remeasure or key not in known or (known[key].doubt is not None and is_quiet):
             if on_measure is not None:
                 on_measure(shape)
             model.tune([example.resolution for example in examples], tables)
             _serve_alone(model, examples[shape], min(_WARMUP_STEPS, shape.num_inference_steps))
-            known[key] = [_serve_alone(model, examples[shape], shape.num_inference_steps) for _ in range(num_repeats)]
+            once = key in known and known[key].is_doubted is not False
+            alone = partial(_serve_alone, model, examples[shape], shape.num_inference_steps)
+            known[key] = replace(_measure(alone, num_repeats), is_doubted=None if once else False)
             _write(path, known)
-        latencies[shape] = statistics.median(known[key])
+        latencies[shape] = known[key].latency_s
+        if (doubt := known[key].doubt) is not None:
+            on_doubt(f"the standalone latency of {shape.resolution} may be too long, and with it SLOs: {doubt}")
     return latencies
+
+
+def _measure(serve_alone: Callable[[], float], least: int) -> Measured:
+    """Take samples until they agree, or there are too many, or no time is left."""
+    samples_s: list[float] = []
+    waited: list[float] = []
+    start_s = time.monotonic()
+    while not samples_s or (len(samples_s) < MOST_SAMPLES and time.monotonic() - start_s < BUDGET_S):
+        with Contention() as contention:
+            samples_s.append(serve_alone())
+        waited += [] if contention.share is None else [contention.share]
+        measured = Measured(tuple(samples_s), statistics.median(waited) if waited else None)
+        if len(samples_s) >= least and measured.doubt is None:
+            break
+    return measured
+
+
+def doubt_standalone(model: "ServedModel", tables: Path, served_s: dict[RequestShape, float]) -> list[RequestShape]:
+    """Note which latencies are to be measured again: requests were served, exactly, in less than two thirds of them.
+    Of each this is done once.
+
+    Args:
+        model, tables: as in `standalone_latencies`.
+        served_s: the least that a request of each shape was served in.
+
+    Returns:
+        Those shapes.
+
+    Raises:
+        UsageError, OSError: as `standalone_latencies`.
+    """
+    from ...serving.models.build import as_plain
+
+    path, context = tables / TABLE_FILE, context_key(as_plain(model, is_eager=True))
+    known, doubted = read_standalone(path), list[RequestShape]()
+    for shape, seconds in served_s.items():
+        kept = known.get(key := _key_of(context, shape))
+        if kept is not None and kept.is_doubted is False and kept.latency_s > TOO_LONG * seconds:
+            known[key] = replace(kept, is_doubted=True)
+            doubted.append(shape)
+    if doubted:
+        _write(path, known)
+    return doubted
 
 
 def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> float:
@@ -110,8 +208,8 @@ def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> floa
     return record.finish_s - record.prepare_start_s
 
 
-def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, list[float]]:
-    """Read the table: samples in seconds by key; empty if there is none, or one of an earlier version.
+def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, Measured]:
+    """Read the table: what was measured by key; empty if there is none, or one of an earlier version.
 
     Raises:
         UsageError: it is damaged, unless `or_empty` says that it is about to be replaced.
@@ -124,17 +222,25 @@ def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, list[flo
             return {}
         if table["version"] != _VERSION:
             raise ValueError(f"version {table['version']}")
-        return {_encode(row["key"]): [float(sample) for sample in row["samples_s"]] for row in table["rows"]}
+        return {_encode(row.pop("key")): _read_row(**row) for row in table["rows"]}
     except (ValueError, KeyError, TypeError) as error:
         if or_empty:
             return {}
         raise UsageError(f"{path} is damaged ({error}); delete it or use --remeasure") from error
 
 
-def _write(path: Path, samples: dict[str, list[float]]) -> None:
+def _read_row(
+    samples_s: list[float], latency_s: float, waited: float | None = None, is_doubted: bool | None = False
+) -> Measured:
+    if not samples_s:
+        raise ValueError("a row has no samples")
+    return Measured(tuple(map(float, samples_s)), waited, is_doubted)
+
+
+def _write(path: Path, known: dict[str, Measured]) -> None:
     rows = [
-        {"key": json.loads(key), "latency_s": statistics.median(values), "samples_s": values}
-        for key, values in sorted(samples.items())
+        {"key": json.loads(key), "latency_s": measured.latency_s, **asdict(measured)}
+        for key, measured in sorted(known.items())
     ]
     write_json(path, {"version": _VERSION, "rows": rows})
 
@@ -148,6 +254,10 @@ def context_key(model: "ServedModel") -> dict[str, Any]:
     for name in ("model", "guidance_scale", "is_guided"):
         del about[name]
     return about | {"cache": model.options.cache.identity()}
+
+
+def _key_of(context: dict[str, Any], shape: RequestShape) -> str:
+    return _encode(context | asdict(shape) | {"resolution": str(shape.resolution)})
 
 
 def _encode(key: dict[str, Any]) -> str:

@@ -141,7 +141,7 @@ def run_demo(
         seed=settings.seed,
     )
     requests = draw_requests(trace, model.defaults)
-    alone_s = standalone_latencies(models[_BASE], requests, workspace.tables)
+    alone_s = standalone_latencies(models[_BASE], requests, workspace.tables, on_doubt=on_warning)
     requests = assign_slos(requests, lambda request: alone_s[shape_of(models[_BASE], request)], settings.slo_scale)
     on_note(
         f"{len(requests)} requests of {', '.join(map(str, sizes))} px arrive in {settings.duration_s:g} s: "

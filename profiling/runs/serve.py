@@ -24,7 +24,7 @@ from ...serving.core.step_row import StepRow
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System
 from ...training.latency.online_correction import OnlineCorrection
-from ..measure.standalone import RequestShape, shape_of, standalone_latencies
+from ..measure.standalone import RequestShape, doubt_standalone, shape_of, standalone_latencies
 from .figures import run_figures
 from .outside_profile import predictions_outside
 from .run_folder import write_run
@@ -64,6 +64,7 @@ def run_serve(
     save_dir: Path | None = None,
     remeasure: bool = False,
     on_measure: Callable[[RequestShape], None] | None = None,
+    on_doubt: Callable[[str], None] = lambda doubt: None,
     on_start: Callable[[], None] | None = None,
     on_finish: Callable[[RequestRecord], None] | None = None,
 ) -> ServeOutcome:
@@ -80,6 +81,7 @@ def run_serve(
         save_dir: where all images and a copy of the report go; None keeps a few images for the report only.
         remeasure: measure standalone latencies although the workspace knows them.
         on_measure, on_start, on_finish: called before each measurement, before the replay, and for each ended request.
+        on_doubt: told in one line which standalone latencies may be too long, and why.
 
     Raises:
         UsageError: if the model cannot serve a request, or the policy needs a predictor and there is none; nothing has
@@ -100,7 +102,9 @@ def run_serve(
     outside_before = predictions_outside(predictor)
     # Requests that bring their own SLO need no measurement.
     unmeasured = [request for request in requests if request.slo_s is None]
-    standalone = standalone_latencies(model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure)
+    standalone = standalone_latencies(
+        model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure, on_doubt=on_doubt
+    )
     requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], slo_scale)
     run_dir = workspace.new_run("serve")
     save_trace(run_dir / "trace.jsonl", requests)
@@ -125,6 +129,12 @@ def run_serve(
     }
     if doubts := doubtful_alone(result.records, alone_s):
         summary["standalone_times_served"] = doubts
+    served_s = _exact_s(model, adapted, result.records)
+    for shape in doubt_standalone(model, workspace.tables, served_s):
+        on_doubt(
+            f"{shape.resolution} was served in {served_s[shape]:.3g} s, but had taken {standalone[shape]:.3g} s alone: "
+            "the next run measures that again"
+        )
     summary["config"] = config
     summary["run_dir"] = str(run_dir)
     write_figures(summary, run_figures(summary, result.records))
@@ -155,13 +165,35 @@ def doubtful_alone(records: Sequence[RequestRecord], alone_s: Mapping[int, float
     """
     found: dict[str, float] = {}
     for record in records:
-        alone, start_s = alone_s[record.request_id], record.admitted_s
-        if alone is None or record.latency_s is None or start_s is None:
+        alone, served_s = alone_s[record.request_id], _without_waiting_s(record)
+        if alone is None or served_s is None:
             continue
-        prepare_s = (record.prepare_end_s or 0.0) - (record.prepare_start_s or 0.0)
-        times = alone / ((record.finish_s or 0.0) - start_s + prepare_s)
+        times = alone / served_s
         found[str(record.resolution)] = max(times, found.get(str(record.resolution), 0.0))
     return {name: times for name, times in sorted(found.items()) if times > _MOST_TIMES_SERVED}
+
+
+def _exact_s(
+    model: "ServedModel", requests: Sequence[Request], records: Sequence[RequestRecord]
+) -> dict[RequestShape, float]:
+    """The least that new images of each shape took, as plain diffusers draw them, without their waiting; nothing where
+    passes were compiled or recorded, as those are quicker by more than measuring is off.
+    """
+    least_s: dict[RequestShape, float] = {}
+    shapes = {request.request_id: shape_of(model, request) for request in requests if request.edit is None}
+    for record in () if model.options.compile or model.options.cuda_graphs else records:
+        shape, served_s = shapes.get(record.request_id), _without_waiting_s(record)
+        if shape is not None and served_s is not None and not record.steps_reused:
+            least_s[shape] = min(served_s, least_s.get(shape, math.inf))
+    return least_s
+
+
+def _without_waiting_s(record: RequestRecord) -> float | None:
+    """Seconds that a request took, less what it waited for others; None if it was not served."""
+    if record.latency_s is None or record.admitted_s is None:
+        return None
+    prepare_s = (record.prepare_end_s or 0.0) - (record.prepare_start_s or 0.0)
+    return (record.finish_s or 0.0) - record.admitted_s + prepare_s
 
 
 def engine_figures(result: "RunResult") -> dict[str, Any]:

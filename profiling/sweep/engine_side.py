@@ -124,6 +124,7 @@ class EngineSide:
             self._workspace.tables,
             remeasure=True,
             on_measure=lambda shape: self._on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+            on_doubt=self._on_note,
         )
         options = self._model.options
         cache = options.cache.identity() if options.cache.is_on else "off"

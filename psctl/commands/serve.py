@@ -206,6 +206,7 @@ def serve(
             save_dir=save_dir,
             remeasure=remeasure,
             on_measure=lambda shape: out.note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+            on_doubt=out.warn,
             on_start=lambda: arrivals().show("requests"),
             on_finish=lambda record: arrivals()(),
         )
