@@ -19,7 +19,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.latency import LatencyTable, read_latencies
 from patchedserve.data.tables.published import published_table
-from patchedserve.data.work import Work
+from patchedserve.data.work import Work, resolution_of
 from patchedserve.profiling.runs.calibration import step_sources
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.scheduling.policies import get_policy
@@ -42,6 +42,14 @@ class FactorAlone(OnlineCorrection):
 
 
 SIDES = {"learnt": OnlineCorrection, "factor": FactorAlone}
+
+
+def published(model: str) -> LatencyTable:
+    """The table of a bundled model that is in the box. Ends the script if there is none."""
+    path = published_table(model)
+    if path is None:
+        raise SystemExit(f"psctl brings no table of {model}")
+    return read_latencies(path)
 
 
 def table_of(kind: str, right: LatencyTable, other: LatencyTable) -> TableLatency:
@@ -72,7 +80,7 @@ def trace(right: TableLatency, rate: float, minutes: float, steps: int, seed: in
     """Poisson arrivals of all resolutions alike, with SLOs by the right table."""
     generator, now_s, requests = random.Random(seed), 0.0, list[Request]()
     while (now_s := now_s + generator.expovariate(rate)) < 60 * minutes:
-        size = generator.choice(right.resolutions)
+        size = resolution_of(generator.choice(right.resolutions))
         slo_s = _SLO_SCALE * steps * right.step_latency_s((size,))
         requests.append(Request(len(requests), _PROMPT, size, steps, arrival_s=now_s, slo_s=slo_s))
     return requests
@@ -86,7 +94,7 @@ def attainment(records: Sequence[RequestRecord]) -> float:
 
 def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of the simulator."""
-    tables = read_latencies(published_table(options.model)), read_latencies(published_table(options.other))
+    tables = published(options.model), published(options.other)
     right = table_of("right", *tables)
     for kind, rate, seed, side in cases(options):
         told = SIDES[side](MemoisedLatency(table_of(kind, *tables)))
@@ -115,7 +123,7 @@ def served(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         workspace = Workspace(Path(folder)).for_model(model.name, "cpu")
         settings = LatencySettings(tuple(model.defaults.resolutions), options.combinations, _MOST, repeats=2)
         profiled = profile_latency(model, settings, workspace).table
-    tables = profiled, read_latencies(published_table(options.other))
+    tables = profiled, published(options.other)
     right = table_of("right", *tables)
     for kind, rate, seed, side in cases(options):
         told = SIDES[side](table_of(kind, *tables))
