@@ -15,11 +15,11 @@ warning, and measured again by the first run that finds the machine quiet. So is
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...data.errors import RunError, UsageError
 from ...data.files import write_json
@@ -36,11 +36,13 @@ _WARMUP_STEPS = 2
 AGREED = 1.1
 """The third least of the samples over the least, at most, where they agree."""
 _NO_MATTER_S = 0.01
+"""Seconds by which samples may differ besides."""
 MOST_SAMPLES = 9
 BUDGET_S = 60.0
-"""Of one request, after which no further sample is begun."""
+"""Seconds after which no further sample of a request is begun."""
 TOO_LONG = 1.5
 """As much longer than a request was served in, and what is kept is measured again, once."""
+Doubted = Literal["no", "yes", "before"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,12 @@ class Measured:
     Attributes:
         samples_s: in the order in which they were taken.
         waited: share of the time in which our threads wanted a core that they waited for one; None: it is not known.
-        is_doubted: whether a run has served it in much less; None: no longer, as it was measured again.
+        doubted: whether a run has served it in much less: `yes` until it is measured again, and `before` from then on.
     """
 
     samples_s: tuple[float, ...]
     waited: float | None = None
-    is_doubted: bool | None = False
+    doubted: Doubted = "no"
 
     @property
     def latency_s(self) -> float:
@@ -74,12 +76,17 @@ class Measured:
     @property
     def doubt(self) -> str | None:
         """Why it may be too long; None if it is sure."""
-        least_s = sorted(self.samples_s)[:3]
         if (self.waited or 0.0) > MOST_WAITED:
             return f"other work had the processor for {self.waited:.0%} of the time"
-        if least_s[-1] > AGREED * least_s[0] + _NO_MATTER_S:
-            return f"it took {least_s[0]:.3g} to {max(self.samples_s):.3g} s"
-        return "a run has served it in much less" if self.is_doubted else None
+        if not self.agrees:
+            return f"it took {min(self.samples_s):.3g} to {max(self.samples_s):.3g} s"
+        return "a run has served it in much less" if self.doubted == "yes" else None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether its three least samples do."""
+        least_s = sorted(self.samples_s)[:3]
+        return least_s[-1] <= AGREED * least_s[0] + _NO_MATTER_S
 
 
 def shape_of(model: "ServedModel", request: Request) -> RequestShape:
@@ -138,9 +145,9 @@ def standalone_latencies(
                 on_measure(shape)
             model.tune([example.resolution for example in examples], tables)
             _serve_alone(model, examples[shape], min(_WARMUP_STEPS, shape.num_inference_steps))
-            once = key in known and known[key].is_doubted is not False
+            was_doubted = key in known and known[key].doubted != "no"
             alone = partial(_serve_alone, model, examples[shape], shape.num_inference_steps)
-            known[key] = replace(_measure(alone, num_repeats), is_doubted=None if once else False)
+            known[key] = replace(_measure(alone, num_repeats), doubted="before" if was_doubted else "no")
             _write(path, known)
         latencies[shape] = known[key].latency_s
         if (doubt := known[key].doubt) is not None:
@@ -158,12 +165,14 @@ def _measure(serve_alone: Callable[[], float], least: int) -> Measured:
             samples_s.append(serve_alone())
         waited += [] if contention.share is None else [contention.share]
         measured = Measured(tuple(samples_s), statistics.median(waited) if waited else None)
-        if len(samples_s) >= least and measured.doubt is None:
+        if len(samples_s) >= least and measured.agrees:
             break
     return measured
 
 
-def doubt_standalone(model: "ServedModel", tables: Path, served_s: dict[RequestShape, float]) -> list[RequestShape]:
+def doubt_standalone(
+    model: "ServedModel", tables: Path, served_s: Mapping[RequestShape, float]
+) -> dict[RequestShape, float]:
     """Note which latencies are to be measured again: requests were served, exactly, in less than two thirds of them.
     Of each this is done once.
 
@@ -172,7 +181,7 @@ def doubt_standalone(model: "ServedModel", tables: Path, served_s: dict[RequestS
         served_s: the least that a request of each shape was served in.
 
     Returns:
-        Those shapes.
+        What is kept of those shapes, in seconds.
 
     Raises:
         UsageError, OSError: as `standalone_latencies`.
@@ -180,15 +189,15 @@ def doubt_standalone(model: "ServedModel", tables: Path, served_s: dict[RequestS
     from ...serving.models.build import as_plain
 
     path, context = tables / TABLE_FILE, context_key(as_plain(model, is_eager=True))
-    known, doubted = read_standalone(path), list[RequestShape]()
+    known, doubted_s = read_standalone(path), dict[RequestShape, float]()
     for shape, seconds in served_s.items():
         kept = known.get(key := _key_of(context, shape))
-        if kept is not None and kept.is_doubted is False and kept.latency_s > TOO_LONG * seconds:
-            known[key] = replace(kept, is_doubted=True)
-            doubted.append(shape)
-    if doubted:
+        if kept is not None and kept.doubted == "no" and kept.latency_s > TOO_LONG * seconds:
+            known[key] = replace(kept, doubted="yes")
+            doubted_s[shape] = kept.latency_s
+    if doubted_s:
         _write(path, known)
-    return doubted
+    return doubted_s
 
 
 def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> float:
@@ -230,11 +239,11 @@ def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, Measured
 
 
 def _read_row(
-    samples_s: list[float], latency_s: float, waited: float | None = None, is_doubted: bool | None = False
+    samples_s: list[float], latency_s: float, waited: float | None = None, doubted: Doubted = "no"
 ) -> Measured:
-    if not samples_s:
-        raise ValueError("a row has no samples")
-    return Measured(tuple(map(float, samples_s)), waited, is_doubted)
+    if not samples_s or doubted not in get_args(Doubted):
+        raise ValueError(f"a row has the samples {samples_s}, and doubted is {doubted!r}")
+    return Measured(tuple(map(float, samples_s)), waited, doubted)
 
 
 def _write(path: Path, known: dict[str, Measured]) -> None:

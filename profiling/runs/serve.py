@@ -129,16 +129,16 @@ def run_serve(
     }
     if doubts := doubtful_alone(result.records, alone_s):
         summary["standalone_times_served"] = doubts
-    served_s = _exact_s(model, adapted, result.records)
-    for shape in doubt_standalone(model, workspace.tables, served_s):
-        on_doubt(
-            f"{shape.resolution} was served in {served_s[shape]:.3g} s, but had taken {standalone[shape]:.3g} s alone: "
-            "the next run measures that again"
-        )
     summary["config"] = config
     summary["run_dir"] = str(run_dir)
     write_figures(summary, run_figures(summary, result.records))
     _write(run_dir, result, summary, save_dir)
+    served_s = _exact_s(model, adapted, result.records)
+    for shape, known_s in doubt_standalone(model, workspace.tables, served_s).items():
+        on_doubt(
+            f"{shape.resolution} was served in {served_s[shape]:.3g} s, but had taken {known_s:.3g} s alone: the next "
+            "run measures that again"
+        )
     return ServeOutcome(summary, result.records, result.steps, run_dir, result.was_interrupted)
 
 

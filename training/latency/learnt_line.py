@@ -20,7 +20,7 @@ FORGETTING = 0.995
 LEAST_SEEN = 20.0
 """Recent steps with requests of a resolution before the line says anything of it."""
 _RIDGE = 1e-3
-"""Of every column's own sum of squares, which holds weights that its steps cannot tell from others."""
+"""Share of every column's own sum of squares, which holds weights that its steps cannot tell from others."""
 _SOLVED_EVERY = 8
 """Steps. Weights move by less than the noise in fewer, and who asks meanwhile is answered from memory."""
 _MOST_SIZES = 32
@@ -130,9 +130,14 @@ class LearntLine:
     @property
     def state(self) -> LineState:
         """What has been learnt."""
-        sizes = list(map(str, self._columns))
-        learnt = self._squares.tolist(), self._products.tolist(), self._seen.tolist()
-        return LineState(sizes, *learnt, self._steps, self._first)
+        return LineState(
+            sizes=list(map(str, self._columns)),
+            squares=self._squares.tolist(),
+            products=self._products.tolist(),
+            seen=self._seen.tolist(),
+            steps=self._steps,
+            first=self._first,
+        )
 
     def _solve(self) -> None:
         self._unsolved = 0

@@ -37,9 +37,9 @@ not what the scheduler plans with."""
 RECENT = 100
 """Steps that the reported errors are averaged over."""
 LINE_FADING = 0.99
-"""Of how far off table and line were, with every step: half is forgotten in 69."""
+"""Weight of how far off table and line were before a step against that step: half is forgotten in 69."""
 LINE_SHARPNESS = 8
-"""Of two squares, one twice the other, the greater counts 2 to the power of this less: the likelihood of 16 steps."""
+"""What is twice as far off in the square counts 2 to the power of this less: the likelihood of 16 steps."""
 MOST_OFF_TABLE = 4.0
 """The line is believed within this factor of the table, as corrected by the scale."""
 _NO_MATTER = 1e-4
