@@ -273,7 +273,7 @@
     at("go").disabled = true;
     at("stop").disabled = false;
     at("told").textContent = "waiting";
-    at("edit-drawn").hidden = true;
+    at("edit-drawn").disabled = true;
     drawing = new AbortController();
     const started = performance.now();
     try {
@@ -295,7 +295,7 @@
         if (event.type.endsWith(".partial_image")) at("image").dataset.partial = event.partial_image_index;
         if (event.type.endsWith(".completed")) {
           at("image").dataset.partial = "final";
-          at("edit-drawn").hidden = isCascade;
+          at("edit-drawn").disabled = isCascade;
           drawn = new Blob([Uint8Array.from(atob(event.b64_json), (letter) => letter.charCodeAt(0))]);
           at("told").textContent = `done in ${seconds((performance.now() - started) / 1000)}, seed ${event.seed}${event.model ? `, by ${event.model}` : ""}`;
         }
