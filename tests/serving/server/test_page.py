@@ -126,7 +126,7 @@ def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_pa
     first = drawn_image("a lamp")
     tops = browser.execute_script(TOPS)
     until(lambda: len(recent()) > n_before)
-    assert browser.execute_script(TOPS) == tops, "no control moves from under the pointer when the server tells its state"
+    assert browser.execute_script(TOPS) == tops, "no control moves from under the pointer as the server tells its state"
     find(By.ID, "edit-drawn").click()
     until(lambda: find(By.ID, "mask").is_displayed())
     stroke(0.2, 0.8)
