@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
 
 TABLE_FILE = "standalone.json"
-_VERSION = 3  # those before are of a weaker plain engine, or do not say of which
+_VERSION = 4  # those before are of a weaker plain engine, do not say of which, or tell of doubts in other words
 _WARMUP_STEPS = 2
 AGREED = 1.1
 """The third least of the samples over the least, at most, where they agree."""

@@ -1,4 +1,4 @@
-"""Programs that some tests need beside Python. Without them, those are skipped; `TESTS_NEED_TOOLS=1` fails them."""
+"""What some tests need beside Python. Without it, those are skipped; `TESTS_NEED_TOOLS=1` fails them."""
 
 import os
 import shutil
@@ -10,15 +10,19 @@ NEED_TOOLS = "TESTS_NEED_TOOLS"
 _PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver", "g++": "g++"}
 
 
-def missing_tools(*names: str) -> str | None:
-    """What to install for these programs; None where all are there. Fails the test if `TESTS_NEED_TOOLS` is set."""
-    packages = [_PACKAGES[name] for name in names if shutil.which(name) is None]
-    if not packages:
-        return None
-    told = f"install {' and '.join(packages)} (Debian's names) for this test"
+def lacking(told: str) -> str:
+    """Why a test is skipped. Fails it if `TESTS_NEED_TOOLS` is set."""
     if os.environ.get(NEED_TOOLS):
         pytest.fail(told)
     return told
+
+
+def missing_tools(*names: str) -> str | None:
+    """What to install for these programs; None where all are there. Fails as `lacking`."""
+    packages = [_PACKAGES[name] for name in names if shutil.which(name) is None]
+    if not packages:
+        return None
+    return lacking(f"install {' and '.join(packages)} (Debian's names) for this test")
 
 
 def need_tools(*names: str) -> None:
