@@ -227,7 +227,7 @@
     // Each model of a cascade takes its own steps, and there are no partial images of it.
     isCascade = Boolean(card.cascade);
     at("steps").disabled = isCascade;
-    at("file-line").hidden = isCascade;
+    for (const name of ["file-line", "edit-drawn"]) at(name).hidden = isCascade;
   }
 
   async function startEdit(file) {
@@ -295,7 +295,7 @@
         if (event.type.endsWith(".partial_image")) at("image").dataset.partial = event.partial_image_index;
         if (event.type.endsWith(".completed")) {
           at("image").dataset.partial = "final";
-          at("edit-drawn").disabled = isCascade;
+          at("edit-drawn").disabled = false;
           drawn = new Blob([Uint8Array.from(atob(event.b64_json), (letter) => letter.charCodeAt(0))]);
           at("told").textContent = `done in ${seconds((performance.now() - started) / 1000)}, seed ${event.seed}${event.model ? `, by ${event.model}` : ""}`;
         }

@@ -257,6 +257,7 @@ def draws_on_its_page(browser: webdriver.Chrome, url: str) -> None:
     browser.find_element(By.ID, "prompt").send_keys("a red hat")
     browser.find_element(By.ID, "go").click()
     until(lambda: text("told").startswith("done in "))
+    assert not browser.find_element(By.ID, "edit-drawn").is_displayed(), "a cascade takes no edits"
     assert text("told").rpartition(", by ")[2] in CASCADE.split(",")
     assert re.fullmatch(r"images of a confidence below [01]\.\d\d are drawn again by emoji-xl:3: .*", text("plan"))
 

@@ -21,6 +21,7 @@ from ...support.tiny_models import save_tiny, tiny_sdxl
 from ...support.waits import until
 
 pytestmark = pytest.mark.slow
+
 # Where the controls stand on the page, in pixels from its top.
 TOPS = """return ["prompt", "go", "stop", "told", "edit-drawn"].map(
     (id) => document.getElementById(id).getBoundingClientRect().top + window.scrollY)"""
@@ -29,7 +30,7 @@ TOPS = """return ["prompt", "go", "stop", "told", "edit-drawn"].map(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     folder = tmp_path_factory.mktemp("model")
-    model = save_tiny(folder / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64x32"])
+    model = save_tiny(folder / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["64x32", "256"])
     with HttpServer(model, folder / "workspace", "--slo-scale", "1000") as running:
         yield running
 
@@ -73,11 +74,15 @@ def test_draw_watch_cancel(server: HttpServer, browser: webdriver.Chrome, tmp_pa
     assert text("told").startswith("done in ")
     assert text("caption") == "<img src=x onerror=alert(1)> & 'quotes'", "a hostile prompt stays text"
     until(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#recent img")) == 1)
-    # Another one, taken back.
+    # Another one, taken back. It has more patches than the empty batch has room for.
+    browser.execute_script("document.getElementById('size').value = '256x256'")
     steps.clear()
     steps.send_keys("200")
+    until(lambda: text("step") == "nothing is being drawn")
+    tops = browser.execute_script(TOPS)
     browser.find_element(By.ID, "go").click()
-    until(lambda: text("told").startswith("step "))
+    until(lambda: text("told").startswith("step ") and ": 1 images" in text("step"))
+    assert browser.execute_script(TOPS) == tops, "no control moves from under the pointer while an image is drawn"
     browser.find_element(By.ID, "stop").click()
     until(lambda: text("told") == "cancelled")
     until(lambda: 'finished_reason="cancelled"} 1.0' in httpx.get(f"{server.url}/metrics").text)
