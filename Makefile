@@ -1,6 +1,6 @@
 # The commands of a working day. Each sets up `.venv` first if pyproject.toml or constraints.txt has changed.
-#   make demo     one overloaded trace, served by bucketed diffusers and by psctl: about three minutes
-#   make test     the tests of every promise: a quarter of an hour on two slow cores
+#   make demo     one overloaded trace, served by bucketed diffusers and by psctl: about four minutes
+#   make test     the tests of every promise: twenty minutes on two slow cores
 #   make test-exhaustive   all other tests: products of cases, and what takes long
 #   make check    lint, the fast tests, and all tests of what differs from CHECK_SINCE: before a commit
 #   make gate     quality gates on both bundled models, as CI judges them
@@ -25,6 +25,7 @@ GATE_DIR ?= psctl-workspace/gate
 PYTEST_ARGS ?=
 CHECK_SINCE ?= HEAD
 SOAK_ARGS ?=
+# All that pyproject.toml has, but for `gpu`.
 EXTRAS := dev,docs,eval,http,lora,quantize,ray,single-file,train
 # A worker keeps to tests that lie together, and so builds what a file's tests share once, until it has none left.
 XDIST := -n auto --maxprocesses 8 --dist worksteal
@@ -48,11 +49,12 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@mkdir -p $(VENV)/pyright && ln -sfn ../.. $(VENV)/pyright/patchedserve
 	@touch $@
 
-# PyPI's torch is built for CUDA and wants other packages than a CPU's. Nothing is installed and hardly anything
-# downloaded: pip reads what packages require from their ends, as releases since 25 do.
-resolve: setup
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
-	$(BIN)/python -m pip --isolated install --quiet --dry-run --ignore-installed --use-feature=fast-deps \
+# PyPI's torch is built for CUDA and wants other packages than a CPU's. Nothing but a pip of its own is installed, as
+# one that is new enough reads what packages require without fetching them whole.
+resolve:
+	$(PYTHON) -m venv $(VENV)/resolve
+	$(VENV)/resolve/bin/python -m pip install --quiet --upgrade 'pip>=25'
+	$(VENV)/resolve/bin/python -m pip --isolated install --quiet --dry-run --use-feature=fast-deps \
 		--constraint constraints.txt --editable '.[$(EXTRAS),gpu]'
 
 demo: setup

@@ -1,6 +1,7 @@
 """The package list, the version, what is shipped, and how fast `psctl --help` answers."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -42,6 +43,12 @@ def test_every_code_folder_is_a_listed_package(repository: Path, setuptools_conf
     listed = {_folder(repository, package) for package in setuptools_config["packages"]}
     assert set(_code_folders(repository)) == listed
     assert all((folder / "__init__.py").is_file() for folder in listed)
+
+
+def test_the_set_up_takes_all_extras_but_that_of_a_gpu(repository: Path) -> None:
+    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (listed,) = re.findall(r"^EXTRAS := (.*)$", (repository / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(listed.split(",")) == sorted(extras.keys() - {"gpu"})
 
 
 def test_every_data_file_of_a_package_is_shipped(repository: Path, setuptools_config: dict[str, Any]) -> None:
