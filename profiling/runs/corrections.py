@@ -34,6 +34,7 @@ class Learnt:
     """What a run has learnt: see `OnlineCorrection`; resolutions by name."""
 
     scale: float = 1.0
+    pace: float = 1.0
     after_s: dict[str, float] | None = None
     line: LineState = field(default_factory=LineState)
 
@@ -41,7 +42,7 @@ class Learnt:
     def of(cls, correction: OnlineCorrection, scale: float | None = None) -> Self:
         """The same, as it is kept; with another scale, if one is given."""
         after_s = {str(resolution): seconds for resolution, seconds in correction.after_s.items()}
-        return cls(correction.scale if scale is None else scale, after_s, correction.line.state)
+        return cls(correction.scale if scale is None else scale, correction.pace, after_s, correction.line.state)
 
 
 def correction_of(
@@ -71,7 +72,8 @@ def correction_of(
     known = known or Learnt()
     after_s = {parse_resolution(name): seconds for name, seconds in (known.after_s or {}).items()}
     try:
-        return OnlineCorrection(latency, scale=known.scale, after_s=after_s, line=LearntLine(known.line))
+        line = LearntLine(known.line)
+        return OnlineCorrection(latency, scale=known.scale, pace=known.pace, after_s=after_s, line=line)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
 

@@ -100,6 +100,8 @@ class Scheduler:
         # Those that wait for the decoder or are decoded, in the order in which it takes them; when it ended the last.
         self._decoding: dict[int, RequestState] = {}
         self._decoded_s = 0.0
+        # When the last step ended, if requests were left in the batch.
+        self._left_s: float | None = None
         # Of the active requests: their pixels, and the count of steps at which the next of them leaves.
         self._batch_pixels = self._next_leave = 0
         self._preparing: RequestState | None = None
@@ -297,7 +299,9 @@ class Scheduler:
         self._has_news = True
         # A step that failed is repeated in parts, so how long it took says nothing about other steps.
         if self._learner is not None and not failures:
-            self._learner.observe(self.works, step_s, is_first=is_first)
+            between_s = 0.0 if self._left_s is None else max(0.0, end_s - step_s - self._left_s)
+            self._learner.observe(self.works, step_s, is_first=is_first, between_s=between_s)
+        self._left_s = end_s
         if not failures and self.num_steps < self._next_leave:
             return ()
         failures = failures or {}
@@ -396,6 +400,8 @@ class Scheduler:
                 self._ready.remove(state)
         else:
             self._active.remove(state)
+            if not self._active:
+                self._left_s = None
             self.works.remove(state.view.work)
             self._batch_pixels -= resolution.pixels
             self._next_leave = min((one.first_step + one.num_iterations for one in self._active), default=0)

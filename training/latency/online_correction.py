@@ -1,7 +1,9 @@
 """Corrects predicted step latencies by what the engine measures: by a factor that follows the machine, and by a line
 through the batches that were served (`learnt_line`), whichever was nearer lately.
 
-It learns as well how long the decoder has for requests after their last step.
+It learns as well how long the decoder has for requests after their last step, and how much time passes between steps:
+where texts are encoded and images decoded there, a fifth or more. Whoever plans with the steps alone takes on more than
+can be kept.
 
 A profile is as old as its table. Since then the machine may have become slower or faster (heat, neighbours, another
 driver), and a profile of full steps says nothing of steps that reuse cached patches. Schedulers add up the steps that
@@ -40,6 +42,8 @@ LINE_FADING = 0.99
 """Weight of how far off table and line were before a step against that step: half is forgotten in 69."""
 LINE_SHARPNESS = 8
 """What is twice as far off in the square counts 2 to the power of this less: the likelihood of 16 steps."""
+MOST_PACE = 4.0
+"""From one step to the next it is taken to be this many times as long as the step at most."""
 MOST_OFF_TABLE = 4.0
 """The line is believed within this factor of the table, as corrected by the scale."""
 _NO_MATTER = 1e-4
@@ -69,6 +73,7 @@ class Drift:
     Attributes:
         num_observations: measured steps.
         scale: what predictions of the table are multiplied by now.
+        pace: from one step to the next, over the step.
         line_share: how far the line is believed beside it, from 0 to 1.
         mean_error: mean of |predicted / measured - 1| over the recent steps, each as it was predicted before it was
             measured; None without any.
@@ -78,6 +83,7 @@ class Drift:
 
     num_observations: int
     scale: float
+    pace: float
     line_share: float
     mean_error: float | None
     mean_uncorrected_error: float | None
@@ -91,16 +97,17 @@ class OnlineCorrection:
 
     Args:
         predictor: what is corrected.
-        scale, after_s, line: what it multiplies by, what the decoder has for requests of each resolution, and the line
-            through batches, before it has seen anything: for one that continues where another has ended.
+        scale, pace, after_s, line: what it multiplies by, what the decoder has for requests of each resolution, and the
+            line through batches, before it has seen anything: for one that continues where another has ended.
 
     Attributes:
         scale: what predictions of the table are multiplied by.
+        pace: what predicted steps are multiplied by, so that they last until the next one; 1 or more.
         line: the line through batches.
         after_s: seconds that the decoder has for a request, by resolution, without what it waits for the decoder.
 
     Raises:
-        ValueError: the scale is not from `LEAST_SCALE` to `MOST_SCALE`.
+        ValueError: the scale is not from `LEAST_SCALE` to `MOST_SCALE`, or the pace not from 1 to `MOST_PACE`.
     """
 
     def __init__(
@@ -108,27 +115,30 @@ class OnlineCorrection:
         predictor: PredictsSteps,
         *,
         scale: float = 1.0,
+        pace: float = 1.0,
         after_s: Mapping[Resolution, float] | None = None,
         line: LearntLine | None = None,
     ) -> None:
         if not LEAST_SCALE <= scale <= MOST_SCALE:
             raise ValueError(f"scale is {scale:g}, but it must be from {LEAST_SCALE:g} to {MOST_SCALE:g}")
+        if not 1 <= pace <= MOST_PACE:
+            raise ValueError(f"pace is {pace:g}, but it must be from 1 to {MOST_PACE:g}")
         self.predictor = predictor
-        self.scale = scale
+        self.scale, self.pace = scale, pace
         self.line = line or LearntLine()
         # Sums of squares that fade, at first as if in 20 steps the table had been off by 10 % and the line by 20 %.
         self._off_table, self._off_line = 0.2, 0.8
         self._num_observations = 0
         # Moving averages of what was measured and predicted; the first prediction serves as the past.
-        self._measured_s = self._predicted_s = 0.0
+        self._measured_s = self._predicted_s = self._between_s = 0.0
         self._errors: deque[float] = deque(maxlen=RECENT)
         self._uncorrected_errors: deque[float] = deque(maxlen=RECENT)
         self._first_errors: list[float] = []
         self.after_s = dict(after_s or {})
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
-        """Seconds of one step, corrected. Raises what the predictor raises."""
-        return self._corrected(self.predictor.step_latency_s(active) * self.scale, active)
+        """Seconds from the start of a step to that of the next, corrected. Raises what the predictor raises."""
+        return self._corrected(self.predictor.step_latency_s(active) * self.scale, active) * self.pace
 
     def _corrected(self, table_s: float, active: Sequence[Resolution | Work]) -> float:
         line_s = self.line.step_latency_s(active)
@@ -139,8 +149,16 @@ class OnlineCorrection:
         """How far the line is believed, from 0 to 1."""
         return 1 / (1 + (self._off_line / self._off_table) ** LINE_SHARPNESS)
 
-    def observe(self, active: Sequence[Resolution | Work], measured_s: float, *, is_first: bool = False) -> None:
-        """Learn from a step of this batch (at least one request) that took this long, the first of this batch or not.
+    def observe(
+        self,
+        active: Sequence[Resolution | Work],
+        measured_s: float,
+        *,
+        is_first: bool = False,
+        between_s: float = 0.0,
+    ) -> None:
+        """Learn from a step of this batch (at least one request) that took this long, the first of this batch or not,
+        `between_s` after the one before.
 
         Raises ValueError: there was no batch, or the time is not positive and finite.
         """
@@ -155,6 +173,7 @@ class OnlineCorrection:
             self._first_errors.append(self._errors[-1])
         if not self._num_observations:
             self._measured_s, self._predicted_s = table_s, predicted_s
+            self._between_s = (self.pace - 1) * table_s
         self._num_observations += 1
         counted_s = min(measured_s, LONGEST * corrected_s)
         if (line_s := self.line.step_latency_s(active)) is not None:
@@ -164,6 +183,8 @@ class OnlineCorrection:
         self.line.observe(active, counted_s, corrected_s, is_first=is_first)
         self._measured_s += WEIGHT * (counted_s - self._measured_s)
         self._predicted_s += WEIGHT * (predicted_s - self._predicted_s)
+        self._between_s += WEIGHT * (min(between_s, LONGEST * corrected_s) - self._between_s)
+        self.pace = min(1 + self._between_s / self._measured_s, MOST_PACE)
         learnt = self._measured_s / self._predicted_s
         self.scale = bounded(learnt)
         if self.scale != learnt:
@@ -182,7 +203,7 @@ class OnlineCorrection:
     def drift(self) -> Drift:
         """Return how far predictions and measurements lie apart by now."""
         errors = map(_mean, (self._errors, self._uncorrected_errors, self._first_errors))
-        return Drift(self._num_observations, self.scale, self.line_share, *errors)
+        return Drift(self._num_observations, self.scale, self.pace, self.line_share, *errors)
 
 
 def _bounded_line(over_table: float) -> float:

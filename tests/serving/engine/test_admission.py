@@ -69,7 +69,9 @@ class _Learning:
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return 1e-4 * len(active)
 
-    def observe(self, active: Sequence[Any], measured_s: float, *, is_first: bool = False) -> None:
+    def observe(
+        self, active: Sequence[Any], measured_s: float, *, is_first: bool = False, between_s: float = 0.0
+    ) -> None:
         self.seen.append((tuple(active), measured_s))
 
 

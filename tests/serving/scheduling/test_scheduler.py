@@ -24,12 +24,16 @@ class Learning:
 
     def __init__(self) -> None:
         self.seen: list[tuple[tuple[Resolution, ...], float]] = []
+        self.between_s: list[float] = []
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return float(len(active))
 
-    def observe(self, active: Sequence[Any], measured_s: float, *, is_first: bool = False) -> None:
+    def observe(
+        self, active: Sequence[Any], measured_s: float, *, is_first: bool = False, between_s: float = 0.0
+    ) -> None:
         self.seen.append((tuple(active), measured_s))
+        self.between_s.append(between_s)
 
     def after_steps_s(self, resolution: Resolution) -> float | None:
         return None
@@ -170,6 +174,23 @@ def test_failures_in_a_step_end_those_alone() -> None:
     scheduler.end(0, "failed", 3.0, "no image")
     scheduler.end(2, "completed", 3.5)
     assert predictor.seen[1:] == [((S,), 0.5)]
+
+
+def test_what_requests_wait_for_between_their_steps_is_told() -> None:
+    predictor = Learning()
+    scheduler = Scheduler(admitting([0], [1]), predictor)
+    scheduler.add(request(0, 3))
+    prepare(scheduler)
+    scheduler.decide(10.0)
+    for end_s, step_s in ((11.0, 1.0), (13.0, 0.5), (13.5, 0.5)):
+        scheduler.stepped(end_s, step_s)
+    assert predictor.between_s == [0.0, 1.5, 0.0]
+    # Nobody waits while nothing is active.
+    scheduler.add(request(1, 1))
+    prepare(scheduler)
+    scheduler.decide(20.0)
+    assert ids(scheduler.stepped(21.0, 1.0)) == [1]
+    assert predictor.between_s[3:] == [0.0]
 
 
 def test_a_sampler_may_take_other_steps_than_were_asked_for() -> None:

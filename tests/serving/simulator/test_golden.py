@@ -49,7 +49,9 @@ class Steps:
 class Learning(Steps):
     """Moves its scale a tenth of the way to what it is told."""
 
-    def observe(self, active: Sequence[Any], measured_s: float, *, is_first: bool = False) -> None:
+    def observe(
+        self, active: Sequence[Any], measured_s: float, *, is_first: bool = False, between_s: float = 0.0
+    ) -> None:
         self.scale += 0.1 * (measured_s / Steps().step_latency_s(active) - self.scale)
 
 

@@ -75,6 +75,25 @@ def test_the_steps_of_a_request_add_up(costs: tuple[float, ...]) -> None:
     assert correction.scale == pytest.approx(1.2 * sum(costs) / len(costs), rel=0.1)
 
 
+def test_time_between_steps_counts_for_who_plans_and_not_for_the_table() -> None:
+    correction = OnlineCorrection(PixelLaw())
+    for number, (batch, measured_s) in enumerate(steps(400, 1.0)):
+        # A second of what every fourth step waits for, whose steps take some.
+        correction.observe(batch, measured_s, between_s=1.2 * measured_s if number % 4 == 0 else 0.0)
+    assert correction.pace == pytest.approx(1.3, abs=0.05)
+    assert correction.step_latency_s([S]) == pytest.approx(correction.pace * PixelLaw().step_latency_s([S]), rel=0.02)
+    drift = correction.drift()
+    assert (drift.scale, drift.mean_error) == (pytest.approx(1.0), pytest.approx(0.0, abs=0.01))
+    assert drift.pace == correction.pace
+    # A process that was stopped there for an hour: as five steps.
+    before = correction.pace
+    correction.observe([S], PixelLaw().step_latency_s([S]), between_s=3600.0)
+    assert before < correction.pace < before + 0.25
+    assert OnlineCorrection(PixelLaw(), pace=1.5).step_latency_s([S]) == 1.5 * PixelLaw().step_latency_s([S])
+    with pytest.raises(ValueError, match="pace is 0.5, but it must be from 1 to 4"):
+        OnlineCorrection(PixelLaw(), pace=0.5)
+
+
 def test_a_freak_counts_as_a_long_step() -> None:
     correction = OnlineCorrection(PixelLaw())
     for number, (batch, measured_s) in enumerate(steps(400, 1.2)):
