@@ -67,6 +67,23 @@ def test_says_nothing_of_what_it_has_not_seen() -> None:
     assert line.step_latency_s([S]) is None, "a resolution that nobody has asked for lately is forgotten"
 
 
+@pytest.mark.parametrize("faded", [1e-30, 1e-308, 1e-322])
+def test_what_was_not_seen_for_hours_does_no_harm(faded: float) -> None:
+    line, generator = LearntLine(), random.Random(2)
+    for _ in range(400):
+        batch = generator.choices((S, M), k=generator.randint(1, 9))
+        line.observe(batch, cost_s(batch), 0.05, is_first=False)
+    state = line.state
+    squares = [[*values, faded] for values in [*state.squares, [faded] * len(state.products)]]
+    products, seen = [*state.products, faded], [*state.seen, 0.0]
+    again = LearntLine(replace(state, sizes=[*state.sizes, str(L)], squares=squares, products=products, seen=seen))
+    for _ in range(40):
+        batch = generator.choices((S, M), k=generator.randint(1, 9))
+        again.observe(batch, cost_s(batch), 0.05, is_first=False)
+    assert again.step_latency_s([S, S, M]) == pytest.approx(cost_s([S, S, M]), rel=0.05)
+    assert again.step_latency_s([S, L]) is None
+
+
 def test_follows_the_mean_of_steps_that_reuse_and_steps_that_do_not() -> None:
     """With a cache a step takes a thirtieth of what it takes without, or all of it."""
     line, generator = LearntLine(), random.Random(0)

@@ -90,7 +90,7 @@ def test_time_between_steps_counts_for_who_plans_and_not_for_the_table() -> None
     correction.observe([S], PixelLaw().step_latency_s([S]), between_s=3600.0)
     assert before < correction.pace < before + 0.25
     assert OnlineCorrection(PixelLaw(), pace=1.5).step_latency_s([S]) == 1.5 * PixelLaw().step_latency_s([S])
-    with pytest.raises(ValueError, match="pace is 0.5, but it must be from 1 to 4"):
+    with pytest.raises(ValueError, match=r"pace is 0\.5, but it must be from 1 to 4"):
         OnlineCorrection(PixelLaw(), pace=0.5)
 
 
