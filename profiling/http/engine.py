@@ -85,10 +85,10 @@ class BuiltEngine:
     model: "ServedModel"
     correction: "OnlineCorrection | None"
 
-    def keep_correction(self, workspace: ModelWorkspace) -> None:
-        """Keep what was learnt of latencies for the next server."""
+    def keep_correction(self, workspace: ModelWorkspace, *, on_note: Callable[[str], None]) -> None:
+        """Keep what was learnt of latencies for the next server; `on_note` as of `corrections.keep_correction`."""
         if self.correction is not None:
-            keep_correction(self.model, workspace, self.correction)
+            keep_correction(self.model, workspace, self.correction, on_note=on_note)
 
 
 def ignore(text: str) -> None:

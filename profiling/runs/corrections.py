@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 CORRECTIONS_FILE = "corrections.json"
 _LEAST_STEPS = 30
 """A run of fewer steps says too little: half of what was known before would still be in its scale."""
+_FAR_OFF = 1 / 3
+"""Mean error of a profile above which users are told that it was corrected."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,34 @@ def _learnt_from(model: "ServedModel", latency: StepLatencyPredictor, requests: 
     return Learnt.of(learner, bounded(scale))
 
 
-def keep_correction(model: "ServedModel", workspace: "ModelWorkspace", correction: OnlineCorrection) -> None:
-    """Keep what a run has learnt, if it was long enough. Raises as `correction_of`."""
-    if correction.drift().num_observations < _LEAST_STEPS:
+def keep_correction(
+    model: "ServedModel",
+    workspace: "ModelWorkspace",
+    correction: OnlineCorrection,
+    *,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> None:
+    """Keep what a run has learnt, if it was long enough. The first time `on_note` is told if the profile was far off,
+    unless the engine has a cache, of which profiles know nothing. Raises as `correction_of`.
+    """
+    drift = correction.drift()
+    if drift.num_observations < _LEAST_STEPS:
         return
-    _keep(model, workspace, Learnt.of(correction))
+    was_known = _keep(model, workspace, Learnt.of(correction))
+    off = drift.mean_uncorrected_error
+    if not was_known and not model.options.cache.is_on and off is not None and off > _FAR_OFF:
+        on_note(
+            f"Step latencies were off by {off:.0%}. What this run has learnt corrects them from now on (psctl profile "
+            "measures them again)"
+        )
 
 
-def _keep(model: "ServedModel", workspace: "ModelWorkspace", learnt: Learnt) -> None:
-    path = workspace.tables / CORRECTIONS_FILE
-    known = _read(path) | {_key(model): learnt}
-    write_json(path, {key: asdict(each) for key, each in known.items()})
+def _keep(model: "ServedModel", workspace: "ModelWorkspace", learnt: Learnt) -> bool:
+    """Write it down. Returns whether there was anything for this engine and cache before."""
+    path, key = workspace.tables / CORRECTIONS_FILE, _key(model)
+    known = _read(path)
+    write_json(path, {each: asdict(kept) for each, kept in (known | {key: learnt}).items()})
+    return key in known
 
 
 def _key(model: "ServedModel") -> str:

@@ -63,7 +63,7 @@ def serve_http(
     most = max_batch_size * replicas.most
     parts = _serve(make, web, sizes, slo_scale, fixed_s, recipe.workspace.root, most, target, out)
     if parts.engine is not None:
-        parts.engine.keep_correction(recipe.workspace)
+        parts.engine.keep_correction(recipe.workspace, on_note=out.note)
 
 
 def serve_cascade_http(

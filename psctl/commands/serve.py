@@ -223,7 +223,7 @@ def serve(
     out.note(f"Report: {outcome.run_dir / 'report.html'}")
     served.close()
     if correction is not None:
-        keep_correction(served, place, correction)
+        keep_correction(served, place, correction, on_note=out.note)
     if outcome.was_interrupted:
         raise KeyboardInterrupt
     if repeated := outcome.summary.get("batch_failures"):

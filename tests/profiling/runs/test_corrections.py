@@ -32,6 +32,7 @@ def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
     model = load_model(str(save_tiny(tmp_path / "tiny", tiny_sdxl())), "cpu", "float32")
     cached = with_engine(model, replace(model.options, cache=CacheOptions("interval", patch_size=4)))
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")
+    notes: list[str] = []
     first = correction_of(cached, workspace, OneSecond())
     assert (first.scale, first.after_s) == (1.0, {})
     for number in range(200):
@@ -40,7 +41,8 @@ def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
             assert not (workspace.tables / CORRECTIONS_FILE).exists(), "ten steps say too little"
         first.observe([S], 0.4)
     first.observe_end(S, 0.07)
-    keep_correction(cached, workspace, first)
+    keep_correction(cached, workspace, first, on_note=notes.append)
+    assert not notes, "profiles know nothing of a cache"
     second = correction_of(cached, workspace, OneSecond())
     assert (second.scale, second.after_s) == (first.scale, {S: 0.07})
     assert second.scale == pytest.approx(0.4, rel=0.05)
@@ -57,6 +59,23 @@ def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
         file.write_text(damage)
         with pytest.raises(UsageError, match=rf"corrections\.json: {message}"):
             correction_of(cached, workspace, OneSecond())
+
+
+@pytest.mark.parametrize(("measured_s", "told"), [(0.5, "100%"), (0.9, None)])
+def test_a_profile_that_was_far_off_is_told_of_once(measured_s: float, told: str | None, tmp_path: Path) -> None:
+    model = load_model(str(save_tiny(tmp_path / "tiny", tiny_sdxl())), "cpu", "float32")
+    workspace = Workspace(tmp_path).for_model(model.name, "cpu")
+    notes: list[str] = []
+    for _ in range(2):
+        correction = correction_of(model, workspace, OneSecond())
+        for _ in range(60):
+            correction.observe([S], measured_s)
+        keep_correction(model, workspace, correction, on_note=notes.append)
+    if told is None:
+        assert not notes
+    else:
+        (note,) = notes
+        assert note.startswith(f"Step latencies were off by {told}. What this run has learnt corrects them from now on")
 
 
 def test_nothing_known_is_learnt_first(tmp_path: Path) -> None:
