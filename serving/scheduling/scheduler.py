@@ -1,6 +1,5 @@
 """The scheduler: the one state machine of requests. The engine drives it with real time, the simulator with virtual."""
 
-import math
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.work import Work, resolution_of
 from ..core.request_state import ActiveViews, RequestState, RequestView, Status
+from .decoder_queue import DecoderQueue
 from .policies import (
     EndPredictor,
     LearningPredictor,
@@ -84,7 +84,6 @@ class Scheduler:
         self._policy = policy
         self._predictor = predictor
         self._learner = predictor if isinstance(predictor, LearningPredictor) else None
-        self._end_learner = predictor if isinstance(predictor, EndPredictor) else None
         self._max_batch_size = max_batch_size
         self._given_ahead, self._max_ahead = max_prepared_ahead, max_prepared_ahead or 2 * max_batch_size
         self._on_decision = on_decision
@@ -97,9 +96,7 @@ class Scheduler:
         # Of the joining requests: those that have been prepared since the last decision.
         self._ready: list[RequestState] = []
         self._active: list[RequestState] = []
-        # Those that wait for the decoder or are decoded, in the order in which it takes them; when it ended the last.
-        self._decoding: dict[int, RequestState] = {}
-        self._decoded_s = 0.0
+        self._decoding = DecoderQueue(predictor if isinstance(predictor, EndPredictor) else None)
         # When the last step ended, if requests were left in the batch.
         self._left_s: float | None = None
         # Of the active requests: their pixels, and the count of steps at which the next of them leaves.
@@ -256,7 +253,7 @@ class Scheduler:
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
         given = now_s, self._waiting, views, max_batch_size, self._predictor
-        decision = policy.decide(*given, self._decoder_free_s())
+        decision = policy.decide(*given, self._decoding.free_s())
         if self._on_decision is not None:
             self._on_decision(time.perf_counter() - start)
         check_decision(
@@ -314,7 +311,7 @@ class Scheduler:
                 state.record.denoise_end_s = end_s
                 self._leave(state)
                 state.stage = "decoding"
-                self._decoding[request_id] = state
+                self._decoding.put(state)
             else:
                 continue
             left.append(state)
@@ -333,10 +330,7 @@ class Scheduler:
         if state.stage != "decoding":
             self._leave(state)
         else:
-            del self._decoding[request_id]
-            start_s, self._decoded_s = self._decoding_from(state), max(now_s, self._decoded_s)
-            if self._end_learner is not None and status == "completed":
-                self._end_learner.observe_end(state.request.resolution, max(0.0, now_s - start_s))
+            self._decoding.end(state, now_s)
         self._has_news = True
         return state
 
@@ -351,22 +345,6 @@ class Scheduler:
         for state in states:
             state.record.close(status, now_s, reason)
         return states
-
-    def _decoding_from(self, state: RequestState) -> float:
-        """Since when the decoder could work on a request that it has not done before those behind it."""
-        assert state.record.denoise_end_s is not None
-        return max(state.record.denoise_end_s, self._decoded_s)
-
-    def _decoder_free_s(self) -> float:
-        """When the decoder will have done what it was given; infinity where it is at work and nobody knows."""
-        if self._end_learner is None and self._decoding:
-            return math.inf
-        free_s = self._decoded_s
-        if self._end_learner is not None:
-            for state in self._decoding.values():
-                after_s = self._end_learner.after_steps_s(state.request.resolution) or 0.0
-                free_s = max(free_s, self._decoding_from(state)) + after_s
-        return free_s
 
     def _activate(self, state: RequestState, now_s: float) -> None:
         assert state.is_prepared, "a request without latents would stay in the batch for ever"

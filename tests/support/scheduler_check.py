@@ -17,7 +17,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert set(scheduler._joining.values()) == of["joining"]
     assert set(scheduler._ready) == {one for one in of["joining"] if one.is_prepared}
     assert set(scheduler._active) == of["active"]
-    assert set(scheduler._decoding.values()) == of["decoding"]
+    assert set(scheduler._decoding.states) == of["decoding"]
     assert len(scheduler._active) + len(scheduler._joining) <= scheduler._max_batch_size
     assert all(one.is_prepared for one in scheduler._active)
     assert all(one.record.status == "pending" for one in scheduler._open.values())

@@ -39,12 +39,7 @@ class LearningPredictor(StepLatencyPredictor, Protocol):
     """A predictor that is told how long each step really took, and may correct itself."""
 
     def observe(
-        self,
-        active: Sequence[Resolution | Work],
-        measured_s: float,
-        *,
-        is_first: bool = False,
-        between_s: float = 0.0,
+        self, active: Sequence[Resolution | Work], measured_s: float, *, is_first: bool, between_s: float
     ) -> None:
         """Take note that one step over `active` took `measured_s` seconds, whether it was the first of this batch, and
         how long its requests had waited for it since the step before; called after every step, in order.

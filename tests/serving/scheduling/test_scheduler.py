@@ -1,76 +1,24 @@
-"""The scheduler: transitions by hand, random drivers under its integrity check, and that the check can fail."""
+"""The scheduler: transitions by hand."""
 
-import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.core.request_state import RequestState, RequestView
-from patchedserve.serving.scheduling.policies import Decision, Policy, get_policy
+from patchedserve.serving.core.request_state import RequestView
+from patchedserve.serving.scheduling.policies import Decision, get_policy
 from patchedserve.serving.scheduling.scheduler import Scheduler
 
 from ...support.function_policy import FunctionPolicy
+from ...support.scheduler_cases import Learning, S, admitting, ids, prepare, request, whole_scheduler
 from ...support.scheduler_check import check_scheduler
-
-S, L = Resolution(128, 128), Resolution(256, 256)
-
-
-class Learning:
-    """A step takes 1 s for each image; it remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[tuple[Resolution, ...], float]] = []
-        self.between_s: list[float] = []
-
-    def step_latency_s(self, active: Sequence[Any]) -> float:
-        return float(len(active))
-
-    def observe(
-        self, active: Sequence[Any], measured_s: float, *, is_first: bool = False, between_s: float = 0.0
-    ) -> None:
-        self.seen.append((tuple(active), measured_s))
-        self.between_s.append(between_s)
-
-    def after_steps_s(self, resolution: Resolution) -> float | None:
-        return None
-
-    def observe_end(self, resolution: Resolution, after_s: float) -> None:
-        self.seen.append(((resolution,), after_s))
-
-
-def request(request_id: int, steps: int = 2, size: Resolution = S, **fields: Any) -> Request:
-    return Request(request_id, "", size, steps, **fields)
-
-
-def admitting(*orders: Sequence[int]) -> FunctionPolicy:
-    """At each decision, admits the waiting requests of the next of these ids, and those alone."""
-    left = list(orders)
-
-    def choose(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
-        return Decision(admit=tuple(left.pop(0)) if left else ())
-
-    return FunctionPolicy(choose)
 
 
 def next_id(scheduler: Scheduler, now_s: float = 0.0) -> int | None:
     state = scheduler.next_to_prepare(now_s)
     return None if state is None else state.request.request_id
-
-
-def prepare(scheduler: Scheduler, now_s: float = 0.0) -> int:
-    """Prepare the next request at once."""
-    state = scheduler.next_to_prepare(now_s)
-    assert state is not None
-    assert scheduler.prepared(state.request.request_id, now_s) is state
-    return state.request.request_id
-
-
-def ids(states: Sequence[RequestState]) -> list[int]:
-    return [state.request.request_id for state in states]
 
 
 def test_the_life_of_a_request() -> None:
@@ -264,7 +212,7 @@ def test_wrong_use() -> None:
 
 def test_a_request_without_latents_never_becomes_active() -> None:
     # It would stay in the batch for ever: no step could take it to its end.
-    scheduler = _whole()
+    scheduler = whole_scheduler()
     scheduler._ready.append(scheduler._open[5])
     with pytest.raises(AssertionError, match="request without latents"):
         scheduler.decide(2.0)
@@ -280,138 +228,6 @@ def test_decisions_are_timed() -> None:
     scheduler.decide(0.0)
     assert len(times_s) == 1
     assert times_s[0] > 0
-
-
-def _dropping(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
-    """Of five requests that wait, drops one, leaves one waiting if it may, and admits three as far as there is room."""
-    admit = [view.request_id for view in waiting if view.request_id % 5 < 3][: 6 - len(active)]
-    drop = [(view.request_id, "unlucky") for view in waiting if view.request_id % 5 == 3]
-    left = [view.request_id for view in waiting if view.request_id % 5 == 4]
-    return Decision(admit=tuple(admit or ([] if active else left[:1])), drop=tuple(drop))
-
-
-POLICIES: dict[str, Callable[[], Policy]] = {
-    **{name: (lambda name=name: get_policy(name)) for name in ("fcfs", "static", "edf", "slack")},
-    "dropping": lambda: FunctionPolicy(_dropping),
-}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", POLICIES)
-def test_any_order_of_events_keeps_it_whole(name: str, seed: int) -> None:
-    """Arrivals, the ends of preparing, failures and cancellations come at random, also while a step is taken."""
-    rng = random.Random(f"{name} {seed}")
-    scheduler = Scheduler(POLICIES[name](), Learning(), max_batch_size=6, max_prepared_ahead=rng.randint(1, 8))
-    ended: dict[int, str] = {}
-    open_ids: set[int] = set()
-    decoding: list[int] = []
-    preparing: RequestState | None = None
-    is_stepping, now_s, arrived = False, 0.0, 0
-
-    def note(states: Sequence[RequestState]) -> None:
-        for state in states:
-            request_id = state.request.request_id
-            if state.record.status == "pending":
-                decoding.append(request_id)
-                continue
-            assert ended.setdefault(request_id, state.record.status) == state.record.status
-            open_ids.remove(request_id)
-
-    while arrived < 250 or open_ids or preparing is not None:
-        now_s += rng.random()
-        event = rng.choice(["arrive", "prepared", "prepared", "step", "step", "step", "decoded", "cancel"])
-        if event == "arrive" and arrived < 250:
-            size = rng.choice((S, L))
-            slo_s = rng.choice((None, rng.uniform(1, 60)))
-            scheduler.add(request(arrived, rng.randint(1, 6), size, arrival_s=now_s, slo_s=slo_s))
-            open_ids.add(arrived)
-            arrived += 1
-        elif event == "prepared" and preparing is not None:
-            failure = "broken" if rng.random() < 0.05 else None
-            num_iterations = rng.choice((None, 2 * preparing.request.num_inference_steps - 1))
-            if name in ("fcfs", "static"):
-                num_iterations = None
-            state = scheduler.prepared(
-                preparing.request.request_id, now_s, num_iterations=num_iterations, failure=failure
-            )
-            preparing = None
-            if state is not None and failure is not None:
-                note([state])
-        elif event == "step" and is_stepping:
-            failures = {i: "broken" for i in ids(scheduler.active) if rng.random() < 0.02}
-            note(scheduler.stepped(now_s, 1.0, failures))
-            is_stepping = False
-        elif event == "step":
-            note(scheduler.decide(now_s))
-            is_stepping = scheduler.can_step
-        elif event == "decoded" and decoding:
-            note([state for state in [scheduler.end(decoding.pop(0), "completed", now_s)] if state])
-        elif event == "cancel" and open_ids and rng.random() < 0.1:
-            victim = rng.choice(sorted(open_ids))
-            if not is_stepping or victim not in ids(scheduler.active):
-                note([state for state in [scheduler.end(victim, "cancelled", now_s)] if state])
-                decoding[:] = [i for i in decoding if i != victim]
-        if preparing is None:
-            preparing = scheduler.next_to_prepare(now_s)
-        check_scheduler(scheduler)
-        assert scheduler.is_due or is_stepping or not open_ids or preparing or decoding, "it stands still"
-
-    assert sorted(ended) == list(range(250))
-    expected = {"completed", "failed", "cancelled"} | ({"discarded"} if name in ("dropping", "slack") else set())
-    assert set(ended.values()) == expected
-    # Nothing is kept of requests that have ended.
-    assert scheduler.is_idle
-    assert scheduler.pixel_steps == scheduler.num_prepared == 0
-    kept = [value for value in vars(scheduler).values() if isinstance(value, (dict, list))]
-    assert len(kept) >= 6
-    assert not any(kept)
-
-
-def _whole() -> Scheduler:
-    """0 is decoding, 1 and 2 are active, 4 and 5 joining (4 is ready), 3 and 6 waiting (3 is prepared ahead)."""
-    scheduler = Scheduler(admitting([0, 1, 2], [4, 5]), max_batch_size=4, max_prepared_ahead=3)
-    for request_id, steps in enumerate((1, 2, 4, 2, 2, 2, 2)):
-        scheduler.add(request(request_id, steps, L if request_id == 2 else S))
-    for request_id in range(3):
-        assert prepare(scheduler) == request_id
-    scheduler.decide(0.0)
-    scheduler.stepped(1.0, 1.0)
-    assert prepare(scheduler) == 3
-    scheduler.decide(1.0)
-    assert prepare(scheduler) == 4
-    return scheduler
-
-
-DAMAGE: dict[str, Callable[[Scheduler], object]] = {
-    "a request in two stages": lambda it: it._joining.update({1: it._open[1]}),
-    "a request that does not know its stage": lambda it: setattr(it._open[5], "stage", "waiting"),
-    "an active request that is not prepared": lambda it: setattr(it._active[0], "is_prepared", False),
-    "active twice": lambda it: it._active.append(it._active[0]),
-    "a lost waiting request": lambda it: it._waiting.remove(6),
-    "a lost active request": lambda it: it._active.pop(),
-    "a closed record": lambda it: it._open[6].record.close("failed", 0.0),
-    "another resolution in the batch": lambda it: it.works.__setitem__(0, L),
-    "a batch out of order": lambda it: it.works.reverse(),
-    "wrong pixels": lambda it: setattr(it, "_batch_pixels", it._batch_pixels + 1),
-    "wrong load": lambda it: setattr(it, "pixel_steps", it.pixel_steps + 1),
-    "a missed last step": lambda it: setattr(it, "num_steps", it.num_steps + 9),
-    "leaving too late": lambda it: setattr(it, "_next_leave", it._next_leave + 1),
-    "one prepared too many": lambda it: setattr(it, "num_prepared", it.num_prepared + 1),
-    "one ahead too many": lambda it: setattr(it, "_num_ahead", it._num_ahead + 1),
-    "too many ahead": lambda it: setattr(it, "_max_ahead", 0),
-    "ready without having joined": lambda it: it._ready.append(it._open[3]),
-    "a request that is never prepared": lambda it: it._untouched.clear(),
-    "too large a batch": lambda it: setattr(it, "_max_batch_size", 1),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_the_integrity_check_finds_damage(damage: str) -> None:
-    scheduler = _whole()
-    check_scheduler(scheduler)
-    DAMAGE[damage](scheduler)
-    with pytest.raises(AssertionError):
-        check_scheduler(scheduler)
 
 
 def test_a_smaller_batch_lets_those_stay_who_are_there() -> None:

@@ -1,0 +1,131 @@
+"""The scheduler stays whole whatever drives it: random drivers under its integrity check, which can fail."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from patchedserve.serving.core.request_state import RequestState, RequestView
+from patchedserve.serving.scheduling.policies import Decision, Policy, get_policy
+from patchedserve.serving.scheduling.scheduler import Scheduler
+
+from ...support.function_policy import FunctionPolicy
+from ...support.scheduler_cases import L, Learning, S, ids, request, whole_scheduler
+from ...support.scheduler_check import check_scheduler
+
+
+def _dropping(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
+    """Of five requests that wait, drops one, leaves one waiting if it may, and admits three as far as there is room."""
+    admit = [view.request_id for view in waiting if view.request_id % 5 < 3][: 6 - len(active)]
+    drop = [(view.request_id, "unlucky") for view in waiting if view.request_id % 5 == 3]
+    left = [view.request_id for view in waiting if view.request_id % 5 == 4]
+    return Decision(admit=tuple(admit or ([] if active else left[:1])), drop=tuple(drop))
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    **{name: (lambda name=name: get_policy(name)) for name in ("fcfs", "static", "edf", "slack")},
+    "dropping": lambda: FunctionPolicy(_dropping),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", POLICIES)
+def test_any_order_of_events_keeps_it_whole(name: str, seed: int) -> None:
+    """Arrivals, the ends of preparing, failures and cancellations come at random, also while a step is taken."""
+    rng = random.Random(f"{name} {seed}")
+    scheduler = Scheduler(POLICIES[name](), Learning(), max_batch_size=6, max_prepared_ahead=rng.randint(1, 8))
+    ended: dict[int, str] = {}
+    open_ids: set[int] = set()
+    decoding: list[int] = []
+    preparing: RequestState | None = None
+    is_stepping, now_s, arrived = False, 0.0, 0
+
+    def note(states: Sequence[RequestState]) -> None:
+        for state in states:
+            request_id = state.request.request_id
+            if state.record.status == "pending":
+                decoding.append(request_id)
+                continue
+            assert ended.setdefault(request_id, state.record.status) == state.record.status
+            open_ids.remove(request_id)
+
+    while arrived < 250 or open_ids or preparing is not None:
+        now_s += rng.random()
+        event = rng.choice(["arrive", "prepared", "prepared", "step", "step", "step", "decoded", "cancel"])
+        if event == "arrive" and arrived < 250:
+            size = rng.choice((S, L))
+            slo_s = rng.choice((None, rng.uniform(1, 60)))
+            scheduler.add(request(arrived, rng.randint(1, 6), size, arrival_s=now_s, slo_s=slo_s))
+            open_ids.add(arrived)
+            arrived += 1
+        elif event == "prepared" and preparing is not None:
+            failure = "broken" if rng.random() < 0.05 else None
+            num_iterations = rng.choice((None, 2 * preparing.request.num_inference_steps - 1))
+            if name in ("fcfs", "static"):
+                num_iterations = None
+            state = scheduler.prepared(
+                preparing.request.request_id, now_s, num_iterations=num_iterations, failure=failure
+            )
+            preparing = None
+            if state is not None and failure is not None:
+                note([state])
+        elif event == "step" and is_stepping:
+            failures = {i: "broken" for i in ids(scheduler.active) if rng.random() < 0.02}
+            note(scheduler.stepped(now_s, 1.0, failures))
+            is_stepping = False
+        elif event == "step":
+            note(scheduler.decide(now_s))
+            is_stepping = scheduler.can_step
+        elif event == "decoded" and decoding:
+            note([state for state in [scheduler.end(decoding.pop(0), "completed", now_s)] if state])
+        elif event == "cancel" and open_ids and rng.random() < 0.1:
+            victim = rng.choice(sorted(open_ids))
+            if not is_stepping or victim not in ids(scheduler.active):
+                note([state for state in [scheduler.end(victim, "cancelled", now_s)] if state])
+                decoding[:] = [i for i in decoding if i != victim]
+        if preparing is None:
+            preparing = scheduler.next_to_prepare(now_s)
+        check_scheduler(scheduler)
+        assert scheduler.is_due or is_stepping or not open_ids or preparing or decoding, "it stands still"
+
+    assert sorted(ended) == list(range(250))
+    expected = {"completed", "failed", "cancelled"} | ({"discarded"} if name in ("dropping", "slack") else set())
+    assert set(ended.values()) == expected
+    # Nothing is kept of requests that have ended.
+    assert scheduler.is_idle
+    assert scheduler.pixel_steps == scheduler.num_prepared == len(scheduler._decoding) == 0
+    kept = [value for value in vars(scheduler).values() if isinstance(value, (dict, list))]
+    assert len(kept) >= 6
+    assert not any(kept)
+
+
+DAMAGE: dict[str, Callable[[Scheduler], object]] = {
+    "a request in two stages": lambda it: it._joining.update({1: it._open[1]}),
+    "a request that does not know its stage": lambda it: setattr(it._open[5], "stage", "waiting"),
+    "an active request that is not prepared": lambda it: setattr(it._active[0], "is_prepared", False),
+    "active twice": lambda it: it._active.append(it._active[0]),
+    "a lost waiting request": lambda it: it._waiting.remove(6),
+    "a lost active request": lambda it: it._active.pop(),
+    "a closed record": lambda it: it._open[6].record.close("failed", 0.0),
+    "another resolution in the batch": lambda it: it.works.__setitem__(0, L),
+    "a batch out of order": lambda it: it.works.reverse(),
+    "wrong pixels": lambda it: setattr(it, "_batch_pixels", it._batch_pixels + 1),
+    "wrong load": lambda it: setattr(it, "pixel_steps", it.pixel_steps + 1),
+    "a missed last step": lambda it: setattr(it, "num_steps", it.num_steps + 9),
+    "leaving too late": lambda it: setattr(it, "_next_leave", it._next_leave + 1),
+    "one prepared too many": lambda it: setattr(it, "num_prepared", it.num_prepared + 1),
+    "one ahead too many": lambda it: setattr(it, "_num_ahead", it._num_ahead + 1),
+    "too many ahead": lambda it: setattr(it, "_max_ahead", 0),
+    "ready without having joined": lambda it: it._ready.append(it._open[3]),
+    "a request that is never prepared": lambda it: it._untouched.clear(),
+    "too large a batch": lambda it: setattr(it, "_max_batch_size", 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_integrity_check_finds_damage(damage: str) -> None:
+    scheduler = whole_scheduler()
+    check_scheduler(scheduler)
+    DAMAGE[damage](scheduler)
+    with pytest.raises(AssertionError):
+        check_scheduler(scheduler)
