@@ -85,7 +85,7 @@ class BuiltEngine:
     model: "ServedModel"
     correction: "OnlineCorrection | None"
 
-    def keep_correction(self, workspace: ModelWorkspace, *, on_note: Callable[[str], None]) -> None:
+    def keep_correction(self, workspace: ModelWorkspace, *, on_note: Tell) -> None:
         """Keep what was learnt of latencies for the next server; `on_note` as of `corrections.keep_correction`."""
         if self.correction is not None:
             keep_correction(self.model, workspace, self.correction, on_note=on_note)

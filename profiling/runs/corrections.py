@@ -65,8 +65,7 @@ def correction_of(
         OSError: the cache's predictor cannot be read.
         KeyboardInterrupt: on Ctrl-C while it learns; nothing is kept then.
     """
-    path = workspace.root / "tables" / CORRECTIONS_FILE
-    known = _read(path).get(_key(model))
+    known = _known(model, workspace)
     if known is None and first and model.options.cache.is_on:
         on_note(f"Learning how long steps take with the cache: {len(first)} requests ...")
         known = _learnt_from(model, latency, first)
@@ -77,7 +76,7 @@ def correction_of(
         line = LearntLine(known.line)
         return OnlineCorrection(latency, scale=known.scale, pace=known.pace, after_s=after_s, line=line)
     except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
+        raise UsageError(f"{_path(workspace)}: {error}") from error
 
 
 def _learnt_from(model: "ServedModel", latency: StepLatencyPredictor, requests: Sequence[Request]) -> Learnt:
@@ -113,21 +112,30 @@ def keep_correction(
     drift = correction.drift()
     if drift.num_observations < _LEAST_STEPS:
         return
-    was_known = _keep(model, workspace, Learnt.of(correction))
+    is_first = _known(model, workspace) is None
+    _keep(model, workspace, Learnt.of(correction))
     off = drift.mean_uncorrected_error
-    if not was_known and not model.options.cache.is_on and off is not None and off > _FAR_OFF:
+    if is_first and not model.options.cache.is_on and off is not None and off > _FAR_OFF:
         on_note(
             f"Step latencies were off by {off:.0%}. What this run has learnt corrects them from now on (psctl profile "
             "measures them again)"
         )
 
 
-def _keep(model: "ServedModel", workspace: "ModelWorkspace", learnt: Learnt) -> bool:
-    """Write it down. Returns whether there was anything for this engine and cache before."""
-    path, key = workspace.tables / CORRECTIONS_FILE, _key(model)
-    known = _read(path)
-    write_json(path, {each: asdict(kept) for each, kept in (known | {key: learnt}).items()})
-    return key in known
+def _path(workspace: "ModelWorkspace") -> Path:
+    # Where nothing is kept, no folder is made.
+    return workspace.root / "tables" / CORRECTIONS_FILE
+
+
+def _known(model: "ServedModel", workspace: "ModelWorkspace") -> Learnt | None:
+    """What was learnt of this engine and cache. Raises UsageError: the file is damaged."""
+    return _read(_path(workspace)).get(_key(model))
+
+
+def _keep(model: "ServedModel", workspace: "ModelWorkspace", learnt: Learnt) -> None:
+    path = workspace.tables / CORRECTIONS_FILE
+    known = _read(path) | {_key(model): learnt}
+    write_json(path, {key: asdict(each) for key, each in known.items()})
 
 
 def _key(model: "ServedModel") -> str:

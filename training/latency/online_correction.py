@@ -1,9 +1,8 @@
 """Corrects predicted step latencies by what the engine measures: by a factor that follows the machine, and by a line
 through the batches that were served (`learnt_line`), whichever was nearer lately.
 
-It learns as well how long the decoder has for requests after their last step, and how much time passes between steps:
-where texts are encoded and images decoded there, a fifth or more. Whoever plans with the steps alone takes on more than
-can be kept.
+It learns as well how long the decoder has for requests after their last step, and how much time passes between steps,
+as where texts are encoded and images decoded there. Whoever plans with the steps alone promises more than can be kept.
 
 A profile is as old as its table. Since then the machine may have become slower or faster (heat, neighbours, another
 driver), and a profile of full steps says nothing of steps that reuse cached patches. Schedulers add up the steps that
