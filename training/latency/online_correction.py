@@ -195,9 +195,14 @@ class OnlineCorrection:
         return self.after_s.get(resolution)
 
     def observe_end(self, resolution: Resolution, after_s: float) -> None:
-        """Learn that the decoder had this long for a request that has ended."""
-        known_s = self.after_s.get(resolution, after_s)
-        self.after_s[resolution] = known_s + END_WEIGHT * (after_s - known_s)
+        """Learn that the decoder had this long for a request that has ended.
+
+        What is `LONGEST` times as long as known counts for that much only, and where it is the known one that is, it is
+        forgotten: the process stood still meanwhile.
+        """
+        known_s = self.after_s.get(resolution, 0.0) or after_s
+        known_s = min(known_s, LONGEST * after_s) or known_s
+        self.after_s[resolution] = known_s + END_WEIGHT * (min(after_s, LONGEST * known_s) - known_s)
 
     def drift(self) -> Drift:
         """Return how far predictions and measurements lie apart by now."""

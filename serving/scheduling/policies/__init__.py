@@ -10,12 +10,23 @@ from .base import (
     check_decision,
     require_predictor,
 )
+from .fitting import ContinuousDropPolicy, EdfDropPolicy, FittingPolicy
 from .in_order import ContinuousPolicy, EdfPolicy, FcfsPolicy, StaticPolicy
 from .slack import SlackPolicy
 from .waiting import WaitingQueue
 
 _POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (FcfsPolicy, StaticPolicy, ContinuousPolicy, EdfPolicy, SlackPolicy)
+    policy.name: policy
+    for policy in (
+        FcfsPolicy,
+        StaticPolicy,
+        ContinuousPolicy,
+        ContinuousDropPolicy,
+        EdfPolicy,
+        EdfDropPolicy,
+        SlackPolicy,
+        FittingPolicy,
+    )
 }
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 

@@ -167,7 +167,7 @@ def test_a_sampler_may_take_other_steps_than_were_asked_for() -> None:
 def test_what_was_prepared_in_vain_is_told() -> None:
     drop = FunctionPolicy(lambda now_s, waiting, active: Decision(drop=((0, "late"),)))
     scheduler = Scheduler(drop)
-    scheduler.add(request(0))
+    scheduler.add(request(0, slo_s=0.5))
     scheduler.next_to_prepare(0.0)
     (dropped,) = scheduler.decide(1.0)
     assert (dropped.record.status, dropped.record.reason, dropped.record.finish_s) == ("discarded", "late", 1.0)
@@ -175,6 +175,26 @@ def test_what_was_prepared_in_vain_is_told() -> None:
     assert scheduler.prepared(0, 2.0) is None
     assert scheduler.max_prepared == 0
     check_scheduler(scheduler)
+
+
+def test_an_idle_engine_draws_one_of_those_that_would_be_dropped() -> None:
+    # What is predicted may be wrong, and only requests that are drawn set it right.
+    drop_all = FunctionPolicy(
+        lambda now_s, waiting, active: Decision(drop=tuple((view.request_id, "late") for view in waiting))
+    )
+    scheduler = Scheduler(drop_all)
+    for request_id, slo_s in enumerate((5.0, 9.0, 7.0)):
+        scheduler.add(request(request_id, slo_s=slo_s))
+    assert ids(scheduler.decide(1.0)) == [0, 2], "all but the last to be due"
+    check_scheduler(scheduler)
+    assert scheduler.next_to_prepare(1.0) is not None
+    assert scheduler.prepared(1, 1.0) is not None
+    scheduler.add(request(3, slo_s=9.0))
+    assert ids(scheduler.decide(1.0)) == [3], "it is idle no more"
+    assert ids(scheduler.active) == [1]
+    scheduler = Scheduler(drop_all)
+    scheduler.add(request(0, slo_s=5.0))
+    assert ids(scheduler.decide(5.0)) == [0], "its deadline is over"
 
 
 def test_what_is_prepared_for_a_request_that_has_ended_is_not_for_the_next_of_its_id() -> None:

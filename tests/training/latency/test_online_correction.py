@@ -153,3 +153,20 @@ def test_learns_how_long_requests_take_after_their_last_step() -> None:
         correction.observe_end(S, 0.2)
     assert correction.after_steps_s(S) == pytest.approx(0.3, abs=0.005)
     assert correction.after_steps_s(L) is None
+
+
+def test_a_standstill_while_an_image_is_decoded_is_forgotten() -> None:
+    correction = OnlineCorrection(PixelLaw())
+    for _ in range(20):
+        correction.observe_end(S, 0.05)
+    correction.observe_end(S, 20.0)
+    assert correction.after_steps_s(S) == pytest.approx(0.05 + 0.1 * (0.25 - 0.05)), "counts as five times as long"
+    # The first one of all, that nothing is known to compare with.
+    correction = OnlineCorrection(PixelLaw(), after_s={S: 20.0})
+    correction.observe_end(S, 0.05)
+    assert (correction.after_steps_s(S) or 0.0) < 0.25
+    # A decoder that takes no time at all can become slower.
+    correction = OnlineCorrection(PixelLaw())
+    correction.observe_end(S, 0.0)
+    correction.observe_end(S, 0.05)
+    assert correction.after_steps_s(S) == 0.05
