@@ -44,7 +44,12 @@ def bench_slo(
         Literal["real", "engine", "simulator", "both"] | None, flag("--engine", "Old name of --on.", hidden=True)
     ] = None,
     systems: Annotated[
-        str, flag("--systems", f"{_NAMES} (simulated only: distrifusion-fcfs).", metavar="NAME,...")
+        str,
+        flag(
+            "--systems",
+            f"{_NAMES} (simulated only: distrifusion-fcfs). NAME:POLICY: the same with another policy.",
+            metavar="NAME,...",
+        ),
     ] = ",".join(COMPARED_SYSTEMS),
     policies: Annotated[str | None, flag("--policies", "Old name of --systems.", hidden=True)] = None,
     rates: Annotated[str, flag("--rates", "Request rates: mean arrivals per second.", metavar="X,...")] = "1,2,3,4",
@@ -120,6 +125,7 @@ def bench_slo(
         psctl bench slo --rates 1,2,3,4 --num-prompts 60
         psctl bench slo --cache patch --systems bucketed,patched-fcfs,patchedserve --rates 2,4,6 --num-seeds 3
         psctl bench slo --on both --systems bucketed,patched-fcfs,patchedserve --rates 1,2,3 --duration 20
+        psctl bench slo --on both --systems patched-slack:slack,patched-slack:slack-fitting --rates 3,4
         psctl bench slo --on simulator --latency h200.csv --resolutions 512,768,1024 --rates 5,10,15,20 --gpus 4
         psctl bench slo --resume psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z --num-seeds 2
     """

@@ -136,13 +136,15 @@ def get_system(name: str, *, is_simulated: bool = False, has_ranks: bool = False
     """The system that the user calls `name`.
 
     Args:
-        name: one of `SYSTEMS`.
+        name: one of `SYSTEMS`, or SYSTEM:POLICY for one with another policy.
         is_simulated: it is for the simulator, which alone runs those that span GPUs.
         has_ranks: it may be given several devices, as some need.
 
     Raises:
-        UsageError: there is none of this name, or it does not run here; the message lists the choices.
+        UsageError: there is none of this name, or it does not run here, or no such policy; the message lists the
+            choices.
     """
+    full_name, (name, _, policy) = name, name.partition(":")
     known = {
         key: each
         for key, each in SYSTEMS.items()
@@ -152,4 +154,4 @@ def get_system(name: str, *, is_simulated: bool = False, has_ranks: bool = False
         places = {True: " (only in the simulator)", False: " (only in psctl serve --parallel)"}
         hint = places[SYSTEMS[name].spans_gpus] if name in SYSTEMS else ""
         raise UsageError(f"system is {name!r}{hint}, but it must be one of {', '.join(known)}")
-    return known[name]
+    return replace(known[name], name=full_name, policy=policy) if policy else known[name]

@@ -216,6 +216,15 @@ def test_single_choices_override_a_system() -> None:
         ours.overridden(policy="bucketed")
 
 
+def test_a_system_is_named_with_another_policy() -> None:
+    other = get_system("patchedserve:edf-drop")
+    assert other == replace(SYSTEMS["patchedserve"], name="patchedserve:edf-drop", policy="edf-drop")
+    with pytest.raises(UsageError, match="policy is 'none', but it must be one of fcfs, "):
+        get_system("patchedserve:none")
+    with pytest.raises(UsageError, match="system is 'none', but it must be one of diffusers, "):
+        get_system("none:edf")
+
+
 def test_unknown_systems_are_told() -> None:
     with pytest.raises(UsageError, match="system is 'patched', but it must be one of diffusers, diffusers-fcfs"):
         get_system("patched")
