@@ -205,7 +205,7 @@ def bank_scores(
         start_phase: shows progress.
 
     Raises:
-        UsageError: a discriminator or an image cannot be read.
+        UsageError: a discriminator or an image cannot be read, or the bank has no images.
     """
     known = {path: load_discriminator(path).to(torch.device(judges.device)) for path in files}
     names = {path: f"{each.about.net} {each.about.real}" for path, each in known.items()}
@@ -214,7 +214,7 @@ def bank_scores(
     clip_name = f"CLIP score ({judges.clip_name})"
     found: dict[str, dict[Leg, list[float]]] = {name: {} for name in (*unique.values(), clip_name)}
     for leg in LEGS:
-        folder = Path(bank.about[f"{leg}_images"])
+        folder = Path(_images_of(bank, leg))
         manifest = read_manifest(folder)
         source = set_of(folder, manifest)
         advance = start_phase(f"{leg} images scored", len(source.ids) * (1 + len(known)))
@@ -228,6 +228,14 @@ def bank_scores(
         _, values = measure_clip(judges.clip, judges.clip_name, source, captions, on_images=advance)
         found[clip_name][leg] = [values[image_id] for image_id in source.ids]
     return found
+
+
+def _images_of(bank: Bank, leg: Leg) -> str:
+    if (folder := bank.about.get(f"{leg}_images")) is None:
+        raise UsageError(
+            "the bank has features of its images only, as those in the box: psctl profile cascade draws one"
+        )
+    return folder
 
 
 def examples_for(

@@ -65,7 +65,7 @@ def bench_cascade(
     names = [name.strip() for name in systems.split(",") if name.strip()]
     if ablations:
         names += [name for name in _ABLATIONS if name not in names]
-    images = found_images(cascade, options, target, wants_reused=ours or _REUSED in names)
+    images = found_images(cascade, options, target, wants_reused=ours or _REUSED in names, on_published=out.note)
     if _REUSED in names and not images.has_reused:
         raise UsageError(f"--systems has {_REUSED}, which {_HOW_TO_REUSE}")
     with out.status("Loading ..."):

@@ -1,6 +1,6 @@
 """`psctl simulate --cascade`: a light and a heavy model serve a trace on a virtual clock."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,8 +9,10 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places
+from ...data.run_facts import describe
+from ...data.tables.published import published_cascade
 from ...profiling.runs.trace_settings import TraceSettings
-from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Side, parse_cascade
+from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Side, cascade_name, parse_cascade
 from ..flags import Flags, given_flags
 from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, found_place
 from ..options.http import HttpFlags
@@ -138,22 +140,52 @@ class CascadeImages:
         return quality_curve(features, confidences, reuses_light=reuses_light)
 
 
-def found_images(cascade: str, options: CascadeOptions, target: Target, *, wants_reused: bool = False) -> CascadeImages:
-    """The profile and the bank that were named, or the workspace's newest; if it is wanted, the newest that has heavy
-    images which start from light ones as they were profiled, if there is one.
+def found_images(
+    cascade: str,
+    options: CascadeOptions,
+    target: Target,
+    *,
+    wants_reused: bool = False,
+    on_published: Callable[[str], None] | None = None,
+) -> CascadeImages:
+    """The profile and the bank that were named, or the workspace's newest, or those in the box.
 
-    Raises UsageError: there are none, they are damaged, or do not belong together.
+    Args:
+        cascade: both models.
+        options: what was named.
+        target: the workspace.
+        wants_reused: take the newest bank with heavy images which start from light ones as they were profiled, if there
+            is one.
+        on_published: told in one line what was measured on what, where the workspace has no profile and the box has
+            one. None: what is in the box will not do.
+
+    Raises:
+        UsageError: there are none, they are damaged, or do not belong together.
     """
     from ...profiling.cascade.bank import BANK_FILE, Bank, bank_name
     from ...serving.cascade.profile import read_profile
 
     specs = parse_cascade(cascade)
+    name = cascade_name(specs)
     found = None if options.cascade_profile is not None else found_place(target.root, specs)
-    file = options.cascade_profile or (found.tables / PROFILE_FILE if found is not None else Path())
+    published = None
+    if options.cascade_profile is not None:
+        file = options.cascade_profile
+    elif found is not None:
+        file = found.tables / PROFILE_FILE
+    elif on_published is not None and (published := published_cascade(name)) is not None:
+        file = published / PROFILE_FILE
+    else:
+        raise UsageError(
+            f"no profile of the cascade {name} is in {target.root.root}: psctl profile cascade --cascade {name}, or "
+            "name one (--cascade-profile)"
+        )
     profile = read_profile(file)
+    if published is not None and on_published is not None:
+        on_published(f"Times and images: those in the box ({describe(profile.legs['heavy'].facts.to_json())})")
     if options.reuse_light:
         profile.serving(reuses_light=True)
-    folder = options.bank
+    folder = options.bank or published
     if folder is None:
         names = ["bank-*"]
         if profile.reused is not None and (wants_reused or options.reuse_light):
@@ -200,7 +232,7 @@ def simulate_cascade(
 
     specs = parse_cascade(cascade)
     get_cascade_system(system)
-    images = found_images(cascade, options, target)
+    images = found_images(cascade, options, target, on_published=out.note)
     trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)
     if trace.num_prompts is None and trace.duration_s is None and trace.trace in ("poisson", "gamma", "diurnal"):
         trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS)

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...data.errors import UsageError
 from ...data.workspace import ModelWorkspace, Workspace
 from ...serving.cascade.legs import Leg, LegSpec, cascade_name
 from ..flags import Flags, flag, preset
@@ -44,7 +43,8 @@ class CascadeOptions:
         Path | None,
         flag(
             "--cascade-profile",
-            "Times of both models, by psctl profile cascade. Default: the workspace's.",
+            "Times of both models, by psctl profile cascade. Default: the workspace's; for simulations else those in "
+            "the box.",
             metavar="FILE",
             dir_okay=False,
         ),
@@ -53,7 +53,7 @@ class CascadeOptions:
         Path | None,
         flag(
             "--bank",
-            "Prompts that both models have drawn, by psctl profile cascade. Default: the workspace's newest.",
+            "Prompts that both models have drawn, by psctl profile cascade. Default: the newest beside the profile.",
             metavar="DIR",
             file_okay=False,
         ),
@@ -127,16 +127,8 @@ def place_of(root: Workspace, specs: dict[Leg, LegSpec], device: str) -> ModelWo
     return root.for_model(cascade_name(specs), device)
 
 
-def found_place(root: Workspace, specs: dict[Leg, LegSpec]) -> ModelWorkspace:
-    """The part of the workspace with the newest profile of a cascade, of any device.
-
-    Raises UsageError: there is none.
-    """
+def found_place(root: Workspace, specs: dict[Leg, LegSpec]) -> ModelWorkspace | None:
+    """The part of the workspace with the newest profile of a cascade, of any device; None where there is none."""
     folder = place_of(root, specs, "any").root.parent
     found = sorted(folder.glob(f"*/tables/{PROFILE_FILE}"), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
-        raise UsageError(
-            f"no profile of the cascade {cascade_name(specs)} is in {root.root}: psctl profile cascade --cascade "
-            f"{cascade_name(specs)}, or name one (--cascade-profile)"
-        )
-    return ModelWorkspace(found[-1].parents[1])
+    return ModelWorkspace(found[-1].parents[1]) if found else None

@@ -82,6 +82,8 @@ def main() -> None:
     parser.add_argument("--output-file", type=Path)
     given = parser.parse_args()
     place = found_place(Workspace(given.workspace), parse_cascade(given.cascade))
+    if place is None:
+        sys.exit(f"{given.workspace} has no profile of {given.cascade}: psctl profile cascade")
     profile = read_profile(place.tables / PROFILE_FILE)
     light = profile.legs["light"].batches(dict.fromkeys(map(str, profile.resolutions), 1.0))
     capacity = given.workers * max(light.throughput)

@@ -20,7 +20,10 @@ from selenium.webdriver.common.by import By
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.cascade import LEGS, PLANS
+from patchedserve.data.tables.published import published_cascade
 from patchedserve.data.tables.schemas import RECORDS, read_rows
+from patchedserve.profiling.cascade.bank import Bank
+from patchedserve.psctl.options.cascade import DEFAULT_CASCADE
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.loading import load_model
@@ -280,6 +283,32 @@ def drawn_alone(steps: int, seed: int) -> Image.Image:
     return collector.images[0]
 
 
+def test_the_cascade_in_the_box_is_simulated(run_psctl: RunPsctl) -> None:
+    """Where nothing was profiled: systems are simulated and compared by it, but not served."""
+    serve = ("simulate", "--cascade", DEFAULT_CASCADE, "--gpus", "4", "--request-rate", "4", "--num-prompts", "80")
+    done = run_psctl(*serve, "--json")
+    summary = result_of(done)
+    assert "Times and images: those in the box (emoji-xl, " in done.stderr
+    assert summary["total_requests"] == 80
+    assert summary["quality"]["num_images"] == summary["completed_requests"] > 0
+    assert summary["quality"]["fid_heavy"] < summary["quality"]["fid_light"]
+    reusing = result_of(run_psctl(*serve, "--reuse-light", "--json"))
+    assert reusing["quality"]["fid_reused"] is not None
+    compared = result_of(
+        run_psctl(
+            *("bench", "cascade", "--gpus", "4", "--request-rate", "4", "--num-prompts", "80", "--num-seeds", "1"),
+            *("--systems", "diffserve,clipper-light", "--num-resamples", "2", "--json"),
+        )
+    )
+    assert [row["system"] for row in compared["rows"]] == ["diffserve", "clipper-light"]
+    served = run_psctl("serve", "--cascade", DEFAULT_CASCADE, "--workers", "1")
+    assert served.returncode == 2
+    assert f"no profile of the cascade {DEFAULT_CASCADE}" in served.stderr
+    folder = published_cascade(DEFAULT_CASCADE)
+    assert folder is not None
+    assert not [name for name in Bank.load(folder).about if name.endswith("_images")], "folders of another machine"
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -294,7 +323,7 @@ def drawn_alone(steps: int, seed: int) -> Image.Image:
         (("serve", "--http", "--cascade", CASCADE, "--num-replicas", "2"), "--num-replicas is for a single model"),
         (("serve", "--cascade", CASCADE, "--port", "80"), "--port is for servers: add --http"),
         (("simulate", "--cascade", CASCADE, "--cascade-profile", "none.json"), "none.json"),
-        (("bench", "cascade", "--systems", "diffserve,other"), "no profile of the cascade"),
+        (("bench", "cascade", "--cascade", CASCADE, "--systems", "diffserve,other"), "no profile of the cascade"),
         (("profile", "cascade", "--batch-sizes", "2,4"), "begin with 1"),
         (("profile", "cascade", "--reuse-light", "1"), "a share of the steps between 0 and 1"),
         (("profile", "cascade", "--cascade", "emoji-xl:4,nobody"), "unknown model 'nobody'"),

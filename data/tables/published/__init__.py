@@ -1,7 +1,8 @@
-"""Figures in the box: latency tables, measured on stated machines, and what papers print.
+"""Figures in the box: latency tables, measured on stated machines, cascades, and what papers print.
 
 A latency table is named after its model and was written by `psctl profile latency`, which also wrote down what it was
-measured on; it is for simulations before anything was profiled. A paper's figures are a JSON file.
+measured on; it is for simulations before anything was profiled. So are the files of `psctl profile cascade` in a folder
+named after both models. A paper's figures are a JSON file.
 """
 
 import json
@@ -33,6 +34,17 @@ def published_table(model: str) -> Path | None:
     """The table of a bundled model, or None where there is none."""
     tables = {path.stem: path for path in Path(__file__).parent.glob("*.parquet")}
     return tables.get(model)
+
+
+def published_cascade(cascade: str) -> Path | None:
+    """The folder with profile and bank of `LIGHT:STEPS,HEAVY:STEPS`, or None where there is none."""
+    folders = {path.parent.name: path.parent for path in Path(__file__).parent.glob("*/cascade.json")}
+    return folders.get(published_cascade_name(cascade))
+
+
+def published_cascade_name(cascade: str) -> str:
+    """Of the folder of `LIGHT:STEPS,HEAVY:STEPS`."""
+    return cascade.replace(":", "-").replace(",", "-")
 
 
 def printed_figures(paper: str) -> Iterator[Printed]:
