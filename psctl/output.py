@@ -110,7 +110,8 @@ class Output:
         """rich console of everything that is not a result."""
         from rich.console import Console
 
-        return Console(file=sys.stderr)
+        # Whatever `sys.stderr` is when something is told: a server puts another one in its place.
+        return Console(stderr=True)
 
 
 class _Nothing(AbstractContextManager[None]):

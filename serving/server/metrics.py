@@ -60,6 +60,7 @@ class Metrics(Watcher):
         self._missed = counter("slo_missed", "Images that were late, or never came.", "resolution")
         self._edits = counter("edits", "Edits that were drawn, by whether they read their template's record.", "reused")
         self._rejected = counter("rejected", "Requests that were not let in.", "code")
+        self.log_lines_lost = counter("log_lines_lost", "Lines of the log that nobody read in time.")
         self._answers = counter("http_requests", "Answers.", "route", "code")
         self._latency = seconds("e2e_request_latency_seconds", "From the request to its image.")
         self._queue = seconds("request_queue_time_seconds", "From the request to the batch.")

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 from .errors import ApiError
 from .front_end import Watcher
@@ -15,8 +15,8 @@ _NEVER_LET_IN = frozenset({400, 401, 403, 404, 405, 408, 413, 415})
 class RequestLog(Watcher):
     """Writes the lines; with `with_prompts` also what was asked for, which else nobody finds in a log."""
 
-    def __init__(self, *, with_prompts: bool = False, file: TextIO | None = None) -> None:
-        self._with_prompts, self._file = with_prompts, file or sys.stderr
+    def __init__(self, *, with_prompts: bool = False) -> None:
+        self._with_prompts = with_prompts
 
     def on_accepted(self, ticket: Ticket) -> None:
         """See `Watcher`."""
@@ -53,8 +53,8 @@ class RequestLog(Watcher):
 
     def _write(self, line: dict[str, Any]) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
-        self._file.write(json.dumps({"time": f"{at}Z", **line}, ensure_ascii=False) + "\n")
-        self._file.flush()
+        # Of now: while the server runs it is a `log_stream`, which does not block.
+        sys.stderr.write(json.dumps({"time": f"{at}Z", **line}, ensure_ascii=False) + "\n")
 
 
 def _short(value: Any) -> Any:

@@ -19,6 +19,7 @@ from .edits import EDITS, MAX_EDIT_BYTES
 from .front_end import FrontEnd
 from .guards import ANY_ADDRESS, LOOPBACK, Guards, Keys, LargeBody, Scope
 from .live import Live
+from .log_stream import lossy_stderr
 from .metrics import Metrics
 from .protocol import GENERATIONS
 
@@ -144,14 +145,15 @@ async def serve_forever(
         on_ready(f"http://{host}:{port}/v1")
 
     front_end.backend.on_stopped = server.give_up
-    starting = asyncio.ensure_future(start())
-    starting.add_done_callback(server.backend_started)
-    await server.serve(sockets=[listening])
-    if not starting.done():
-        starting.cancel()
-    await batches.stop()
-    # Also where nothing was drained: the process must not end while a thread computes.
-    await front_end.backend.stop()
+    with lossy_stderr(metrics.log_lines_lost.inc):
+        starting = asyncio.ensure_future(start())
+        starting.add_done_callback(server.backend_started)
+        await server.serve(sockets=[listening])
+        if not starting.done():
+            starting.cancel()
+        await batches.stop()
+        # Also where nothing was drained: the process must not end while a thread computes.
+        await front_end.backend.stop()
     if server.failure is not None:
         raise server.failure
 

@@ -181,6 +181,22 @@ def test_every_request_has_a_line_in_the_log(http: httpx.Client, server: HttpSer
     assert not any("a secret" in line for line in server.lines)
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_log_that_nobody_reads_stops_nothing(model: Path, workspace: Path, is_closed: bool) -> None:
+    with HttpServer(model, workspace, reads_log=False) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        if is_closed:
+            assert server.process.stderr is not None
+            server.process.stderr.close()
+        lost = "psctl_log_lines_lost_total"
+        while server.metric(lost) < 3:
+            answers = [http.get("/v1/models/x", headers={"X-Request-Id": f"{n:0>128}"}) for n in range(100)]
+            assert {each.status_code for each in answers} == {404}
+            # More than a pipe and the queue hold: the lines have to be lost by then.
+            assert server.metric('psctl_http_requests_total{code="404",route="/v1/models/{name:path}"}') < 10_000
+        assert http.post(GENERATIONS, json=ASK).status_code == 200
+        assert server.stop() == 0
+
+
 def test_an_id_is_open_once(http: httpx.Client) -> None:
     long = {**LONG, "stream": True}
     with http.stream("POST", GENERATIONS, json=long, headers={"x-request-id": "mine"}):

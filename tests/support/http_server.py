@@ -31,6 +31,7 @@ class HttpServer:
         url: without `/v1`.
         lines: of its stderr so far.
         start_s: how long it may take until it is ready; from then on, how long it has taken.
+        reads_log: whether all of its stderr is read, and not only until it is ready.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class HttpServer:
         *options: str,
         env: Mapping[str, str] | None = None,
         start_s: float = 60.0,
+        reads_log: bool = True,
     ) -> None:
-        self.start_s = start_s
+        self.start_s, self._reads_log = start_s, reads_log
         self._began_s = time.monotonic()
         command = ["serve", "--http", "--port", "0"]
         command += [] if model is None else ["--model", str(model)]
@@ -57,6 +59,8 @@ class HttpServer:
         for line in self.process.stderr:
             self.lines.append(line.rstrip())
             self._said.put(line)
+            if not self._reads_log and READY.search(line):
+                return
         self._said.put(None)
 
     def wait(self, pattern: re.Pattern[str], timeout_s: float = 60) -> re.Match[str]:

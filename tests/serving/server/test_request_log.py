@@ -1,0 +1,73 @@
+"""Lines of the log: what they say, and that nobody waits for who reads them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.server.tickets import metrics_of
+
+_LINES = """
+import sys
+from patchedserve.serving.server.log_stream import lossy_stderr
+
+lost = []
+with lossy_stderr(lambda: lost.append(1)):
+    for number in range(int(sys.argv[1])):
+        sys.stderr.write(f"{'x' * 9000} {number}\\n")
+print(len(lost))
+"""
+
+
+def test_stages_that_were_not_reached_have_no_time() -> None:
+    def told(**times: float) -> dict[str, float | None]:
+        record = RequestRecord.of(Request(1, "a cat", Resolution(64, 64), arrival_s=10.0))
+        for name, at_s in times.items():
+            setattr(record, name, at_s)
+        record.close("cancelled", 20.0, "its client has left")
+        found = metrics_of([record])
+        return {name: found[name] for name in ("queue_s", "prepare_s", "denoise_s", "decode_s", "latency_s")}
+
+    nothing = dict.fromkeys(("queue_s", "prepare_s", "denoise_s", "decode_s", "latency_s"))
+    assert told() == nothing
+    assert told(prepare_start_s=11.0) == nothing
+    prepared = {"prepare_start_s": 11.0, "prepare_end_s": 12.5}
+    assert told(**prepared) == nothing | {"prepare_s": 1.5}
+    assert told(**prepared, admitted_s=14.0) == nothing | {"prepare_s": 1.5, "queue_s": 2.5}
+    assert told(**prepared, admitted_s=14.0, denoise_end_s=19.0) == {
+        "queue_s": 2.5,
+        "prepare_s": 1.5,
+        "denoise_s": 5.0,
+        "decode_s": 1.0,
+        "latency_s": None,
+    }
+
+
+def test_lines_are_whole_and_in_order() -> None:
+    done = subprocess.run([sys.executable, "-c", _LINES, "100"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0\n", "lines were lost"
+    assert done.stderr.splitlines() == [f"{'x' * 9000} {number}" for number in range(100)]
+
+
+@pytest.mark.parametrize("reader", ["gone", "asleep", "none"])
+def test_nobody_waits_for_a_reader(reader: str) -> None:
+    ours, theirs = os.pipe()
+    if reader == "gone":
+        os.close(ours)
+    command = [sys.executable, "-c", _LINES, "3000"]
+    if reader == "none":
+        command = ["sh", "-c", '"$@" 2>&-', "sh", *command]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60)
+    finally:
+        os.close(theirs)
+        if reader != "gone":
+            os.close(ours)
+    assert done.returncode == 0
+    # Of 3000 lines a pipe takes 7, and 1000 wait.
+    least, most = {"gone": (3000, 3000), "asleep": (1900, 2000), "none": (0, 2000)}[reader]
+    assert least <= int(done.stdout) <= most
