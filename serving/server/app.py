@@ -128,11 +128,16 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         check_model(name, front_end.model)
         return _model_card(name, front_end)
 
+    @app.get("/livez")
+    async def alive() -> Response:
+        return JSONResponse({"status": "alive"})
+
     @app.get("/health")
     async def health() -> Response:
         is_well = front_end.backend.health.value in ("ready", "starting")
         return JSONResponse({"status": front_end.backend.health.value}, 200 if is_well else 503)
 
+    @app.get("/readyz")
     @app.get("/ready")
     async def ready() -> Response:
         state = "draining" if front_end.is_draining else front_end.backend.health.value

@@ -23,7 +23,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 BODY_WITHIN_S, SEND_WITHIN_S = 10.0, 30.0
 _MOST_FILES = 4
 """Large bodies of one path that are read at the same time: each is in memory as a whole."""
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
+OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/health", "/ready", "/favicon.ico"})
 """Need no key: they tell nothing of anybody's requests. The page asks for the key and sends it with what it fetches."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 ANY_ADDRESS = "*"
@@ -115,6 +115,9 @@ class Guards:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # As GET; what called us leaves out the body.
+        if is_head := scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
         headers = _Headers(scope["headers"])
         given_id = headers.get("x-request-id")
         request_id = given_id if given_id and _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(8)
@@ -126,6 +129,9 @@ class Guards:
                 has_begun = True
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
                 self._on_answer(scope, message["status"], request_id)
+            elif is_head and message.get("more_body", False):
+                await send({"type": "http.response.body"})
+                raise _GoneError
             # A client that does not read what it is sent would hold it in memory for ever.
             await asyncio.wait_for(send(message), SEND_WITHIN_S)
 
@@ -223,7 +229,7 @@ async def answer(error: ApiError, send: Send) -> None:
 
 
 class _GoneError(Exception):
-    """The client has left before it had said what it wants."""
+    """The client has left before it had said what it wants, or has all that it asked for."""
 
 
 class _Headers:

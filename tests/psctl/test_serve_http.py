@@ -133,11 +133,23 @@ def test_models_health_and_metrics(http: httpx.Client, server: HttpServer) -> No
     assert http.get(f"/v1/models/{models[0]['id']}").json()["sizes"] == ["32x32", "64x32"]
     assert http.get("/v1/models/another").status_code == 404
     assert http.get("/health").json() == {"status": "ready"}
-    assert http.get("/ready").status_code == 200
+    assert [http.get(path).status_code for path in ("/livez", "/readyz", "/ready")] == [200] * 3
     before = server.metric('psctl_request_success_total{finished_reason="completed"}')
     http.post(GENERATIONS, json={**ASK, "n": 3}).raise_for_status()
     assert server.metric('psctl_request_success_total{finished_reason="completed"}') == before + 3
     assert server.metric("psctl_num_requests_running") == 0
+
+
+def test_head_is_get_without_a_body(http: httpx.Client) -> None:
+    named = [path for path, ways in http.get("/openapi.json").json()["paths"].items() if "get" in ways]
+    paths = [path for path in named if "{" not in path]
+    assert {"/livez", "/readyz", "/v1/models", "/v1/state/stream", "/v1/files"} <= set(paths)
+    for path in (*paths, "/", "/v1/models/another", "/v1/images/edits"):
+        # The client keeps its connection: what came after the head would be taken for the next answer's.
+        head = http.head(path)
+        with http.stream("GET", path) as answer:
+            assert (head.status_code, head.content) == (answer.status_code, b""), path
+            assert head.headers["content-type"] == answer.headers["content-type"], path
 
 
 def test_the_dashboard_asks_for_what_there_is(http: httpx.Client) -> None:
@@ -262,6 +274,8 @@ def test_a_signal_drains(model: Path, workspace: Path) -> None:
         until(lambda: server.metric("psctl_num_requests_running") == 1)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        probes = {path: httpx.get(f"{server.url}{path}").status_code for path in ("/livez", "/readyz", "/health")}
+        assert probes == {"/livez": 200, "/readyz": 503, "/health": 200}
         refused = httpx.post(f"{server.url}{GENERATIONS}", json=ASK)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         asking.join(60)

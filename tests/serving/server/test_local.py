@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import httpx
 import pytest
 
 from patchedserve.data.errors import UsageError
@@ -14,14 +15,22 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestRecord, RequestState, Stage
 from patchedserve.serving.engine.side_stages import SideStages
+from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.scheduler import Scheduler
 from patchedserve.serving.scheduling.systems import get_system
+from patchedserve.serving.server.app import make_app
 from patchedserve.serving.server.backend import FIRST_ID, Follower, Health
+from patchedserve.serving.server.batches.store import Batches
 from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.front_end import FrontEnd, Pricing
+from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.live import Live
 from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
+from patchedserve.serving.server.metrics import Metrics
+from patchedserve.serving.server.protocol import ModelFacts
 
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
@@ -62,6 +71,15 @@ async def is_taken(backend: LocalBackend, asked: Request, ending: Ending) -> boo
             raise
         return False
     return True
+
+
+async def probes(backend: LocalBackend, folder: Path) -> dict[str, int]:
+    """Statuses of what a server over this backend answers to those who look after it."""
+    facts = ModelFacts("tiny", ModelDefaults(6, 3.0, SIZE, (SIZE,)))
+    front_end = FrontEnd(facts, Limits(), backend, Pricing(None, lambda _: None, lambda _: None))
+    app = make_app(front_end, Metrics((SIZE,), backend), Live(front_end), Batches(folder, front_end, 1))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://psctl") as client:
+        return {path: (await client.get(path)).status_code for path in ("/livez", "/readyz", "/health")}
 
 
 def run(work: Callable[[LocalBackend], Coroutine[Any, Any, None]], model: ServedModel) -> None:
@@ -156,7 +174,7 @@ def test_after_a_crash_the_next_engine_serves(
     run(work, model)
 
 
-def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     crashes = bombed(monkeypatch, lambda states: True)
 
     async def work(backend: LocalBackend) -> None:
@@ -171,6 +189,7 @@ def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.Mo
         assert len(crashes) == MAX_RESTARTS + 1
         assert "has crashed 4 times" in told[0]
         assert backend.health is Health.STOPPED
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 503}
 
     run(work, model)
 
@@ -189,7 +208,18 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Ev
     return is_held, goes_on
 
 
-def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_loads_is_alive_and_not_ready(model: ServedModel, tmp_path: Path) -> None:
+    async def whole() -> None:
+        backend = LocalBackend(LocalSetup(model, get_system("patched-fcfs")))
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 200}
+        await backend.start()
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 200, "/health": 200}
+        await backend.stop()
+
+    asyncio.run(whole())
+
+
+def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     is_held, goes_on = held(monkeypatch)
 
     async def work(backend: LocalBackend) -> None:
@@ -199,6 +229,7 @@ def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch) ->
         assert backend.health is Health.READY
         backend._last_step_s -= 1000
         assert backend.health is Health.STALLED
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 503}
         goes_on.set()
         assert (await ending.ended)[0].status == "completed"
         assert backend.health is Health.READY
