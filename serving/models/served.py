@@ -27,6 +27,7 @@ from ..core.timing import finish_stream
 from ..editing.start import begin_edit
 from ..editing.trajectory import begin_on
 from ..families import Decode, Family
+from ..families.decoder import FiniteDecoder
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..samplers.batched import choose_sampler
@@ -95,7 +96,7 @@ class ServedModel:
         self.denoiser = denoiser_of(pipe)
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype
-        self._decode = decode or (lambda latents: pipe.vae.decode(latents, return_dict=False)[0])
+        self._decode: Decode = FiniteDecoder(pipe.vae, decode)
         self.unbatched = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[1]
         self.prompts = PromptCache(options.prompt_cache_mb << 20) if options.prompt_cache_mb else None
         self.reuse = TemplateReuse(
@@ -259,7 +260,7 @@ class ServedModel:
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> "Image":
-        """Turn the final latents of one request into its image."""
+        """Turn the final latents of one request into its image. Raises RunError: it is not finite."""
         return self.family.decode(latents.to(self.dtype), self._decode)[0]
 
     def close(self) -> None:

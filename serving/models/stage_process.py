@@ -23,6 +23,7 @@ from ..core.prepared import describe
 from ..core.processes import start_process
 from ..core.threads import compute_alone
 from ..families import Decode, Family
+from ..families.decoder import FiniteDecoder
 from .channel import Channel
 
 _ENTRY = f"{__package__}.stage:run"
@@ -187,7 +188,7 @@ def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family]]) -> int
             channel.receive()
             channel.send(_Failed(str(error)))
         return error.exit_code
-    device = pipe.vae.device
+    device, decoder = pipe.vae.device, FiniteDecoder(pipe.vae)
 
     def encode(pixels: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator("cpu")
@@ -195,7 +196,7 @@ def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family]]) -> int
         return family.encode(pixels.to(device), generator), generator.get_state()
 
     def decode(latents: torch.Tensor) -> list[np.ndarray[Any, Any]]:
-        images = family.decode(latents.to(device), lambda scaled: pipe.vae.decode(scaled, return_dict=False)[0])
+        images = family.decode(latents.to(device), decoder)
         return [np.asarray(image) for image in images]
 
     functions: dict[str, Callable[..., Any]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from patchedserve.data.requests import Request
@@ -204,3 +205,17 @@ def test_ranks_that_cannot_be(generate: RunPsctl, options: str, said: str) -> No
     done = generate("a hat", "-r", "32", *options.split())
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"Error: {said}")
+
+
+@pytest.mark.parametrize("stages", ["threads", "processes"])
+def test_an_image_that_is_not_finite_is_no_image(run_psctl: RunPsctl, tmp_path: Path, stages: str) -> None:
+    pipe = tiny_sd3()
+    with torch.no_grad():
+        pipe.vae.decoder.conv_norm_out.weight.mul_(3e38)
+    model = save_tiny(tmp_path / "model", pipe, num_inference_steps=2)
+    options = ("--model", model, "-r", "32", "--stages", stages, "--dtype", "bfloat16", "-q", "-o", "a.png")
+    done = run_psctl("generate", "a cat", *options)
+    assert (done.returncode, done.stdout.count("failed")) == (1, 1)
+    assert len(done.stderr.splitlines()) == 1
+    assert "the image is not finite in bfloat16, nor in float32" in done.stderr
+    assert not (tmp_path / "a.png").exists()

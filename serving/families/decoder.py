@@ -1,0 +1,49 @@
+"""An autoencoder's way from latents to images, which are finite."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...data.errors import RunError
+from . import Decode
+
+
+class FiniteDecoder:
+    """See `Decode`: an image that is not finite, which would be black or grey, is decoded once more in float32.
+
+    Args:
+        vae: diffusers' autoencoder.
+        decode: does its part; None for its own.
+    """
+
+    def __init__(self, vae: Any, decode: Decode | None = None) -> None:
+        self._vae, self._decode = vae, decode or _decode_of(vae)
+        self._in_float32: Decode | None = None
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        """Raises RunError: the latents or the image are not finite, with all that can be done."""
+        image = self._decode(latents)
+        if _is_finite(image):
+            return image
+        dtype = str(latents.dtype).removeprefix("torch.")
+        if not _is_finite(latents):
+            raise RunError(f"the latents are not finite: denoising has overflowed in {dtype}, or weights are damaged")
+        if latents.dtype != torch.float32:
+            if self._in_float32 is None:
+                # Kept: an autoencoder that overflows once does so again.
+                self._in_float32 = _decode_of(copy.deepcopy(self._vae).float())
+            image = self._in_float32(latents.float())
+            if _is_finite(image):
+                return image
+        tried = dtype if latents.dtype == torch.float32 else f"{dtype}, nor in float32"
+        raise RunError(f"the image is not finite in {tried}: the autoencoder overflows, or its weights are damaged")
+
+
+def _decode_of(vae: Any) -> Decode:
+    return lambda latents: vae.decode(latents, return_dict=False)[0]
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
