@@ -7,12 +7,13 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
 from .errors import ApiError
+from .large_bodies import LargeBodies
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -21,8 +22,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_WITHIN_S, SEND_WITHIN_S = 10.0, 30.0
-_MOST_FILES = 4
-"""Large bodies of one path that are read at the same time: each is in memory as a whole."""
+LEAST_SENT, SENT_WITHIN_S = 16_384, 5.0
+"""Bytes of a large body that a client sends in so many seconds."""
 OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/health", "/ready", "/favicon.ico"})
 """Need no key: they tell nothing of anybody's requests. The page asks for the key and sends it with what it fetches."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -41,14 +42,6 @@ class Caller:
 
     request_id: str
     key: str
-
-
-@dataclass(frozen=True, slots=True)
-class LargeBody:
-    """What may be posted to a path that takes more than JSON: so many bytes, within so many seconds."""
-
-    most_bytes: int
-    within_s: float
 
 
 class Keys:
@@ -103,13 +96,12 @@ class Guards:
         keys: Keys,
         hosts: Sequence[str] | None,
         max_body: int,
-        large_paths: MutableMapping[str, LargeBody] | None = None,
+        large_paths: MutableMapping[str, LargeBodies] | None = None,
         on_answer: Callable[[Scope, int, str], None] = lambda scope, status, request_id: None,
     ) -> None:
         self._app, self._keys = app, keys
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._max_body, self._large_paths, self._on_answer = max_body, large_paths or {}, on_answer
-        self._rooms = {path: asyncio.Semaphore(_MOST_FILES) for path in self._large_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -146,11 +138,8 @@ class Guards:
             )
             scope.setdefault("state", {})[_STATE_KEY] = Caller(request_id, owner)
             async with contextlib.AsyncExitStack() as room:
-                if self._is_large(scope):
-                    await room.enter_async_context(self._rooms[scope["path"]])
-                await self._app(
-                    scope, _Replay(await self._read(scope, headers, receive), receive, room.aclose), guarded_send
-                )
+                body = await self._read(scope, headers, receive, owner, room)
+                await self._app(scope, _Replay(body, receive, room.aclose), guarded_send)
         except ApiError as error:
             if has_begun:
                 raise
@@ -167,9 +156,6 @@ class Guards:
         if origin is not None and origin.partition("://")[2] != host:
             raise ApiError(403, "pages of other sites may not ask", code="origin_not_allowed")
 
-    def _is_large(self, scope: Scope) -> bool:
-        return scope["method"] == "POST" and scope["path"] in self._large_paths
-
     def _is_ours(self, name: str) -> bool:
         assert self._hosts is not None
         if name in self._hosts:
@@ -179,15 +165,17 @@ class Guards:
         except ValueError:
             return False
 
-    async def _read(self, scope: Scope, headers: "_Headers", receive: Receive) -> bytes:
-        """The whole body, which is small. Raises ApiError: it is too large or too slow, or compressed."""
+    async def _read(
+        self, scope: Scope, headers: "_Headers", receive: Receive, owner: str, room: contextlib.AsyncExitStack
+    ) -> bytes:
+        """The whole body; of a large one with a room, until that is left. Raises ApiError: it is too large or too slow,
+        or compressed, or there is no room.
+        """
         encoding = headers.get("content-encoding")
         if encoding is not None and encoding.lower() != "identity":
             raise ApiError(415, "the body must not be compressed", code="unsupported_content_encoding")
-        most, within_s = self._max_body, BODY_WITHIN_S
-        if self._is_large(scope):
-            large = self._large_paths[scope["path"]]
-            most, within_s = large.most_bytes, large.within_s
+        large = self._large_paths.get(scope["path"]) if scope["method"] == "POST" else None
+        most, within_s = (self._max_body, BODY_WITHIN_S) if large is None else (large.most_bytes, large.within_s)
         too_large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
         length = headers.get("content-length")
         if length is not None and headers.get("transfer-encoding") is not None:
@@ -195,21 +183,44 @@ class Guards:
             raise ApiError(400, "Content-Length and Transfer-Encoding are both there", code="invalid_http")
         if length is not None and length.isascii() and length.isdigit() and int(length[:20]) > most:
             raise too_large
+        hold = None if large is None else room.enter_context(large.holding(owner))
         parts, size = [], 0
         try:
             async with asyncio.timeout(within_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _GoneError
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
+                async for part in _parts(receive, None if large is None else LEAST_SENT):
+                    size += len(part)
                     if size > most:
                         raise too_large
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+                    if hold is not None:
+                        hold(len(part))
+                    parts.append(part)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {within_s:g} s", code="body_too_slow") from None
+        if large is not None:
+            await room.enter_async_context(large.room(owner))
+        return b"".join(parts)
+
+
+async def _parts(receive: Receive, least: int | None) -> AsyncIterator[bytes]:
+    """The parts of a body. Raises ApiError: fewer bytes than the least have come within `SENT_WITHIN_S`."""
+    loop = asyncio.get_running_loop()
+    until_s, size, has_more = loop.time() + SENT_WITHIN_S, 0, True
+    while has_more:
+        try:
+            async with asyncio.timeout_at(None if least is None else until_s):
+                message = await receive()
+        except TimeoutError:
+            assert least is not None
+            if size < least:
+                slow = f"of the body fewer than {least:,} bytes have come within {SENT_WITHIN_S:g} s"
+                raise ApiError(408, slow, code="body_too_slow") from None
+            until_s, size = loop.time() + SENT_WITHIN_S, 0
+            continue
+        if message["type"] == "http.disconnect":
+            raise _GoneError
+        part, has_more = message.get("body", b""), message.get("more_body", False)
+        size += len(part)
+        yield part
 
 
 def caller_of(scope: Scope) -> Caller:

@@ -17,7 +17,8 @@ from .batches.store import MAX_FILE_BYTES, Batches
 from .connections import TimedConnection
 from .edits import EDITS, MAX_EDIT_BYTES
 from .front_end import FrontEnd
-from .guards import ANY_ADDRESS, LOOPBACK, Guards, Keys, LargeBody, Scope
+from .guards import ANY_ADDRESS, LOOPBACK, Guards, Keys, Scope
+from .large_bodies import LargeBodies
 from .live import Live
 from .log_stream import lossy_stderr
 from .metrics import Metrics
@@ -118,7 +119,7 @@ async def serve_forever(
         keys=Keys(address.keys),
         hosts=address.hosts,
         max_body=front_end.limits.max_body_bytes,
-        large_paths={FILES: LargeBody(MAX_FILE_BYTES, 300.0), EDITS: LargeBody(MAX_EDIT_BYTES, 30.0)},
+        large_paths={FILES: LargeBodies(MAX_FILE_BYTES, 300.0), EDITS: LargeBodies(MAX_EDIT_BYTES, 30.0)},
         on_answer=on_answer,
     )
     config = uvicorn.Config(

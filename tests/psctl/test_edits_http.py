@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -196,6 +197,17 @@ def test_more_edits_at_a_time_than_bodies_are_read(http: httpx.Client) -> None:
             assert http.delete(f"{GENERATIONS}/{name}").status_code == 200
         until(lambda: http.get("/v1/state").json()["requests"] == [])
         assert {http.get(f"{GENERATIONS}/{name}").json()["status"] for name in names} == {"cancelled"}
+
+
+def test_connections_that_send_nothing_block_no_edit(http: httpx.Client, server: HttpServer) -> None:
+    with ExitStack() as idle:
+        for path in (EDITS, "/v1/files") * 12:
+            raw = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=40)
+            idle.enter_context(raw).sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode())
+            raw.sendall(b"Content-Type: multipart/form-data; boundary=a\r\nContent-Length: 40000000\r\n\r\n--a")
+        assert http.post(EDITS, **form(), timeout=25).status_code == 200
+        files = {"file": ("a.jsonl", b'{"custom_id": "a", "body": {"prompt": "a cat"}}'), "purpose": (None, "batch")}
+        assert http.post("/v1/files", files=files, timeout=25).status_code == 200
 
 
 def test_wrong_forms(http: httpx.Client) -> None:

@@ -1,16 +1,23 @@
-"""Who may ask by which name, and connections whose client does not read."""
+"""Who may ask by which name, and connections whose client does not read, or does not send."""
 
 import asyncio
+import json
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 
-from patchedserve.serving.server import connections
+from patchedserve.serving.server import connections, guards, large_bodies
 from patchedserve.serving.server.connections import TimedConnection
-from patchedserve.serving.server.guards import Guards, Keys, Receive, Scope, Send
+from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.guards import App, Guards, Keys, Receive, Scope, Send
+from patchedserve.serving.server.large_bodies import LargeBodies
 from patchedserve.serving.server.run import Address
 
 from ...support.waits import until
@@ -89,3 +96,123 @@ def test_who_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         await serving
 
     asyncio.run(whole())
+
+
+@contextmanager
+def guarded(app: App, *keys: str) -> Iterator[int]:
+    """A server whose path `/large` takes up to 1,000,000 bytes; gives its port."""
+    large = {"/large": LargeBodies(1_000_000, 60.0)}
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        Guards(app, keys=Keys(keys), hosts=None, max_body=100, large_paths=large),
+        http=TimedConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+    )
+    server = uvicorn.Server(config)
+    serving = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    serving.start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        serving.join()
+
+
+async def says_how_much(scope: Scope, receive: Receive, send: Send) -> None:
+    body = str(len((await receive())["body"])).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def begun(port: int, length: int) -> socket.socket:
+    """A connection that has sent the head of a large body, and one byte."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    connection.sendall(b"POST /large HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\nx" % length)
+    return connection
+
+
+def said(connection: socket.socket) -> tuple[int, bytes]:
+    """The status and the body of what comes until the connection is closed."""
+    parts = []
+    while part := connection.recv(65_536):
+        parts.append(part)
+    head, _, body = b"".join(parts).partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+def test_those_who_send_nothing_are_in_nobodys_way() -> None:
+    with ExitStack() as idle, guarded(says_how_much) as port:
+        connections = [idle.enter_context(begun(port, 900_000)) for _ in range(24)]
+        for _ in range(3):
+            answer = httpx.post(f"http://127.0.0.1:{port}/large", content=bytes(800_000), timeout=20)
+            assert (answer.status_code, answer.text) == (200, "800000")
+        # What they have begun they may end.
+        connections[5].sendall(bytes(899_999))
+        assert connections[5].recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+def test_those_who_send_slowly_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "SENT_WITHIN_S", 1.0)
+    monkeypatch.setattr(guards, "LEAST_SENT", 100)
+    with guarded(says_how_much) as port, begun(port, 1_000) as idle, begun(port, 100_000) as slow:
+        with begun(port, 1_001) as steady:
+            start = time.monotonic()
+            for part in range(100):
+                # It would write to a closed connection later.
+                slow.sendall(b"x" if part < 25 else b"")
+                steady.sendall(bytes(10))
+                time.sleep(0.02)
+            assert time.monotonic() - start > 1.5, "or nothing was slow"
+            assert steady.recv(65_536).startswith(b"HTTP/1.1 200")
+        for connection in (idle, slow):
+            status, body = said(connection)
+            assert (status, json.loads(body)["error"]["code"]) == (408, "body_too_slow")
+
+
+def test_a_key_waits_for_its_own_bodies_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_bodies, "ROOM_WITHIN_S", 0.2)
+    waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        if (await receive())["body"] == b"wait":
+            waiting.append((asyncio.get_running_loop(), asyncio.Event()))
+            await waiting[-1][1].wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    def posted(port: int, key: str, body: bytes) -> tuple[int, str]:
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.post(f"http://127.0.0.1:{port}/large", content=body, headers=headers, timeout=20)
+        return answer.status_code, answer.json()["error"]["code"] if answer.is_error else ""
+
+    with guarded(waits, "a", "b") as port:
+        posting = [threading.Thread(target=posted, args=(port, "a", b"wait")) for _ in range(4)]
+        for each in posting:
+            each.start()
+        until(lambda: len(waiting) == 4)
+        assert posted(port, "a", b"now") == (429, "too_many_uploads")
+        assert posted(port, "b", b"now") == (200, "")
+        for loop, event in waiting:
+            loop.call_soon_threadsafe(event.set)
+        for each in posting:
+            each.join()
+        assert posted(port, "a", b"now") == (200, "")
+
+
+def test_a_key_does_not_fill_the_memory_of_others() -> None:
+    large = LargeBodies(1_000, 30.0)
+    with ExitStack() as sent:
+        for _ in range(3):
+            sent.enter_context(large.holding("a"))(1_000)
+        with large.holding("a") as hold, pytest.raises(ApiError, match="too much is being sent") as caught:
+            hold(1)
+        assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "30")
+        with large.holding("b") as hold:
+            hold(600)
+            hold(400)
+            with large.holding("c") as third, pytest.raises(ApiError):
+                third(1)
+    with large.holding("a") as hold:
+        hold(3_000)
