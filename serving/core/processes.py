@@ -30,7 +30,7 @@ def start_process(entry: str, *arguments: Any, device: str, name: str) -> BasePr
         entry: what it does, as `module:function`, which returns the exit code, or None for 0. Threads that are left
             then are not waited for.
         arguments: of the function; they are pickled, and may be sockets and connections.
-        device: what it computes on.
+        device: what it computes on; "none" for one that needs no torch.
         name: what it is called, also by the system's tools.
     """
     process = _context_for(device).Process(target=_begin, args=(entry, name, *arguments), name=name, daemon=True)

@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 
 from .batches.api import batch_routes
 from .batches.store import Batches
-from .edits import EDITS, edit_in
+from .edit_processes import EditProcesses
+from .edits import EDITS, form_in
 from .errors import ApiError, cancelled
 from .front_end import FrontEnd
 from .guards import caller_of
@@ -32,6 +33,7 @@ Result = TypeVar("Result")
 
 def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches) -> FastAPI:
     """The API over a front end."""
+    edits = EditProcesses(front_end.model, front_end.limits)
     app = FastAPI(title="psctl", summary="OpenAI's images API over the patch engine", docs_url=None, redoc_url=None)
 
     @app.exception_handler(ApiError)
@@ -72,7 +74,10 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     )
     async def edit(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
-        return await answered(request, await edit_in(request, front_end.model, front_end.limits), arrival_s)
+        parts = await form_in(request, front_end.limits)
+        wanted = await _unless_left(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
+        await caller_of(request.scope).leave_room()
+        return await answered(request, wanted, arrival_s)
 
     async def answered(request: Request, wanted: Generation, arrival_s: float) -> Response:
         caller = caller_of(request.scope)

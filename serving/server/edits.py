@@ -8,10 +8,8 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -45,15 +43,23 @@ _VALUES = (
 _VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
 _FORMATS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF.{4}WEBP", re.DOTALL)
 """How OpenAI's formats begin. Pillow knows many more, some of which run other programs."""
+_MOST_SCANS, _MOST_PIECES = 100, 50_000
+"""Scans of a JPEG file, each of which costs a pass over the image, and pieces of a file (segments, chunks) that are
+looked at one by one; programs write some ten, and some thousands.
+"""
+_JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
+_EOI, _SOS, _WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
 _PARAM = re.compile("(?:the )?(image|mask|strength|feather_px|template_kind)")
 """How messages about edits begin: with the field."""
+Part = str | bytes
+"""Of a form: text, or the bytes of a file."""
 
 
-async def edit_in(request: Request, model: ModelFacts, limits: Limits) -> Generation:
-    """The edit that a request asks for.
+async def form_in(request: Request, limits: Limits) -> list[tuple[str, Part]]:
+    """The parts of the form that a request brings, by name.
 
     Raises:
-        ApiError: the body is no form (415, or 400 where it is damaged), and what `parse_edit` raises.
+        ApiError: the body is no form (415), or a damaged one (400).
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
@@ -62,23 +68,19 @@ async def edit_in(request: Request, model: ModelFacts, limits: Limits) -> Genera
     most = limits.max_body_bytes
     try:
         async with request.form(max_files=_MOST_PARTS, max_fields=_MOST_PARTS, max_part_size=most) as form:
-            parts = [(name, part if isinstance(part, str) else await part.read()) for name, part in form.multi_items()]
+            return [(name, part if isinstance(part, str) else await part.read()) for name, part in form.multi_items()]
     except (HTTPException, UnicodeError) as error:
         reason = error.detail if isinstance(error, HTTPException) else str(error)
         raise invalid(f"the body is not a valid form: {reason}", code="invalid_form") from None
-    # Decoding takes some time.
-    return await run_in_threadpool(
-        partial(parse_edit, parts, model, limits, header_slo=request.headers.get("x-slo-seconds"))
-    )
 
 
 def parse_edit(
-    parts: Sequence[tuple[str, str | bytes]], model: ModelFacts, limits: Limits, *, header_slo: str | None = None
+    parts: Sequence[tuple[str, Part]], model: ModelFacts, limits: Limits, *, header_slo: str | None = None
 ) -> Generation:
     """Check an edit, and decode its image and its mask.
 
     Args:
-        parts: of the form, by name: text, or the bytes of a file.
+        parts: of the form, by name.
         model, limits, header_slo: see `protocol.parse_generation`.
 
     Raises:
@@ -132,7 +134,7 @@ def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateS
     return TemplateSpec(prompt, seed, kind) if reuse else None
 
 
-def _by_name(parts: Sequence[tuple[str, str | bytes]]) -> dict[str, Any]:
+def _by_name(parts: Sequence[tuple[str, Part]]) -> dict[str, Any]:
     """The parts of a form as JSON would have them."""
     images = [part for name, part in parts if name in ("image", "image[]")]
     if len(images) > 1:
@@ -153,7 +155,41 @@ def _by_name(parts: Sequence[tuple[str, str | bytes]]) -> dict[str, Any]:
 
 
 def _size_of(content: bytes, name: str, model: ModelFacts, limits: Limits) -> Resolution:
-    """The size of an image file by its header. Raises ApiError: it is of no format or size that is taken."""
+    """The size of an image file by its header. Raises ApiError: it is of no format or size that is taken, or of so many
+    pieces that decoding it takes far longer than its pixels do.
+    """
     if not _FORMATS.match(content):
         raise invalid(f"{name} is no PNG, JPEG or WebP file", name)
+    if content.startswith(b"\xff"):
+        _check_jpeg(content, name)
+    else:
+        _check_chunks(content, name)
     return check_size(Resolution(*size_of(content, name, limits.max_pixels)), name, model, limits)
+
+
+def _check_jpeg(content: bytes, name: str) -> None:
+    """Raises ApiError: the file has too many segments or scans before its first image ends."""
+    at, num_segments, num_scans = 0, 0, 0
+    # Between segments, and in a scan's own data, everything up to the next marker is passed over, as decoders do.
+    while (marker := _JPEG_MARKER.search(content, at)) and marker[1][0] != _EOI:
+        kind, at = marker[1][0], marker.end()
+        if kind not in _WITHOUT_LENGTH:
+            at += int.from_bytes(content[at : at + 2])
+        num_segments, num_scans = num_segments + 1, num_scans + (kind == _SOS)
+        if num_scans > _MOST_SCANS:
+            raise invalid(f"{name} has more than {_MOST_SCANS} scans", name)
+        if num_segments > _MOST_PIECES:
+            raise invalid(f"{name} has more than {_MOST_PIECES:,} segments", name)
+
+
+def _check_chunks(content: bytes, name: str) -> None:
+    """Raises ApiError: a PNG or WebP file has too many chunks."""
+    at, order, extra = (8, "big", 12) if content.startswith(b"\x89") else (12, "little", 8)
+    for _ in range(_MOST_PIECES):
+        if at >= len(content):
+            return
+        length_at = at if order == "big" else at + 4
+        length = int.from_bytes(content[length_at : length_at + 4], order)
+        # Those of WebP begin at even places.
+        at += extra + length + (length % 2 if order == "little" else 0)
+    raise invalid(f"{name} has more than {_MOST_PIECES:,} chunks", name)

@@ -1,6 +1,7 @@
 """Errors of the API: a JSON object with message, type, parameter and code, as OpenAI's clients read them."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -31,6 +32,10 @@ class ApiError(Exception):
         # It may be a key of the client's JSON: halves of surrogate pairs cannot be sent.
         self.param = None if param is None else param.encode("utf-8", "backslashreplace").decode()
         self.headers = dict(headers or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As exceptions are pickled, arguments by name would be left out.
+        return partial(ApiError, code=self.code, param=self.param, headers=self.headers), (self.status, self.message)
 
     def to_json(self) -> dict[str, Any]:
         """The body of the answer, or of an event of a stream."""

@@ -38,10 +38,17 @@ _MOST_HEAD = 32_768
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is, for what comes behind the guards: the id of the request, and a digest of the key."""
+    """Whose request it is, for what comes behind the guards.
+
+    Attributes:
+        request_id: of the request.
+        key: a digest of the key.
+        leave_room: lets the next large body in: this one is taken apart. Else the end of the answer does.
+    """
 
     request_id: str
     key: str
+    leave_room: Callable[[], Awaitable[None]]
 
 
 class Keys:
@@ -136,10 +143,10 @@ class Guards:
                 if scope["path"] in OPEN_PATHS or _IMAGE_PATH.fullmatch(scope["path"])
                 else self._keys.owner(headers.get("authorization"))
             )
-            scope.setdefault("state", {})[_STATE_KEY] = Caller(request_id, owner)
             async with contextlib.AsyncExitStack() as room:
+                scope.setdefault("state", {})[_STATE_KEY] = Caller(request_id, owner, room.aclose)
                 body = await self._read(scope, headers, receive, owner, room)
-                await self._app(scope, _Replay(body, receive, room.aclose), guarded_send)
+                await self._app(scope, _Replay(body, receive), guarded_send)
         except ApiError as error:
             if has_begun:
                 raise
@@ -257,20 +264,16 @@ class _Headers:
 
 
 class _Replay:
-    """Gives the body that was read, then what comes after it: that the client has left.
+    """Gives the body that was read, then what comes after it: that the client has left."""
 
-    Whoever asks for that has done with the body, and only waits for images: `leave` lets the next large body in.
-    """
-
-    def __init__(self, body: bytes, receive: Receive, leave: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
-        self._receive, self._leave = receive, leave
+        self._receive = receive
 
     async def __call__(self) -> Message:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await self._leave()
         return await self._receive()
 
 

@@ -10,7 +10,7 @@ from .errors import overloaded
 
 _MOST_WHOLE, _MOST_OF_KEY = 4, 3
 """So many bodies of full length are in memory together, and so many of one key: others always have a place."""
-_MOST_ROOMS = 4
+_MOST_ROOMS = 3
 ROOM_WITHIN_S = 10.0
 
 

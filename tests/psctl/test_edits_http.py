@@ -39,6 +39,15 @@ def huge_png() -> bytes:
 
 
 FILES: dict[str, Any] = {"image": file_of(IMAGE), "mask": file_of(MASK)}
+
+
+def many_scans() -> bytes:
+    """A JPEG file that a decoder goes over as often as it says."""
+    file = file_of(IMAGE, "JPEG", progressive=True)
+    last = file.rindex(b"\xff\xda")
+    return file[:last] + file[last:-2] * 100_000 + file[-2:]
+
+
 TRANSPARENT = np.dstack([IMAGE, np.where(MASK, 0, 255).astype(np.uint8)])
 NOISE = np.random.default_rng(0).integers(0, 256, (700, 700, 3), np.uint8)
 TWO_FRAMES = {"save_all": True, "append_images": [Image.fromarray(IMAGE[::-1])]}
@@ -50,6 +59,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"image": file_of(IMAGE, "PNG", **TWO_FRAMES)}, "image", "invalid_value", "an animation of 2 images"),
     ({"image": FILES["image"][:2000]}, "image", "invalid_value", "image: damaged image"),
     ({"image": huge_png()}, "image", "invalid_value", "image"),
+    ({"image": many_scans()}, "image", "invalid_value", "image has more than 100 scans"),
     (
         {"image": file_of(NOISE[:500, :500])},
         "image",

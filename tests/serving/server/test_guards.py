@@ -188,10 +188,10 @@ def test_a_key_waits_for_its_own_bodies_only(monkeypatch: pytest.MonkeyPatch) ->
         return answer.status_code, answer.json()["error"]["code"] if answer.is_error else ""
 
     with guarded(waits, "a", "b") as port:
-        posting = [threading.Thread(target=posted, args=(port, "a", b"wait")) for _ in range(4)]
+        posting = [threading.Thread(target=posted, args=(port, "a", b"wait")) for _ in range(3)]
         for each in posting:
             each.start()
-        until(lambda: len(waiting) == 4)
+        until(lambda: len(waiting) == 3)
         assert posted(port, "a", b"now") == (429, "too_many_uploads")
         assert posted(port, "b", b"now") == (200, "")
         for loop, event in waiting:

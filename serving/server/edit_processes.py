@@ -1,0 +1,131 @@
+"""Forms with images are taken apart in processes of their own, with limits that no file of a client gets around.
+
+A decoder can be made to work for minutes by a file of some megabytes, and to take any memory. No torch.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ..core.processes import start_process
+from .edits import Part, parse_edit
+from .errors import ApiError, invalid, overloaded
+from .limits import Limits
+from .protocol import Generation, ModelFacts
+
+_ENTRY = f"{__name__}:serve"
+_MOST_PROCESSES = 4
+"""More than bodies of one key that are taken apart at a time."""
+ANSWER_WITHIN_S = 60.0
+_NICENESS = 10
+
+
+class EditProcesses:
+    """Processes that do what `parse_edit` does. Each is started when it is first needed, and stays.
+
+    Args:
+        model, limits: see `parse_edit`.
+        decode_s: seconds of processor time that a form may take.
+        most_bytes: of memory that it may take.
+    """
+
+    def __init__(self, model: ModelFacts, limits: Limits, *, decode_s: int = 10, most_bytes: int = 2 << 30) -> None:
+        self._known = model, limits, decode_s, most_bytes
+        self._free = asyncio.Semaphore(_MOST_PROCESSES)
+        self._idle: list[_Process] = []
+        self._pool = ThreadPoolExecutor(_MOST_PROCESSES, thread_name_prefix="psctl-edits")
+
+    async def parse(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation:
+        """See `parse_edit`; cancelling it ends its process.
+
+        Raises:
+            ApiError: as `parse_edit`, or its images take too much time or memory (400), or the machine does (429).
+        """
+        async with self._free:
+            process = self._idle.pop() if self._idle else _Process(*self._known)
+            work = asyncio.get_running_loop().run_in_executor(self._pool, process.ask, parts, header_slo)
+            try:
+                async with asyncio.timeout(ANSWER_WITHIN_S):
+                    answer = await work
+            except TimeoutError:
+                process.kill()
+                raise overloaded("the images could not be decoded in time", "too_many_uploads", 10.0) from None
+            except BaseException:
+                process.kill()
+                raise
+            self._idle.append(process)
+            if isinstance(answer, ApiError):
+                raise answer
+            return answer
+
+
+class _Process:
+    """One process; after an error it is not to be used any more."""
+
+    def __init__(self, model: ModelFacts, limits: Limits, decode_s: int, most_bytes: int) -> None:
+        self._known = model, limits, decode_s, most_bytes
+        self._started: tuple[BaseProcess, Connection] | None = None
+
+    def ask(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
+        """What `parse_edit` returns or raises. Raises ApiError: the form has ended the process; RuntimeError: a defect
+        has.
+        """
+        if self._started is None:
+            ours, theirs = Pipe()
+            with theirs:
+                process = start_process(_ENTRY, theirs, *self._known, device="none", name="psctl-edits")
+            self._started = process, ours
+        process, connection = self._started
+        try:
+            connection.send((parts, header_slo))
+            return connection.recv()
+        except (EOFError, OSError):
+            process.join()
+            code = process.exitcode or 0
+            if code == -signal.SIGXCPU:
+                too_long = f"the images take more than {self._known[2]} s of a processor to decode"
+                raise invalid(too_long, "image") from None
+            if code < 0:
+                raise invalid(f"the images end their decoder ({signal.Signals(-code).name})", "image") from None
+            raise RuntimeError(f"the process that decodes images has ended with exit code {code}") from None
+
+    def kill(self) -> None:
+        """End it; whoever waits for its answer does so no longer."""
+        if self._started is not None:
+            self._started[0].kill()
+
+
+def serve(connection: Connection, model: ModelFacts, limits: Limits, decode_s: int, most_bytes: int) -> None:
+    """What a process does, until nobody is there any more."""
+    # Steps of those that draw come first.
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        # Beyond what the interpreter and its libraries have mapped.
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + most_bytes,) * 2)
+    answer: Any
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            parts, header_slo = connection.recv()
+            until_s = math.ceil(time.process_time()) + decode_s
+            resource.setrlimit(resource.RLIMIT_CPU, (until_s, resource.RLIM_INFINITY))
+            try:
+                answer = parse_edit(parts, model, limits, header_slo=header_slo)
+            except ApiError as error:
+                answer = error
+            except MemoryError:
+                answer = invalid(f"the images take more than {most_bytes / (1 << 30):g} GiB to decode", "image")
+            connection.send(answer)
