@@ -134,6 +134,12 @@ class Engine:
         """Pixels times steps that are still to be taken."""
         return self._scheduler.pixel_steps
 
+    def is_late(self, least_s: float, times: float) -> bool:
+        """Whether preparing or decoding one request takes longer than so many seconds, and so many times as long as the
+        last one; any thread may ask.
+        """
+        return self._stages.is_late(least_s, times)
+
     def start(self) -> None:
         """Start the stage threads and set the engine's clock to 0. `run` does it if it has not been done.
 

@@ -110,6 +110,11 @@ class SideStages:
         recording = None if self.recorder is None else self.recorder.error
         return self._prepare.error or self._postprocess.error or self._collect.error or recording
 
+    def is_late(self, least_s: float, times: float) -> bool:
+        """Whether a stage is; see `Pulse.is_late`."""
+        stages = (self._prepare, self._postprocess, self._collect)
+        return any(stage.pulse.is_late(least_s, times) for stage in stages)
+
     @property
     def is_due(self) -> bool:
         """Whether `serve` has something to do."""

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -21,14 +22,36 @@ def _stream_of(name: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Pulse:
+    """Whether work goes on: how long the present item takes, beside the one before. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._last_s = 0.0
+
+    def __enter__(self) -> None:
+        self._since_s = time.monotonic()
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._since_s is not None
+        self._last_s, self._since_s = time.monotonic() - self._since_s, None
+
+    def is_late(self, least_s: float, times: float) -> bool:
+        """Whether the present item takes longer than so many seconds, and so many times as long as the one before."""
+        since_s = self._since_s
+        return since_s is not None and time.monotonic() - since_s > max(least_s, times * self._last_s)
+
+
 class Stage(Protocol[Taken]):
     """Serves items one by one, first come, first served.
 
     Attributes:
         error: what has ended it.
+        pulse: of its work.
     """
 
     error: BaseException | None
+    pulse: Pulse
 
     def start(self) -> None:
         """Begin to serve."""
@@ -54,6 +77,7 @@ class InlineStage(Generic[Item]):
         self._work = work
         self._queue: deque[Item] = deque()
         self.error: BaseException | None = None
+        self.pulse = Pulse()
 
     @property
     def is_due(self) -> bool:
@@ -74,7 +98,8 @@ class InlineStage(Generic[Item]):
     def serve(self) -> None:
         """Serve what is queued, and what is queued meanwhile."""
         while self._queue:
-            self._work(self._queue.popleft())
+            with self.pulse:
+                self._work(self._queue.popleft())
 
     def finish(self) -> None:
         """See `Stage`."""
@@ -108,6 +133,7 @@ class StageThread(Generic[Item]):
         self._device = device
         self._is_discarding = False
         self.error: BaseException | None = None
+        self.pulse = Pulse()
         self._thread = LoneThread(target=self._serve, name=name)
 
     def start(self) -> None:
@@ -134,7 +160,7 @@ class StageThread(Generic[Item]):
             while (item := self._queue.get()) is not None:
                 if self._is_discarding:
                     continue
-                with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                with self.pulse, torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                     self._work(item)
         except BaseException as error:  # noqa: BLE001  handed to the engine's thread, which raises it
             self.error = error

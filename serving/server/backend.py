@@ -18,7 +18,7 @@ FIRST_ID = 1000
 
 
 class Health(enum.Enum):
-    """What a backend is at: `starting` (loading, warming up), `ready`, `stalled` (active, but no step for long),
+    """What a backend is at: `starting` (loading, warming up), `ready`, `stalled` (at work, but nothing comes of it),
     `restarting` (its engine has crashed) and `stopped` (for good).
     """
 

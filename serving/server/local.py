@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ..models.served import ServedModel
 
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
-STALLED_S, STALLED_STEPS = 30.0, 20.0
-"""Without a step for so long, and for so many times as long as the last one took, a busy engine counts as stalled."""
+STALLED_S, STALLED_TIMES = 30.0, 20.0
+"""A step, or preparing or decoding a request, is a stall if it takes so long, and so many times as long as the last one."""
 _LOOK_EVERY_S = 0.1
 
 
@@ -116,11 +116,12 @@ class LocalBackend:
     @property
     def health(self) -> Health:
         """See `Backend`."""
+        engine = self._engine
+        if self._health is not Health.READY or engine is None:
+            return self._health
         idle_s = time.monotonic() - self._last_step_s
-        is_busy = self._engine is not None and self._engine.num_active > 0
-        if self._health is Health.READY and is_busy and idle_s > max(STALLED_S, STALLED_STEPS * self._last_duration_s):
-            return Health.STALLED
-        return self._health
+        is_late = engine.num_active > 0 and idle_s > max(STALLED_S, STALLED_TIMES * self._last_duration_s)
+        return Health.STALLED if is_late or engine.is_late(STALLED_S, STALLED_TIMES) else Health.READY
 
     @property
     def load(self) -> Load:

@@ -1,8 +1,14 @@
 """Runs the server: uvicorn on the main thread, from loading to the end of draining. No torch."""
 
 import asyncio
+import contextlib
 import logging
+import multiprocessing
+import os
+import select
+import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -27,6 +33,7 @@ from .protocol import GENERATIONS
 _BACKLOG = 256
 _KEEP_ALIVE_S = 15
 _LAST_ANSWERS_S = 5
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ async def serve_forever(
     *,
     on_ready: Callable[[str], None],
 ) -> None:
-    """Serve until a signal comes, then drain; a second signal ends it at once.
+    """Serve until a signal comes, then drain; a second signal ends the process at once, with exit code 130.
 
     Args:
         front_end: answers.
@@ -150,6 +157,10 @@ async def serve_forever(
         starting = asyncio.ensure_future(start())
         starting.add_done_callback(server.backend_started)
         await server.serve(sockets=[listening])
+        if front_end.is_draining:
+            # Until the process has ended: what is waited for may never come.
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(sig, _end_at_once)
         if not starting.done():
             starting.cancel()
         await batches.stop()
@@ -172,8 +183,7 @@ class _DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal: the first drains, a second ends everything at once."""
         if self._front_end.is_draining:
-            self.should_exit = self.force_exit = True
-            return
+            _end_at_once()
         self._front_end.is_draining = True
         self._loop.call_soon_threadsafe(self._begin_draining)
 
@@ -197,6 +207,18 @@ class _DrainingServer(uvicorn.Server):
             await self._front_end.drain(self._drain_timeout_s)
         finally:
             self.should_exit = True
+
+
+def _end_at_once(*_: object) -> None:
+    """End the process and those that it has started, whatever they are at."""
+    stderr = 2
+    with contextlib.suppress(OSError):
+        # Whoever reads it must not be waited for.
+        if sys.__stderr__ is not None and select.select([], [stderr], [], 0)[1]:
+            os.write(stderr, b"Ended at once by a second signal; what was open is lost\n")
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(_INTERRUPTED)
 
 
 def _known(path: str, paths: set[str]) -> str:

@@ -19,6 +19,8 @@ from .protocol import Generation
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+GIVEN_UP_S = 10.0
+"""A ticket that is cancelled ends within so long, whatever its backend does."""
 TicketStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
 
@@ -97,6 +99,7 @@ class Ticket(Follower):
     over: asyncio.Event = field(default_factory=asyncio.Event)
     events: "asyncio.Queue[Event] | None" = None
     _num_ended: int = 0
+    _giving_up: asyncio.TimerHandle | None = None
     _tail: "asyncio.Future[None] | None" = None
 
     @property
@@ -137,11 +140,15 @@ class Ticket(Follower):
 
     def on_end(self, record: RequestRecord, image: "Image | None") -> None:
         """See `Follower`."""
+        if self.over.is_set():  # it was given up
+            return
         self.records.append(record)
         self._in_turn(self._end_one(self.numbers.index(record.request_id), record, image))
 
     def cancel(self, reason: str, error: ApiError | None = None) -> None:
-        """End what is open of it. The error is what it ends with; without one, its client has taken it back."""
+        """End what is open of it, at once or as soon as the backend can. The error is what it ends with; without one,
+        its client has taken it back.
+        """
         if self.over.is_set():
             return
         if error is None:
@@ -150,6 +157,13 @@ class Ticket(Follower):
         for index, number in enumerate(self.numbers):
             if index not in self.drawn:
                 self.cancel_one(number, reason)
+        if self._giving_up is None:
+            self._giving_up = asyncio.get_running_loop().call_later(GIVEN_UP_S, self._give_up)
+
+    def _give_up(self) -> None:
+        """End, although the backend does not say how its requests have ended."""
+        self._num_ended = len(self.generation.seeds)
+        self._end_if_all_have()
 
     def fail(self, error: ApiError | None, num_missing: int) -> None:
         """It was not handed in as a whole: so many of its requests will never end, as they never began.
@@ -199,7 +213,10 @@ class Ticket(Follower):
             error = error_of(record, self.id)
         else:
             try:
-                drawn = self.drawn[index] = Drawn(await self._encoded(image), record)
+                drawn = Drawn(await self._encoded(image), record)
+                if self.over.is_set():
+                    return
+                self.drawn[index] = drawn
                 self._has_shown()
                 await self._say(drawn)
             except Exception as failure:  # noqa: BLE001  whatever it is, its client must not wait for ever
@@ -217,6 +234,8 @@ class Ticket(Follower):
             if error is not None:
                 self.events.put_nowait(error)
             self.events.put_nowait(None)
+        if self._giving_up is not None:
+            self._giving_up.cancel()
         self.over.set()
         self.on_over(self)
 

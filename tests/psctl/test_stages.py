@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -70,6 +71,42 @@ def test_no_stage_outlives_a_server_that_is_killed(model: Path, tmp_path: Path) 
         assert len(stages) == 2
         server.process.kill()
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
+
+
+def test_a_stage_that_stands_still_does_not_hold_the_server(model: Path, tmp_path: Path) -> None:
+    options = ("--stages", "processes", "--request-timeout", "1")
+    with HttpServer(model, tmp_path, *options, start_s=120) as server:
+        stages = stages_of(server)
+        os.kill(stages["prepare"], signal.SIGSTOP)
+        late = httpx.post(f"{server.url}{GENERATIONS}", json=ASK, timeout=60)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        # Its ticket has ended, too, so that there is place for others.
+        until(lambda: not httpx.get(f"{server.url}/v1/state").json()["requests"])
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/readyz").status_code == 503)
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 130
+    until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
+
+
+@pytest.mark.exhaustive
+def test_a_stage_that_stands_still_is_told(model: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool, HttpServer(model, tmp_path, "--stages", "processes", start_s=120) as server:
+        prepare = stages_of(server)["prepare"]
+        os.kill(prepare, signal.SIGSTOP)
+        asking = pool.submit(httpx.post, f"{server.url}{GENERATIONS}", json=ASK, timeout=300)
+
+        def probes() -> list[int]:
+            return [httpx.get(f"{server.url}{path}").status_code for path in ("/livez", "/readyz", "/health")]
+
+        assert probes() == [200, 200, 200]
+        # 30 s, or 20 times what preparing took in the warm-up.
+        until(lambda: probes() == [200, 503, 503], timeout_s=150)
+        os.kill(prepare, signal.SIGCONT)
+        until(lambda: probes() == [200, 200, 200])
+        # In time or not, it has an end.
+        assert asking.result().status_code in (200, 503)
 
 
 def test_images_are_the_same(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The engine behind the server: crashes at every stage, too many of them, a stall, and what it cannot serve."""
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,9 +20,11 @@ from patchedserve.serving.engine.side_stages import SideStages
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.models.stage_process import Part
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.scheduler import Scheduler
 from patchedserve.serving.scheduling.systems import get_system
+from patchedserve.serving.server import local, tickets
 from patchedserve.serving.server.app import make_app
 from patchedserve.serving.server.backend import FIRST_ID, Follower, Health
 from patchedserve.serving.server.batches.store import Batches
@@ -30,7 +34,7 @@ from patchedserve.serving.server.limits import Limits
 from patchedserve.serving.server.live import Live
 from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
 from patchedserve.serving.server.metrics import Metrics
-from patchedserve.serving.server.protocol import ModelFacts
+from patchedserve.serving.server.protocol import ModelFacts, parse_generation
 
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
@@ -73,10 +77,14 @@ async def is_taken(backend: LocalBackend, asked: Request, ending: Ending) -> boo
     return True
 
 
+def front_end_of(backend: LocalBackend, limits: Limits) -> FrontEnd:
+    facts = ModelFacts("tiny", ModelDefaults(6, 3.0, SIZE, (SIZE,)))
+    return FrontEnd(facts, limits, backend, Pricing(None, lambda _: None, lambda _: None))
+
+
 async def probes(backend: LocalBackend, folder: Path) -> dict[str, int]:
     """Statuses of what a server over this backend answers to those who look after it."""
-    facts = ModelFacts("tiny", ModelDefaults(6, 3.0, SIZE, (SIZE,)))
-    front_end = FrontEnd(facts, Limits(), backend, Pricing(None, lambda _: None, lambda _: None))
+    front_end = front_end_of(backend, Limits())
     app = make_app(front_end, Metrics((SIZE,), backend), Live(front_end), Batches(folder, front_end, 1))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://psctl") as client:
         return {path: (await client.get(path)).status_code for path in ("/livez", "/readyz", "/health")}
@@ -233,6 +241,57 @@ def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tm
         goes_on.set()
         assert (await ending.ended)[0].status == "completed"
         assert backend.health is Health.READY
+
+    run(work, model)
+
+
+@pytest.mark.parametrize("part", ["prepare", "postprocess"])
+def test_a_stage_that_stands_still_is_a_stall(part: Part, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(folder, "cpu", "float32", EngineOptions(stages="processes"))
+    assert model.stages is not None
+    process = model.stages.of[part].process_id
+
+    async def work(backend: LocalBackend) -> None:
+        monkeypatch.setattr(local, "STALLED_S", 0.2)
+        os.kill(process, signal.SIGSTOP)
+        ending = Ending()
+        await backend.submit(request(0), ending)
+        while backend.health is not Health.STALLED:
+            await asyncio.sleep(0.02)
+        assert not ending.ended.done()
+        os.kill(process, signal.SIGCONT)
+        assert (await ending.ended)[0].status == "completed"
+        assert backend.health is Health.READY
+
+    run(work, model)
+
+
+def test_a_ticket_ends_whatever_its_backend_does(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_held, goes_on, step = threading.Event(), threading.Event(), model.stepper.step
+
+    def waiting_step(batch: Any) -> Any:
+        is_held.set()
+        assert goes_on.wait(60)
+        return step(batch)
+
+    monkeypatch.setattr(tickets, "GIVEN_UP_S", 0.2)
+
+    async def work(backend: LocalBackend) -> None:
+        monkeypatch.setattr(model.stepper, "step", waiting_step)
+        limits = Limits(max_queue=2, request_timeout_s=1.0)
+        front_end = front_end_of(backend, limits)
+        wanted = parse_generation({"prompt": "a cat", "n": 2, "seed": 3}, front_end.model, limits)
+        ticket = await front_end.generate(wanted, arrival_s=time.monotonic())
+        await asyncio.to_thread(is_held.wait, 30)
+        with pytest.raises(ApiError, match="it took more than 1 s"):
+            await front_end.wait(ticket)
+        await ticket.over.wait()
+        assert (ticket.status, front_end.open) == ("failed", {})
+        # Its places are free, and what the engine says of it later changes nothing.
+        again = await front_end.generate(wanted, arrival_s=time.monotonic())
+        goes_on.set()
+        await again.over.wait()
+        assert len(ticket.drawn) == len(ticket.records) == 0
 
     run(work, model)
 
