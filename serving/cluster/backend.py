@@ -6,7 +6,7 @@ again, from its beginning. The same seed gives the same image.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...data.errors import RunError, UsageError
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAX_RESUBMITS = 2
 _STATUS_EVERY_S = 0.5
 _BUSY_S = 0.5
+_SILENT_S = 10.0
+"""What a replica was to draw that has not answered for so long goes to another one."""
 _ALL_GONE_S = 60.0
 """Without any replica for so long, the server says that it is not ready; what comes in waits until then."""
 
@@ -50,6 +52,7 @@ class ClusterBackend:
         self.on_stopped: Callable[[str], None] = lambda reason: None
         self.on_row: Callable[[StepRow], None] = lambda row: None
         self._replicas: tuple[ReplicaState, ...] = ()
+        self._answered_s: dict[str, float] = {}
         self._is_stopped = self._has_begun = False
         self._seen_s = 0.0
         self._open: dict[int, _Open] = {}
@@ -73,8 +76,9 @@ class ClusterBackend:
     def load(self) -> Load:
         """See `Backend`; the rate is that of all replicas together."""
         running = sum(entry.steps_done > 0 for entry in self._open.values())
-        rates = [each.load.rate for each in self._replicas if each.load.rate]
-        rate = sum(rates) / len(rates) * len(self._replicas) if rates else None
+        drawing = [each for each in self._replicas if each.health is not Health.STALLED]
+        rates = [each.load.rate for each in drawing if each.load.rate]
+        rate = sum(rates) / len(rates) * len(drawing) if rates else None
         return Load(running, len(self._open) - running, self._book.pending(), rate)
 
     @property
@@ -84,7 +88,7 @@ class ClusterBackend:
 
     @property
     def replicas(self) -> Sequence[ReplicaState]:
-        """See `Backend`: those that have answered lately."""
+        """See `Backend`; those that do not answer are stalled."""
         return self._replicas
 
     async def start(self) -> None:
@@ -156,14 +160,14 @@ class ClusterBackend:
             entry.follower.on_end(end.record, end.image)
 
     async def _attempt(self, entry: "_Open") -> Ended | None:
-        """One replica draws a request; None: it has died, or has no engine now."""
+        """One replica draws a request; None: it has died, does not answer, or has no engine now."""
         from ray.exceptions import RayError, RayTaskError
 
         request, number = entry.request, entry.request.request_id
         waited_s = max(0.0, asyncio.get_running_loop().time() - request.arrival_s)
         self._book.begin(entry.view)
         events = self._deployment.draw(request, waited_s, entry.num_partials, entry.follows_steps)
-        entry.steps_done, entry.refused = 0, None
+        entry.steps_done, entry.refused, entry.is_moving = 0, None, False
         try:
             async for told in events:
                 self._seen_s = asyncio.get_running_loop().time()
@@ -194,7 +198,9 @@ class ClusterBackend:
                     return _with_times_of(told, request)
         except asyncio.CancelledError:
             events.cancel()
-            raise
+            if not entry.is_moving or entry.reason is not None or entry.task is None:
+                raise
+            entry.task.uncancel()
         except RayTaskError as error:
             raise RunError(str(error)) from error
         except RayError:
@@ -208,15 +214,34 @@ class ClusterBackend:
         while True:
             await asyncio.sleep(_STATUS_EVERY_S)
             try:
-                found: Sequence[ReplicaStatus] = await loop.run_in_executor(None, self._deployment.statuses)
-            except Exception:  # noqa: BLE001  a replica that has just died; the next time it is not asked
-                continue
-            if found:
-                self._seen_s = loop.time()
-            self._replicas = tuple(each.state for each in found)
+                found, num_silent = await loop.run_in_executor(None, self._deployment.statuses)
+            except Exception:  # noqa: BLE001  none is there; the next time others may be
+                found, num_silent = (), 0
+            self._note(found, num_silent)
             for each in found:
                 for row in each.rows:
                     self.on_row(row)
+
+    def _note(self, found: Sequence[ReplicaStatus], num_silent: int) -> None:
+        """These replicas have answered, and so many others have not: they are among those that had before."""
+        now_s = asyncio.get_running_loop().time()
+        answering = {each.state.name for each in found}
+        if answering:
+            self._seen_s = now_s
+        self._book.note_answering(answering)
+        before = [each for each in self._replicas if each.name not in answering]
+        before.sort(key=lambda each: self._answered_s[each.name], reverse=True)
+        silent = [replace(each, health=Health.STALLED) for each in before[:num_silent]]
+        self._replicas = (*(each.state for each in found), *silent)
+        self._answered_s = {each.name: self._answered_s.get(each.name, now_s) for each in silent} | dict.fromkeys(
+            answering, now_s
+        )
+        lost = {each.name for each in silent if now_s - self._answered_s[each.name] > _SILENT_S}
+        for number, entry in self._open.items():
+            is_lost = self._book.replica_of(number) in lost
+            if is_lost and answering and entry.task is not None and not entry.is_moving:
+                entry.is_moving = True
+                entry.task.cancel()
 
 
 @dataclass(eq=False, slots=True)
@@ -229,6 +254,7 @@ class _Open:
         reason: why it is cancelled.
         refused: why no replica takes it.
         is_mute: nobody wants to hear of it.
+        is_moving: its replica does not answer: another one takes it.
         steps_done, most_steps: of the replica that draws it, and the most that any has told of.
         next_partial: of those that were shown.
     """
@@ -243,6 +269,7 @@ class _Open:
     reason: str | None = None
     refused: Exception | None = None
     is_mute: bool = False
+    is_moving: bool = False
     steps_done: int = 0
     most_steps: int = 0
     next_partial: int = 0

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..server.local import LocalSetup
 
 _DEPLOYMENT = "engine"
-_STATUS_WITHIN_S = 10.0
-_HEALTH_EVERY_S = 2.0
+_STATUS_WITHIN_S = 3.0
+_HEALTH_EVERY_S, _HEALTH_WITHIN_S = 2.0, 30.0
 _LONGEST_START_S = 1800.0
 _LOADED_S = 2.0
 """So long more replicas must have been needed before one is started."""
@@ -126,7 +126,7 @@ class Deployment:
             ray_actor_options={"num_gpus": 1} if plan.takes_gpu else {"num_cpus": 1},
             max_ongoing_requests=plan.max_ongoing,
             health_check_period_s=_HEALTH_EVERY_S,
-            health_check_timeout_s=_STATUS_WITHIN_S * 3,
+            health_check_timeout_s=_HEALTH_WITHIN_S,
             graceful_shutdown_timeout_s=plan.drain_s,
             graceful_shutdown_wait_loop_s=1.0,
             max_constructor_retry_count=2,
@@ -147,9 +147,16 @@ class Deployment:
         """What `Replica.draw` tells, of whichever replica the router chooses: Ray's asynchronous iterator."""
         return self._draw.remote(request, waited_s, num_partials, follows_steps)
 
-    def statuses(self) -> Sequence[ReplicaStatus]:
-        """Ask all replicas how they are; takes some time. Raises as Ray, where one has just died."""
-        return self._handle.broadcast("status").results(timeout_s=_STATUS_WITHIN_S)
+    def statuses(self) -> tuple[Sequence[ReplicaStatus], int]:
+        """How the replicas are that answer within 3 s, and how many do not; waits for them. Raises as Ray, where there
+        is none.
+        """
+        from ray.exceptions import RayActorError
+
+        answers = self._handle.broadcast("status").results(timeout_s=_STATUS_WITHIN_S, return_exceptions=True)
+        found = [each for each in answers if isinstance(each, ReplicaStatus)]
+        # Those that have died are none.
+        return found, sum(not isinstance(each, ReplicaStatus | RayActorError) for each in answers)
 
     def end(self) -> None:
         """End the replicas, and Ray where it was started here. Again does nothing."""

@@ -86,6 +86,7 @@ class LoadBook:
         self._share_of, self._edits, self._max_batch_size = share_of, edits, max_batch_size
         self._entries: dict[int, _Entry] = {}
         self._replicas: dict[str, _Replica] = {}
+        self._answering: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
     def view_of(self, request: Request) -> RequestView:
@@ -105,6 +106,17 @@ class LoadBook:
             self._drop(view.request_id)
             self._entries[view.request_id] = _Entry(view)
 
+    def note_answering(self, replicas: Iterable[str]) -> None:
+        """Replicas that answer; while there are any, others are chosen only where these have no room."""
+        with self._lock:
+            self._answering = frozenset(replicas)
+
+    def replica_of(self, request_id: int) -> str | None:
+        """The replica that a request is meant for, if one was chosen."""
+        with self._lock:
+            entry = self._entries.get(request_id)
+            return None if entry is None else entry.replica
+
     def reserve(self, request_id: int, replicas: Iterable[str]) -> list[str]:
         """Choose for a request: the replica that the router says, which is reserved, then the others for where it has
         no room, in the order of what they have to do. The same request again is chosen for without itself.
@@ -122,10 +134,10 @@ class LoadBook:
             entry = self._entries.get(request_id)
             if entry is not None:
                 self._move(entry, None)
-            workers = [self._of(name) for name in names]
-            ranked = sorted(names, key=lambda name: self._of(name).pixel_steps)
-            if entry is not None and workers:
-                chosen = names[self._router.choose(entry.view, workers)]
+            answering = [name for name in names if name in self._answering] or names
+            ranked = sorted(names, key=lambda name: (name not in answering, self._of(name).pixel_steps))
+            if entry is not None and names:
+                chosen = answering[self._router.choose(entry.view, [self._of(name) for name in answering])]
                 self._move(entry, chosen)
                 ranked.remove(chosen)
                 ranked.insert(0, chosen)

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from .backend import Health
 from .batches.api import batch_routes
 from .batches.store import Batches
 from .edit_processes import EditProcesses
@@ -140,13 +141,21 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     @app.get("/health")
     async def health() -> Response:
         is_well = front_end.backend.health.value in ("ready", "starting")
-        return JSONResponse({"status": front_end.backend.health.value}, 200 if is_well else 503)
+        return JSONResponse(told_of_all(front_end.backend.health.value), 200 if is_well else 503)
 
     @app.get("/readyz")
     @app.get("/ready")
     async def ready() -> Response:
         state = "draining" if front_end.is_draining else front_end.backend.health.value
-        return JSONResponse({"status": state}, 200 if front_end.is_ready else 503)
+        return JSONResponse(told_of_all(state), 200 if front_end.is_ready else 503)
+
+    def told_of_all(status: str) -> dict[str, Any]:
+        """A status, and of several replicas how many are ready."""
+        replicas = front_end.backend.replicas
+        num_ready = sum(each.health is Health.READY for each in replicas)
+        return {"status": status} | (
+            {"replicas": {"ready": num_ready, "all": len(replicas)}} if len(replicas) > 1 else {}
+        )
 
     @app.get("/v1/state")
     async def state(request: Request) -> dict[str, Any]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 STALLED_S, STALLED_TIMES = 30.0, 20.0
-"""A step, or preparing or decoding a request, is a stall if it takes so long, and so many times as long as the last one."""
+"""A step, or preparing or decoding a request, is stalled after so long, and so many times as long as the last one."""
 _LOOK_EVERY_S = 0.1
 
 

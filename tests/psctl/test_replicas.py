@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,29 @@ def test_whoever_leaves_frees_the_replica(server: HttpServer) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_replica_that_stands_still_stops_nobody(server: HttpServer) -> None:
+    def health() -> Any:
+        return httpx.get(f"{server.url}/health", timeout=5).raise_for_status().json().get("replicas")
+
+    until(lambda: health() == {"ready": 2, "all": 2}, 60)
+    victim = replicas_of(server)[0]["process_id"]
+    try:
+        # What it is at is drawn by the other one.
+        answers = asyncio.run(
+            burst(server.url, [body(number, 100) for number in range(12)], lambda: os.kill(victim, signal.SIGSTOP))
+        )
+        assert [answer.status_code for answer in answers] == [200] * 12, [each.text[:200] for each in answers]
+        until(lambda: health() in ({"ready": 1, "all": 2}, None))
+        for path in ("/livez", "/readyz", "/health"):
+            assert httpx.get(f"{server.url}{path}", timeout=5).status_code == 200
+        assert httpx.post(f"{server.url}{GENERATIONS}", json=body(99), timeout=20).status_code == 200
+    finally:
+        # Ray may have replaced it by now.
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)
+    until(lambda: health() == {"ready": 2, "all": 2}, max(60, server.start_s))
+
+
 def test_a_killed_replica_loses_nothing(server: HttpServer) -> None:
     draws = random.Random(0)
     for number in range(3):

@@ -9,19 +9,22 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cluster import backend as backend_module
 from patchedserve.serving.cluster.backend import MAX_RESUBMITS, ClusterBackend
 from patchedserve.serving.cluster.deployment import ReplicaPlan
 from patchedserve.serving.cluster.load_book import LoadBook
 from patchedserve.serving.cluster.messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped, Told
-from patchedserve.serving.core.request_state import RequestRecord, Status
+from patchedserve.serving.core.request_state import RequestRecord, RequestView, Status
 from patchedserve.serving.scheduling.policies import StepLatencyPredictor
 from patchedserve.serving.scheduling.routers import DEFAULT_ROUTER
 from patchedserve.serving.scheduling.step_latency import TableLatency
-from patchedserve.serving.server.backend import Follower
+from patchedserve.serving.server.backend import Follower, Health, Load, ReplicaState
 from patchedserve.serving.server.errors import ApiError
 
 exceptions = pytest.importorskip("ray.exceptions", reason="the extra `ray` is not installed")
 Script = list["Told | BaseException | Status"]
+STANDS_STILL: Any = object()
+"""In a script: nothing more is told."""
 
 
 class Scripted:
@@ -29,13 +32,14 @@ class Scripted:
 
     def __init__(self, *scripts: Script) -> None:
         self.scripts, self.num_asked = list(scripts), 0
+        self.answers: tuple[Sequence[ReplicaStatus], int] = (), 0
 
     def draw(self, request: Request, waited_s: float, num_partials: int, follows_steps: bool) -> "Scripted._Events":
         self.num_asked += 1
         return self._Events(request, self.scripts.pop(0))
 
-    def statuses(self) -> Sequence[ReplicaStatus]:
-        return ()
+    def statuses(self) -> tuple[Sequence[ReplicaStatus], int]:
+        return self.answers
 
     def end(self) -> None:
         pass
@@ -49,6 +53,8 @@ class Scripted:
                 await asyncio.sleep(0)
                 if isinstance(told, BaseException):
                     raise told
+                if told is STANDS_STILL:
+                    await asyncio.Event().wait()
                 if isinstance(told, str):
                     record = RequestRecord.of(self.request)
                     record.close(told, 1.0, "as is said")
@@ -134,6 +140,41 @@ def test_it_is_handed_in_so_many_times() -> None:
         assert (await late.ended).status == "completed"
 
     run(work, *[[Accepted("a"), died()] for _ in range(2 + MAX_RESUBMITS)], [Accepted("b"), "completed"])
+
+
+def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "_STATUS_EVERY_S", 0.01)
+    monkeypatch.setattr(backend_module, "_SILENT_S", 0.05)
+
+    def status(name: str) -> ReplicaStatus:
+        return ReplicaStatus(ReplicaState(name, 1, Health.READY, Load(rate=100.0)), ())
+
+    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+        deployment.answers = (status("a"), status("b")), 0
+        while len(backend.replicas) < 2:
+            await asyncio.sleep(0.01)
+        assert (backend.health, backend.load.rate) == (Health.READY, 200.0)
+        heard = Heard()
+        await backend.submit(request(), heard, follows_steps=True)
+        book.confirm(1, "a")
+        deployment.answers = (status("b"),), 1
+        assert (await heard.ended).status == "completed"
+        assert (heard.told, deployment.num_asked) == ([1, 2], 2)
+        assert {each.name: each.health for each in backend.replicas} == {"a": Health.STALLED, "b": Health.READY}
+        assert (backend.health, backend.load.rate) == (Health.READY, 100.0)
+        begun = RequestView.of(request(), None, 1.0)
+        book.begin(begun)
+        assert book.reserve(1, ["a", "b"]) == ["b", "a"]
+        book.release(1)
+        # None answers: what is open is left where it is.
+        deployment.answers = (), 2
+        while any(each.health is Health.READY for each in backend.replicas):
+            await asyncio.sleep(0.01)
+        deployment.answers = (status("a"), status("b")), 0
+        while any(each.health is not Health.READY for each in backend.replicas):
+            await asyncio.sleep(0.01)
+
+    run(work, [Accepted("a"), Stepped(1), STANDS_STILL], [Accepted("b"), Stepped(1), Stepped(2), "completed"])
 
 
 def test_a_busy_replica_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
