@@ -13,3 +13,18 @@ def require_counts(values: Mapping[str, int | None]) -> None:
     for name, value in values.items():
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}, but it must be at least 1")
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be stored and sent: no NUL, and no half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
+
+
+def require_text(name: str, value: str) -> None:
+    """Raise UsageError unless `is_text`; `name` is what the message calls it."""
+    if not is_text(value):
+        raise UsageError(f"{name} holds a character that is not text (NUL or half of a surrogate pair)")

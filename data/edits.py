@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from .checks import require_text
 from .datasets.decode import decode_rgb, size_of, upright
 from .errors import UsageError
 from .resolution import Resolution
@@ -39,6 +40,7 @@ class TemplateSpec:
     kind: TemplateKind = "noised"
 
     def __post_init__(self) -> None:
+        require_text("the template's prompt", self.prompt)
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"the template's seed is {self.seed}, but it must be from 0 to {(1 << 63) - 1}")
         if self.kind == "trajectory" and (self.prompt or self.seed):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from .adapters import Adapters, check_adapters
+from .checks import require_text
 from .errors import UsageError
 from .resolution import Resolution
 
@@ -94,14 +95,17 @@ class Request:
         _require_int("request_id", self.request_id, 0)
         if not isinstance(self.prompt, str):
             raise UsageError(f"prompt is {self.prompt!r}, but it must be text")
+        require_text("prompt", self.prompt)
         if not isinstance(self.resolution, Resolution):
             raise UsageError(f"resolution is {self.resolution!r}, but it must be a Resolution(width, height)")
         self.resolution.checked()
         _require_int("num_inference_steps", self.num_inference_steps, 1)
         _require_number("guidance_scale", self.guidance_scale)
         _require_int("seed", self.seed, 0, MAX_SEED)
-        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
-            raise UsageError(f"negative_prompt is {self.negative_prompt!r}, but it must be text or nothing")
+        if self.negative_prompt is not None:
+            if not isinstance(self.negative_prompt, str):
+                raise UsageError(f"negative_prompt is {self.negative_prompt!r}, but it must be text or nothing")
+            require_text("negative_prompt", self.negative_prompt)
         _require_number("arrival_s", self.arrival_s)
         if self.slo_s is not None:
             _require_number("slo_s", self.slo_s)

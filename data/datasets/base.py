@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from PIL import Image
 
+from ..checks import is_text
 from ..errors import UsageError
 
 T = TypeVar("T")
@@ -155,10 +156,8 @@ def clean_captions(texts: Iterable[object]) -> tuple[tuple[str, ...], str | None
         if not isinstance(text, str):
             return (), f"has {shortened(repr(text))} where a caption should be"
         problem = "has an empty caption"
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return (), f"has a caption that is not valid Unicode: {shortened(ascii(text))}"
+        if not is_text(text):
+            return (), f"has a caption that is not text: {shortened(ascii(text))}"
         if cleaned := clean_caption(text):
             captions[cleaned] = None
     return tuple(captions), None if captions else problem

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, PlainValidator, Strict, TypeAd
 from typing_extensions import TypedDict
 
 from ..adapters import Adapters, adapters_text, read_adapters
+from ..checks import require_text
 from ..errors import UsageError
 from ..files import atomic_write
 from ..records import csv_rows, keys_given_twice, open_text, parse_json, parsed_lines, unique_keys
@@ -183,9 +184,14 @@ def _request(values: Mapping[str, Any], drawn: Request, defaults: TraceDefaults,
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {**_adapter.validate_python(values)}
+        found = {**_adapter.validate_python(values)}
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
+    else:
+        for name, value in found.items():
+            if isinstance(value, str):
+                require_text(name, value)
+        return found
     name, kind, cause = problem["loc"][0], problem["type"], problem.get("ctx", {}).get("error")
     if kind == "extra_forbidden":
         raise UsageError(f"unknown field {name!r}; {_ALLOWED}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...data.adapters import Adapters, read_adapters, require_adapters
+from ...data.checks import require_text
 from ...data.errors import UsageError
 from ...data.requests import MAX_SEED, Fallback, steps_taken
 from ...data.resolution import Resolution
@@ -224,11 +225,6 @@ def check_size(size: Resolution, name: str, model: ModelFacts, limits: Limits) -
     return size
 
 
-def is_text(value: str) -> bool:
-    """Whether it can be stored and sent: no NUL, and no half of a surrogate pair."""
-    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
 def shown(value: object) -> str:
     """A value as an error repeats it: on one line, and short."""
     text = repr(value)
@@ -271,8 +267,10 @@ class Fields:
             raise invalid(f"{name} is {shown(value)}, but it must be a string", name)
         if len(value) > most:
             raise invalid(f"{name} has {len(value):,} characters, but it may have at most {most:,}", name)
-        if not is_text(value):
-            raise invalid(f"{name} holds a character that is not text (NUL or half of a surrogate pair)", name)
+        try:
+            require_text(name, value)
+        except UsageError as error:
+            raise invalid(str(error), name) from None
         return value
 
     def whole(self, name: str, default: int, low: int, high: int) -> int:

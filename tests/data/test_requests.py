@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from patchedserve.data.adapters import Adapters, adapters_text, read_adapters
+from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import MAX_SEED, Request
 from patchedserve.data.resolution import Resolution
@@ -66,6 +67,16 @@ def test_bad_fields_are_named(change: dict[str, Any]) -> None:
         Request(**fields)
     assert isinstance(caught.value, ValueError)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a \ud83d cat", "\udcff", "a\0"])
+def test_prompts_are_text(text: str) -> None:
+    for name in ("prompt", "negative_prompt"):
+        fields: dict[str, Any] = {"prompt": "", name: text}
+        with pytest.raises(UsageError, match=f"^{name} holds a character that is not text"):
+            Request(0, resolution=SMALL, **fields)
+    with pytest.raises(UsageError, match="the template's prompt holds a character that is not text"):
+        TemplateSpec(text)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ before the next one begins: whatever kills the process, a line that is there is 
 import json
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,7 @@ def read_lines(path: Path) -> list[BatchLine]:
     found: list[BatchLine] = []
     known: dict[str, int] = {}
     for number, raw in enumerate(content.split(b"\n"), 1):
+        raw = raw.removeprefix(BOM_UTF8)  # files that were joined have one in the middle
         if not raw.strip():
             continue
         if len(found) == MAX_LINES:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from ....data.checks import is_text
 from ....data.errors import RunError, UsageError
 from ....data.files import atomic_write, write_json
 from ..errors import ApiError, invalid
 from ..front_end import FrontEnd
-from ..protocol import GENERATIONS, is_text, shown
+from ..protocol import GENERATIONS, shown
 from .file import ERROR_FILE, OUTPUT_FILE, BatchOutput, FolderInUseError, read_lines
 from .run import BatchRun
 

@@ -96,7 +96,7 @@ def test_coco_oddities_become_problems(tmp_path: Path):
         "102": "the annotations list no such image",
         "103": "empty caption",
         "104": r"has \['a', 'list'\] where a caption should be",
-        "105": "not valid Unicode",
+        "105": "not text",
         "107": "has no caption",
         "999": "the annotations list no such image",
         "annotations[16]": "has no image_id",

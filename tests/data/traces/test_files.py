@@ -28,7 +28,7 @@ def write(folder: Path, content: str | bytes, name: str = "trace.jsonl") -> Path
 
 
 def random_request(rng: random.Random, request_id: int, arrival_s: float) -> Request:
-    alphabet = "ab '\"\\,;{}()=\n\t\r\u2028é🌮\x00\x1c"
+    alphabet = "ab '\"\\,;{}()=\n\t\r\u2028é🌮\x1c"
     text = lambda: "".join(rng.choices(alphabet, k=rng.randint(1, 30)))  # noqa: E731
     return Request(
         request_id=request_id,
@@ -217,6 +217,15 @@ CALL = "Request(timestamp=0, width=128, height=128, prompt='a'"
         ("timestamp,resolution,prompt\n0,128x,a\n", "trace.jsonl:2: resolution is '128x'"),
         ('timestamp,resolution,prompt\n0,128,"a" b\n', "trace.jsonl:2: malformed table"),
         ('timestamp,resolution,prompt\n0,128,"a', "trace.jsonl:2: malformed table"),
+        (JSONL + JSONL.replace('"a"', '"a \\ud83d cat"'), "trace.jsonl:2: prompt holds a character that is not text"),
+        (JSONL.replace('"a"', '"a\\u0000"'), "trace.jsonl:1: prompt holds a character that is not text"),
+        (JSONL.replace("}", ', "negative_prompt": "\\udc00"}'), "trace.jsonl:1: negative_prompt holds a character"),
+        (
+            JSONL.replace("}", ', "image": "a\\ud83d.png", "mask": "box:1", "mask_ratio": 0.5}'),
+            "trace.jsonl:1: image holds a character that is not text",
+        ),
+        (CALL[:-1] + "\\ud83d')", "trace.jsonl:1: prompt holds a character that is not text"),
+        ("timestamp,resolution,prompt\n0,128,a\0b\n", "trace.jsonl:2: prompt holds a character that is not text"),
         (b"PAR1\x00\xff\xfe", "trace.jsonl: not UTF-8 text"),
     ],
     ids=lambda value: repr(value)[:60],

@@ -28,6 +28,11 @@ def test_lines_are_read_in_order(tmp_path: Path) -> None:
     assert found[1].image_name(0, "png") == "00003-b_..__-0.png"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
+    found = read_lines(written(tmp_path, "\ufeff" + line("a"), "\ufeff" + line("b"), "\ufeff"))
+    assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (2, "b")]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
