@@ -1,6 +1,8 @@
 """Checks that many settings share."""
 
+import codecs
 from collections.abc import Mapping
+from typing import TextIO
 
 from .errors import UsageError
 
@@ -22,6 +24,11 @@ def is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return "\0" not in value
+
+
+def writes_all_text(file: TextIO) -> bool:
+    """Whether a file's encoding has every character, as UTF-8 does and the code pages of some terminals do not."""
+    return codecs.lookup(file.encoding or "utf-8").name == "utf-8"
 
 
 def require_text(name: str, value: str) -> None:

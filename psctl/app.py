@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 not enough evidence (`psc
 import errno
 import functools
 import inspect
+import io
 import os
 import sys
 import traceback
@@ -257,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows `psctl`; None takes the process's own arguments.
     """
+    _escape_on_stdout()
     try:
         apply_thread_settings(os.environ)
         quiet_imports()
@@ -309,6 +311,14 @@ def _report(error: BaseException) -> int:
         # Whatever stdout still holds would fail again at exit, with a traceback.
         _discard_stdout()
     return code
+
+
+def _escape_on_stdout() -> None:
+    """Write the characters that the encoding of stdout lacks (a code page, an ASCII locale) as escapes, as Python does
+    on stderr.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _discard_stdout() -> None:

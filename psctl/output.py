@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ..data.checks import writes_all_text
 from ..data.files import write_json
 from .flags import flag
 from .progress import Phases
@@ -58,7 +59,8 @@ class Output:
         if file is not None:
             write_json(file, payload)
         if self.json:
-            sys.stdout.write(jsonlib.dumps(_plain(payload), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            is_ascii = not writes_all_text(sys.stdout)
+            sys.stdout.write(jsonlib.dumps(_plain(payload), indent=2, ensure_ascii=is_ascii, allow_nan=False) + "\n")
         elif table is not None:
             self.stdout.print(table() if callable(table) else table)
         elif isinstance(payload, Mapping):
@@ -93,7 +95,7 @@ class Output:
         On a terminal it is a spinner on stderr, otherwise a note.
         """
         if not self.quiet and self.stderr.is_terminal:
-            return self.stderr.status(message)
+            return self.stderr.status(message, spinner="line" if self.stderr.options.ascii_only else "dots")
         self.note(message)
         return _Nothing()
 

@@ -169,7 +169,7 @@ class Lab:
             step_s = self.latency_predictor(max_batch_size).step_latency_s(batch)
             most = max_batch_size / (num_steps * step_s)
             write_json(file, [float(f"{share * most:.2g}") for share in shares])
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def finish(was_interrupted: bool) -> None:

@@ -162,7 +162,7 @@ def _check_settings(
     }
     path = parts / _SETTINGS_FILE
     if path.exists():
-        if json.loads(path.read_text()) != wanted:
+        if json.loads(path.read_text(encoding="utf-8")) != wanted:
             raise UsageError(
                 f"{parts} holds an unfinished profile with other settings; finish it with them, or delete it"
             )

@@ -29,7 +29,8 @@ def lossy_stderr(on_lost: Callable[[], None]) -> Iterator[None]:
     target = _STDERR if cast("TextIO | None", before) is not None else os.open(os.devnull, os.O_WRONLY)
     lines = _Lines(target, on_lost)
     # Straight to the lines, which each get a whole line; a buffer between them would cut long ones.
-    sys.stderr = io.TextIOWrapper(cast("io.BufferedWriter", lines), "utf-8", "backslashreplace", line_buffering=True)
+    encoding = getattr(before, "encoding", None) or "utf-8"
+    sys.stderr = io.TextIOWrapper(cast("io.BufferedWriter", lines), encoding, "backslashreplace", line_buffering=True)
     try:
         yield
     finally:

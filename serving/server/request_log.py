@@ -5,6 +5,7 @@ import sys
 import time
 from typing import Any
 
+from ...data.checks import writes_all_text
 from .errors import ApiError
 from .front_end import Watcher
 from .tickets import Ticket, metrics_of
@@ -54,7 +55,8 @@ class RequestLog(Watcher):
     def _write(self, line: dict[str, Any]) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
         # Of now: while the server runs it is a `log_stream`, which does not block.
-        sys.stderr.write(json.dumps({"time": f"{at}Z", **line}, ensure_ascii=False) + "\n")
+        is_ascii = not writes_all_text(sys.stderr)
+        sys.stderr.write(json.dumps({"time": f"{at}Z", **line}, ensure_ascii=is_ascii) + "\n")
 
 
 def _short(value: Any) -> Any:

@@ -32,6 +32,42 @@ def test_data_goes_to_stdout_and_the_rest_to_stderr() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "cp1252", "cp932", "utf-8", "utf-16"])
+def test_every_encoding_takes_all_output(encoding: str) -> None:
+    text = "café 猫 … 🐈"
+    body = f"""
+from rich.table import Table
+table = Table("{text}")
+table.add_row("{text}")
+out.note("{text}")
+out.warn("{text}")
+with out.phases() as start:
+    start("{text}", 1)()
+with out.status("{text}"):
+    pass
+out.data({{"{text}": "{text}"}})
+out.data("{text}")
+out.data(["{text}"], table=table)
+raise UsageError("{text}")"""
+    for options in ((), ("--json",)):
+        done = run_body(body, *options, encoding=encoding, PYTHONIOENCODING=encoding)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 6
+        assert "Traceback" not in done.stderr
+        shown = text.encode(encoding, "backslashreplace").decode(encoding)
+        assert done.stderr.splitlines()[-1] == f"Error: {shown}"
+        if options:
+            decoder, found, rest = json.JSONDecoder(), [], done.stdout
+            while rest:
+                value, end = decoder.raw_decode(rest)
+                found, rest = [*found, value], rest[end:].lstrip()
+            assert found == [{text: text}, text, [text]]
+        else:
+            assert done.stdout.startswith(f"{shown}: {shown}\n{shown}\n")
+            assert done.stdout.count(shown) == 5
+
+
+@pytest.mark.slow
 def test_in_a_pipe_a_phase_is_one_line_when_it_starts_and_one_when_it_ends() -> None:
     body = "with out.phases() as start:\n    advance = start('images', total=40)\n    [advance() for _ in range(40)]"
     done = run_body(body)

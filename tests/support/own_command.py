@@ -21,14 +21,18 @@ sys.exit(main(["try", *sys.argv[1:]]))
 
 
 def run_body(
-    body: str, *arguments: str, stdout: int = subprocess.PIPE, **environment: str
+    body: str, *arguments: str, stdout: int = subprocess.PIPE, encoding: str | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command with these lines and arguments to its end; keyword arguments are added to the environment."""
+    """Run the command with these lines and arguments to its end; keyword arguments are added to the environment.
+
+    `encoding` is that of its outputs; None for the locale's.
+    """
     return subprocess.run(
         [sys.executable, "-c", PROGRAM.replace("BODY", body.replace("\n", "\n    ")), *arguments],
         env=os.environ | environment,
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
+        encoding=encoding,
         check=False,
     )

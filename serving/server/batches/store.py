@@ -78,8 +78,7 @@ class Batches:
     def file(self, file_id: str, key: str) -> dict[str, Any]:
         """What a client is told of a file."""
         path = self.content(file_id, key)
-        about = path.with_suffix(".json")
-        known = json.loads(about.read_text()) if about.is_file() else {"filename": path.name, "purpose": "batch_output"}
+        known = {"filename": path.name, "purpose": "batch_output"} | _about(path)
         return {
             "id": file_id,
             "object": "file",
@@ -257,11 +256,16 @@ class Batches:
             owner = key
         else:
             path = self._file(file_id)
-            about = path.with_suffix(".json")
-            owner = json.loads(about.read_text()).get(_OWNER, "") if about.is_file() else ""
+            owner = _about(path).get(_OWNER, "")
         if not path.is_file() or owner != key:
             raise ApiError(404, "there is no such file", code="not_found", param="file_id")
         return path
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """What is kept of a client's file; nothing of an output."""
+    about = path.with_suffix(".json")
+    return json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
 
 
 def _read(path: Path) -> dict[str, Any]:

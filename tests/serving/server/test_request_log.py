@@ -1,5 +1,7 @@
 """Lines of the log: what they say, and that nobody waits for who reads them."""
 
+import io
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.server.request_log import RequestLog
 from patchedserve.serving.server.tickets import metrics_of
 
 _LINES = """
@@ -71,3 +74,13 @@ def test_nobody_waits_for_a_reader(reader: str) -> None:
     # Of 3000 lines a pipe takes 7, and 1000 wait.
     least, most = {"gone": (3000, 3000), "asleep": (1900, 2000), "none": (0, 2000)}[reader]
     assert least <= int(done.stdout) <= most
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_lines_are_json_in_every_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = io.BytesIO()
+    stderr = io.TextIOWrapper(content, encoding, errors="backslashreplace", line_buffering=True)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    RequestLog().on_answer("/café/猫", 404, "req-1")
+    line = json.loads(content.getvalue().decode(encoding))
+    assert (line["route"], line["status"]) == ("/café/猫", 404)
