@@ -1,8 +1,9 @@
 """Times at which requests arrive: drawn at random, or those of a recorded trace scaled to another rate."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import date, time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,12 @@ from ..records import csv_rows, open_text
 
 _SECONDS, _CLOCK = "arrived_at", "TIMESTAMP"
 _BISECTIONS = 60
+_MOMENT = re.compile(
+    r"((?P<year>\d{4})[/-](?P<month>\d\d?)[/-](?P<day>\d\d?)|(?P<other>\d{8}|\d{4}-?W\d\d-?\d))"
+    r"([Tt ](?P<clock>\d\d?(:\d\d?){0,2}|\d{4}|\d{6})([.,](?P<fraction>\d+))?"
+    r" ?(?P<zone>[Zz]|UTC|GMT|(?P<sign>[+\u2212-])(?P<hours>[01]\d|2[0-3]):?(?P<minutes>[0-5]\d)?)?)?",
+    re.ASCII,
+)
 
 
 def gamma_arrivals(rng: np.random.Generator, rate: float, cv: float) -> Iterator[float]:
@@ -70,14 +77,17 @@ def read_arrivals(path: str | Path) -> tuple[float, ...]:
     """Read the arrivals of a recorded trace, in seconds from its first one.
 
     The file is CSV with a column `arrived_at` (seconds; the processed Azure LLM traces of vidur) or `TIMESTAMP` (date
-    and time; the same traces as Azure published them). Other columns are not read.
+    and time, as ISO 8601 and pandas write them; the same traces as Azure published them). Other columns are not read.
+    Offsets from UTC may change within the file, as with daylight saving.
 
     Raises:
-        UsageError: the file cannot be read, has neither column or no arrival, or a line has none or goes back in time.
-            The message starts with `file:line:`.
+        UsageError: the file cannot be read, has neither column or no arrival, or a line has none, goes back in time, or
+            has a zone where the lines above have none. The message starts with `file:line:`.
     """
     path = Path(path)
-    arrivals_s: list[float] = []
+    arrivals: list[float] = []
+    first = 0
+    is_zoned = False
     with open_text(path, "the arrivals") as file:
         rows = csv_rows(path, file)
         _, names = next(rows, (1, []))
@@ -86,25 +96,43 @@ def read_arrivals(path: str | Path) -> tuple[float, ...]:
             raise UsageError(f"{path}: recorded arrivals must be CSV with a column {_SECONDS} or {_CLOCK}")
         for number, row in rows:
             where = f"{path}:{number}"
-            arrival_s = _seconds(dict(zip(names, row, strict=False)).get(column), column, where)
-            if arrivals_s and arrival_s < arrivals_s[-1]:
+            text = dict(zip(names, row, strict=False)).get(column)
+            try:
+                arrival, has_zone = (float(text or ""), False) if column == _SECONDS else _moment_ns(text or "")
+            except ValueError as error:
+                raise UsageError(f"{where}: {column} is {text!r}, which is not a time") from error
+            if not math.isfinite(arrival):
+                raise UsageError(f"{where}: {column} is {text!r}, but it must be finite")
+            if not arrivals:
+                first, is_zoned = number, has_zone
+            elif has_zone != is_zoned:
+                has, had = ("a zone", "none") if has_zone else ("no zone", "one")
+                raise UsageError(f"{where}: {column} is {text!r}, with {has}, but line {first} has {had}")
+            elif arrival < arrivals[-1]:
                 raise UsageError(f"{where}: time goes back, but lines must be in order of arrival")
-            arrivals_s.append(arrival_s)
-    if not arrivals_s:
+            arrivals.append(arrival)
+    if not arrivals:
         raise UsageError(f"{path}: the trace is empty, but it must hold at least one arrival")
-    return tuple(arrival_s - arrivals_s[0] for arrival_s in arrivals_s)
+    unit = 1 if column == _SECONDS else 10**9
+    return tuple((arrival - arrivals[0]) / unit for arrival in arrivals)
 
 
-def _seconds(text: str | None, column: str, where: str) -> float:
-    try:
-        if column == _SECONDS:
-            value = float(text or "")
-        else:
-            # Azure writes seven decimals, of which Python reads six.
-            moment = datetime.fromisoformat((text or "").strip()[:26])
-            value = (moment - datetime(2020, 1, 1)).total_seconds()
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{where}: {column} is {text!r}, which is not a time") from error
-    if not math.isfinite(value):
-        raise UsageError(f"{where}: {column} is {text!r}, but it must be finite")
-    return value
+def _moment_ns(text: str) -> tuple[int, bool]:
+    """Nanoseconds from the year 1 in UTC, and whether the text names a zone. Raises ValueError: it is no date and time.
+
+    Whole numbers, because a float of so many seconds is a microsecond off.
+    """
+    found = _MOMENT.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(text)
+    other, (year, month, of_month) = found["other"], found.group("year", "month", "day")
+    day = date.fromisoformat(other) if other else date(int(year), int(month), int(of_month))
+    parts = [int(part) for part in re.findall(r"\d\d?", found["clock"] or "0")]
+    clock = time(*parts)
+    seconds = day.toordinal() * 86_400 + clock.hour * 3600 + clock.minute * 60 + clock.second
+    if found["sign"]:
+        offset_s = int(found["hours"]) * 3600 + int(found["minutes"] or 0) * 60
+        seconds += -offset_s if found["sign"] == "+" else offset_s
+    # A fraction is of the last unit that is written.
+    unit_s = (3600, 60, 1)[len(parts) - 1]
+    return seconds * 10**9 + unit_s * int((found["fraction"] or "0")[:9].ljust(9, "0")), bool(found["zone"])
