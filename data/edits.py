@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from .checks import require_text
-from .datasets.decode import decode_rgb, size_of, upright
+from .datasets.decode import decode, decode_rgb, size_of
 from .errors import UsageError
 from .resolution import Resolution
 from .templates import TemplateKind
@@ -138,11 +138,10 @@ def read_mask(content: bytes, name: str) -> NDArray[np.bool_]:
         UsageError: it is no image, animated or huge.
     """
     _check(content, name)
-    shown = decode_rgb(content, name)
-    with Image.open(io.BytesIO(content)) as opened:
-        if not opened.has_transparency_data:
-            return np.asarray(shown.convert("L")) >= _WHITE
-        return np.asarray(upright(opened).convert("RGBA").getchannel("A")) < _WHITE
+    image = decode(content, name)
+    if image.mode == "RGBA":
+        return np.asarray(image.getchannel("A")) < _WHITE
+    return np.asarray(image.convert("L")) >= _WHITE
 
 
 def has_alpha(content: bytes) -> bool:

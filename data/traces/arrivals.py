@@ -128,8 +128,9 @@ def _moment_ns(text: str) -> tuple[int, bool]:
     other, (year, month, of_month) = found["other"], found.group("year", "month", "day")
     day = date.fromisoformat(other) if other else date(int(year), int(month), int(of_month))
     parts = [int(part) for part in re.findall(r"\d\d?", found["clock"] or "0")]
-    clock = time(*parts)
-    seconds = day.toordinal() * 86_400 + clock.hour * 3600 + clock.minute * 60 + clock.second
+    hour, minute, second, *_ = (*parts, 0, 0)
+    time(hour, minute, second)  # checks them
+    seconds = day.toordinal() * 86_400 + hour * 3600 + minute * 60 + second
     if found["sign"]:
         offset_s = int(found["hours"]) * 3600 + int(found["minutes"] or 0) * 60
         seconds += -offset_s if found["sign"] == "+" else offset_s

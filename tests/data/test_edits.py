@@ -8,12 +8,13 @@ import pytest
 from PIL import Image
 
 from patchedserve.data import edits
-from patchedserve.data.edits import EditSpec, active_cells, active_share, latent_mask, read_image, read_mask
+from patchedserve.data.edits import EditSpec, active_cells, active_share, has_alpha, latent_mask, read_image, read_mask
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 
 from ..support.edits import image_of, mask_of
+from ..support.png import CASES, PngCase, random_png
 
 SIZE = Resolution(48, 32)
 
@@ -65,6 +66,18 @@ def test_unreadable_exif_counts_as_none() -> None:
     mask = mask_of(SIZE)
     content = file_of(Image.fromarray(mask), "PNG", exif=b"Exif\0\0no TIFF")
     assert (read_mask(content, "mask") == mask).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_masks_are_read_from_pngs_of_every_kind(case: PngCase) -> None:
+    for is_interlaced in (False, True):
+        png = random_png(np.random.default_rng(1), *case, is_interlaced=is_interlaced)
+        rgba = png.rgba()
+        luma = np.rint(rgba[..., :3] @ (0.299, 0.587, 0.114))
+        expected = rgba[..., 3] < 128 if png.has_transparency else luma >= 128
+        assert 0 < expected.sum() < expected.size
+        assert np.array_equal(read_mask(png.to_bytes(), "mask"), expected)
+        assert has_alpha(png.to_bytes()) == png.has_transparency
 
 
 @pytest.mark.parametrize("read", [read_image, read_mask])

@@ -1,8 +1,6 @@
 """Image files of every kind that data sets hold come out as upright RGB in the right colours."""
 
 import io
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +8,10 @@ import pytest
 from PIL import Image
 
 from patchedserve.data.datasets.base import BadImageError
-from patchedserve.data.datasets.decode import decode_rgb, read_content, size_of
+from patchedserve.data.datasets.decode import decode, decode_rgb, read_content, size_of
 
 from ...support.caption_sets import encoded, scene_image
+from ...support.png import CASES, RGBA, PngCase, random_png
 
 ORIENTATION = 0x0112
 
@@ -83,17 +82,22 @@ def test_sixteen_bits_are_scaled_not_clipped():
     assert np.array_equal(array_of(ppm), found)
 
 
-def png16_rgb(width: int, height: int, colour: tuple[int, int, int]) -> bytes:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pngs_of_every_kind_are_what_the_specification_says(case: PngCase):
+    for is_interlaced in (False, True):
+        png = random_png(np.random.default_rng(0), *case, is_interlaced=is_interlaced)
+        rgba = png.rgba().astype(float)
+        alpha = rgba[..., 3:] / 255
+        expected = rgba[..., :3] * alpha + 255 * (1 - alpha)
+        assert np.abs(array_of(png.to_bytes()) - expected).max() <= 0.5
 
-    rows = (b"\0" + struct.pack(">3H", *colour) * width) * height
-    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
-
-def test_sixteen_bits_in_colour():
-    assert np.abs(array_of(png16_rgb(5, 3, (257 * 200, 257 * 30, 257 * 7))) - (200, 30, 7)).max() <= 1
+def test_deep_pngs_are_turned_upright():
+    png = random_png(np.random.default_rng(0), RGBA, 16, False)
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    lying, upright = (decode(png.to_bytes(exif=each), "x") for each in (exif.tobytes()[6:], None))
+    assert np.array_equal(np.rot90(np.asarray(upright), -1), np.asarray(lying))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
