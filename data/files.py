@@ -145,6 +145,11 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether there was no room for what was to be written, and may be later."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def require_folder(folder: Path) -> None:
     """Create a folder for results and check that it takes files: now, not after the run.
 
@@ -157,7 +162,7 @@ def require_folder(folder: Path) -> None:
         # Permissions say nothing of file systems that take no files from anybody, such as /proc.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise
         raise UsageError(f"folder {folder} is not writable") from error
 

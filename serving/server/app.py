@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from ...data.files import is_disk_full
 from .backend import Health
 from .batches.api import batch_routes
 from .batches.store import Batches
@@ -47,6 +48,13 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         told = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", code="http_error")
         told.code = codes.get(error.status_code, told.code)
         return JSONResponse(told.to_json(), error.status_code, error.headers)
+
+    @app.exception_handler(OSError)
+    async def no_room(request: Request, error: OSError) -> Response:
+        if not is_disk_full(error):
+            raise error
+        told = ApiError(507, "the server's disk is full", code="disk_full")
+        return JSONResponse(told.to_json(), told.status)
 
     @app.exception_handler(Exception)
     async def our_fault(request: Request, error: Exception) -> Response:

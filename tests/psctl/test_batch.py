@@ -1,15 +1,19 @@
 """Batches: through the real client of OpenAI, and offline, killed again and again."""
 
 import json
+import resource
 from contextlib import closing
 from pathlib import Path
 
 import openai
 import pytest
+from openai.types import Batch
 
+from patchedserve.data.workspace import Workspace
 from patchedserve.serving.server.batches.file import BatchOutput
 
 from ..conftest import RunPsctl
+from ..support.disks import fill, tiny_disk
 from ..support.http_server import HttpServer, small_model
 from ..support.killed_batch import draw_and_kill
 from ..support.waits import until
@@ -69,6 +73,64 @@ def test_the_client_of_openai_runs_a_batch(model: Path, lines: Path, tmp_path: P
         with pytest.raises(openai.NotFoundError):
             client.files.content("file-000")
         client.files.delete(file.id)
+
+
+def started(server: HttpServer, lines: Path) -> tuple[openai.OpenAI, Batch]:
+    """A batch of these lines, begun by a client."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    file = client.files.create(file=lines, purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/images/generations", completion_window="24h")
+    return client, batch
+
+
+def ids_in(client: openai.OpenAI, *files: str | None) -> list[str]:
+    """What the lines of these files are about."""
+    texts = [client.files.content(file).text for file in files if file is not None]
+    return [json.loads(line)["custom_id"] for text in texts for line in text.splitlines()]
+
+
+def test_a_full_disk_pauses_a_batch(model: Path, lines: Path, tmp_path: Path) -> None:
+    folder = Workspace(tmp_path).for_model(str(model), "cpu").root / "batches"
+    with tiny_disk(folder, 2_000_000), HttpServer(model, tmp_path) as server:
+        ballast = fill(folder, leave=120_000)
+        client, batch = started(server, lines)
+
+        def is_full() -> bool:
+            errors = client.batches.retrieve(batch.id).errors
+            return errors is not None and [each.code for each in errors.data or []] == ["disk_full"]
+
+        until(is_full, 60)
+        full = client.batches.retrieve(batch.id)
+        assert full.status == "in_progress"
+        assert full.request_counts is not None
+        assert 0 < full.request_counts.completed < COUNT - 1
+        assert client.images.generate(prompt="a dog", extra_body={"num_inference_steps": 2, "slo": 60}).data
+        with pytest.raises(openai.APIStatusError, match="the server's disk is full") as refused:
+            client.files.create(file=("big.jsonl", lines.read_bytes() * 100), purpose="batch")
+        assert refused.value.status_code == 507
+        assert len(list(client.files.list())) == 1
+        ballast.unlink()
+        until(lambda: client.batches.retrieve(batch.id).status in ("completed", "failed"), 60)
+        batch = client.batches.retrieve(batch.id)
+        assert (batch.status, batch.errors) == ("completed", None)
+        assert sorted(ids_in(client, batch.output_file_id, batch.error_file_id)) == sorted(
+            f"line {number}" for number in range(COUNT)
+        )
+    assert any("the disk is full" in line for line in server.lines)
+
+
+def test_a_batch_that_fails_tells_what_was_drawn(model: Path, lines: Path, tmp_path: Path) -> None:
+    """Its output is a file that may not grow any more."""
+    with HttpServer(model, tmp_path) as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+        client, batch = started(server, lines)
+        until(lambda: client.batches.retrieve(batch.id).status in ("completed", "failed"), 60)
+        batch = client.batches.retrieve(batch.id)
+        assert (batch.status, batch.errors is not None) == ("failed", True)
+        assert batch.request_counts is not None
+        drawn = ids_in(client, batch.output_file_id)
+        assert 0 < len(drawn) < COUNT - 1
+        assert (batch.request_counts.total, batch.request_counts.completed) == (COUNT, len(drawn))
 
 
 @pytest.mark.exhaustive

@@ -22,7 +22,7 @@ def batch_routes(batches: Batches) -> APIRouter:
     """The routes over a folder of batches."""
     routes = APIRouter()
 
-    @routes.post(FILES, openapi_extra=file_body(), responses=errors(400, 401, 403, 408, 413))
+    @routes.post(FILES, openapi_extra=file_body(), responses=errors(400, 401, 403, 408, 413, 507))
     async def upload(request: Request) -> dict[str, Any]:
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise invalid("a file is sent as multipart/form-data, with the fields file and purpose")
@@ -49,7 +49,7 @@ def batch_routes(batches: Batches) -> APIRouter:
     async def content(file_id: str, request: Request) -> Response:
         return FileResponse(batches.content(file_id, caller_of(request.scope).key), media_type="application/jsonl")
 
-    @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415))
+    @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415, 507))
     async def create(request: Request) -> dict[str, Any]:
         return batches.create(await object_in(request), caller_of(request.scope).key)
 

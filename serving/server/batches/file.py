@@ -4,6 +4,7 @@ An image is renamed into its place before the output line that tells of it is wr
 before the next one begins: whatever kills the process, a line that is there is true, and a later run goes on after it.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -128,7 +129,8 @@ class BatchOutput:
     def __init__(self, folder: Path) -> None:
         self.folder, self.done = folder, dict[str, bool]()
         (folder / "images").mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(folder / _LOCK_FILE)
+        # Of whichever thread closes it.
+        self._lock = FileLock(folder / _LOCK_FILE, thread_local=False)
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
@@ -182,18 +184,27 @@ class BatchOutput:
 
     def _append(self, name: str, line: BatchLine, response: Mapping[str, Any], error: Mapping[str, str] | None) -> None:
         content = {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": error}
-        with (self.folder / name).open("ab") as file:
-            file.write(json.dumps(content).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        left = memoryview(json.dumps(content).encode() + b"\n")
+        _cut_half_line(self.folder / name)
+        # Without a buffer, which would be written at the end all the same, behind what was cut off.
+        with (self.folder / name).open("ab", buffering=0) as file:
+            whole = file.tell()
+            try:
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except BaseException:
+                with contextlib.suppress(OSError):  # the next one cuts it off
+                    file.truncate(whole)
+                raise
 
 
 def _cut_half_line(path: Path) -> None:
-    """Cut off what was being written when the process was killed."""
+    """Cut off what was being written when the process was killed or the disk was full."""
     if not path.exists():
         return
     with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
+        size = end = file.seek(0, os.SEEK_END)
         while end:
             start = max(0, end - _CHUNK)
             file.seek(start)
@@ -202,7 +213,16 @@ def _cut_half_line(path: Path) -> None:
                 end = start + last + 1
                 break
             end = start
-        file.truncate(end)
+        if end < size:
+            file.truncate(end)
+
+
+def num_lines(path: Path) -> int:
+    """Lines of a file that are whole; 0 if it is not there. Raises OSError: it cannot be read."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b""))
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from ....data.errors import RunError
-from ....data.files import atomic_write
+from ....data.files import atomic_write, is_disk_full
 from ..backend import Health
 from ..errors import ApiError
 from ..front_end import FrontEnd
@@ -17,8 +18,33 @@ from ..tickets import Ticket
 from .file import BatchLine, BatchOutput
 
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
+_FULL_RETRY_S = 2.0
 _MOST_CRASHES = 5
 """Of the engine, while it drew one line: that is its own fault then. As long as there is no engine a line waits."""
+
+
+Result = TypeVar("Result")
+OnFull = Callable[[OSError | None], bool]
+"""Told each time that the disk is found to be full, and returns whether to wait for room; told None when something was
+written.
+"""
+
+
+async def when_there_is_room(write: Callable[[], Result], on_full: OnFull, pool: Executor | None = None) -> Result:
+    """What `write` returns, which is called in a thread of `pool`, again and again while the disk is full.
+
+    Raises as `write`; that the disk is full only if `on_full` does not want to wait.
+    """
+    while True:
+        try:
+            found = await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, write))
+        except OSError as error:
+            if not is_disk_full(error) or not on_full(error):
+                raise
+        else:
+            on_full(None)
+            return found
+        await asyncio.sleep(_FULL_RETRY_S)
 
 
 class May(Protocol):
@@ -39,6 +65,7 @@ class BatchRun:
         may_begin: waited for before every line.
         writes_b64: whether output lines hold the images, as a server's do, or only the names of their files.
         on_line: told after each line whether it has its images.
+        on_full: lines that are drawn wait for room on a full disk, and this is told; None: a full disk ends the run.
     """
 
     front_end: FrontEnd
@@ -48,6 +75,7 @@ class BatchRun:
     may_begin: May | None = None
     writes_b64: bool = False
     on_line: Callable[[bool], None] = lambda is_good: None
+    on_full: OnFull | None = None
     is_cancelled: bool = False
     _open: set[Ticket] = field(default_factory=set)
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="psctl-batch"))
@@ -142,9 +170,17 @@ class BatchRun:
 
     async def _write(self, write: Callable[[BatchLine, Any, str], None], line: BatchLine, answer: Any) -> None:
         """Write an answer, one after the other, and not on the event loop: it waits for the disk."""
-        writing = asyncio.get_running_loop().run_in_executor(self._writer, write, line, answer, f"line-{line.number}")
-        await asyncio.shield(writing)
+        now = partial(write, line, answer, f"line-{line.number}")
+        try:
+            await when_there_is_room(now, self._on_full, self._writer)
+        except OSError as error:
+            if is_disk_full(error) and self.is_cancelled:
+                return  # a later run draws it
+            raise
         self.on_line(not isinstance(answer, ApiError))
+
+    def _on_full(self, error: OSError | None) -> bool:
+        return self.on_full is not None and self.on_full(error) and not self.is_cancelled
 
     async def _drawn(self, line: BatchLine) -> Ticket:
         front_end = self.front_end

@@ -5,10 +5,13 @@ import contextlib
 import json
 import secrets
 import shutil
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -18,8 +21,8 @@ from ....data.files import atomic_write, write_json
 from ..errors import ApiError, invalid
 from ..front_end import FrontEnd
 from ..protocol import GENERATIONS, shown
-from .file import ERROR_FILE, OUTPUT_FILE, BatchOutput, FolderInUseError, read_lines
-from .run import BatchRun
+from .file import ERROR_FILE, OUTPUT_FILE, BatchOutput, FolderInUseError, num_lines, read_lines
+from .run import BatchRun, Result, when_there_is_room
 
 BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cancelling", "cancelled"]
 MAX_FILE_BYTES = 200_000_000
@@ -49,6 +52,8 @@ class Batches:
     at_once: int = 16
     _runs: dict[str, BatchRun] = field(default_factory=dict)
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    _full: dict[str, str] = field(default_factory=dict)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def start(self) -> None:
@@ -68,11 +73,17 @@ class Batches:
         if purpose != "batch":
             raise invalid(f"purpose is {shown(purpose)}, but it must be batch", "purpose")
         file_id = f"file-{secrets.token_hex(12)}"
-        with atomic_write(self._file(file_id)) as temporary, temporary.open("wb") as kept:
-            shutil.copyfileobj(content, kept)
+        path = self._file(file_id)
         told = name[:_NAME_LENGTH].encode("utf-8", "backslashreplace").decode()
         about = {"filename": told, "created_at": int(time.time()), "purpose": purpose, _OWNER: key}
-        write_json(self._file(file_id).with_suffix(".json"), about)
+        # Before the file, which nobody owns without it.
+        write_json(path.with_suffix(".json"), about)
+        try:
+            with atomic_write(path) as temporary, temporary.open("wb") as kept:
+                shutil.copyfileobj(content, kept)
+        except BaseException:
+            path.with_suffix(".json").unlink()
+            raise
         return self.file(file_id, key)
 
     def file(self, file_id: str, key: str) -> dict[str, Any]:
@@ -145,60 +156,71 @@ class Batches:
         }
         self._write(batch)
         self._begin(batch)
-        return _told(batch)
+        return self._told(batch)
 
     def batch(self, batch_id: str, key: str) -> dict[str, Any]:
         """What a client is told of a batch."""
-        return _told(self._of(batch_id, key))
+        return self._told(self._of(batch_id, key))
 
     def batches(self, key: str) -> list[dict[str, Any]]:
         """All of a client, the newest first."""
         found = [_read(path) for path in self.folder.glob("batches/*/batch.json")]
-        return [_told(batch) for batch in sorted(found, key=_age, reverse=True) if batch.get(_OWNER, "") == key]
+        return [self._told(batch) for batch in sorted(found, key=_age, reverse=True) if batch.get(_OWNER, "") == key]
 
     def cancel(self, batch_id: str, key: str) -> dict[str, Any]:
         """End a batch: what it has drawn stays."""
-        batch, run, now = self._of(batch_id, key), self._runs.get(batch_id), int(time.time())
-        if batch["status"] not in _ENDED:
-            batch |= {"status": "cancelling", "cancelling_at": now}
-            if run is not None:
-                run.cancel()
-            elif (waiting := self._tasks.get(batch_id)) is not None:
-                # Its turn has not come.
-                waiting.cancel()
-                batch |= {"status": "cancelled", "cancelled_at": now}
-            self._write(batch)
-        return _told(batch)
+        with self._writing:
+            batch, run, now = self._of(batch_id, key), self._runs.get(batch_id), int(time.time())
+            if batch["status"] not in _ENDED:
+                batch |= {"status": "cancelling", "cancelling_at": now}
+                if run is not None:
+                    run.cancel()
+                elif (waiting := self._tasks.get(batch_id)) is not None:
+                    # Its turn has not come.
+                    waiting.cancel()
+                    batch |= {"status": "cancelled", "cancelled_at": now}
+                self._write(batch)
+        return self._told(batch)
 
     def _of(self, batch_id: str, key: str) -> dict[str, Any]:
         batch = _read(self._folder_of(batch_id) / "batch.json")
         if batch.get(_OWNER, "") != key:
             raise _no_batch()
-        if (run := self._runs.get(batch_id)) is not None:
-            batch["request_counts"] = run.counts
         return batch
+
+    def _told(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        told = {name: value for name, value in batch.items() if name != _OWNER}
+        if (run := self._runs.get(batch["id"])) is not None:
+            told["request_counts"] = run.counts
+        if (reason := self._full.get(batch["id"])) is not None:
+            told["errors"] = _errors("disk_full", reason)
+        return told
 
     def _begin(self, batch: dict[str, Any]) -> None:
         task = asyncio.get_running_loop().create_task(self._work(batch))
         self._tasks[batch["id"]] = task
-        task.add_done_callback(lambda done: self._tasks.pop(batch["id"], None))
+
+        def forget(done: "asyncio.Task[None]") -> None:
+            for known in (self._tasks, self._full):
+                known.pop(batch["id"], None)
+
+        task.add_done_callback(forget)
 
     async def _work(self, batch: dict[str, Any]) -> None:
         # One batch at a time, in the order in which they came.
         async with self._turn:
             try:
-                output = BatchOutput(self._folder_of(batch["id"]))
+                output = await self._written(batch, partial(BatchOutput, self._folder_of(batch["id"])))
             except FolderInUseError:
                 return  # another server of this workspace draws it
-            except RunError as error:
-                self._fail(batch, error)
+            except (RunError, OSError) as error:
+                await self._fail(batch, error)
                 return
             try:
                 await self._draw(batch, output)
-            except Exception as error:  # noqa: BLE001  such as a full disk; the others have their turn
+            except Exception as error:  # noqa: BLE001  such as a disk that is broken; the others have their turn
                 traceback.print_exc()
-                with contextlib.suppress(OSError):
-                    self._fail(batch, error)
+                await self._fail(batch, error)
             finally:
                 self._runs.pop(batch["id"], None)
                 output.close()
@@ -208,30 +230,58 @@ class Batches:
             path = self.content(batch["input_file_id"], batch.get(_OWNER, ""))
             lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
         except (UsageError, ApiError) as error:
-            self._fail(batch, error)
+            await self._fail(batch, error)
             return
         run = self._runs[batch["id"]] = BatchRun(
-            self.front_end, lines, output, self.at_once, self._nobody_waits, writes_b64=True
+            self.front_end,
+            lines,
+            output,
+            self.at_once,
+            self._nobody_waits,
+            writes_b64=True,
+            on_full=partial(self._on_full, batch["id"]),
         )
-        batch |= {"in_progress_at": int(time.time())}
+        batch |= {"in_progress_at": int(time.time()), "request_counts": run.counts}
         if batch["status"] == "cancelling":
             run.cancel()
         else:
-            self._write(batch | {"status": "in_progress"})
+            await self._written(batch, partial(self._write, batch | {"status": "in_progress"}))
         await run.run()
         ended = "cancelled" if run.is_cancelled else "completed"
-        batch |= {"status": ended, f"{ended}_at": int(time.time()), "request_counts": run.counts}
-        for name, file, field_name in (
-            ("output", OUTPUT_FILE, "output_file_id"),
-            ("errors", ERROR_FILE, "error_file_id"),
-        ):
-            if (output.folder / file).exists():
-                batch[field_name] = f"{batch['id'].replace('batch_', 'file-')}-{name}"
-        self._write(batch)
+        await self._end(batch | {"status": ended, f"{ended}_at": int(time.time())})
 
-    def _fail(self, batch: dict[str, Any], error: Exception) -> None:
-        errors = {"object": "list", "data": [{"code": "invalid_batch", "message": str(error), "param": None}]}
-        self._write(batch | {"status": "failed", "failed_at": int(time.time()), "errors": errors})
+    async def _fail(self, batch: Mapping[str, Any], error: Exception) -> None:
+        failed = {"status": "failed", "failed_at": int(time.time()), "errors": _errors("invalid_batch", str(error))}
+        with contextlib.suppress(OSError):
+            await self._end({**batch, **failed})
+
+    async def _end(self, batch: Mapping[str, Any]) -> None:
+        """Write how a batch has ended, with what there is of it, however that was."""
+        await self._written(batch, partial(self._write_end, batch, self._runs.get(batch["id"])))
+
+    def _write_end(self, batch: Mapping[str, Any], run: BatchRun | None) -> None:
+        files = self._files_of(batch["id"])
+        if run is None:
+            counts = {"completed": num_lines(files["output"]), "failed": num_lines(files["errors"])}
+        else:
+            counts = run.counts
+        found = {"request_counts": batch["request_counts"] | counts}
+        for name, field_name in (("output", "output_file_id"), ("errors", "error_file_id")):
+            if files[name].exists() and files[name].stat().st_size:
+                found[field_name] = f"{batch['id'].replace('batch_', 'file-')}-{name}"
+        with self._writing:
+            self._write({**batch, **found})
+
+    async def _written(self, batch: Mapping[str, Any], write: Callable[[], Result]) -> Result:
+        return await when_there_is_room(write, partial(self._on_full, batch["id"]))
+
+    def _on_full(self, batch_id: str, error: OSError | None) -> bool:
+        if error is None:
+            self._full.pop(batch_id, None)
+        elif batch_id not in self._full:
+            self._full[batch_id] = f"the disk is full ({error}): the batch goes on when there is room"
+            warnings.warn(f"{batch_id}: {self._full[batch_id]}", stacklevel=2)
+        return True
 
     async def _nobody_waits(self) -> None:
         """Wait until no interactive request does."""
@@ -244,6 +294,11 @@ class Batches:
     def _folder_of(self, batch_id: str) -> Path:
         return self.folder / "batches" / _safe(batch_id, "batch_")
 
+    def _files_of(self, batch_id: str) -> dict[str, Path]:
+        """The files of what has become of its lines, by the name that their ids end in."""
+        folder = self._folder_of(batch_id)
+        return {"output": folder / OUTPUT_FILE, "errors": folder / ERROR_FILE}
+
     def _file(self, file_id: str) -> Path:
         return self.folder / "files" / f"{_safe(file_id, 'file-')}.jsonl"
 
@@ -252,7 +307,7 @@ class Batches:
         batch, _, name = file_id.removeprefix("file-").partition("-")
         if name in ("output", "errors"):
             self._of(f"batch_{batch}", key)
-            path = self._folder_of(f"batch_{batch}") / {"output": OUTPUT_FILE, "errors": ERROR_FILE}[name]
+            path = self._files_of(f"batch_{batch}")[name]
             owner = key
         else:
             path = self._file(file_id)
@@ -275,12 +330,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise _no_batch() from None
 
 
+def _errors(code: str, message: str) -> dict[str, Any]:
+    return {"object": "list", "data": [{"code": code, "message": message, "param": None}]}
+
+
 def _no_batch() -> ApiError:
     return ApiError(404, "there is no such batch", code="not_found", param="batch_id")
-
-
-def _told(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name != _OWNER}
 
 
 def _age(found: Mapping[str, Any]) -> tuple[int, str]:

@@ -1,6 +1,8 @@
 """Files of requests: what is wrong in them, and what is kept of them whatever ends the process."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,41 @@ def test_what_is_done_stays_done(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(RunError, match=r"output.jsonl, line 1: is damaged"):
             BatchOutput(tmp_path / "out")
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from patchedserve.serving.server.batches.file import BatchOutput, read_lines
+from patchedserve.serving.server.errors import invalid
+
+lines = read_lines(Path(sys.argv[1]))
+output = BatchOutput(Path(sys.argv[2]))
+output.completed(lines[0], {}, "one")
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+for write in (output.completed, lambda line, body, name: output.failed(line, invalid(body["text"]), name)):
+    try:
+        write(lines[1], {"text": "x" * 100_000}, "two")
+    except OSError as error:
+        print(error.strerror, output.done)
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+output.completed(lines[1], {"text": "x" * 100_000}, "two")
+output.failed(lines[2], invalid("no"), "three")
+"""
+
+
+def test_a_line_that_finds_no_room_is_not_there_at_all(tmp_path: Path) -> None:
+    """In a process whose files may have 5,000 bytes for a while: the system writes the first part of a line."""
+    batch = written(tmp_path, line("a"), line("b"), line("c"))
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(batch), str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "File too large {'a': True}\n" * 2
+    for name, ids in (("output.jsonl", ["a", "b"]), ("errors.jsonl", ["c"])):
+        lines = (tmp_path / "out" / name).read_text().splitlines()
+        assert [json.loads(each)["custom_id"] for each in lines] == ids
 
 
 def test_a_half_line_is_cut_off_however_long_it_is(tmp_path: Path) -> None:
