@@ -10,6 +10,7 @@ import secrets
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,6 +123,23 @@ def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
                 with _held(folder) as is_free:
                     if is_free:
                         shutil.rmtree(folder)
+
+
+def put_aside(path: Path, what: str, error: Exception) -> None:
+    """Rename a file or folder that is damaged, so that what needs it can go on, and warn of it.
+
+    Args:
+        path: of the workspace, which can do without it.
+        what: begins the warning.
+        error: what is wrong with it.
+    """
+    aside = path.with_name(f"{path.name}-{time.time_ns()}.bad")
+    try:
+        path.rename(aside)
+        done = f"it was put aside as {aside}"
+    except OSError:  # another process has done it, or the folder is read only
+        done = "it is left there"
+    warnings.warn(f"{what} is damaged ({error}); {done}", stacklevel=3)
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:

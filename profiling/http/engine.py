@@ -101,7 +101,7 @@ def build_engine(
     """Load the model, unless it is given, and measure what is not known of it yet.
 
     Raises:
-        UsageError: the model cannot serve a size, or a table of the workspace is damaged.
+        UsageError: the model cannot serve a size.
         RunError: the model is damaged, or a measurement fails.
     """
     from ...serving.models.loading import load_model

@@ -54,7 +54,11 @@ def load_book(recipe: EngineRecipe, router: str, edit_profile: Path | None, *, o
 def _table(recipe: EngineRecipe, router: str, on_note: Tell) -> Path:
     folder, engine = recipe.workspace.root / "tables", recipe.system.engine
     for path in recipe.workspace.newest_tables(TABLE_PATTERN):
-        table = read_latencies(path)
+        try:
+            table = read_latencies(path)
+        except UsageError as error:
+            on_note(f"The table is not used: {error}")
+            continue
         is_ours = table.circumstances is None or table.circumstances.engine == engine
         if is_ours and set(recipe.sizes) <= measured_alone(table):
             on_note(f"Step latencies for --router {router}: {path}")
@@ -69,7 +73,13 @@ def _edit_profile(recipe: EngineRecipe, router: str, given: Path | None, on_note
     assert recipe.templates is not None
     folder, keep = recipe.workspace.root / "tables", recipe.templates.keep
     for path in recipe.workspace.newest_tables(PATTERN) if given is None else [given]:
-        profile = EditProfile.read(path)
+        try:
+            profile = EditProfile.read(path)
+        except UsageError as error:
+            if given is not None:
+                raise
+            on_note(f"The profile is not used: {error}")
+            continue
         if profile.keep == keep:
             on_note(f"Edits for --router {router}: {path}")
             return profile

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ...data.errors import RunError, UsageError
-from ...data.files import write_json
+from ...data.errors import RunError
+from ...data.files import put_aside, write_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from .contention import MOST_WAITED, Contention, contention_now
@@ -117,8 +117,7 @@ def standalone_latencies(
         on_doubt: told in one line which latencies may be too long, and why.
 
     Raises:
-        UsageError: if the table in the workspace is damaged.
-        RunError: if a request fails while it is measured, or another table is damaged.
+        RunError: if a request fails while it is measured.
         OSError: if the table cannot be written, or the cache's predictor cannot be read.
         KeyboardInterrupt: on Ctrl-C; shapes that were measured before are kept.
     """
@@ -131,7 +130,7 @@ def standalone_latencies(
         image = replace(request, edit=None, traced=None, num_inference_steps=shape.num_inference_steps)
         examples.setdefault(shape, image)
     path = tables / TABLE_FILE
-    known, context = read_standalone(path, or_empty=remeasure), context_key(model)
+    known, context = read_standalone(path), context_key(model)
     latencies: dict[RequestShape, float] = {}
     is_quiet: bool | None = None
     for shape in sorted(
@@ -184,7 +183,7 @@ def doubt_standalone(
         What is kept of those shapes, in seconds.
 
     Raises:
-        UsageError, OSError: as `standalone_latencies`.
+        OSError: as `standalone_latencies`.
     """
     from ...serving.models.build import as_plain
 
@@ -217,11 +216,9 @@ def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> floa
     return record.finish_s - record.prepare_start_s
 
 
-def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, Measured]:
-    """Read the table: what was measured by key; empty if there is none, or one of an earlier version.
-
-    Raises:
-        UsageError: it is damaged, unless `or_empty` says that it is about to be replaced.
+def read_standalone(path: Path) -> dict[str, Measured]:
+    """Read the table: what was measured by key; empty if there is none, or one of an earlier version, or it is damaged,
+    which is warned of. Raises OSError.
     """
     if not path.exists():
         return {}
@@ -233,9 +230,8 @@ def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, Measured
             raise ValueError(f"version {table['version']}")
         return {_encode(row.pop("key")): _read_row(**row) for row in table["rows"]}
     except (ValueError, KeyError, TypeError) as error:
-        if or_empty:
-            return {}
-        raise UsageError(f"{path} is damaged ({error}); delete it or use --remeasure") from error
+        put_aside(path, str(path), error)
+        return {}
 
 
 def _read_row(

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from ...data.errors import UsageError
-from ...data.files import write_json
+from ...data.files import put_aside, write_json
 from ...data.parsing import parse
 from ...data.requests import Request
 from ...data.resolution import parse as parse_resolution
@@ -61,7 +60,7 @@ def correction_of(
     together to learn it: else the first run would give up requests that it could well have drawn in time.
 
     Raises:
-        UsageError: the workspace's file is damaged, or the model cannot serve one of the requests.
+        UsageError: the model cannot serve one of the requests.
         OSError: the cache's predictor cannot be read.
         KeyboardInterrupt: on Ctrl-C while it learns; nothing is kept then.
     """
@@ -76,7 +75,8 @@ def correction_of(
         line = LearntLine(known.line)
         return OnlineCorrection(latency, scale=known.scale, pace=known.pace, after_s=after_s, line=line)
     except ValueError as error:
-        raise UsageError(f"{_path(workspace)}: {error}") from error
+        put_aside(_path(workspace), str(_path(workspace)), error)
+        return OnlineCorrection(latency)
 
 
 def _learnt_from(model: "ServedModel", latency: StepLatencyPredictor, requests: Sequence[Request]) -> Learnt:
@@ -128,7 +128,7 @@ def _path(workspace: "ModelWorkspace") -> Path:
 
 
 def _known(model: "ServedModel", workspace: "ModelWorkspace") -> Learnt | None:
-    """What was learnt of this engine and cache. Raises UsageError: the file is damaged."""
+    """What was learnt of this engine and cache."""
     return _read(_path(workspace)).get(_key(model))
 
 
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, Learnt]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return parse(dict[str, Learnt], json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise UsageError(f"{path}: is damaged: {error}") from error
-    return parse(dict[str, Learnt], content, f"{path}: is damaged")
+        put_aside(path, str(path), error)
+        return {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...data.errors import UsageError
+from ...data.files import put_aside
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts, describe
@@ -165,9 +166,16 @@ def edit_profile_for_simulation(
 
 
 def tables_measured_under(about: RunFacts, *folders: Path) -> Iterator[tuple[Path, LatencyTable]]:
-    """The latency tables of the folders that were measured under these circumstances, each folder's newest first."""
+    """The latency tables of the folders that were measured under these circumstances, each folder's newest first.
+
+    Those that cannot be read are put aside, which is warned of.
+    """
     for path in itertools.chain.from_iterable(map(_newest_first, folders)):
-        table = read_latencies(path)
+        try:
+            table = read_latencies(path)
+        except UsageError as error:
+            put_aside(path, str(path), error)
+            continue
         if table.circumstances is not None and table.circumstances.difference(about) is None:
             yield path, table
 

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...data.errors import RunError
-from ...data.files import write_json
+from ...data.files import put_aside, write_json
 
 _VERSION = 2
 Point = TypeVar("Point")
@@ -23,18 +22,21 @@ def load_or_measure(
 ) -> list[Point]:
     """What was measured in the same circumstances, each of which has a JSON file `name-*.json` in `folder`.
 
-    The fields of the dataclass `kind` are the columns of the file; `measure` is called if there is none yet.
-
-    Raises:
-        RunError: if the file is damaged.
+    The fields of the dataclass `kind` are the columns of the file; `measure` is called if there is none yet, or it is
+    damaged, which is warned of.
     """
     digest = hashlib.sha256(json.dumps([_VERSION, circumstances]).encode()).hexdigest()[:8]
     path = folder / f"{name}-{digest}.json"
-    if not path.exists():
-        rows: list[Any] = [asdict(point) for point in measure()]  # type: ignore[call-overload]
-        write_json(path, {"version": _VERSION, "context": circumstances, "rows": rows})
+    if path.exists():
+        try:
+            return _read(path, kind)
+        except (ValueError, KeyError, TypeError) as error:
+            put_aside(path, str(path), error)
+    rows: list[Any] = [asdict(point) for point in measure()]  # type: ignore[call-overload]
+    write_json(path, {"version": _VERSION, "context": circumstances, "rows": rows})
     # Read back right after measuring, too, so that later runs choose the same.
-    try:
-        return [kind(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged ({error}); delete it to measure again") from error
+    return _read(path, kind)
+
+
+def _read(path: Path, kind: Callable[..., Point]) -> list[Point]:
+    return [kind(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]

@@ -11,7 +11,6 @@ import os
 import shutil
 import threading
 import time
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
-from ...data.files import atomic_folder, remove_leftovers, sha256_of, write_json
+from ...data.files import atomic_folder, put_aside, remove_leftovers, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
 from ..core.prepared import Seen
@@ -87,7 +86,7 @@ class TemplateStore:
                 self._check(digest)
                 found = self._read(digest, device)
             except _DAMAGE as error:
-                self._put_aside(digest, error)
+                put_aside(self.folder / digest, f"template {digest}", error)
                 return None
             except OSError as error:
                 raise RunError(f"template {digest} in {self.folder} cannot be read: {error}") from error
@@ -246,16 +245,6 @@ class TemplateStore:
         self._held[digest] = record
         while self.num_held_bytes > self._most_bytes:
             self._held.popitem(last=False)
-
-    def _put_aside(self, digest: str, error: Exception) -> None:
-        place = self.folder / digest
-        aside = place.with_name(f"{digest}-{time.time_ns()}.bad")
-        try:
-            place.rename(aside)
-            done = f"it was put aside as {aside}"
-        except OSError:  # another process has done it, or the folder is read only
-            done = "it is left there"
-        warnings.warn(f"template {digest} is damaged ({error}); {done}", stacklevel=3)
 
 
 class _Kept:

@@ -93,8 +93,6 @@ class TemplateReuse:
     def plan_loads(self, loads: LoadOptions, target: Tuning) -> None:
         """Let plans decide from now on which parts of passes read records of what `use_keep` says; what parts take is
         measured before. Where edits of these sizes read no record, nothing is planned.
-
-        Raises RunError: what was measured before is damaged.
         """
         if self._stepper is None or self._unbatched is not None:
             return

@@ -163,9 +163,7 @@ class ServedModel:
     def tune(self, resolutions: Iterable[Resolution], folder: Path) -> None:
         """Let the engine choose by measurement what is faster for these resolutions; `folder` keeps the result.
 
-        Raises:
-            UsageError: if the engine's options do not fit the resolutions.
-            RunError: if a file in the folder is damaged.
+        Raises UsageError: the engine's options do not fit the resolutions.
         """
         distinct = list(dict.fromkeys(resolutions))
         self.stepper.tune(self.tuning(distinct, folder))

@@ -14,6 +14,7 @@ import pytest
 from patchedserve.data.files import (
     atomic_folder,
     atomic_write,
+    put_aside,
     remove_leftovers,
     sha256_of,
     write_bytes,
@@ -187,3 +188,16 @@ def test_what_a_killed_process_has_left_is_removed_and_what_another_writes_is_no
             (tmp_path / ".file").touch()
             remove_leftovers(tmp_path, 0.0)
             assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".file", own.name])
+
+
+def test_what_is_damaged_is_put_aside(tmp_path: Path) -> None:
+    folder, file = tmp_path / "record", tmp_path / "table.json"
+    folder.mkdir()
+    file.write_text("{")
+    for path in (folder, file):
+        with pytest.warns(UserWarning, match=rf"{path.name} is damaged \(half of it\); it was put aside as .*\.bad"):
+            put_aside(path, path.name, ValueError("half of it"))
+        assert not path.exists()
+    with pytest.warns(UserWarning, match="it is left there"):
+        put_aside(file, file.name, ValueError("half of it"))
+    assert sorted(each.name.partition("-")[0] for each in tmp_path.iterdir()) == ["record", "table.json"]

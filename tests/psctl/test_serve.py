@@ -121,12 +121,13 @@ def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path
         assert "Measuring 32x32 alone" in said
         assert "Measuring 48x48 alone" in said
     assert "Measuring 32x32 alone" in serve(*options, "--num-inference-steps", "3").stderr
-    text = table.read_text()
-    table.write_text(text[:-20])
+    # A damaged table is put aside, and measured again.
+    table.write_text(table.read_text()[:-20])
     run = serve(*options)
-    table.write_text(text)
-    assert run.returncode == 2
+    assert run.returncode == 0
     assert "standalone.json is damaged" in run.stderr
+    assert "Measuring 32x32 alone" in run.stderr
+    assert "Measuring" not in serve(*options).stderr
 
 
 @pytest.mark.slow

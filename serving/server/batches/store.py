@@ -17,7 +17,8 @@ from typing import IO, Any, Literal
 
 from ....data.checks import is_text
 from ....data.errors import RunError, UsageError
-from ....data.files import atomic_write, write_json
+from ....data.files import atomic_write, put_aside, write_json
+from ....data.records import json_type
 from ..errors import ApiError, invalid
 from ..front_end import FrontEnd
 from ..protocol import GENERATIONS, shown
@@ -58,7 +59,7 @@ class Batches:
 
     def start(self) -> None:
         """Go on with what an earlier process has left."""
-        for batch in sorted(map(_read, self.folder.glob("batches/*/batch.json")), key=_age):
+        for batch in sorted(self._all(), key=_age):
             if batch["status"] not in _ENDED:
                 self._begin(batch)
 
@@ -164,8 +165,13 @@ class Batches:
 
     def batches(self, key: str) -> list[dict[str, Any]]:
         """All of a client, the newest first."""
-        found = [_read(path) for path in self.folder.glob("batches/*/batch.json")]
-        return [self._told(batch) for batch in sorted(found, key=_age, reverse=True) if batch.get(_OWNER, "") == key]
+        return [
+            self._told(batch) for batch in sorted(self._all(), key=_age, reverse=True) if batch.get(_OWNER, "") == key
+        ]
+
+    def _all(self) -> list[dict[str, Any]]:
+        found = [_batch_in(path.parent) for path in self.folder.glob("batches/*/batch.json")]
+        return [batch for batch in found if batch is not None]
 
     def cancel(self, batch_id: str, key: str) -> dict[str, Any]:
         """End a batch: what it has drawn stays."""
@@ -183,8 +189,8 @@ class Batches:
         return self._told(batch)
 
     def _of(self, batch_id: str, key: str) -> dict[str, Any]:
-        batch = _read(self._folder_of(batch_id) / "batch.json")
-        if batch.get(_OWNER, "") != key:
+        batch = _batch_in(self._folder_of(batch_id))
+        if batch is None or batch.get(_OWNER, "") != key:
             raise _no_batch()
         return batch
 
@@ -319,15 +325,29 @@ class Batches:
 
 def _about(path: Path) -> dict[str, Any]:
     """What is kept of a client's file; nothing of an output."""
-    about = path.with_suffix(".json")
-    return json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
+    return _read(path.with_suffix(".json"), {"filename": str, "created_at": int, "purpose": str}) or {}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _batch_in(folder: Path) -> dict[str, Any] | None:
+    kinds = {"status": str, "created_at": int, "input_file_id": str, "request_counts": dict}
+    return _read(folder / "batch.json", {"id": str, **kinds})
+
+
+def _read(path: Path, kinds: Mapping[str, type]) -> dict[str, Any] | None:
+    """An object with these fields. None: there is none, or it is damaged, which is warned of. Raises OSError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {json_type(content)}")
+        for name, kind in kinds.items():
+            if not isinstance(content.get(name), kind):
+                raise ValueError(f"{name} is {shown(content.get(name))}")
     except FileNotFoundError:
-        raise _no_batch() from None
+        return None
+    except (ValueError, RecursionError) as error:
+        put_aside(path, str(path), error)
+        return None
+    return content
 
 
 def _errors(code: str, message: str) -> dict[str, Any]:

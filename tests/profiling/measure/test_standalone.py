@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.measure import standalone
@@ -104,7 +103,7 @@ def test_threads_count(pipe: Any, tmp_path: Path) -> None:
     assert num_measured(model, tmp_path) == 0
 
 
-def test_a_table_of_before_is_measured_anew_and_a_later_one_is_refused(pipe: Any, tmp_path: Path) -> None:
+def test_a_table_of_before_is_measured_anew_and_a_later_one_is_put_aside(pipe: Any, tmp_path: Path) -> None:
     model, table = served(pipe, EngineOptions("plain")), tmp_path / TABLE_FILE
     for version in (1, 2, 3):
         old = {"version": version, "rows": [{"key": {}, "latency_s": 1.0, "samples_s": [1.0], "is_doubted": False}]}
@@ -112,8 +111,8 @@ def test_a_table_of_before_is_measured_anew_and_a_later_one_is_refused(pipe: Any
         assert num_measured(model, tmp_path) == 1
         assert len(read_standalone(table)) == 1
     table.write_text(json.dumps({"version": 99, "rows": []}))
-    with pytest.raises(UsageError, match="version 99"):
-        num_measured(model, tmp_path)
+    with pytest.warns(UserWarning, match=r"damaged \(version 99\); it was put aside"):
+        assert num_measured(model, tmp_path) == 1
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *samples_s: float) -> Callable[[], int]:

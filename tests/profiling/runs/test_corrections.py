@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.workspace import Workspace
@@ -51,14 +50,16 @@ def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
     file = workspace.tables / CORRECTIONS_FILE
     [key] = json.loads(file.read_text())
     for damage, message in (
-        ("{", "is damaged: "),
-        ("[]", "is damaged: "),
-        (json.dumps({key: {"scale": "1"}}), "is damaged: .*scale is '1', but it must be a number"),
+        ("{", "Expecting property name"),
+        ("[]", "must be a mapping"),
+        (json.dumps({key: {"scale": "1"}}), "scale is '1', but it must be a number"),
         (json.dumps({key: {"scale": 9.0}}), "scale is 9, but"),
     ):
         file.write_text(damage)
-        with pytest.raises(UsageError, match=rf"corrections\.json: {message}"):
-            correction_of(cached, workspace, OneSecond())
+        with pytest.warns(UserWarning, match=rf"corrections\.json is damaged \(.*{message}.*\); it was put aside as"):
+            again = correction_of(cached, workspace, OneSecond())
+        assert (again.scale, again.after_s, file.exists()) == (1.0, {}, False)
+    assert sorted(each.read_text() for each in file.parent.glob("corrections.json-*.bad"))[0] == "[]"
 
 
 @pytest.mark.parametrize(("measured_s", "told"), [(0.5, "100%"), (0.9, None)])
