@@ -18,15 +18,18 @@ from typing import Any
 
 from .errors import UsageError
 
+_PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
+
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str], *, is_private: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on leaving without an error it becomes `path`, otherwise it is removed.
 
     The body writes the yielded path by name (`image.save(temporary)`, `frame.to_parquet(temporary)`); the name keeps
     the suffix of `path`, because libraries choose the format by it. Missing parent folders are created, a link is
-    written through, and an existing file keeps its permissions. A target that is not a regular file (`/dev/stdout`, a
-    pipe) cannot be renamed onto, so the finished temporary file is copied into it.
+    written through, and an existing file keeps its permissions; one that `is_private` is its owner's alone. A target
+    that is not a regular file (`/dev/stdout`, a pipe) cannot be renamed onto, so the finished temporary file is copied
+    into it.
 
     Raises:
         IsADirectoryError: if `path` is a folder.
@@ -45,9 +48,11 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.stem[:100]}.{secrets.token_hex(4)}.tmp{target.suffix}")
     try:
+        if is_private:
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL, _PRIVATE_FILE))
         yield temporary
         _sync(temporary)
-        if target.exists():
+        if target.exists() and not is_private:
             shutil.copymode(target, temporary)
         temporary.replace(target)
     except BaseException:
@@ -58,12 +63,13 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> Iterator[Path]:
     """Yield an empty folder beside `path`; on leaving without an error it becomes `path`, otherwise it is removed.
 
     What lies at `path` stays there until the new folder is complete; then it steps aside, and is deleted once the new
     one has its name. A process that is killed between the two leaves both, whole, under hidden names beside `path`.
-    Missing parent folders are created, and a link is written through.
+    Missing parent folders are created, and a link is written through. One that `is_private` is its owner's alone, with
+    all that is in it.
 
     Raises:
         NotADirectoryError: if `path` is a file.
@@ -75,12 +81,14 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
     temporary, old = (target.with_name(f".{target.name[:100]}.{token}.{mark}") for mark in ("tmp", "old"))
-    temporary.mkdir()
+    temporary.mkdir(mode=_PRIVATE_FOLDER if is_private else 0o777)
     try:
         with _held(temporary):
             yield temporary
         for current, _, names in os.walk(temporary):
             for name in names:
+                if is_private:
+                    Path(current, name).chmod(_PRIVATE_FILE)
                 _sync(Path(current, name))
             _sync(Path(current))
         if target.exists():
@@ -153,14 +161,23 @@ def write_text(path: str | os.PathLike[str], content: str) -> None:
     write_bytes(path, content.encode("utf-8"))
 
 
-def write_json(path: str | os.PathLike[str], content: Any) -> None:
+def write_json(path: str | os.PathLike[str], content: Any, *, is_private: bool = False) -> None:
     """Write `content` to `path` atomically, as indented JSON with a final line end.
 
     Raises:
         TypeError, ValueError: if `content` is not JSON (NaN and infinity are not); `path` is then untouched.
         OSError: as `atomic_write`.
     """
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    with atomic_write(path, is_private=is_private) as temporary:
+        temporary.write_bytes(text.encode())
+
+
+def private_folder(folder: Path) -> None:
+    """Create a folder that is its owner's alone; one that is there becomes so, if it is ours. Raises OSError."""
+    folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):
+        folder.chmod(_PRIVATE_FOLDER)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
-from ...data.files import atomic_folder, put_aside, remove_leftovers, sha256_of, write_json
+from ...data.files import atomic_folder, private_folder, put_aside, remove_leftovers, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
 from ..core.prepared import Seen
@@ -107,7 +107,8 @@ class TemplateStore:
         recorded = kept.through(map(_on_cpu, steps))
         if not (place / MANIFEST).is_file():
             try:
-                with atomic_folder(place) as temporary:
+                private_folder(self.folder)
+                with atomic_folder(place, is_private=True) as temporary:
                     self._write(key, recorded, kept, temporary)
                 self._checked.add(digest)
             except OSError as error:

@@ -14,6 +14,7 @@ import pytest
 from patchedserve.data.files import (
     atomic_folder,
     atomic_write,
+    private_folder,
     put_aside,
     remove_leftovers,
     sha256_of,
@@ -201,3 +202,29 @@ def test_what_is_damaged_is_put_aside(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="it is left there"):
         put_aside(file, file.name, ValueError("half of it"))
     assert sorted(each.name.partition("-")[0] for each in tmp_path.iterdir()) == ["record", "table.json"]
+
+
+def modes(folder: Path) -> set[str]:
+    return {oct(each.stat().st_mode & 0o777) for each in (folder, *folder.rglob("*"))}
+
+
+def test_what_is_private_is_its_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o755)
+    private_folder(folder)
+    (folder / "old.json").write_text("[]")
+    for name in ("new.json", "old.json"):
+        write_json(folder / name, {}, is_private=True)
+    with atomic_folder(folder / "record", is_private=True) as record:
+        (record / "step").write_text("a")
+    assert modes(folder) == {"0o600", "0o700"}
+    open_to_all = tmp_path / "open"
+    with atomic_folder(open_to_all) as opened:
+        (opened / "step").write_text("a")
+    assert modes(open_to_all) == {oct(0o666 & ~umask()), oct(0o777 & ~umask())}
+
+
+def umask() -> int:
+    found = os.umask(0o022)
+    os.umask(found)
+    return found

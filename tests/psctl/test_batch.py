@@ -72,6 +72,8 @@ def test_the_client_of_openai_runs_a_batch(model: Path, lines: Path, tmp_path: P
             client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")  # type: ignore[arg-type]
         with pytest.raises(openai.NotFoundError):
             client.files.content("file-000")
+        found = [*(path := next(tmp_path.rglob("batches"))).rglob("*"), path]
+        assert {path.stat().st_mode & 0o777 for path in found} == {0o600, 0o700}
         client.files.delete(file.id)
 
 

@@ -11,13 +11,14 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from ....data.errors import RunError, UsageError
-from ....data.files import write_json
+from ....data.files import atomic_write, private_folder, write_json
 from ....data.records import read_json
 from ..errors import ApiError, invalid
 from ..json_body import parse_object
@@ -117,6 +118,10 @@ class BatchOutput:
 
     Only one process has it open; it is free again when that one closes it, or ends in whatever way.
 
+    Args:
+        folder: see below.
+        is_private: whether what is written is its owner's alone.
+
     Attributes:
         folder: of both, and of `images/`.
         done: ids of the lines that have an answer, by whether it is an image.
@@ -126,11 +131,14 @@ class BatchOutput:
         RunError: a file is damaged in its middle; a last line that is only half there is cut off.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_private: bool = False) -> None:
         self.folder, self.done = folder, dict[str, bool]()
+        self._is_private, self._mode = is_private, 0o600 if is_private else 0o666
         (folder / "images").mkdir(parents=True, exist_ok=True)
+        if is_private:
+            private_folder(folder / "images")
         # Of whichever thread closes it.
-        self._lock = FileLock(folder / _LOCK_FILE, thread_local=False)
+        self._lock = FileLock(folder / _LOCK_FILE, mode=0o600, thread_local=False)
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
@@ -170,6 +178,11 @@ class BatchOutput:
         """Let others have it. Again does nothing."""
         self._lock.release()
 
+    def write_image(self, name: str, content: bytes) -> None:
+        """Put the file of an image into its place. Raises OSError."""
+        with atomic_write(self.folder / "images" / name, is_private=self._is_private) as temporary:
+            temporary.write_bytes(content)
+
     def completed(self, line: BatchLine, body: Mapping[str, Any], request_id: str) -> None:
         """A line has its images, which are in their places already."""
         response = {"status_code": 200, "request_id": request_id, "body": body}
@@ -187,7 +200,7 @@ class BatchOutput:
         left = memoryview(json.dumps(content).encode() + b"\n")
         _cut_half_line(self.folder / name)
         # Without a buffer, which would be written at the end all the same, behind what was cut off.
-        with (self.folder / name).open("ab", buffering=0) as file:
+        with open(self.folder / name, "ab", buffering=0, opener=partial(os.open, mode=self._mode)) as file:
             whole = file.tell()
             try:
                 while left:

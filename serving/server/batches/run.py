@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ....data.errors import RunError
-from ....data.files import atomic_write, is_disk_full
+from ....data.files import is_disk_full
 from ..backend import Health
 from ..errors import ApiError
 from ..front_end import FrontEnd
@@ -199,8 +199,7 @@ class BatchRun:
         for index in range(len(wanted.seeds)):
             name = line.image_name(index, wanted.output_format)
             content = ticket.drawn[index].content
-            with atomic_write(self.output.folder / "images" / name) as temporary:
-                temporary.write_bytes(content)
+            self.output.write_image(name, content)
             data.append({"file": name} | ({"b64_json": base64_of(content)} if self.writes_b64 else {}))
         body = {
             "created": int(ticket.created_s),

@@ -17,7 +17,7 @@ from typing import IO, Any, Literal
 
 from ....data.checks import is_text
 from ....data.errors import RunError, UsageError
-from ....data.files import atomic_write, put_aside, write_json
+from ....data.files import atomic_write, private_folder, put_aside, write_json
 from ....data.records import json_type
 from ..errors import ApiError, invalid
 from ..front_end import FrontEnd
@@ -38,7 +38,7 @@ _NAME_LENGTH = 200
 
 @dataclass(eq=False)
 class Batches:
-    """Files and batches of a folder. Who has another key than theirs finds none of them.
+    """Files and batches of a folder, which only its owner can read. Who has another key than theirs finds none of them.
 
     Methods raise ApiError where there is no such file or batch.
 
@@ -56,6 +56,10 @@ class Batches:
     _full: dict[str, str] = field(default_factory=dict)
     _writing: threading.Lock = field(default_factory=threading.Lock)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        for folder in (self.folder, self.folder / "files", self.folder / "batches"):
+            private_folder(folder)
 
     def start(self) -> None:
         """Go on with what an earlier process has left."""
@@ -78,9 +82,9 @@ class Batches:
         told = name[:_NAME_LENGTH].encode("utf-8", "backslashreplace").decode()
         about = {"filename": told, "created_at": int(time.time()), "purpose": purpose, _OWNER: key}
         # Before the file, which nobody owns without it.
-        write_json(path.with_suffix(".json"), about)
+        write_json(path.with_suffix(".json"), about, is_private=True)
         try:
-            with atomic_write(path) as temporary, temporary.open("wb") as kept:
+            with atomic_write(path, is_private=True) as temporary, temporary.open("wb") as kept:
                 shutil.copyfileobj(content, kept)
         except BaseException:
             path.with_suffix(".json").unlink()
@@ -155,6 +159,7 @@ class Batches:
             "metadata": metadata,
             _OWNER: key,
         }
+        private_folder(self._folder_of(batch["id"]))
         self._write(batch)
         self._begin(batch)
         return self._told(batch)
@@ -216,7 +221,7 @@ class Batches:
         # One batch at a time, in the order in which they came.
         async with self._turn:
             try:
-                output = await self._written(batch, partial(BatchOutput, self._folder_of(batch["id"])))
+                output = await self._written(batch, partial(BatchOutput, self._folder_of(batch["id"]), is_private=True))
             except FolderInUseError:
                 return  # another server of this workspace draws it
             except (RunError, OSError) as error:
@@ -295,7 +300,7 @@ class Batches:
             await asyncio.sleep(_POLL_S)
 
     def _write(self, batch: Mapping[str, Any]) -> None:
-        write_json(self._folder_of(batch["id"]) / "batch.json", dict(batch))
+        write_json(self._folder_of(batch["id"]) / "batch.json", dict(batch), is_private=True)
 
     def _folder_of(self, batch_id: str) -> Path:
         return self.folder / "batches" / _safe(batch_id, "batch_")

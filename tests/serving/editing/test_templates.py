@@ -73,6 +73,8 @@ def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path
     store.add(keys[2], records[2].steps or (), model.device)
     assert {each["id"] for each in store.list()} == {keys[0].digest, keys[2].digest}
     assert sorted(path.name for path in store.folder.iterdir()) == sorted(each["id"] for each in store.list())
+    found = [store.folder, *store.folder.rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in found} == {0o600, 0o700}, "its owner's alone"
     assert store.find(keys[1], model.device) is None
 
 
