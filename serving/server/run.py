@@ -149,7 +149,7 @@ async def serve_forever(
 
     async def start() -> None:
         await front_end.backend.start()
-        batches.start()
+        await batches.start()
         on_ready(f"http://{host}:{port}/v1")
 
     front_end.backend.on_stopped = server.give_up

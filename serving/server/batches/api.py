@@ -1,6 +1,8 @@
 """The routes of Files and Batches, as the client of OpenAI asks for them. No torch."""
 
+import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -8,7 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, Response
 from starlette.datastructures import QueryParams, UploadFile
 
-from ..errors import invalid
+from ..errors import ApiError, invalid
 from ..guards import caller_of
 from ..json_body import object_in
 from ..openapi import MAX_LISTED, batch_body, errors, file_body, page_query
@@ -35,7 +37,8 @@ def batch_routes(batches: Batches) -> APIRouter:
 
     @routes.get(FILES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def files(request: Request) -> dict[str, Any]:
-        return _listed(batches.files(caller_of(request.scope).key), request.query_params)
+        caller = caller_of(request.scope)
+        return await run_in_threadpool(_page, batches.file_ids, batches.file, caller.key, request.query_params)
 
     @routes.get(FILES + "/{file_id}", responses=errors(400, 401, 403, 404))
     async def file(file_id: str, request: Request) -> dict[str, Any]:
@@ -55,7 +58,8 @@ def batch_routes(batches: Batches) -> APIRouter:
 
     @routes.get(BATCHES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def all_batches(request: Request) -> dict[str, Any]:
-        return _listed(batches.batches(caller_of(request.scope).key), request.query_params)
+        caller = caller_of(request.scope)
+        return await run_in_threadpool(_page, batches.batch_ids, batches.batch, caller.key, request.query_params)
 
     @routes.get(BATCHES + "/{batch_id}", responses=errors(400, 401, 403, 404))
     async def batch(batch_id: str, request: Request) -> dict[str, Any]:
@@ -68,20 +72,25 @@ def batch_routes(batches: Batches) -> APIRouter:
     return routes
 
 
-def _listed(found: list[dict[str, Any]], query: QueryParams) -> dict[str, Any]:
-    """A page of them: `limit`, and the id `after` which it begins."""
+def _page(
+    ids_of: Callable[[str], list[str]], told: Callable[[str, str], dict[str, Any]], key: str, query: QueryParams
+) -> dict[str, Any]:
+    """A page of them: `limit`, and the id `after` which it begins. It waits for the disk."""
     limit, after = query.get("limit", str(MAX_LISTED)), query.get("after")
     if not re.fullmatch(r"[0-9]{1,3}", limit, re.ASCII) or not 1 <= int(limit) <= MAX_LISTED:
         raise invalid(f"limit is {shown(limit)}, but it must be a whole number from 1 to {MAX_LISTED}", "limit")
-    ids = [each["id"] for each in found]
+    ids = ids_of(key)
     if after is not None and after not in ids:
         raise invalid(f"after is {shown(after)}, but nothing listed has this id", "after")
-    rest = found[0 if after is None else ids.index(after) + 1 :]
-    page = rest[: int(limit)]
+    rest = ids[0 if after is None else ids.index(after) + 1 :]
+    page = []
+    for each in rest[: int(limit)]:
+        with contextlib.suppress(ApiError):  # deleted meanwhile
+            page.append(told(each, key))
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
-        "has_more": len(rest) > len(page),
+        "has_more": len(rest) > int(limit),
     }

@@ -31,6 +31,9 @@ _LOCK_FILE, _ABOUT_FILE = ".lock", "about.json"
 _MAX_ID = 64
 _CHUNK = 65536
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_START = b'{"id": "batch_req_'
+_HEAD = re.compile(re.escape(_START) + rb'\d+", "custom_id": ("(?:[^"\\]|\\.)*"), ')
+"""Of an output line, whose images need not be read to know what it is about."""
 _FIELDS = {"custom_id", "method", "url", "body"}
 
 
@@ -158,10 +161,10 @@ class BatchOutput:
             path = folder / name
             _cut_half_line(path)
             for number, line in enumerate(_lines_of(path), 1):
-                try:
-                    self.done[json.loads(line)["custom_id"]] = is_good
-                except (ValueError, KeyError, TypeError) as error:
-                    raise RunError(f"{path}, line {number}: is damaged") from error
+                head = _HEAD.match(line)
+                if head is None or not line.endswith(b"}\n") or line.find(_START, head.end()) >= 0:
+                    raise RunError(f"{path}, line {number}: is damaged")
+                self.done[json.loads(head[1])] = is_good
 
     def keep_to(self, about: Mapping[str, str]) -> None:
         """Remember what is drawn here, by name: its file, its model. Raises UsageError: it was another before."""
@@ -240,5 +243,5 @@ def num_lines(path: Path) -> int:
 
 def _lines_of(path: Path) -> Iterator[bytes]:
     if path.exists():
-        with path.open("rb") as file:
+        with path.open("rb", buffering=1 << 20) as file:
             yield from file

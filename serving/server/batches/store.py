@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import secrets
 import shutil
 import threading
@@ -15,22 +14,24 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from fastapi.concurrency import run_in_threadpool
+
 from ....data.checks import is_text
 from ....data.errors import RunError, UsageError
-from ....data.files import atomic_write, private_folder, put_aside, write_json
-from ....data.records import json_type
+from ....data.files import atomic_write
 from ..errors import ApiError, invalid
 from ..front_end import FrontEnd
 from ..protocol import GENERATIONS, shown
-from .file import ERROR_FILE, OUTPUT_FILE, BatchOutput, FolderInUseError, num_lines, read_lines
+from .file import BatchOutput, FolderInUseError, num_lines, read_lines
+from .folder import OWNER, BatchFolder
 from .run import BatchRun, Result, when_there_is_room
 
 BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cancelling", "cancelled"]
 MAX_FILE_BYTES = 200_000_000
 _ENDED = frozenset({"completed", "failed", "cancelled"})
 _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
-_OWNER = "owner"
-"""In the JSON of files and batches: whose they are. It is not told."""
+_OUTPUT = "batch_output"
+"""The purpose of a file that a client has not sent."""
 _POLL_S = 0.02
 _WINDOW_S = 24 * 3600
 _NAME_LENGTH = 200
@@ -58,14 +59,17 @@ class Batches:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        for folder in (self.folder, self.folder / "files", self.folder / "batches"):
-            private_folder(folder)
+        self._disk = BatchFolder(self.folder)
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Go on with what an earlier process has left."""
-        for batch in sorted(self._all(), key=_age):
-            if batch["status"] not in _ENDED:
+        for batch in await run_in_threadpool(self._unfinished):
+            if batch["id"] not in self._tasks:
                 self._begin(batch)
+
+    def _unfinished(self) -> list[dict[str, Any]]:
+        found = [self._disk.read_batch(each) for each in reversed(self._disk.batch_ids())]
+        return [batch for batch in found if batch is not None and batch["status"] not in _ENDED]
 
     async def stop(self) -> None:
         """Stop where it is; a later process goes on from there."""
@@ -77,50 +81,58 @@ class Batches:
         """Keep a file; waits for the disk. Raises ApiError: its purpose is not `batch`."""
         if purpose != "batch":
             raise invalid(f"purpose is {shown(purpose)}, but it must be batch", "purpose")
-        file_id = f"file-{secrets.token_hex(12)}"
-        path = self._file(file_id)
+        file_id, disk = f"file-{secrets.token_hex(12)}", self._disk
         told = name[:_NAME_LENGTH].encode("utf-8", "backslashreplace").decode()
-        about = {"filename": told, "created_at": int(time.time()), "purpose": purpose, _OWNER: key}
         # Before the file, which nobody owns without it.
-        write_json(path.with_suffix(".json"), about, is_private=True)
+        disk.write_file(file_id, {"filename": told, "created_at": int(time.time()), "purpose": purpose, OWNER: key})
         try:
-            with atomic_write(path, is_private=True) as temporary, temporary.open("wb") as kept:
+            with atomic_write(disk.file(file_id), is_private=True) as temporary, temporary.open("wb") as kept:
                 shutil.copyfileobj(content, kept)
         except BaseException:
-            path.with_suffix(".json").unlink()
+            disk.remove_file(file_id)
             raise
         return self.file(file_id, key)
 
     def file(self, file_id: str, key: str) -> dict[str, Any]:
         """What a client is told of a file."""
-        path = self.content(file_id, key)
-        known = {"filename": path.name, "purpose": "batch_output"} | _about(path)
+        path, about = self._found(file_id, key)
         return {
             "id": file_id,
             "object": "file",
             "bytes": path.stat().st_size,
-            "created_at": known.get("created_at", int(path.stat().st_mtime)),
-            "filename": known["filename"],
-            "purpose": known["purpose"],
+            "created_at": about["created_at"],
+            "filename": about["filename"],
+            "purpose": about["purpose"],
             "status": "processed",
         }
 
-    def files(self, key: str) -> list[dict[str, Any]]:
-        """All files that a client has sent, the newest first."""
-        found = []
-        for path in (self.folder / "files").glob("file-*.jsonl"):
-            with contextlib.suppress(ApiError):
-                found.append(self.file(path.stem, key))
-        return sorted(found, key=_age, reverse=True)
+    def content(self, file_id: str, key: str) -> Path:
+        """The file of a client, or the output of a batch of its own."""
+        return self._found(file_id, key)[0]
+
+    def file_ids(self, key: str) -> list[str]:
+        """All files that a client has sent, the newest first; waits for the disk."""
+        return self._disk.file_ids(key)
 
     def delete_file(self, file_id: str, key: str) -> dict[str, Any]:
         """Forget a file that a client has sent."""
-        path = self.content(file_id, key)
-        if path != self._file(file_id):
+        if self._found(file_id, key)[1]["purpose"] == _OUTPUT:
             raise invalid("this file is the output of a batch and stays with it", "file_id")
-        path.unlink()
-        path.with_suffix(".json").unlink(missing_ok=True)
+        self._disk.remove_file(file_id)
         return {"id": file_id, "object": "file", "deleted": True}
+
+    def _found(self, file_id: str, key: str) -> tuple[Path, dict[str, Any]]:
+        """A file of a client, or of a batch of its own, and what is kept of it."""
+        batch, _, name = file_id.removeprefix("file-").partition("-")
+        if name in ("output", "errors"):
+            self._of(f"batch_{batch}", key)
+            path = self._disk.outputs(f"batch_{batch}")[name]
+            if path.is_file():
+                about = {"filename": path.name, "purpose": _OUTPUT, "created_at": int(path.stat().st_mtime)}
+                return path, about
+        elif (about := self._disk.read_file(file_id)) is not None and about.get(OWNER, "") == key:
+            return self._disk.file(file_id), about
+        raise ApiError(404, "there is no such file", code="not_found", param="file_id")
 
     def create(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Begin a batch. Raises ApiError: a field is not allowed, or there is no such file."""
@@ -157,10 +169,9 @@ class Batches:
             "expires_at": now + _WINDOW_S,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": metadata,
-            _OWNER: key,
+            OWNER: key,
         }
-        private_folder(self._folder_of(batch["id"]))
-        self._write(batch)
+        self._disk.write_batch(batch)
         self._begin(batch)
         return self._told(batch)
 
@@ -168,15 +179,9 @@ class Batches:
         """What a client is told of a batch."""
         return self._told(self._of(batch_id, key))
 
-    def batches(self, key: str) -> list[dict[str, Any]]:
-        """All of a client, the newest first."""
-        return [
-            self._told(batch) for batch in sorted(self._all(), key=_age, reverse=True) if batch.get(_OWNER, "") == key
-        ]
-
-    def _all(self) -> list[dict[str, Any]]:
-        found = [_batch_in(path.parent) for path in self.folder.glob("batches/*/batch.json")]
-        return [batch for batch in found if batch is not None]
+    def batch_ids(self, key: str) -> list[str]:
+        """All of a client, the newest first; waits for the disk."""
+        return self._disk.batch_ids(key)
 
     def cancel(self, batch_id: str, key: str) -> dict[str, Any]:
         """End a batch: what it has drawn stays."""
@@ -190,17 +195,17 @@ class Batches:
                     # Its turn has not come.
                     waiting.cancel()
                     batch |= {"status": "cancelled", "cancelled_at": now}
-                self._write(batch)
+                self._disk.write_batch(batch)
         return self._told(batch)
 
     def _of(self, batch_id: str, key: str) -> dict[str, Any]:
-        batch = _batch_in(self._folder_of(batch_id))
-        if batch is None or batch.get(_OWNER, "") != key:
+        batch = self._disk.read_batch(batch_id)
+        if batch is None or batch.get(OWNER, "") != key:
             raise _no_batch()
         return batch
 
     def _told(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        told = {name: value for name, value in batch.items() if name != _OWNER}
+        told = {name: value for name, value in batch.items() if name != OWNER}
         if (run := self._runs.get(batch["id"])) is not None:
             told["request_counts"] = run.counts
         if (reason := self._full.get(batch["id"])) is not None:
@@ -221,7 +226,9 @@ class Batches:
         # One batch at a time, in the order in which they came.
         async with self._turn:
             try:
-                output = await self._written(batch, partial(BatchOutput, self._folder_of(batch["id"]), is_private=True))
+                output = await self._written(
+                    batch, partial(BatchOutput, self._disk.batch(batch["id"]), is_private=True)
+                )
             except FolderInUseError:
                 return  # another server of this workspace draws it
             except (RunError, OSError) as error:
@@ -238,7 +245,7 @@ class Batches:
 
     async def _draw(self, batch: dict[str, Any], output: BatchOutput) -> None:
         try:
-            path = self.content(batch["input_file_id"], batch.get(_OWNER, ""))
+            path = self.content(batch["input_file_id"], batch.get(OWNER, ""))
             lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
         except (UsageError, ApiError) as error:
             await self._fail(batch, error)
@@ -256,7 +263,7 @@ class Batches:
         if batch["status"] == "cancelling":
             run.cancel()
         else:
-            await self._written(batch, partial(self._write, batch | {"status": "in_progress"}))
+            await self._written(batch, partial(self._disk.write_batch, batch | {"status": "in_progress"}))
         await run.run()
         ended = "cancelled" if run.is_cancelled else "completed"
         await self._end(batch | {"status": ended, f"{ended}_at": int(time.time())})
@@ -271,7 +278,7 @@ class Batches:
         await self._written(batch, partial(self._write_end, batch, self._runs.get(batch["id"])))
 
     def _write_end(self, batch: Mapping[str, Any], run: BatchRun | None) -> None:
-        files = self._files_of(batch["id"])
+        files = self._disk.outputs(batch["id"])
         if run is None:
             counts = {"completed": num_lines(files["output"]), "failed": num_lines(files["errors"])}
         else:
@@ -281,7 +288,7 @@ class Batches:
             if files[name].exists() and files[name].stat().st_size:
                 found[field_name] = f"{batch['id'].replace('batch_', 'file-')}-{name}"
         with self._writing:
-            self._write({**batch, **found})
+            self._disk.write_batch({**batch, **found})
 
     async def _written(self, batch: Mapping[str, Any], write: Callable[[], Result]) -> Result:
         return await when_there_is_room(write, partial(self._on_full, batch["id"]))
@@ -299,61 +306,6 @@ class Batches:
         while not self.front_end.is_ready or self.front_end.backend.load.num_waiting:
             await asyncio.sleep(_POLL_S)
 
-    def _write(self, batch: Mapping[str, Any]) -> None:
-        write_json(self._folder_of(batch["id"]) / "batch.json", dict(batch), is_private=True)
-
-    def _folder_of(self, batch_id: str) -> Path:
-        return self.folder / "batches" / _safe(batch_id, "batch_")
-
-    def _files_of(self, batch_id: str) -> dict[str, Path]:
-        """The files of what has become of its lines, by the name that their ids end in."""
-        folder = self._folder_of(batch_id)
-        return {"output": folder / OUTPUT_FILE, "errors": folder / ERROR_FILE}
-
-    def _file(self, file_id: str) -> Path:
-        return self.folder / "files" / f"{_safe(file_id, 'file-')}.jsonl"
-
-    def content(self, file_id: str, key: str) -> Path:
-        """The file of a client, or the output of a batch of its own."""
-        batch, _, name = file_id.removeprefix("file-").partition("-")
-        if name in ("output", "errors"):
-            self._of(f"batch_{batch}", key)
-            path = self._files_of(f"batch_{batch}")[name]
-            owner = key
-        else:
-            path = self._file(file_id)
-            owner = _about(path).get(_OWNER, "")
-        if not path.is_file() or owner != key:
-            raise ApiError(404, "there is no such file", code="not_found", param="file_id")
-        return path
-
-
-def _about(path: Path) -> dict[str, Any]:
-    """What is kept of a client's file; nothing of an output."""
-    return _read(path.with_suffix(".json"), {"filename": str, "created_at": int, "purpose": str}) or {}
-
-
-def _batch_in(folder: Path) -> dict[str, Any] | None:
-    kinds = {"status": str, "created_at": int, "input_file_id": str, "request_counts": dict}
-    return _read(folder / "batch.json", {"id": str, **kinds})
-
-
-def _read(path: Path, kinds: Mapping[str, type]) -> dict[str, Any] | None:
-    """An object with these fields. None: there is none, or it is damaged, which is warned of. Raises OSError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds {json_type(content)}")
-        for name, kind in kinds.items():
-            if not isinstance(content.get(name), kind):
-                raise ValueError(f"{name} is {shown(content.get(name))}")
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError) as error:
-        put_aside(path, str(path), error)
-        return None
-    return content
-
 
 def _errors(code: str, message: str) -> dict[str, Any]:
     return {"object": "list", "data": [{"code": code, "message": message, "param": None}]}
@@ -363,10 +315,6 @@ def _no_batch() -> ApiError:
     return ApiError(404, "there is no such batch", code="not_found", param="batch_id")
 
 
-def _age(found: Mapping[str, Any]) -> tuple[int, str]:
-    return found["created_at"], found["id"]
-
-
 def _is_metadata(given: object) -> bool:
     """As OpenAI has it: a few names, each with some text."""
     if not isinstance(given, dict) or len(given) > _MOST_METADATA:
@@ -374,11 +322,3 @@ def _is_metadata(given: object) -> bool:
     lengths = {_MOST_KEY: given.keys(), _MOST_VALUE: given.values()}
     texts = [(text, most) for most, found in lengths.items() for text in found]
     return all(isinstance(text, str) and len(text) <= most and is_text(text) for text, most in texts)
-
-
-def _safe(name: str, prefix: str) -> str:
-    """An id as the name of a file. Raises ApiError: it is not one of ours."""
-    digits = name.removeprefix(prefix)
-    if not name.startswith(prefix) or not 0 < len(digits) <= 64 or not digits.isascii() or not digits.isalnum():
-        raise ApiError(404, "there is no such id", code="not_found")
-    return name

@@ -1,16 +1,26 @@
 """Files of requests: what is wrong in them, and what is kept of them whatever ends the process."""
 
+import asyncio
+import io
 import json
 import subprocess
 import sys
+import threading
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
 from patchedserve.data.errors import RunError, UsageError
+from patchedserve.serving.server.batches.api import batch_routes
 from patchedserve.serving.server.batches.file import MAX_LINES, BatchOutput, FolderInUseError, read_lines
+from patchedserve.serving.server.batches.folder import BatchFolder
+from patchedserve.serving.server.batches.store import Batches
 from patchedserve.serving.server.errors import invalid
+from patchedserve.serving.server.guards import Guards, Keys
 
 
 def line(custom_id: Any = "a", **more: Any) -> str:
@@ -132,7 +142,7 @@ def test_a_line_that_finds_no_room_is_not_there_at_all(tmp_path: Path) -> None:
 
 
 def test_a_half_line_is_cut_off_however_long_it_is(tmp_path: Path) -> None:
-    whole = b'{"custom_id": "a"}\n'
+    whole = b'{"id": "batch_req_1", "custom_id": "a", "response": {}, "error": null}\n'
     for content, wanted in (
         (b"", b""),
         (whole, whole),
@@ -143,3 +153,52 @@ def test_a_half_line_is_cut_off_however_long_it_is(tmp_path: Path) -> None:
         (tmp_path / "output.jsonl").write_bytes(content)
         BatchOutput(tmp_path).close()
         assert (tmp_path / "output.jsonl").read_bytes() == wanted
+
+
+def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:
+    """Neither as it resumes a batch nor as it lists; and of what was listed before only the page is read."""
+    files, num_files = Batches(tmp_path, cast(Any, None)), 30
+    content = written(tmp_path, line("a"), line("b")).read_bytes()
+    ids = [files.add_file("batch.jsonl", io.BytesIO(content), "batch", "")["id"] for _ in range(num_files)]
+    counts = {"total": 2, "completed": 0, "failed": 0}
+    batch = {"id": "batch_1", "status": "in_progress", "created_at": 1, "input_file_id": ids[0]}
+    BatchFolder(tmp_path).write_batch(batch | {"request_counts": counts})
+    with closing(BatchOutput(tmp_path / "batches" / "batch_1")) as output:
+        for each in read_lines(tmp_path / "batch.jsonl"):
+            output.completed(each, {"data": []}, "one")
+    opened: list[tuple[str, bool]] = []
+    is_over = False
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        # A hook stays as long as the process.
+        if event == "open" and not is_over and str(arguments[0]).startswith(str(tmp_path)):
+            opened.append((Path(str(arguments[0])).name, threading.current_thread() is threading.main_thread()))
+
+    async def use() -> None:
+        batches, app = Batches(tmp_path, cast(Any, None)), FastAPI()
+        app.include_router(batch_routes(batches))
+        guards = Guards(app, keys=Keys(()), hosts=None, max_body=1000)
+        sys.addaudithook(watch)
+        await batches.start()
+        assert ("output.jsonl", True) not in opened
+        transport = httpx.ASGITransport(cast(Any, guards))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            while batches.batch("batch_1", "")["status"] == "in_progress":
+                await asyncio.sleep(0.01)
+            ended = batches.batch("batch_1", "")
+            assert (ended["status"], ended["request_counts"]) == ("completed", counts | {"completed": 2})
+            assert {name for name, is_loop in opened if is_loop} <= {"batch.json", f"{ids[0]}.json"}
+            num_opened = list[int]()
+            for path, limit in (("/v1/files", num_files), ("/v1/files", 1), ("/v1/batches", 1)):
+                opened.clear()
+                page = (await client.get(path, params={"limit": limit})).raise_for_status().json()
+                assert len(page["data"]) == limit
+                assert page["has_more"] == (limit < num_files and path == "/v1/files")
+                assert not any(is_loop for _, is_loop in opened)
+                num_opened.append(len(opened))
+            assert num_opened[1:] == [1, 1]
+
+    try:
+        asyncio.run(use())
+    finally:
+        is_over = True
