@@ -100,7 +100,7 @@ SYSTEMS: Mapping[str, System] = {
             "patched-slack",
             "mixed-resolution batches and slack scheduling; every step is computed, so that images are exact",
             "patched",
-            "slack",
+            "slack-fitting",
         ),
         System(
             "patched-fcfs",

@@ -197,7 +197,7 @@ def test_systems_are_presets_of_what_serves() -> None:
         "nirvana": ("plain", "continuous", "off"),
         "distrifusion": ("parallel", "fcfs", "off"),
         "distrifusion-fcfs": ("plain", "fcfs", "off"),
-        "patched-slack": ("patched", "slack", "off"),
+        "patched-slack": ("patched", "slack-fitting", "off"),
         "patched-fcfs": ("patched", "continuous", "patch"),
         "patched-edf": ("patched", "edf", "patch"),
         "patchedserve": ("patched", "slack", "patch"),
