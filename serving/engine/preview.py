@@ -54,7 +54,7 @@ class Preview:
 
     @torch.inference_mode()
     def draw(self, latents: torch.Tensor) -> "Image | None":
-        """Draw latents (1, channels, height, width). None: it has not learnt enough."""
+        """Draw latents (1, channels, height, width). None: it has not learnt enough, or they are not finite."""
         with self._lock:
             enough = _TIMES_UNKNOWNS * len(self._gram)
             if self._num_images < _LEAST_IMAGES or self._num_positions < enough:
@@ -65,6 +65,8 @@ class Preview:
                 chosen = self._map = torch.linalg.solve(self._gram + ridge, self._moments).float()
         height, width = latents.shape[-2:]
         pixels = (_inputs_of(latents) @ chosen).T.unflatten(1, (height, width))[None]
+        if not bool(pixels.isfinite().all()):
+            return None
         scale = round((pixels.shape[1] / 3) ** 0.5)
         shown = F.pixel_shuffle(pixels, scale).clamp(0, 1)
         return VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(shown))[0]

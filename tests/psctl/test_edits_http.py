@@ -3,10 +3,13 @@
 import base64
 import io
 import json
+import os
+import signal
 import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +24,7 @@ from patchedserve.data.resolution import Resolution
 from ..support.edits import edit_request, file_of, image_of, mask_of, plain_edit
 from ..support.http_server import HttpServer
 from ..support.tiny_models import save_tiny, tiny_sdxl
-from ..support.waits import until
+from ..support.waits import is_alive, until
 
 pytestmark = pytest.mark.slow
 SIZE, SEED = Resolution(64, 48), 5
@@ -218,6 +221,26 @@ def test_connections_that_send_nothing_block_no_edit(http: httpx.Client, server:
         assert http.post(EDITS, **form(), timeout=25).status_code == 200
         files = {"file": ("a.jsonl", b'{"custom_id": "a", "body": {"prompt": "a cat"}}'), "purpose": (None, "batch")}
         assert http.post("/v1/files", files=files, timeout=25).status_code == 200
+
+
+def test_who_leaves_ends_the_decoding(http: httpx.Client, server: HttpServer) -> None:
+    assert http.post(EDITS, **form()).status_code == 200
+    decoders = [
+        int(stat.parent.name)
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if f"(psctl-edits) S {server.process.pid} " in stat.read_text()
+    ]
+    assert decoders
+    try:
+        for process in decoders:
+            os.kill(process, signal.SIGSTOP)
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(EDITS, **form(), timeout=1)
+        until(lambda: not all(map(is_alive, decoders)))
+    finally:
+        for process in filter(is_alive, decoders):
+            os.kill(process, signal.SIGCONT)
+    assert http.post(EDITS, **form()).status_code == 200
 
 
 def test_wrong_forms(http: httpx.Client) -> None:

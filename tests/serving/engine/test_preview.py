@@ -59,3 +59,4 @@ def test_says_so_where_it_knows_too_little() -> None:
     assert shown is not None
     assert shown.size == (192, 128)
     assert shown.getpixel((100, 50)) == (255, 0, 0)
+    assert preview.draw(torch.full((1, 4, 16, 24), torch.inf)) is None, "a black image would be shown"
