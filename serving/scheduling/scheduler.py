@@ -354,13 +354,11 @@ class Scheduler:
         """
         if self._active or self._joining or self._decoding or decision.admit:
             return decision
-        due_s = {
-            request_id: math.inf if (due_s := self._open[request_id].view.deadline_s) is None else due_s
-            for request_id, _ in decision.drop
-        }
-        if not due_s or len(due_s) < len(self._waiting) or max(due_s.values()) <= now_s:
+        deadlines = {request_id: self._open[request_id].view.deadline_s for request_id, _ in decision.drop}
+        due = {request_id: math.inf if due_s is None else due_s for request_id, due_s in deadlines.items()}
+        if len(due) < len(self._waiting) or max(due.values()) <= now_s:
             return decision
-        tried = max(due_s, key=lambda request_id: (due_s[request_id], request_id))
+        tried = max(due, key=lambda request_id: (due[request_id], request_id))
         return Decision((tried,), tuple(one for one in decision.drop if one[0] != tried))
 
     def _activate(self, state: RequestState, now_s: float) -> None:

@@ -115,7 +115,7 @@ def serve(connection: Connection, model: ModelFacts, limits: Limits, decode_s: i
     if sys.platform == "linux":
         # Beyond what the interpreter and its libraries have mapped.
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + most_bytes,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + most_bytes, mapped + most_bytes))
     answer: Any
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -59,7 +59,7 @@ def test_the_first_screen_states_the_status(readme: str) -> None:
 def test_systems_and_policies_are_those_of_the_documentation(repository: Path) -> None:
     page = (repository / "docs" / "scheduling.md").read_text()
     section = page.partition("## Systems")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| `(\w+)` \| (\w+) \|", section, re.M)
+    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| `([\w-]+)` \| (\w+) \|", section, re.M)
     assert rows == [(each.name, each.engine, each.policy, each.cache) for each in SYSTEMS.values()]
     policies = page.partition("## Policies")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", policies, re.M)) == set(POLICY_NAMES)
+    assert set(re.findall(r"^\| `([\w-]+)` \|", policies, re.M)) == set(POLICY_NAMES)

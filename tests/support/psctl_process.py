@@ -241,6 +241,8 @@ def main() -> None:
     os.environ.update(told["environment"])
     os.chdir(told["cwd"])
     sys.argv = told["argv"]
+    # The server's own may be a file, where the command's is a pipe, which has no places.
+    sys.stdout = open(1, "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115  it stays open
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as left:
