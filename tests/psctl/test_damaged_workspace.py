@@ -28,6 +28,7 @@ def use(server: HttpServer) -> None:
     edited = httpx.post(
         f"{server.url}/v1/images/edits",
         files={"image": file_of(image_of(Resolution(64, 32), 1)), "mask": file_of(mask), "prompt": (None, "a hat")},
+        headers={"x-slo-seconds": "60"},
         timeout=60,
     )
     assert edited.status_code == 200, edited.text
