@@ -33,7 +33,7 @@ _NICENESS = 10
 
 
 class EditProcesses:
-    """Processes that do what `parse_edit` does. Each is started when it is first needed, and stays.
+    """Processes that do what `parse_edit` does. One is started by `start`, others when they are needed; they stay.
 
     Args:
         model, limits: see `parse_edit`.
@@ -46,6 +46,12 @@ class EditProcesses:
         self._free = asyncio.Semaphore(_MOST_PROCESSES)
         self._idle: list[_Process] = []
         self._pool = ThreadPoolExecutor(_MOST_PROCESSES, thread_name_prefix="psctl-edits")
+
+    async def start(self) -> None:
+        """Have a process ready, so that the first edit does not spend its time until its deadline on one."""
+        process = _Process(*self._known)
+        await asyncio.get_running_loop().run_in_executor(self._pool, process.start)
+        self._idle.append(process)
 
     async def parse(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation:
         """See `parse_edit`; cancelling it ends its process.
@@ -78,16 +84,20 @@ class _Process:
         self._known = model, limits, decode_s, most_bytes
         self._started: tuple[BaseProcess, Connection] | None = None
 
+    def start(self) -> tuple[BaseProcess, Connection]:
+        """Start it, and wait until it has imported what it needs. Raises EOFError: it has ended at once."""
+        ours, theirs = Pipe()
+        with theirs:
+            process = start_process(_ENTRY, theirs, *self._known, device="none", name="psctl-edits")
+        self._started = process, ours
+        ours.recv()
+        return self._started
+
     def ask(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
         """What `parse_edit` returns or raises. Raises ApiError: the form has ended the process; RuntimeError: a defect
         has.
         """
-        if self._started is None:
-            ours, theirs = Pipe()
-            with theirs:
-                process = start_process(_ENTRY, theirs, *self._known, device="none", name="psctl-edits")
-            self._started = process, ours
-        process, connection = self._started
+        process, connection = self._started or self.start()
         try:
             connection.send((parts, header_slo))
             return connection.recv()
@@ -116,8 +126,9 @@ def serve(connection: Connection, model: ModelFacts, limits: Limits, decode_s: i
         # Beyond what the interpreter and its libraries have mapped.
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + most_bytes, mapped + most_bytes))
-    answer: Any
+    answer: Any = None
     with contextlib.suppress(EOFError, OSError):
+        connection.send(answer)
         while True:
             parts, header_slo = connection.recv()
             until_s = math.ceil(time.process_time()) + decode_s

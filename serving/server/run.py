@@ -149,6 +149,8 @@ async def serve_forever(
 
     async def start() -> None:
         await front_end.backend.start()
+        if not front_end.model.cascade:  # which takes no edits
+            await app.state.edits.start()
         await batches.start()
         on_ready(f"http://{host}:{port}/v1")
 
