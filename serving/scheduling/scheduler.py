@@ -1,6 +1,5 @@
 """The scheduler: the one state machine of requests. The engine drives it with real time, the simulator with virtual."""
 
-import math
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,6 @@ from ...data.work import Work, resolution_of
 from ..core.request_state import ActiveViews, RequestState, RequestView, Status
 from .decoder_queue import DecoderQueue
 from .policies import (
-    Decision,
     EndPredictor,
     LearningPredictor,
     Policy,
@@ -20,6 +18,7 @@ from .policies import (
     WaitingQueue,
     check_decision,
     require_predictor,
+    tried_when_idle,
 )
 
 
@@ -255,7 +254,9 @@ class Scheduler:
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
         given = now_s, self._waiting, views, max_batch_size, self._predictor
-        decision = self._tried(policy.decide(*given, self._decoding.free_s()), now_s)
+        decision = policy.decide(*given, self._decoding.free_s())
+        if not admitted and not self._decoding:
+            decision = tried_when_idle(decision, now_s, self._waiting)
         if self._on_decision is not None:
             self._on_decision(time.perf_counter() - start)
         check_decision(
@@ -347,19 +348,6 @@ class Scheduler:
         for state in states:
             state.record.close(status, now_s, reason)
         return states
-
-    def _tried(self, decision: Decision, now_s: float) -> Decision:
-        """The decision, but that an idle engine draws one of those that would be dropped, the last to be due, if its
-        deadline is not over yet. What is predicted may be wrong, and only requests that are drawn set it right.
-        """
-        if self._active or self._joining or self._decoding or decision.admit:
-            return decision
-        deadlines = {request_id: self._open[request_id].view.deadline_s for request_id, _ in decision.drop}
-        due = {request_id: math.inf if due_s is None else due_s for request_id, due_s in deadlines.items()}
-        if len(due) < len(self._waiting) or max(due.values()) <= now_s:
-            return decision
-        tried = max(due, key=lambda request_id: (due[request_id], request_id))
-        return Decision((tried,), tuple(one for one in decision.drop if one[0] != tried))
 
     def _activate(self, state: RequestState, now_s: float) -> None:
         assert state.is_prepared, "a request without latents would stay in the batch for ever"

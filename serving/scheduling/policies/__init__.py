@@ -9,6 +9,7 @@ from .base import (
     StepLatencyPredictor,
     check_decision,
     require_predictor,
+    tried_when_idle,
 )
 from .fitting import ContinuousDropPolicy, EdfDropPolicy, FittingPolicy
 from .in_order import ContinuousPolicy, EdfPolicy, FcfsPolicy, StaticPolicy
@@ -53,4 +54,5 @@ __all__ = [
     "check_decision",
     "get_policy",
     "require_predictor",
+    "tried_when_idle",
 ]

@@ -8,7 +8,7 @@ from ....data.errors import UsageError
 from ....data.resolution import Resolution
 from ....data.work import Work
 from ...core.request_state import RequestView
-from .waiting import as_queue
+from .waiting import as_queue, by_deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,18 @@ def require_predictor(policy: Policy, predictor: StepLatencyPredictor | None) ->
             "latency table, or choose a policy that needs none"
         )
     return predictor
+
+
+def tried_when_idle(decision: Decision, now_s: float, waiting: Sequence[RequestView]) -> Decision:
+    """The decision of an idle engine; where it would drop everybody, it draws the last to be due, if that deadline is
+    not over. What is predicted may be wrong, and only requests that are drawn set it right.
+    """
+    if decision.admit or len(decision.drop) < len(waiting):
+        return decision
+    due_s, _, tried, _ = max(map(by_deadline, waiting))
+    if due_s <= now_s:
+        return decision
+    return Decision((tried,), tuple(one for one in decision.drop if one[0] != tried))
 
 
 def check_decision(

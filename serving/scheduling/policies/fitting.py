@@ -1,21 +1,21 @@
-"""Slack scheduling that passes over who does not fit, and what those do that look at nothing but who is too late."""
+"""Slack scheduling that passes over who does not fit, and policies that look at nothing but who is too late."""
 
 import math
+from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from heapq import merge, nsmallest
+from itertools import chain, islice
+from operator import itemgetter
 from typing import ClassVar
 
-from ...core.request_state import RequestView
-from .base import Decision, StepLatencyPredictor, free_places, require_predictor
-from .in_order import ContinuousPolicy, EdfPolicy, InOrderPolicy
-from .outlook import Outlook
+from .base import Decision
+from .outlook import LookAheadPolicy, Outlook
 from .slack import TOO_LATE, slack
-from .waiting import WaitingQueue, as_queue
+from .waiting import ByDeadline
 
 
-@dataclass(frozen=True, slots=True)
-class FittingPolicy:
+class FittingPolicy(LookAheadPolicy):
     """Admits the most urgent waiting request of those that fit: in time themselves, and making nobody late.
 
     Where Algorithm 1 (`slack`) stops at the first request that would make an active one late, and discards at once who
@@ -36,35 +36,18 @@ class FittingPolicy:
         patience: standalone latencies that a request without a deadline waits for others.
     """
 
-    margin: float = 0.05
-    patience: float = 20.0
-
+    margin: ClassVar[float] = 0.05
+    patience: ClassVar[float] = 20.0
     name: ClassVar[str] = "slack-fitting"
-    requires_one_resolution: ClassVar[bool] = False
-    requires_predictor: ClassVar[bool] = True
 
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-        decoder_free_s: float = 0.0,
-    ) -> Decision:
-        """See `Policy.decide`. Raises UsageError without a predictor."""
-        num_free = free_places(active, max_batch_size)
-        predictor = require_predictor(self, predictor)
-        if not num_free or not waiting:
-            return Decision()
-
-        outlook = Outlook(now_s, waiting, active, predictor, decoder_free_s, margin=self.margin)
-        places, drop = _too_late(outlook, now_s)
+    def choose(self, outlook: Outlook, num_free: int) -> Decision:
+        """Admit those who fit."""
+        places, drop = _too_late(outlook)
         admit: list[int] = []
         while num_free:
-            found = self._patient(outlook, places, now_s)
+            found = self._patient(outlook, places)
             if found is None:
-                found = _most_urgent(outlook, places, now_s)
+                found = _most_urgent(outlook, places)
             elif outlook.batch and outlook.makes_late(found[0]):
                 break
             if found is None:
@@ -78,69 +61,68 @@ class FittingPolicy:
             outlook.join(kind, deadline_s)
         return Decision(tuple(admit), drop)
 
-    def _patient(self, outlook: Outlook, places: Sequence[int], now_s: float) -> tuple[int, int] | None:
+    def _patient(self, outlook: Outlook, places: Sequence[int]) -> tuple[int, int] | None:
         """Kind and place of the request without a deadline that has waited for too long, and longest."""
         waited = []
         for kind, group in enumerate(outlook.groups):
             place = bisect_left(group, (math.inf,), lo=places[kind])
             if place < len(group):
                 _, arrival_s, request_id, _ = group[place]
-                if now_s - arrival_s > self.patience * outlook.kinds[kind].unit_s:
+                if outlook.now_s - arrival_s > self.patience * outlook.kinds[kind].unit_s:
                     waited.append((arrival_s, request_id, kind, place))
         return min(waited)[2:] if waited else None
 
 
-def _too_late(outlook: Outlook, now_s: float) -> tuple[list[int], tuple[tuple[int, str], ...]]:
-    """Of each kind the first that would be in time with all to itself, and those before it with the reason."""
+def _too_late(outlook: Outlook) -> tuple[list[int], tuple[tuple[int, str], ...]]:
+    """The places of the first of each kind that would be in time with all to itself; those before, with the reason."""
+    now_s = outlook.now_s
     places = [bisect_left(group, (now_s + outlook.needs_alone_s(kind),)) for kind, group in enumerate(outlook.groups)]
     late = sorted(one[:3] for group, place in zip(outlook.groups, places, strict=True) for one in group[:place])
     return places, tuple((request_id, TOO_LATE) for _, _, request_id in late)
 
 
-def _most_urgent(outlook: Outlook, places: Sequence[int], now_s: float) -> tuple[int, int] | None:
+def _most_urgent(outlook: Outlook, places: Sequence[int]) -> tuple[int, int] | None:
     """Kind and place of the request of least slack that fits."""
     fitting = []
     for kind, group in enumerate(outlook.groups):
-        needs_s = outlook.needs_s(kind)
-        place = bisect_left(group, (now_s + needs_s,), lo=places[kind])
+        in_time_s = outlook.now_s + outlook.needs_s(kind)
+        place = bisect_left(group, (in_time_s,), lo=places[kind])
         if place < len(group) and not outlook.makes_late(kind):
             deadline_s, arrival_s, request_id, _ = group[place]
-            score = slack(deadline_s - now_s - needs_s, outlook.kinds[kind].unit_s)
+            score = slack(deadline_s - in_time_s, outlook.kinds[kind].unit_s)
             fitting.append((score, arrival_s, request_id, kind, place))
     return min(fitting)[3:] if fitting else None
 
 
-class DroppingPolicy(InOrderPolicy):
-    """A policy that fills places in its order, and discards who would be late even with all to itself."""
+class DroppingPolicy(LookAheadPolicy):
+    """Fills places in an order of its own, and discards who would be late even with all to itself."""
 
-    requires_predictor: ClassVar[bool] = True
+    def choose(self, outlook: Outlook, num_free: int) -> Decision:
+        """Admit the first of those who are not too late."""
+        places, drop = _too_late(outlook)
+        left = (islice(group, place, None) for group, place in zip(outlook.groups, places, strict=True))
+        return Decision(tuple(one[2] for one in self.first(num_free, left)), drop)
 
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-        decoder_free_s: float = 0.0,
-    ) -> Decision:
-        """See `Policy.decide`. Raises UsageError without a predictor."""
-        predictor = require_predictor(self, predictor)
-        if not free_places(active, max_batch_size) or not waiting:
-            return Decision()
-        _, drop = _too_late(Outlook(now_s, waiting, active, predictor, decoder_free_s), now_s)
-        dropped = {request_id for request_id, _ in drop}
-        left = WaitingQueue([view for view in as_queue(waiting) if view.request_id not in dropped])
-        return Decision(super().decide(now_s, left, active, max_batch_size).admit, drop)
+    @abstractmethod
+    def first(self, count: int, groups: Iterable[Iterable[ByDeadline]]) -> Iterable[ByDeadline]:
+        """Take the first requests of groups, each of which is in order of deadline."""
 
 
-class ContinuousDropPolicy(DroppingPolicy, ContinuousPolicy):
+class ContinuousDropPolicy(DroppingPolicy):
     """Continuous batching in order of arrival that discards who would be late."""
 
     name: ClassVar[str] = "continuous-drop"
 
+    def first(self, count: int, groups: Iterable[Iterable[ByDeadline]]) -> Iterable[ByDeadline]:
+        """Take those that arrived first."""
+        return nsmallest(count, chain.from_iterable(groups), key=itemgetter(1, 2))
 
-class EdfDropPolicy(DroppingPolicy, EdfPolicy):
+
+class EdfDropPolicy(DroppingPolicy):
     """Continuous batching by deadline that discards who would be late."""
 
     name: ClassVar[str] = "edf-drop"
+
+    def first(self, count: int, groups: Iterable[Iterable[ByDeadline]]) -> Iterable[ByDeadline]:
+        """Take those that are due first."""
+        return islice(merge(*groups), count)

@@ -1,15 +1,16 @@
 """What policies that look ahead know of a batch: when its requests will end, alone and with one more."""
 
 import math
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ....data.resolution import Resolution
 from ....data.work import Work
 from ...core.request_state import RequestView
-from .base import EndPredictor, StepLatencyPredictor
+from .base import Decision, EndPredictor, Policy, StepLatencyPredictor, free_places, require_predictor
 from .waiting import as_queue
 
 
@@ -61,6 +62,7 @@ class Outlook:
         margin: share by which steps of a batch are taken to last longer than predicted.
 
     Attributes:
+        now_s: as given.
         groups: the requests of each kind that wait, in order of deadline.
         kinds: what one of each takes.
         batch: works of all in the batch, sorted.
@@ -78,7 +80,7 @@ class Outlook:
         margin: float = 0.0,
     ) -> None:
         active = tuple(active)  # the simulator makes views only when they are asked for
-        self._now_s, self._predict, self._longer = now_s, predictor.step_latency_s, 1 + margin
+        self.now_s, self._predict, self._longer = now_s, predictor.step_latency_s, 1 + margin
         self._learnt = predictor if isinstance(predictor, EndPredictor) else None
         self.groups = as_queue(waiting).groups
         firsts = [group[0][3] for group in self.groups]
@@ -133,7 +135,7 @@ class Outlook:
 
     def join(self, kind: int, deadline_s: float) -> None:
         """One of this kind joins the batch; `deadline_s` is on the clock of `now_s`, infinity without one."""
-        self._running, _ = self._merged(kind, deadline_s - self._now_s - self.kinds[kind].beyond_s)
+        self._running, _ = self._merged(kind, deadline_s - self.now_s - self.kinds[kind].beyond_s)
         self.step_s = self.merged_s(kind)
         self.batch = tuple(sorted((*self.batch, self.kinds[kind].work)))
         self._merged_s.clear()
@@ -166,4 +168,36 @@ class Outlook:
         if view.deadline_s is None:
             return Run(left, 0.0 if self._learnt is None else self._learnt.after_steps_s(view.resolution) or 0.0)
         demand = self._demand(view)
-        return Run(left, demand.decode_s, view.deadline_s - self._now_s - demand.beyond_s)
+        return Run(left, demand.decode_s, view.deadline_s - self.now_s - demand.beyond_s)
+
+
+class LookAheadPolicy(Policy):
+    """Chooses by an `Outlook`, where there is a place and somebody waits for it.
+
+    Attributes:
+        margin: see `Outlook`.
+    """
+
+    margin: ClassVar[float] = 0.0
+    requires_one_resolution: ClassVar[bool] = False
+    requires_predictor: ClassVar[bool] = True
+
+    def decide(
+        self,
+        now_s: float,
+        waiting: Sequence[RequestView],
+        active: Sequence[RequestView],
+        max_batch_size: int,
+        predictor: StepLatencyPredictor | None = None,
+        decoder_free_s: float = 0.0,
+    ) -> Decision:
+        """Decide as `Policy.decide` says. Raises UsageError without a predictor."""
+        num_free = free_places(active, max_batch_size)
+        predictor = require_predictor(self, predictor)
+        if not num_free or not waiting:
+            return Decision()
+        return self.choose(Outlook(now_s, waiting, active, predictor, decoder_free_s, margin=self.margin), num_free)
+
+    @abstractmethod
+    def choose(self, outlook: Outlook, num_free: int) -> Decision:
+        """Choose who joins, as many as there are places, and who is dropped."""

@@ -1,19 +1,17 @@
 """The scheduler of PatchedServe: Algorithm 1 of section 6.2, on slack scores and predicted step latencies."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...core.request_state import RequestView
-from .base import Decision, StepLatencyPredictor, free_places, require_predictor
-from .outlook import Outlook
+from .base import Decision
+from .outlook import LookAheadPolicy, Outlook
 
 TOO_LATE = "it could not meet its deadline even if it started at once"
 
 
 @dataclass(frozen=True, slots=True)
-class SlackPolicy:
+class SlackPolicy(LookAheadPolicy):
     """Admits the most urgent waiting request as long as no active one would miss its deadline and the batch gains.
 
         slack = (time left until the deadline - predicted time of the remaining stages) / standalone latency
@@ -59,25 +57,9 @@ class SlackPolicy:
     min_benefit: float = 1.0
 
     name: ClassVar[str] = "slack"
-    requires_one_resolution: ClassVar[bool] = False
-    requires_predictor: ClassVar[bool] = True
 
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-        decoder_free_s: float = 0.0,
-    ) -> Decision:
-        """See `Policy.decide`. Raises UsageError without a predictor."""
-        num_free = free_places(active, max_batch_size)
-        predictor = require_predictor(self, predictor)
-        if not num_free or not waiting:
-            return Decision()
-
-        outlook = Outlook(now_s, waiting, active, predictor, decoder_free_s)
+    def choose(self, outlook: Outlook, num_free: int) -> Decision:
+        """Run the algorithm."""
         admit: list[int] = []
         drop: list[tuple[int, str]] = []
         places = [0] * len(outlook.groups)
@@ -88,7 +70,7 @@ class SlackPolicy:
                 if places[kind] == len(group):
                     continue
                 deadline_s, arrival_s, request_id, _ = group[places[kind]]
-                left_s = deadline_s - now_s - outlook.needs_s(kind)
+                left_s = deadline_s - outlook.now_s - outlook.needs_s(kind)
                 score = (slack(left_s, outlook.kinds[kind].unit_s), arrival_s, request_id)
                 if least is None or score < least:
                     least, chosen, spare_s = score, kind, left_s

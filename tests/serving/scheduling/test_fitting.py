@@ -17,7 +17,12 @@ from patchedserve.serving.scheduling.step_latency import MemoisedLatency
 from ...support.machine_speed import reference_s, slowness
 from .test_slack import L, Steps, view
 
-EXACT = FittingPolicy(margin=0.0)
+
+class Exact(FittingPolicy):
+    margin = 0.0
+
+
+EXACT = Exact()
 
 
 def decide(
@@ -58,12 +63,12 @@ def test_of_those_who_fit_the_most_urgent_is_first_and_each_sees_the_batch_with_
 
 
 def test_steps_of_a_batch_have_a_margin_and_those_of_one_alone_have_none() -> None:
-    # A step of both takes 5 s, ten of them 50 s; with a tenth more 55 s.
-    careful = FittingPolicy(margin=0.1)
+    # A step of both takes 5 s, ten of them 50 s; with a twentieth more 52.5 s.
+    careful = FittingPolicy()
     active = [view(0, L, deadline_s=None)]
-    assert decide([view(1, deadline_s=54.0)], active).admit == (1,)
-    assert decide([view(1, deadline_s=54.0)], active, policy=careful).admit == ()
-    assert decide([view(1, deadline_s=56.0)], active, policy=careful).admit == (1,)
+    assert decide([view(1, deadline_s=52.0)], active).admit == (1,)
+    assert decide([view(1, deadline_s=52.0)], active, policy=careful).admit == ()
+    assert decide([view(1, deadline_s=53.0)], active, policy=careful).admit == (1,)
     assert decide([view(1, deadline_s=20.0)], policy=careful).admit == (1,)
 
 
