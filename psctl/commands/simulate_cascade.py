@@ -169,20 +169,17 @@ def found_images(
     name = cascade_name(specs)
     found = None if options.cascade_profile is not None else found_place(target.root, specs)
     published = None
-    if options.cascade_profile is not None:
-        file = options.cascade_profile
-    elif found is not None:
-        file = found.tables / PROFILE_FILE
-    elif on_published is not None and (published := published_cascade(name)) is not None:
+    file = options.cascade_profile or (found.tables / PROFILE_FILE if found is not None else None)
+    if file is None and on_published is not None and (published := published_cascade(name)) is not None:
         file = published / PROFILE_FILE
-    else:
+        facts = read_profile(file).legs["heavy"].facts
+        on_published(f"Times and images: those in the box ({describe(facts.to_json())})")
+    if file is None:
         raise UsageError(
             f"no profile of the cascade {name} is in {target.root.root}: psctl profile cascade --cascade {name}, or "
             "name one (--cascade-profile)"
         )
     profile = read_profile(file)
-    if published is not None and on_published is not None:
-        on_published(f"Times and images: those in the box ({describe(profile.legs['heavy'].facts.to_json())})")
     if options.reuse_light:
         profile.serving(reuses_light=True)
     folder = options.bank or published

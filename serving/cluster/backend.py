@@ -88,7 +88,7 @@ class ClusterBackend:
 
     @property
     def replicas(self) -> Sequence[ReplicaState]:
-        """See `Backend`; those that do not answer are stalled."""
+        """All replicas; those that do not answer are stalled."""
         return self._replicas
 
     async def start(self) -> None:

@@ -11,7 +11,7 @@ from . import Decode
 
 
 class FiniteDecoder:
-    """See `Decode`: an image that is not finite, which would be black or grey, is decoded once more in float32.
+    """Decodes latents; an image that is not finite, which would be black or grey, once more in float32.
 
     Args:
         vae: diffusers' autoencoder.

@@ -33,11 +33,9 @@ _OF_DRAWING = errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)
 Result = TypeVar("Result")
 
 
-def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches) -> FastAPI:
-    """The API over a front end; `state.edits` are its `EditProcesses`."""
-    edits = EditProcesses(front_end.model, front_end.limits)
+def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches, edits: EditProcesses) -> FastAPI:
+    """The API over a front end."""
     app = FastAPI(title="psctl", summary="OpenAI's images API over the patch engine", docs_url=None, redoc_url=None)
-    app.state.edits = edits
 
     @app.exception_handler(ApiError)
     async def told(request: Request, error: ApiError) -> Response:

@@ -54,7 +54,7 @@ class EditProcesses:
         self._idle.append(process)
 
     async def parse(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation:
-        """See `parse_edit`; cancelling it ends its process.
+        """Do what `parse_edit` does; cancelling it ends its process.
 
         Raises:
             ApiError: as `parse_edit`, or its images take too much time or memory (400), or the machine does (429).

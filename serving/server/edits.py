@@ -52,7 +52,7 @@ _EOI, _SOS, _WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
 _PARAM = re.compile("(?:the )?(image|mask|strength|feather_px|template_kind)")
 """How messages about edits begin: with the field."""
 Part = str | bytes
-"""Of a form: text, or the bytes of a file."""
+"""A part of a form: text, or the bytes of a file."""
 
 
 async def form_in(request: Request, limits: Limits) -> list[tuple[str, Part]]:

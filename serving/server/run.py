@@ -21,6 +21,7 @@ from .app import make_app
 from .batches.api import FILES
 from .batches.store import MAX_FILE_BYTES, Batches
 from .connections import TimedConnection
+from .edit_processes import EditProcesses
 from .edits import EDITS, MAX_EDIT_BYTES
 from .front_end import FrontEnd
 from .guards import ANY_ADDRESS, LOOPBACK, Guards, Keys, Scope
@@ -112,7 +113,8 @@ async def serve_forever(
     Raises:
         RunError: the backend could not start, or has given up.
     """
-    app = make_app(front_end, metrics, live, batches)
+    edits = EditProcesses(front_end.model, front_end.limits)
+    app = make_app(front_end, metrics, live, batches, edits)
     paths = {route.path for route in app.routes if hasattr(route, "path")}  # type: ignore[attr-defined]
 
     def on_answer(scope: Scope, status: int, request_id: str) -> None:
@@ -148,9 +150,9 @@ async def serve_forever(
     host = f"[{address.host}]" if ":" in address.host else address.host
 
     async def start() -> None:
-        await front_end.backend.start()
-        if not front_end.model.cascade:  # which takes no edits
-            await app.state.edits.start()
+        # A cascade takes no edits.
+        others = [] if front_end.model.cascade else [edits.start()]
+        await asyncio.gather(front_end.backend.start(), *others)
         await batches.start()
         on_ready(f"http://{host}:{port}/v1")
 

@@ -43,7 +43,7 @@ def published_cascade(cascade: str) -> Path | None:
 
 
 def published_cascade_name(cascade: str) -> str:
-    """Of the folder of `LIGHT:STEPS,HEAVY:STEPS`."""
+    """The name of the folder of `LIGHT:STEPS,HEAVY:STEPS`."""
     return cascade.replace(":", "-").replace(",", "-")
 
 

@@ -33,7 +33,7 @@ _CHUNK = 65536
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _START = b'{"id": "batch_req_'
 _HEAD = re.compile(re.escape(_START) + rb'\d+", "custom_id": ("(?:[^"\\]|\\.)*"), ')
-"""Of an output line, whose images need not be read to know what it is about."""
+"""The head of an output line: its images need not be read to know what it is about."""
 _FIELDS = {"custom_id", "method", "url", "body"}
 
 

@@ -28,6 +28,7 @@ from patchedserve.serving.server import local, tickets
 from patchedserve.serving.server.app import make_app
 from patchedserve.serving.server.backend import FIRST_ID, Follower, Health
 from patchedserve.serving.server.batches.store import Batches
+from patchedserve.serving.server.edit_processes import EditProcesses
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.front_end import FrontEnd, Pricing
 from patchedserve.serving.server.limits import Limits
@@ -85,7 +86,8 @@ def front_end_of(backend: LocalBackend, limits: Limits) -> FrontEnd:
 async def probes(backend: LocalBackend, folder: Path) -> dict[str, int]:
     """Statuses of what a server over this backend answers to those who look after it."""
     front_end = front_end_of(backend, Limits())
-    app = make_app(front_end, Metrics((SIZE,), backend), Live(front_end), Batches(folder, front_end, 1))
+    edits = EditProcesses(front_end.model, front_end.limits)
+    app = make_app(front_end, Metrics((SIZE,), backend), Live(front_end), Batches(folder, front_end, 1), edits)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://psctl") as client:
         return {path: (await client.get(path)).status_code for path in ("/livez", "/readyz", "/health")}
 
