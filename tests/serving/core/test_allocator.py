@@ -8,7 +8,7 @@ import pytest
 
 # Forty pieces of 2 MB, again and again, in a thread that is not the first one.
 SCRIPT = """
-import resource, sys, threading
+import ctypes, resource, sys, threading
 import torch
 from patchedserve.serving.core.allocator import keep_freed_memory
 
@@ -24,6 +24,7 @@ def faults():
     thread.join()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault is of one page, however the machine is set.
 if sys.argv[1] == "keep":
     keep_freed_memory()
 faults()
@@ -39,5 +40,5 @@ def test_steps_find_the_memory_of_those_before() -> None:
         int(subprocess.run([sys.executable, "-c", SCRIPT, mode], check=True, capture_output=True, text=True).stdout)
         for mode in ("keep", "leave")
     )
-    assert given_back > 10_000, "or the test shows nothing"
+    assert given_back > 1_000, "or the test shows nothing"
     assert kept < given_back / 10
