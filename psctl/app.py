@@ -48,6 +48,7 @@ from .commands.simulate import simulate
 from .commands.templates import templates_add, templates_check, templates_list, templates_remove
 from .commands.train_discriminator import train_predictor_discriminator
 from .commands.train_predictor import train_predictor_cache, train_predictor_latency
+from .commands.train_schedule import train_predictor_schedule
 from .errors import describe_error
 from .flags import expanded
 from .output import Output
@@ -72,6 +73,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("profile cascade", profile_cascade),
     ("train-predictor latency", train_predictor_latency),
     ("train-predictor cache", train_predictor_cache),
+    ("train-predictor schedule", train_predictor_schedule),
     ("train-predictor discriminator", train_predictor_discriminator),
     ("simulate", simulate),
     ("bench steps", bench_steps),

@@ -252,7 +252,7 @@ class EngineOptions:
             "--patch-size": self.patch_size is not None,
             "--strategy": self.strategy != "auto",
             "--kernels": self.kernels != "auto",
-            "--cache": self.cache.is_on,
+            f"--cache {self.cache.mode}": self.cache.is_of_patches,
         }
         if self.engine != "patched" and any(given.values()):
             raise UsageError(
@@ -277,7 +277,7 @@ class EngineOptions:
                 "--adapter",
                 {
                     "--parallel": self.engine == "parallel",
-                    "--cache": self.cache.is_on,
+                    f"--cache {self.cache.mode}": self.cache.is_of_patches,
                     "--compile": self.compile,
                     "--cuda-graphs": self.cuda_graphs,
                     "--quantize": self.model.quantize is not None,
@@ -295,10 +295,16 @@ class EngineOptions:
             )
         if self.compile and self.model.quantize is not None:
             raise UsageError("--compile does not work with --quantize yet: leave one of them out")
-        if self.compile and self.cache.is_on:
-            raise UsageError("--compile makes graphs of whole blocks, but with --cache each step takes other patches")
-        if self.cuda_graphs and self.cache.is_on:
-            raise UsageError("--cuda-graphs records whole passes, but with --cache each step computes other patches")
+        if self.compile and self.cache.is_of_patches:
+            raise UsageError(
+                f"--compile makes graphs of whole blocks, but with --cache {self.cache.mode} each step takes other "
+                "patches; --cache schedule goes with it"
+            )
+        if self.cuda_graphs and self.cache.is_of_patches:
+            raise UsageError(
+                f"--cuda-graphs records whole passes, but with --cache {self.cache.mode} each step computes other "
+                "patches; --cache schedule goes with it"
+            )
 
     @property
     def patch_options(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ _KINDS = {
     "image": "whole batch, predicted",
     "interval": "fixed interval",
     "accumulated": "accumulated change",
+    "schedule": "schedule",
 }
 
 

@@ -18,7 +18,7 @@ from ...serving.cache.stats import CacheStats
 from ...serving.core.prepared import PreparedRequest
 from ...serving.core.stepper import Stepper
 from ...serving.core.timing import synchronize
-from ...serving.models.build import build_stepper
+from ...serving.models.build import build_stepper, with_engine
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName, EngineOptions
 from ...serving.patched.stepper import PatchedStepper
@@ -49,6 +49,10 @@ class Side:
 
     setting: Setting
     stepper: Stepper
+    model: ServedModel | None = None
+    """Prepares its requests, which skip steps; None: whoever has them served does."""
+    num_skipped: int = 0
+    num_steps: int = 0
     seconds: list[float] = field(default_factory=list)
     images: list[Image] = field(default_factory=list)
 
@@ -56,9 +60,16 @@ class Side:
     def cache(self) -> PatchCache | None:
         return self.stepper.model.cache if isinstance(self.stepper, PatchedStepper) else None
 
+    @property
+    def saved_share(self) -> float | None:
+        """Share of the computation that was left out; None: it can leave out nothing."""
+        if self.model is not None:
+            return self.num_skipped / self.num_steps
+        return None if self.cache is None else self.cache.stats.saved_share
+
     def forget(self) -> None:
         """Begin anew: nothing measured, nothing in the cache."""
-        self.seconds, self.images = [], []
+        self.seconds, self.images, self.num_skipped, self.num_steps = [], [], 0, 0
         if self.cache is not None:
             self.cache.forget()
             self.cache.stats = CacheStats()
@@ -88,8 +99,11 @@ class Side:
         Raises:
             RunError: a request failed.
         """
-        served = [model.prepare(request) for request in requests]
+        served = [(self.model or model).prepare(request) for request in requests]
         for prepared in served:
+            if num_steps is None:
+                self.num_skipped += prepared.steps_reused
+                self.num_steps += prepared.state.num_wanted
             if self.setting.engine == "plain":
                 # The model has prepared it for the patch engine, which takes float32.
                 prepared.latents = prepared.latents.to(model.dtype)
@@ -124,6 +138,10 @@ def make_side(
     options = replace(model.options, cache=CacheOptions() if setting.rule is not None else setting.options)
     if setting.engine == "plain":
         options = EngineOptions("plain", compile=model.options.compile, cuda_graphs=model.options.cuda_graphs)
+    if setting.options.mode == "schedule":
+        own = with_engine(model, options)
+        own.tune(resolutions, workspace.tables)
+        return Side(setting, own.stepper, own)
     stepper = build_stepper(model.pipe, model.family, options, model.block_facts)
     if setting.rule is not None:
         assert isinstance(stepper, PatchedStepper), "only the patch engine has a cache"
@@ -141,6 +159,7 @@ def settings_of(
     image_thresholds: Sequence[float],
     intervals: Sequence[int],
     sums: Sequence[float],
+    schedules: Sequence[Path] = (),
     max_reuses: Sequence[int | None] = (None,),
     seed: int,
     max_rows: int = 300_000,
@@ -154,6 +173,7 @@ def settings_of(
         thresholds, image_thresholds: of predictors that decide for each by itself, and for whole batches.
         intervals: of reuse at fixed intervals.
         sums: of accumulated input changes.
+        schedules: files of lists of computed steps.
         max_reuses: of predictors, how often in a row they may reuse; a side for each; None for as often as they know.
         seed: of the training.
         max_rows: of the profile that are trained on.
@@ -186,4 +206,4 @@ def settings_of(
     for total in sums:
         options = replace(free, mode="accumulated", threshold=total)
         found.append(Setting(f"accumulated {total:g}", "accumulated", options))
-    return found
+    return [*found, *(Setting(file.stem, "schedule", CacheOptions("schedule", schedule=file)) for file in schedules)]

@@ -72,16 +72,13 @@ class CacheMeter:
     """Adds what a model's cache saves to the file of a set; without a cache it does nothing."""
 
     def __init__(self, model: "ServedModel | None", folder: Path) -> None:
-        from ...serving.patched.stepper import PatchedStepper
-
-        stepper = None if model is None else model.stepper
-        self._cache = stepper.model.cache if isinstance(stepper, PatchedStepper) else None
+        self._stats = None if model is None else model.cache_stats
         self._folder = folder
         self._before = self._counts()
 
     def note(self, num_images: int) -> None:
         """Write what was saved since the last call, in which so many images were drawn. Raises OSError, UsageError."""
-        if self._cache is None:
+        if self._stats is None:
             return
         now = self._counts()
         saved = CacheUse(num_images, _added(now, self._before, sign=-1))
@@ -89,9 +86,9 @@ class CacheMeter:
         write_json(self._folder / CACHE_USE_FILE, asdict((CacheUse.read(self._folder) or CacheUse()) + saved))
 
     def _counts(self) -> Counts:
-        if self._cache is None:
+        if self._stats is None:
             return {}
-        return {name: (patches, skipped) for name, (patches, skipped) in self._cache.stats.by_block.items()}
+        return {name: (patches, skipped) for name, (patches, skipped) in self._stats.by_block.items()}
 
 
 def cache_use_of(

@@ -153,12 +153,10 @@ def assemble(
 
 def _follow(engine: BuiltEngine, metrics: "Metrics") -> None:
     """Gauges that ask the engine itself."""
-    from ...serving.patched.stepper import PatchedStepper
-
     if (correction := engine.correction) is not None:
         metrics.predictor_scale.set_function(lambda: correction.scale)
     if (templates := engine.model.reuse.store) is not None:
         metrics.templates_recorded.set_function(lambda: templates.num_added)
-    stepper = engine.model.stepper
-    if isinstance(stepper, PatchedStepper) and (cache := stepper.model.cache) is not None:
-        metrics.cache_reused_share.set_function(lambda: cache.stats.saved_share)
+    if (stats := engine.model.cache_stats) is not None:
+        # The same object for as long as it serves.
+        metrics.cache_reused_share.set_function(lambda: stats.saved_share)

@@ -275,5 +275,24 @@ def cache_training_table(result: Mapping[str, Any]) -> Table:
     )
 
 
+def schedule_table(result: Mapping[str, Any]) -> Table:
+    """The searched lists of computed steps, and how near images are of requests that have not been used for it."""
+    rows = [
+        (
+            number,
+            ", ".join(map(str, result["plans"][int(number)])),
+            share(figures["saved_computation"]),
+            f"{figures['ssim']:.4f}",
+            f"{figures['ssim_min']:.3f}",
+        )
+        for number, figures in result["by_steps"].items()
+    ]
+    return Table(
+        f"{result['model']}, {result['scheduler']}, target SSIM {result['target_ssim']:g}",
+        ("steps", "computed", "saved", "SSIM", "least"),
+        rows,
+    )
+
+
 def _times(ratio: float | None) -> str:
     return DASH if ratio is None else f"{ratio:.2f}x"

@@ -65,7 +65,7 @@ def correction_of(
         KeyboardInterrupt: on Ctrl-C while it learns; nothing is kept then.
     """
     known = _known(model, workspace)
-    if known is None and first and model.options.cache.is_on:
+    if known is None and first and model.options.cache.is_of_patches:
         on_note(f"Learning how long steps take with the cache: {len(first)} requests ...")
         known = _learnt_from(model, latency, first)
         _keep(model, workspace, known)
@@ -115,7 +115,7 @@ def keep_correction(
     is_first = _known(model, workspace) is None
     _keep(model, workspace, Learnt.of(correction))
     off = drift.mean_uncorrected_error
-    if is_first and not model.options.cache.is_on and off is not None and off > _FAR_OFF:
+    if is_first and not model.options.cache.is_of_patches and off is not None and off > _FAR_OFF:
         on_note(
             f"Step latencies were off by {off:.0%}. What this run has learnt corrects them from now on (psctl profile "
             "measures them again)"

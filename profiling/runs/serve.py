@@ -240,11 +240,11 @@ def what_was_learnt(
     if isinstance(model.stepper, PatchedStepper | PlainStepper) and model.stepper.recording_failure is not None:
         found["recording_failure"] = model.stepper.recording_failure
     if isinstance(model.stepper, PatchedStepper):
-        failures, cache = model.stepper.batch_failures, model.stepper.model.cache
+        failures = model.stepper.batch_failures
         if failures.count:
             found["batch_failures"] = asdict(failures)
-        if cache is not None:
-            found["cache"] = cache.stats.to_json()
+    if model.cache_stats is not None:
+        found["cache"] = model.cache_stats.to_json()
     if isinstance(model.stepper, ParallelStepper):
         found["parallel"] = model.stepper.facts()
     return found

@@ -31,6 +31,7 @@ from ...serving.simulator.distrifusion import PUBLISHED, Speedups
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
 from ...serving.simulator.step_durations import ProfiledSteps, StepDurations
+from ...training.cache.schedule import CacheSchedule
 from ...training.latency.online_correction import OnlineCorrection, bounded
 from ...training.latency.predictor import LatencyPredictor
 from .calibration import Calibration, step_sources
@@ -51,11 +52,13 @@ class SimulatedEngine:
         durations, times: how long steps and the other stages last.
         told_scale: what the correction starts with of what policies are told, which is what was profiled of steady
             steps; it learns on line, as on the engine.
+        schedule: which steps are computed of requests to systems whose cache is one.
     """
 
     durations: StepDurations
     times: StageTimes
     told_scale: float = 1.0
+    schedule: CacheSchedule | None = None
 
     @classmethod
     def of(cls, steps: ProfiledSteps, calibration: Calibration | None = None, times: StageTimes | None = None) -> Self:
@@ -136,6 +139,7 @@ class SimulatedEngine:
             times=self.times,
             router=router,
             edits=edits,
+            schedule=self.schedule if system.cache == "schedule" else None,
             standalone_s=lambda request: alone_s[request.request_id],
             keep_steps=keep_steps,
             on_finish=on_finish,

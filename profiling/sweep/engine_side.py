@@ -17,7 +17,6 @@ from ...data.files import atomic_write, named_by_content, write_json
 from ...data.requests import Request
 from ...data.tables.latency import LatencyTable
 from ...data.workspace import ModelWorkspace
-from ...serving.cache.stats import CacheStats
 from ...serving.core.failures import Failures
 from ...serving.engine.engine import Engine
 from ...serving.engine.replay import replay
@@ -200,12 +199,15 @@ class EngineSide:
         for name in self._models:
             runs = [self._folder.load_calibration(name, *key) for key in self._calibrating]
             options = self._models[name].options
-            warmup_steps = options.cache.warmup_steps if options.cache.is_on else 0
+            warmup_steps = options.cache.warmup_steps if options.cache.is_of_patches else 0
             is_inline = options.stages == "inline"
             found[name] = calibrate(runs, self._profiled[name], warmup_steps=warmup_steps, is_inline=is_inline)
         content = {name: asdict(each) for name, each in (self._known | found).items()}
         write_json(self._folder.path / CALIBRATION_FILE, content)
-        return {name: SimulatedEngine.of(self._profiled[name], each) for name, each in found.items()}
+        return {
+            name: replace(SimulatedEngine.of(self._profiled[name], each), schedule=self._models[name].schedule)
+            for name, each in found.items()
+        }
 
     def _calibrate_beside(self, name: EngineName, *, all_left: bool = False) -> None:
         """Serve the calibration runs that are due before a run of the sweep, or all that are left."""
@@ -245,10 +247,7 @@ class EngineSide:
         if isinstance(model.stepper, PatchedStepper):
             # The cache's figures and the failures are to be those of one run.
             model.stepper.batch_failures = Failures()
-            cache = model.stepper.model.cache
-            if cache is not None:
-                cache.forget()
-                cache.stats = CacheStats()
+        model.forget_cache()
         batch = self._settings.max_batch_size
         engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=batch)
         return replay(engine, list(map(system.adapt, requests)), standalone_s=standalone_s)

@@ -35,10 +35,16 @@ def bench_cache(
     ] = "0.03,0.1,0.3",
     trained: Annotated[
         bool,
-        flag("--trained", "Measure the predictor that serving takes, too: the workspace's or the model's."),
+        flag("--trained", "Measure predictor and schedule that serving takes, too: the workspace's or the model's."),
     ] = False,
     intervals: Annotated[str, flag("--intervals", "Of fixed-interval reuse.", metavar="N,...")] = "2,3,4",
     sums: Annotated[str, flag("--sums", "Of accumulated input changes.", metavar="X,...")] = "0.1,0.2,0.3,0.4",
+    schedules: Annotated[
+        str,
+        flag(
+            "--schedules", "Of psctl train-predictor schedule; with --trained what serving takes.", metavar="FILE,..."
+        ),
+    ] = "",
     max_reuse: Annotated[
         str | None,
         flag(
@@ -71,7 +77,7 @@ def bench_cache(
     target: Target,
     out: Output,
 ) -> None:
-    """Measure quality against time of the patch cache, and of three baselines.
+    """Measure quality against time of the patch cache, of schedules and of three baselines.
 
     Predictors are trained on the block profile of the workspace, one per threshold. Every side serves the same batches;
     images are compared with those of the same engine without the cache. Table, plots and image grid go to the
@@ -84,6 +90,7 @@ def bench_cache(
         psctl bench cache --arrivals staggered --combinations 4,4,4
         psctl bench cache --thresholds 0.1 --max-reuse 4,6,8 --image-thresholds "" --intervals "" --sums ""
         psctl bench cache --trained --thresholds "" --image-thresholds "" --intervals 2,3 --sums ""
+        psctl bench cache --schedules fast.json,near.json --thresholds "" --image-thresholds "" --num-inference-steps 30
         psctl bench cache --model emoji-3 --rounds 8 --lpips --fid emoji --json --output-file cache.json
     """
 
@@ -100,9 +107,11 @@ def bench_cache(
     in_a_row = [int(number) for number in numbers_of("--max-reuse", max_reuse or "")]
     if max_reuse is not None and (not in_a_row or min(in_a_row) < 1):
         raise UsageError(f"--max-reuse is {max_reuse!r}, but it must be numbers from 1 with commas between")
-    if not (patch_limits or image_limits or steps_between or sum_limits or trained):
+    files = [Path(name.strip()) for name in schedules.split(",") if name.strip()]
+    if not (patch_limits or image_limits or steps_between or sum_limits or files or trained):
         raise UsageError(
-            "there is nothing to measure: give --thresholds, --image-thresholds, --intervals, --sums or --trained"
+            "there is nothing to measure: give --thresholds, --image-thresholds, --intervals, --sums, --schedules or "
+            "--trained"
         )
     require_places(target.workspace, file=output_file)
     served, place = target.load(out, engine)
@@ -127,6 +136,7 @@ def bench_cache(
             image_thresholds=image_limits,
             intervals=steps_between,
             sums=sum_limits,
+            schedules=files,
             max_reuses=in_a_row or [None],
             seed=seed,
         )
@@ -136,7 +146,8 @@ def bench_cache(
             Setting(f"trained, {most} in a row" if in_a_row else "trained", "patch", replace(options, max_reuse=most))
             for most in in_a_row or [None]
         ]
-        cached = [*of_each, *cached]
+        scheduled = target.with_predictor(CacheOptions("schedule"))
+        cached = [*of_each, Setting("schedule", "schedule", scheduled), *cached]
     with out.phases() as start:
         advance = start("batches", len(batches) * (len(cached) + 1) * (rounds + 1))
 

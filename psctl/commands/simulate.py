@@ -229,12 +229,14 @@ def simulate(
             calibrated = replace(calibrated, reuse=None)
     if edits is not None and chosen.cache != "off":
         out.note("Beside edits that read records no patch is reused: the system is simulated without its cache.")
-    elif chosen.cache != "off" and (calibrated is None or calibrated.reuse is None):
+    elif chosen.cache not in ("off", "schedule") and (calibrated is None or calibrated.reuse is None):
         out.note("The patch cache is not simulated: steps last as long as without it.")
     times = StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
     if stage_times is not None:
         times = load_stage_times(stage_times)
     simulated = SimulatedEngine.of(steps.of(chosen.engine), calibrated, times)
+    if chosen.cache == "schedule":
+        simulated = replace(simulated, schedule=target.schedule())
     alone = None
     if chosen.engine != "plain":
         alone = plain_engine(plain_latency, calibration, times, on_warning=out.warn)

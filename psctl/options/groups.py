@@ -29,8 +29,9 @@ CACHE = Flags(
     {
         "mode": flag(
             "--cache",
-            "Reuse what earlier steps gave: as a predictor or a limit says (patch), only where the whole batch agrees "
-            "(image), at fixed intervals, or until a request's changes add up (accumulated).",
+            "Reuse what earlier steps gave: at all steps but those of a list (schedule, the best of these), as a "
+            "predictor or a limit says (patch), only where the whole batch agrees (image), at fixed intervals, or "
+            "until a request's changes add up (accumulated).",
             is_shared=True,
         ),
         "threshold": flag(
@@ -43,6 +44,12 @@ CACHE = Flags(
         "predictor": flag(
             "--cache-predictor",
             "Trained by psctl train-predictor cache. Default: the workspace's, or else the model's.",
+            is_shared=True,
+            dir_okay=False,
+        ),
+        "schedule": flag(
+            "--cache-schedule",
+            "Searched by psctl train-predictor schedule. Default: the workspace's, or else the model's.",
             is_shared=True,
             dir_okay=False,
         ),

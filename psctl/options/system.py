@@ -115,11 +115,11 @@ def with_cache_of(
         )
         return engine
     options = replace(engine.cache, mode=modes.pop())
-    found = target.with_predictor(options).predictor
+    found = target.with_predictor(options).file
     if found is not None and not found.is_file():
-        out.note(
-            "No patch is reused: neither workspace nor model has a cache predictor (psctl profile && "
-            "psctl train-predictor)."
-        )
+        how = "psctl train-predictor schedule"
+        if options.is_of_patches:
+            how = "psctl profile && psctl train-predictor"
+        out.note(f"Nothing is reused: neither workspace nor model has a {found.name} ({how}).")
         return engine
     return replace(engine, cache=options)

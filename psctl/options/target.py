@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ...serving.models.defaults import ModelDefaults
     from ...serving.models.served import ServedModel
     from ...serving.options import EngineOptions
+    from ...training.cache.schedule import CacheSchedule
     from ..output import Output
 
 
@@ -91,6 +92,15 @@ class Target:
         place = self.root.for_model(self.model, str(resolve_device(self.device)))
         return options.with_predictor_of(place.root / "predictors", resolve_model(self.model))
 
+    def schedule(self) -> "CacheSchedule":
+        """The cache's schedule of workspace or model. Raises UsageError: there is none."""
+        from ...serving.cache.options import CacheOptions
+        from ...training.cache.schedule import CacheSchedule
+
+        file = self.with_predictor(CacheOptions("schedule")).schedule
+        assert file is not None
+        return CacheSchedule.load(file)
+
     def load(self, out: "Output", options: "EngineOptions | None" = None) -> "tuple[ServedModel, ModelWorkspace]":
         """Load the model; return it with its part of the workspace. Raises as `load_model`."""
         with out.status(f"Loading {self.model} ..."):
@@ -98,9 +108,10 @@ class Target:
 
             served = load_model(self.model, self.device, self.dtype, options, workspace=self.root)
         place = self.root.for_model(self.model, str(served.device))
-        if (options is None or options.cache.predictor is None) and (predictor := served.options.cache.predictor):
-            whose = "the workspace" if predictor.is_relative_to(place.root) else "the model, as it was shipped"
-            out.note(f"The cache asks the predictor of {whose}: {predictor}")
+        if (options is None or options.cache.file is None) and (file := served.options.cache.file):
+            whose = "the workspace" if file.is_relative_to(place.root) else "the model, as it was shipped"
+            what = "schedule" if served.schedule is not None else "predictor"
+            out.note(f"The cache goes by the {what} of {whose}: {file}")
         if options is not None and options.model.quantize is not None:
             out.note(
                 f"The denoising model's weights are kept in {options.model.quantize}: images are near the model's own, "

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 from ...data.errors import UsageError
 from ...data.files import sha256_of
 
-CACHE_PREDICTOR_FILE = "cache.safetensors"
-CacheMode = Literal["off", "patch", "image", "interval", "accumulated"]
+CACHE_PREDICTOR_FILE, CACHE_SCHEDULE_FILE = "cache.safetensors", "cache-schedule.json"
+CacheMode = Literal["off", "schedule", "patch", "image", "interval", "accumulated"]
 CACHE_MODES: tuple[str, ...] = get_args(CacheMode)
 CacheGrain = Literal["auto", "request", "patch"]
 
@@ -19,14 +19,17 @@ class CacheOptions:
     """What the patch cache does; all but `mode` are without effect where it is off.
 
     Attributes:
-        mode: `patch`: every patch of every block by itself. `image`: a block is skipped only where all patches of the
-            batch agree (the paper's whole-image variant). `interval`: all but the outermost blocks are computed at
+        mode: `schedule`: a list of steps, known in advance, is computed, and the others are forecast from them; no
+            other field but `schedule` matters then. `patch`: every patch of every block by itself. `image`: a block is
+            skipped only where all patches of the batch agree (the paper's whole-image variant). `interval`: all but the
+            outermost blocks are computed at
             every `interval`-th step only (as DeepCache does). `accumulated`: a request skips all blocks until the
             changes of its input, added up from step to step, exceed `threshold` (as TeaCache does).
         threshold: largest mean squared change of a block's input since it was last computed, relative to the mean
             square of that input, at which `patch` and `image` reuse, where no predictor is given; None asks the
             predictor. For `accumulated` the largest sum of relative changes.
         predictor: file of a trained cache predictor; None for the workspace's, or else the one that the model has.
+        schedule: file of the list of steps; None for the workspace's, or else the one that the model has.
         patch_size: side of a patch of the cache in latent pixels; None for what suits the model (`default_patch_size`).
         interval: see `mode`.
         max_reuse: how many steps in a row a patch may reuse a block; None for as many as the predictor has learnt from,
@@ -48,6 +51,7 @@ class CacheOptions:
     mode: CacheMode = "off"
     threshold: float | None = None
     predictor: Path | None = None
+    schedule: Path | None = None
     patch_size: int | None = None
     interval: int = 3
     max_reuse: int | None = None
@@ -72,7 +76,7 @@ class CacheOptions:
             raise UsageError(f"full_above is {self.full_above}, but it must be a share from 0 to 1")
         if self.threshold is not None and not 0 <= self.threshold < float("inf"):
             raise UsageError(f"cache threshold is {self.threshold}, but it must be a number from 0")
-        if self.threshold is not None and self.mode in ("off", "interval"):
+        if self.threshold is not None and self.mode in ("off", "schedule", "interval"):
             raise UsageError(f"--cache-threshold belongs to --cache patch, image or accumulated, not {self.mode}")
         if self.mode == "accumulated" and self.threshold is None:
             raise UsageError(
@@ -82,10 +86,22 @@ class CacheOptions:
             raise UsageError("give --cache-predictor or --cache-threshold, not both")
         if self.predictor is not None and self.mode not in ("patch", "image"):
             raise UsageError(f"--cache-predictor belongs to --cache patch or image, not {self.mode}")
+        if self.schedule is not None and self.mode != "schedule":
+            raise UsageError(f"--cache-schedule belongs to --cache schedule, not {self.mode}")
 
     @property
     def is_on(self) -> bool:
         return self.mode != "off"
+
+    @property
+    def is_of_patches(self) -> bool:
+        """Whether it is decided step by step what the model computes, from what it is handed."""
+        return self.mode not in ("off", "schedule")
+
+    @property
+    def file(self) -> Path | None:
+        """What decides, if that is a file."""
+        return self.schedule or self.predictor
 
     @property
     def needs_predictor(self) -> bool:
@@ -101,19 +117,29 @@ class CacheOptions:
         return 0.0 if self.grain == "request" else 0.5
 
     def with_predictor_of(self, *folders: Path) -> "CacheOptions":
-        """The same options with the predictor of the first of these folders that has one, where they name none.
+        """The same options with the predictor or the schedule of the first of these folders that has one, where they
+        need one and name none.
 
         If none of them has one, the file is that of the first folder, so that errors say where it belongs.
         """
-        if not self.needs_predictor or not self.is_on or self.predictor is not None:
+        if not (self.needs_predictor or self.mode == "schedule") or self.file is not None:
             return self
-        files = [folder / CACHE_PREDICTOR_FILE for folder in folders]
-        return replace(self, predictor=next(filter(Path.is_file, files), files[0]))
+        is_scheduled = self.mode == "schedule"
+        files = [folder / (CACHE_SCHEDULE_FILE if is_scheduled else CACHE_PREDICTOR_FILE) for folder in folders]
+        found = next(filter(Path.is_file, files), files[0])
+        return replace(self, schedule=found) if is_scheduled else replace(self, predictor=found)
+
+    def from_anywhere(self) -> "CacheOptions":
+        """The same options with absolute paths, for processes in other folders."""
+        paths = {name: getattr(self, name) for name in ("predictor", "schedule")}
+        return replace(self, **{name: path.absolute() for name, path in paths.items() if path is not None})
 
     def in_words(self) -> str:
         """The mode and what decides, for tables."""
         if not self.is_on:
             return self.mode
+        if self.mode == "schedule":
+            return f"{self.mode} {self.schedule}"
         if self.mode == "interval":
             return f"{self.mode}, every {self.interval} steps"
         decides = f"predictor {self.predictor}" if self.threshold is None else f"threshold {self.threshold:g}"
@@ -129,11 +155,14 @@ class CacheOptions:
         Raises:
             OSError: the predictor's file cannot be read.
         """
+        if self.mode == "schedule":
+            assert self.schedule is not None, "whoever loads the model names the file"
+            return {"mode": self.mode, "schedule": f"sha256:{sha256_of(self.schedule)}"}
         options = self if self.is_on else CacheOptions(patch_size=8)
         asks = self.is_on and self.needs_predictor
         tells = asks or self.mode == "accumulated"
         content = asdict(options) | {"full_above": options.own_full_above(tells_of_steps=tells)}
-        del content["grain"]
+        del content["grain"], content["schedule"]
         if not asks:
             content["max_reuse"] = content["max_reuse"] or 4
         if self.predictor is not None:

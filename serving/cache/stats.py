@@ -10,7 +10,7 @@ class CacheStats:
 
     Attributes:
         patches, skipped: patches of requests over all blocks and steps, and how many of them were reused; their
-            quotient is the saved computation of PatchedServe, section 8.
+            quotient is the saved computation of PatchedServe, section 8. Of a schedule whole steps.
         by_block: the same two for every block.
         whole, rows, masked, skipped_blocks: how often a block ran in full, for some whole requests, for some cells, and
             not at all.

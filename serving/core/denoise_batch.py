@@ -71,7 +71,7 @@ class DenoiseBatch:
             history = packing.pack(
                 [(each.latents.repeat(shape) if each.history is None else each.history)[0] for each in requests]
             )
-        self._sampler = SamplerBatch(sampler, states, latents, packing.row_index, history)
+        self._sampler = sampler.begin(states, latents, packing.row_index, history)
 
     @property
     def latents(self) -> Tensor:
@@ -124,6 +124,12 @@ class DenoiseBatch:
         of_latents, of_output = sampler.sampler.x0_factors(prepared.state)
         clean, known = latents * of_latents + output * of_output, prepared.known
         return clean if known is None else torch.where(known.mask, clean, known.clean)
+
+    def outputs(self) -> list[Tensor]:
+        """What the model has said in the last step of each request, guided: (channels, height, width)."""
+        assert isinstance(self._sampler, SamplerBatch), "requests that call their own schedulers keep no outputs"
+        assert self._sampler.last is not None, "nothing was said yet"
+        return [self._packing.unpack(self._sampler.last[1], index) for index in range(len(self.requests))]
 
     def unpack(self) -> None:
         """Give every request its latents, and what its next step reads of this one."""

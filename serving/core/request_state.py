@@ -56,7 +56,7 @@ class RequestView(NamedTuple):
         resolution: size of its image in pixels.
         arrival_s: when it arrived.
         deadline_s: when its image must be there; None without an SLO.
-        num_steps: number of denoising steps that it needs in all.
+        num_steps: number of denoising steps that are computed of it in all.
         steps_done: how many of them are done; 0 while it waits.
         standalone_s: its latency when it is served alone; None when not measured.
         active_share: share of its image that steps compute; below 1 of an edit that reads the rest from a record.
@@ -74,14 +74,22 @@ class RequestView(NamedTuple):
     record: RecordId | None = None
 
     @classmethod
-    def of(cls, request: Request, standalone_s: float | None = None, active_share: float = 1.0) -> Self:
-        """A request that has just arrived; `standalone_s` if its latency alone is known."""
+    def of(
+        cls,
+        request: Request,
+        standalone_s: float | None = None,
+        active_share: float = 1.0,
+        num_computed: int | None = None,
+    ) -> Self:
+        """A request that has just arrived; `standalone_s` if its latency alone is known, `num_computed` of its steps
+        are computed (None: all).
+        """
         return cls(
             request.request_id,
             request.resolution,
             request.arrival_s,
             request.deadline_s,
-            request.num_steps,
+            num_computed or request.num_steps,
             0,
             standalone_s,
             active_share,
@@ -226,7 +234,8 @@ class RequestState:
         request: what was asked.
         record: its record.
         view: what policies see of it before its first step.
-        num_iterations: steps that it takes; other than what was asked for with a sampler of second order.
+        num_iterations: steps that it takes; other than what was asked for with a sampler of second order, or where some
+            are skipped.
         stage: where it is.
         is_prepared: whether its text is encoded and its latents are drawn.
         first_step: how many steps the scheduler had counted when it became active.
@@ -241,10 +250,16 @@ class RequestState:
     first_step: int = 0
 
     @classmethod
-    def of(cls, request: Request, standalone_s: float | None = None, active_share: float = 1.0) -> Self:
+    def of(
+        cls,
+        request: Request,
+        standalone_s: float | None = None,
+        active_share: float = 1.0,
+        num_computed: int | None = None,
+    ) -> Self:
         """The state of a request that has just arrived; the others as of `RequestView.of`."""
-        view = RequestView.of(request, standalone_s, active_share)
-        return cls(request, RequestRecord.of(request), view, request.num_steps)
+        view = RequestView.of(request, standalone_s, active_share, num_computed)
+        return cls(request, RequestRecord.of(request), view, view.num_steps)
 
     def view_at(self, step: int) -> RequestView:
         """What policies may see of it when the scheduler has counted `step` steps."""

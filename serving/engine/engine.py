@@ -177,7 +177,9 @@ class Engine:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")
             if request.request_id in self._stages.open:
                 raise UsageError(f"request id {request.request_id} is used twice")
-            self._stages.open[request.request_id] = self._scheduler.add(request, standalone_s)
+            num_computed = self._model.num_computed(request)
+            added = self._scheduler.add(request, standalone_s, num_computed=num_computed)
+            self._stages.open[request.request_id] = added
             if watch is not None:
                 self._stages.watches[request.request_id] = watch
             self._stages.prepare_next()

@@ -188,9 +188,9 @@ class SideStages:
             watch = self.watches.get(prepared.request.request_id)
             if watch is None:
                 continue
-            steps_done = prepared.state.steps_done
+            steps_done = prepared.state.num_passed
             self.collect(partial(self.call, partial(watch.on_step, steps_done)), may_lag=watch.may_lag)
-            if watch.is_due(steps_done, prepared.state.num_steps) and (latents := peek(prepared)) is not None:
+            if watch.is_due(steps_done, prepared.state.num_wanted) and (latents := peek(prepared)) is not None:
                 watch.taken()
                 # The thread that draws them works on another stream.
                 finish_stream(latents.device)

@@ -12,6 +12,7 @@ from ...data.errors import MissingExtraError, UsageError
 from ...data.run_facts import usable_cores
 from ...data.tables.block_facts import BlockFacts
 from ...kernels.launch import KERNELS, is_triton_installed, use_triton
+from ...training.cache.schedule import CacheSchedule
 from ..cache.options import CacheOptions
 from ..cache.rules import load_rule
 from ..core.captured import CapturedPasses, CudaRecorder
@@ -29,7 +30,8 @@ from ..patched.patched_model import PatchedModel
 from ..patched.stepper import PatchedStepper
 from ..plain.formats import PlainModels
 from ..plain.stepper import PlainStepper
-from ..samplers.batched import BatchedSampler, choose_sampler
+from ..samplers.batched import BatchedSampler
+from ..samplers.choice import choose_sampler
 from ..samplers.single import PerRequestSampler
 from .adapters import ModelAdapters
 from .checkpoint import check_options
@@ -56,8 +58,10 @@ def build_model(
     check_options(type(pipe).__name__, options)
     if options.stages == "auto":
         options = replace(options, stages=stages_on(denoiser_of(pipe).device.type, usable_cores()))
-    facts = partial(block_facts, pipe, name, fingerprint)
-    if options.cache.is_on:
+    facts, schedule = partial(block_facts, pipe, name, fingerprint), None
+    if options.cache.mode == "schedule":
+        schedule = load_schedule(pipe, name, fingerprint, options.cache)
+    if options.cache.is_of_patches:
         suited = facts(options.cache.patch_size).patch_size
         options = replace(options, cache=replace(options.cache, patch_size=suited))
     stepper = build_stepper(pipe, family, options, facts, fingerprint, adapters)
@@ -75,7 +79,17 @@ def build_model(
         decode=decode,
         adapters=adapters,
         stages=stages,
+        schedule=schedule,
     )
+
+
+def load_schedule(pipe: Any, name: str, fingerprint: str, cache: CacheOptions) -> CacheSchedule:
+    """The schedule that the options name, which must be of this model. Raises as `CacheSchedule.load`, `check_fits`."""
+    if cache.schedule is None:
+        raise UsageError("--cache schedule needs a list of steps (psctl train-predictor schedule) or --cache-schedule")
+    schedule = CacheSchedule.load(cache.schedule)
+    schedule.check_fits(fingerprint, name, type(pipe.scheduler).__name__, source=str(cache.schedule))
+    return schedule
 
 
 def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
@@ -127,16 +141,16 @@ def build_stepper(
         MissingExtraError: if Triton is asked for and not installed.
     """
     denoiser, layers = denoiser_of(pipe), None if adapters is None else adapters.layers
-    device = denoiser.device
+    device, skips = denoiser.device, options.cache.mode == "schedule"
     if options.cuda_graphs:
         check_graphs(device)
     recorder = CudaRecorder(device) if options.cuda_graphs else None
     if options.engine == "plain":
         captured = None if recorder is None else CapturedPasses(recorder)
         plain = PlainModels(denoiser, is_compiled=options.compile, adapters=layers, captured=captured)
-        return build_plain(pipe, family, plain)
+        return build_plain(pipe, family, plain, skips=skips)
     if options.engine == "parallel":
-        plain = build_plain(pipe, family, PlainModels(denoiser))
+        plain = build_plain(pipe, family, PlainModels(denoiser), skips=skips)
         return parallel_stepper(pipe, plain, options.parallel, fingerprint)
     check_kernels(options.kernels, device)
     order = options.order
@@ -152,7 +166,7 @@ def build_stepper(
         strategy=options.strategy,
         adapters=layers,
     )
-    if cache := options.cache if options.cache.is_on else None:
+    if cache := options.cache if options.cache.is_of_patches else None:
         served = facts(cache.patch_size)
         rule = load_rule(cache, served, device, options.kernels)
         patched.use_cache(replace(cache, patch_size=served.patch_size), rule)
@@ -160,7 +174,7 @@ def build_stepper(
         patched.compile()
     if recorder is not None:
         patched.use_graphs(recorder)
-    sampler = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[0]
+    sampler = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs, skips=skips)[0]
     plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile, adapters=layers)
     return PatchedStepper(patched, plain, family.conditions, sampler)
 
@@ -178,10 +192,12 @@ def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions, f
     return ParallelStepper(group, options, plain.models, plain.conditions, plain.sampler, plain.alone)
 
 
-def build_plain(pipe: Any, family: Family, models: PlainModels) -> PlainStepper:
-    """The denoise stage of plain diffusers, with the batched sampler where it covers the pipeline's scheduler."""
+def build_plain(pipe: Any, family: Family, models: PlainModels, *, skips: bool = False) -> PlainStepper:
+    """The denoise stage of plain diffusers, with the batched sampler where it covers the pipeline's scheduler; `skips`
+    as of `choose_sampler`.
+    """
     options = {"pass_step_kwargs": family.pass_step_kwargs}
-    sampler = choose_sampler(pipe.scheduler, **options)[0]
+    sampler = choose_sampler(pipe.scheduler, **options, skips=skips)[0]
     batched = sampler if isinstance(sampler, BatchedSampler) else None
     return PlainStepper(models, family.conditions, batched, PerRequestSampler(pipe.scheduler, **options))
 

@@ -46,7 +46,7 @@ def read_index(path: Path, *, source: str) -> dict[str, Any]:
 def check_options(pipeline: str, options: EngineOptions) -> None:
     """Raise UsageError if pipelines of a supported class are not served with one of these options; it is named."""
     given = {
-        "--cache": options.cache.is_on,
+        "--cache": options.cache.is_of_patches,
         "--parallel": options.parallel.is_on,
         "--adapter": bool(options.model.adapter),
     }

@@ -19,7 +19,10 @@ from ...data.adapters import require_adapters
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ...data.tables.block_facts import BlockFacts
+from ...data.tables.block_facts import WHOLE_MODEL, BlockFacts
+from ...training.cache.schedule import CacheSchedule
+from ..cache.patch_cache import PatchCache
+from ..cache.stats import CacheStats
 from ..core.denoiser import denoiser_of
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
@@ -30,7 +33,8 @@ from ..families import Decode, Family
 from ..families.decoder import FiniteDecoder
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
-from ..samplers.batched import choose_sampler
+from ..patched.stepper import PatchedStepper
+from ..samplers.choice import choose_sampler
 from ..samplers.single import NOISING, PerRequestSampler, SamplerState
 from .adapters import ModelAdapters
 from .defaults import ModelDefaults
@@ -68,6 +72,7 @@ class ServedModel:
         decode: does the autoencoder's part; None for the pipeline's own.
         adapters: that requests may name; None for none.
         stages: the processes that the family's functions ask; None where they compute themselves.
+        schedule: which steps are computed of requests that let the cache be used; None for all.
 
     Attributes:
         unbatched: why each request calls a scheduler of its own; None where one update serves all of them.
@@ -89,7 +94,9 @@ class ServedModel:
         decode: Decode | None = None,
         adapters: ModelAdapters | None = None,
         stages: StageProcesses | None = None,
+        schedule: CacheSchedule | None = None,
     ) -> None:
+        self.schedule, self._skipped = schedule, None if schedule is None else CacheStats()
         self.pipe, self.family, self.stepper = pipe, family, stepper
         self.name, self.fingerprint, self.defaults, self.options = name, fingerprint, defaults, options
         self.sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)
@@ -106,6 +113,24 @@ class ServedModel:
         self.offload: TextOffload | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
         self._preparing = threading.Lock()
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """What its cache has left out; None without one."""
+        cache = self._patch_cache
+        return self._skipped if cache is None else cache.stats
+
+    @property
+    def _patch_cache(self) -> PatchCache | None:
+        return self.stepper.model.cache if isinstance(self.stepper, PatchedStepper) else None
+
+    def forget_cache(self) -> None:
+        """Let go of all that the cache holds, and let `cache_stats` begin anew."""
+        if (cache := self._patch_cache) is not None:
+            cache.forget()
+            cache.stats = CacheStats()
+        elif self._skipped is not None:
+            self._skipped = CacheStats()
 
     @property
     def identity(self) -> ModelIdentity:
@@ -151,14 +176,21 @@ class ServedModel:
             self._known_schedules.clear()
         self._known_schedules.add(schedule)
 
+    def num_computed(self, request: Request) -> int:
+        """Of the steps of a request, those that the model computes."""
+        return request.num_steps if self.schedule is None else self.schedule.num_computed(request)
+
     def _start_schedule(self, request: Request, generator: torch.Generator | None) -> SamplerState:
-        return self.sampler.start(
+        state = self.sampler.start(
             request.num_inference_steps,
             device=self.device,
             generator=generator,
             schedule_kwargs=self.family.schedule_kwargs(request),
             first_step=self.family.geometry.first_step(request),
         )
+        if self.schedule is not None and self.schedule.skips(request):
+            state.skip(self.schedule.plan_of(state.first + state.num_steps, state.first))
+        return state
 
     def tune(self, resolutions: Iterable[Resolution], folder: Path) -> None:
         """Let the engine choose by measurement what is faster for these resolutions; `folder` keeps the result.
@@ -187,7 +219,8 @@ class ServedModel:
     def examples(self, resolutions: Iterable[Resolution]) -> list[PreparedRequest]:
         """Prepare a request of each resolution, with the model's own settings, to measure with."""
         steps, scale = self.defaults.num_inference_steps, self.defaults.guidance_scale
-        return [self.prepare(Request(0, "", resolution, steps, scale)) for resolution in resolutions]
+        with self._preparing, torch.inference_mode():
+            return [self._prepare(Request(0, "", resolution, steps, scale)) for resolution in resolutions]
 
     @torch.inference_mode()
     def prepare(self, request: Request) -> PreparedRequest:
@@ -197,7 +230,10 @@ class ServedModel:
         The latents are drawn on the CPU whatever the device, so that a seed means the same image everywhere.
         """
         with self._preparing:
-            return self._prepare(request)
+            prepared = self._prepare(request)
+        if self._skipped is not None:
+            self._skipped.count(WHOLE_MODEL, prepared.state.num_wanted, prepared.steps_reused)
+        return prepared
 
     def _prepare(self, request: Request) -> PreparedRequest:
         edit, record = request.edit, self.reuse.find(request)
@@ -248,6 +284,7 @@ class ServedModel:
             template=record,
             guided_norm=self.family.guided_norm,
             neutral_scale=self.family.neutral_scale,
+            steps_reused=state.num_wanted - state.num_steps,
         )
         if (trajectory := self.reuse.trajectories.get(request.request_id)) is not None:
             prepared.on_pass = trajectory.note

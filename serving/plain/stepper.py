@@ -62,6 +62,8 @@ class PlainStepper:
             try:
                 self.sampler.table(prepared.state)
             except UsageError:
+                if prepared.state.plan is not None:
+                    raise
                 # A schedule without finite coefficients: its own scheduler knows what diffusers does then.
                 assert prepared.state.coefficients is None
 

@@ -22,7 +22,7 @@ import torch
 
 from ...data.errors import UsageError
 from .rules import RULES, Columns, terms_of
-from .single import PerRequestSampler, SamplerState, draws_noise
+from .single import SamplerState, draws_noise
 
 
 def _refusal(given: str) -> UsageError:
@@ -65,8 +65,8 @@ class BatchedSampler:
         epsilon is predicted from noise without signal; plain diffusers would continue with NaN.
         """
         if state.coefficients is None:
-            columns = self._rule(state)
-            table = torch.stack([columns[term] for term in self.terms], dim=1)[state.first :].float()
+            columns = self.columns(state)
+            table = torch.stack([columns[term] for term in self.terms], dim=1).float()
             if not bool(table.isfinite().all()):
                 given = f"{type(state.scheduler).__name__} with {state.num_steps} steps"
                 raise UsageError(
@@ -76,22 +76,25 @@ class BatchedSampler:
             state.coefficients, state.num_kept = table, len(self.kept)
         return state.coefficients
 
+    def columns(self, state: SamplerState) -> Columns:
+        """The coefficients of a request's steps by term, float64 (num_steps,)."""
+        return {term: column[state.first :] for term, column in self._rule(state).items()}
+
+    def begin(
+        self,
+        states: Sequence[SamplerState],
+        latents: torch.Tensor,
+        patch_request: torch.Tensor,
+        history: torch.Tensor | None = None,
+    ) -> "SamplerBatch":
+        """Put requests together; the arguments are those of `SamplerBatch`."""
+        return SamplerBatch(self, states, latents, patch_request, history)
+
     def x0_factors(self, state: SamplerState) -> tuple[float, float]:
         """The factors of x and out in the x0 of the step that a request has taken last, which is one at the least."""
-        columns, last = self._rule(state), state.first + state.steps_done - 1
+        columns, last = self._rule(state), state.place(state.steps_done - 1)
         sample, output = (float(columns[name][last]) for name in ("x0_sample", "x0_output"))
         return sample, output
-
-
-def choose_sampler(scheduler: Any, *, pass_step_kwargs: bool) -> tuple[BatchedSampler | PerRequestSampler, str | None]:
-    """What updates requests with this scheduler; where each calls its own, also why.
-
-    Raises UsageError: the scheduler draws noise that no seed decides.
-    """
-    try:
-        return BatchedSampler(scheduler, pass_step_kwargs=pass_step_kwargs), None
-    except UsageError as error:
-        return PerRequestSampler(scheduler, pass_step_kwargs=pass_step_kwargs), str(error)
 
 
 class SamplerBatch:
@@ -162,7 +165,19 @@ class SamplerBatch:
         Raises:
             RuntimeError: a request is finished (also raised by `timesteps`); nothing has changed then.
         """
-        of, x, output = self._current(), self.latents, prediction.float()
+        x, output = self.latents, prediction.float()
+        updated = self._updated(x, output, draw_noise)
+        self.latents, self.last = updated, (x, output)
+        self._rows += 1
+        self._coefficients = None
+        for state in self._states:
+            state.steps_done += 1
+
+    def _updated(
+        self, x: torch.Tensor, output: torch.Tensor, draw_noise: Callable[[], torch.Tensor] | None
+    ) -> torch.Tensor:
+        """The latents after a step; what it leaves for the next one goes to `history`."""
+        of = self._current()
         updated = torch.addcmul(x * of["sample"] if "sample" in of else x, output, of["output"])
         if "x0_sample" in of:
             x0 = (x * of["x0_sample"]).addcmul_(output, of["x0_output"])
@@ -173,11 +188,7 @@ class SamplerBatch:
         if "noise" in of:
             assert draw_noise is not None
             updated.addcmul_(draw_noise().float(), of["noise"])
-        self.latents, self.last = updated, (x, output)
-        self._rows += 1
-        self._coefficients = None
-        for state in self._states:
-            state.steps_done += 1
+        return updated
 
     def _keep(self, updated: torch.Tensor, x: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
         """Add to the updated latents what earlier steps have left, and return what this one leaves."""

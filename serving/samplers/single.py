@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...data.errors import UsageError
+from ...training.cache.schedule import StepPlan
 from ..layout.packing import Packing, WholeImages
 
 _DRAW_NOISE = frozenset({
@@ -42,9 +43,11 @@ class SamplerState:
 
     Attributes:
         scheduler: the request's own diffusers scheduler, with its timesteps set.
-        timesteps: (num_steps,) in the order in which they are visited: the scheduler's, from `first` on.
+        timesteps: (num_steps,) in the order in which they are visited: the scheduler's, from `first` on, or those of
+            them that are computed.
         step_kwargs: further arguments of the scheduler's `step` (`eta`, `generator`), as the pipeline passes them.
         first: where the request begins in the scheduler's timesteps; above 0 if it starts from an image.
+        plan: which of its steps are computed, so that `timesteps` are those alone; None for all.
         steps_done: number of finished steps; `timesteps[steps_done]` is the next one.
         coefficients: of all steps, once `BatchedSampler.table` has computed them.
         num_kept: with them: tensors shaped as the latents that a step leaves for the next one.
@@ -57,6 +60,34 @@ class SamplerState:
     steps_done: int = 0
     coefficients: torch.Tensor | None = None
     num_kept: int = 0
+    plan: StepPlan | None = None
+
+    def skip(self, plan: StepPlan) -> None:
+        """Compute the steps of a plan alone. Called once, before the first step; the sampler is a `SkippingSampler`."""
+        assert plan.num_steps == len(self.timesteps), "the plan is of another number of steps"
+        assert self.coefficients is None, "coefficients are of the steps that are computed"
+        self.plan, self.timesteps = plan, self.timesteps[list(plan.steps)]
+
+    @property
+    def whole_plan(self) -> StepPlan:
+        """Which steps are computed, also where these are all."""
+        return self.plan or StepPlan.of_all(len(self.timesteps))
+
+    def place(self, step: int) -> int:
+        """Where a step lies in the scheduler's timesteps; that of the last one's end is their number."""
+        if self.plan is None:
+            return self.first + step
+        return self.first + (*self.plan.steps, self.plan.num_steps)[step]
+
+    @property
+    def num_passed(self) -> int:
+        """The steps that were asked for and are done, whether they were computed or skipped."""
+        return self.place(self.steps_done) - self.first
+
+    @property
+    def num_wanted(self) -> int:
+        """The steps that were asked for, computed or not."""
+        return len(self.timesteps) if self.plan is None else self.plan.num_steps
 
     @property
     def num_steps(self) -> int:
@@ -76,7 +107,7 @@ class SamplerState:
         for index, timestep in enumerate(self.timesteps.cpu().split(1)):
             if hasattr(scheduler, "_step_index"):
                 # As in a pipeline that has taken so many steps: then no timestep is looked up.
-                scheduler._step_index = self.first + index
+                scheduler._step_index = self.place(index)
             if hasattr(scheduler, "scale_noise"):
                 factors.append(scheduler.scale_noise(clean, timestep, noise))
             else:

@@ -103,6 +103,13 @@ SYSTEMS: Mapping[str, System] = {
             "slack-fitting",
         ),
         System(
+            "patched-schedule",
+            "the same with a cache that computes some steps, known in advance, and forecasts the others",
+            "patched",
+            "slack-fitting",
+            cache="schedule",
+        ),
+        System(
             "patched-fcfs",
             "mixed-resolution batches and the patch cache, in order of arrival (the paper's PatchedCache)",
             "patched",

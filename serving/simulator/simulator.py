@@ -13,6 +13,7 @@ from heapq import heappop
 from ...data.checks import require_counts
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ...training.cache.schedule import CacheSchedule
 from ..core.request_state import RequestRecord, RequestView
 from ..core.step_row import StepRow
 from ..editing.costs import EditCosts
@@ -66,6 +67,7 @@ def simulate(
     max_prepared_ahead: int | None = None,
     router: str = DEFAULT_ROUTER,
     edits: EditCosts | None = None,
+    schedule: CacheSchedule | None = None,
     standalone_s: Callable[[Request], float | None] | None = None,
     keep_steps: bool = False,
     on_finish: Callable[[RequestRecord], None] | None = None,
@@ -83,6 +85,7 @@ def simulate(
         times: seconds of the other stages; None: none.
         router: name of what sends requests to GPUs (`scheduling.routers`).
         edits: which edits of the trace are computed in part, and their records; None: none.
+        schedule: which steps of requests are computed; None: all.
         durations: how long steps really last, where that is not what `predictor` says.
         standalone_s: latency of a request when served alone, for policies that ask for it.
         keep_steps: whether the result holds the steps of the first GPU.
@@ -140,9 +143,11 @@ def simulate(
             last_s = request.arrival_s
             alone_s = None if standalone_s is None else standalone_s(request)
             share = 1.0 if edits is None else edits.share_of(request)
-            worker = workers[routes.choose(RequestView.of(request, alone_s, share), workers)]
+            num_computed = None if schedule is None else schedule.num_computed(request)
+            view = RequestView.of(request, alone_s, share, num_computed)
+            worker = workers[routes.choose(view, workers)]
             gpu_of[request.request_id] = worker.index
-            worker.arrive(request, alone_s, now_s, share)
+            worker.arrive(request, alone_s, now_s, share, num_computed)
             touched.add(worker.index)
             place += 1
         while events and events[0][0] <= now_s:

@@ -142,9 +142,16 @@ class SimulatedWorker:
         """See `scheduling.routers.WorkerView`."""
         return 0.0 if view.record is None or self._held is None else self._held.missing_s(view.record)
 
-    def arrive(self, request: Request, standalone_s: float | None, now_s: float, active_share: float = 1.0) -> None:
+    def arrive(
+        self,
+        request: Request,
+        standalone_s: float | None,
+        now_s: float,
+        active_share: float = 1.0,
+        num_computed: int | None = None,
+    ) -> None:
         """A request was sent here."""
-        state = self.scheduler.add(request, standalone_s, active_share)
+        state = self.scheduler.add(request, standalone_s, active_share, num_computed)
         if self._held is not None and request.traced is not None:
             state.record.active_share, state.record.reused = active_share, active_share < 1
         self._prepare_next(now_s)

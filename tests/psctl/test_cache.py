@@ -287,7 +287,7 @@ def test_a_model_may_bring_its_predictor(run_psctl: RunPsctl, tmp_path: Path) ->
     common = ("generate", "a hat", "-r", 128, "--num-inference-steps", 6, "-w", tmp_path / "w", "--device", "cpu")
     done = run_psctl(*common, "--cache", "patch", "-o", tmp_path / "hat.png")
     assert done.returncode == 0, done.stderr
-    used = "The cache asks the predictor of the model, as it was shipped: "
+    used = "The cache goes by the predictor of the model, as it was shipped: "
     assert [line for line in done.stderr.splitlines() if line.startswith(used) and "emoji-xl" in line]
     done = run_psctl(*common, "--cache", "patch", "--cache-patch-size", 4, "-o", tmp_path / "other.png")
     assert done.returncode == 2

@@ -1,0 +1,154 @@
+"""`--cache schedule` on every engine, against diffusers' own pipelines whose model forecasts the steps between."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.core.denoiser import denoiser_of
+from patchedserve.serving.engine.collectors import InMemory
+from patchedserve.serving.models.build import build_model, with_engine
+from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.training.cache.schedule import CacheSchedule, StepPlan, shares
+
+from ...support.engine_runs import serve
+from ...support.joining import run_joining
+from ...support.tiny_families import tiny_flux, tiny_pixart, tiny_z_image
+from ...support.tiny_models import plain_latents, short_texts, tiny_sd3, tiny_sdxl
+
+STEPS = {20: (0, 1, 4, 9, 13), 6: (0, 2)}
+SIZES = (Resolution(64, 64), Resolution(96, 64), Resolution(32, 64))
+
+
+def scheduled(pipe: Any, folder: Path, **options: Any) -> ServedModel:
+    file = folder / "schedule.json"
+    plans = {number: StepPlan(number, steps) for number, steps in STEPS.items()}
+    CacheSchedule("tiny", "", type(pipe.scheduler).__name__, plans).save(file)
+    cache = CacheOptions("schedule", schedule=file)
+    engine = EngineOptions(cache=cache, **options)
+    return build_model(pipe, name="tiny", defaults=ModelDefaults(**short_texts(pipe)), options=engine)
+
+
+def requests_of(**options: Any) -> list[Request]:
+    return [
+        Request(index, f"prompt {index}", SIZES[index % 3], (20, 6, 20, 20)[index], 3.0 * (index != 2), seed=index)
+        for index in range(4)
+    ]
+
+
+@contextmanager
+def forecasting(pipe: Any, plan: StepPlan) -> Iterator[None]:
+    """Let the model of a pipeline say at skipped steps what follows from the last two that are computed."""
+    model = denoiser_of(pipe)
+    forward, calls, said = model.forward, iter(range(plan.num_steps)), dict[int, torch.Tensor]()
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        step = next(calls)
+        if step in plan.steps:
+            output = forward(*arguments, **named)
+            said[step] = output[0]
+            return output
+        last, *before = sorted(said, reverse=True)[:2]
+        slope = said[last] - said[before[0]] if before else torch.zeros_like(said[last])
+        share = shares(last - before[0], step - last + 1)[-1] if before else 0.0
+        return (said[last] + share * slope,)
+
+    model.forward = run
+    try:
+        yield
+    finally:
+        model.forward = forward
+
+
+@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3, tiny_flux], ids=lambda make: make.__name__)
+def test_images_are_those_of_diffusers_with_forecasts(make: Any, tmp_path: Path) -> None:
+    pipe = make()
+    requests = requests_of()
+    expected = {}
+    for request in requests:
+        plan = StepPlan(request.num_inference_steps, STEPS[request.num_inference_steps])
+        with forecasting(pipe, plan):
+            expected[request.request_id] = plain_latents(pipe, request, **short_texts(pipe))
+    patched = scheduled(pipe, tmp_path)
+    engines = {
+        "patched": patched,
+        "plain": with_engine(patched, EngineOptions("plain", cache=patched.options.cache)),
+    }
+    for name, model in engines.items():
+        latents, failures = run_joining(model, requests)
+        assert not failures, name
+        for request_id, own in expected.items():
+            largest = float(own.abs().max())
+            assert float((latents[request_id] - own).abs().max()) <= 1e-3 * largest, name
+
+
+def test_a_request_without_cache_is_exact_beside_others(tmp_path: Path) -> None:
+    pipe = tiny_sdxl()
+    model = scheduled(pipe, tmp_path)
+    exact = Request(9, "exact", SIZES[0], 20, 3.0, seed=5, cache=False)
+    latents, failures = run_joining(model, [requests_of()[0], exact, requests_of()[2]])
+    assert not failures
+    expected = plain_latents(pipe, exact)
+    assert float((latents[9] - expected).abs().max()) <= 1e-3 * float(expected.abs().max())
+
+
+def test_ranks_that_share_images_skip_steps(tmp_path: Path) -> None:
+    pipe = tiny_sdxl()
+    patched = scheduled(pipe, tmp_path)
+    ranks = EngineOptions("parallel", cache=patched.options.cache, parallel=ParallelOptions("virtual:2"))
+    together, alone = run_joining(with_engine(patched, ranks), requests_of())[0], run_joining(patched, requests_of())[0]
+    for request_id, own in alone.items():
+        assert float((together[request_id] - own).abs().max()) <= 1e-3 * float(own.abs().max())
+
+
+@pytest.mark.parametrize("make", [tiny_pixart, tiny_z_image], ids=lambda make: make.__name__)
+def test_families_whose_blocks_are_not_cached_skip_steps(make: Any, tmp_path: Path) -> None:
+    pipe = make()
+    model = scheduled(pipe, tmp_path)
+    latents, failures = run_joining(model, requests_of())
+    assert not failures
+    assert all(bool(each.isfinite().all()) for each in latents.values())
+
+
+def test_who_is_served_takes_as_many_iterations_as_are_computed(tmp_path: Path) -> None:
+    model = scheduled(tiny_sdxl(), tmp_path)
+    request = requests_of()[0]
+    collector = InMemory()
+    [record] = serve(model, [request], collector=collector).records
+    assert record.status == "completed"
+    assert record.steps_reused == 15
+    assert len(collector.steps) == 5
+    stats = model.cache_stats
+    assert stats is not None
+    assert stats.saved_share == 15 / 20
+    model.forget_cache()
+    assert model.cache_stats is not None
+    assert model.cache_stats.patches == 0
+
+
+def test_what_does_not_go_with_it(tmp_path: Path) -> None:
+    pipe = tiny_sdxl()
+    file = tmp_path / "schedule.json"
+    CacheSchedule("other", "", "EulerDiscreteScheduler", {20: StepPlan(20, (0, 1))}).save(file)
+    with pytest.raises(UsageError, match="was made for other with EulerDiscreteScheduler, not for the tiny"):
+        build_model(pipe, name="tiny", options=EngineOptions(cache=CacheOptions("schedule", schedule=file)))
+    with pytest.raises(UsageError, match="--cache schedule needs a list of steps"):
+        build_model(pipe, name="tiny", options=EngineOptions(cache=CacheOptions("schedule")))
+    with pytest.raises(UsageError, match="--cache-schedule belongs to --cache schedule, not patch"):
+        CacheOptions("patch", schedule=file)
+    with pytest.raises(UsageError, match="--cache-threshold belongs to"):
+        CacheOptions("schedule", threshold=0.1)
+    # What refuses the other caches.
+    EngineOptions("plain", cache=CacheOptions("schedule"))
+    EngineOptions(compile=True, cache=CacheOptions("schedule"))
+    EngineOptions(cuda_graphs=True, cache=CacheOptions("schedule"))
