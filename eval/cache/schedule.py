@@ -6,6 +6,7 @@ plans, until the one with the fewest steps is found whose images are near enough
 that neither has seen.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,9 +113,10 @@ def _search(lab: "_Lab", num_steps: int, settings: ScheduleSettings) -> tuple[St
         else:
             low = middle
     if len(best.steps) == num_steps:
-        closest = max(row["ssim"] for row in tried)
+        # Rounded down: what is next to the target has not reached it.
+        closest = math.floor(1e4 * max(row["ssim"] for row in tried)) / 1e4
         raise RunError(
-            f"{num_steps} steps: no plan reaches SSIM {settings.target_ssim:g}; the closest is {closest:.4f}; give a "
+            f"{num_steps} steps: no list reaches SSIM {settings.target_ssim:g}; the closest is {closest:.4f}; give a "
             "lower --target-ssim"
         )
     ssim = similarity(lab.draw(fresh, best), lab.draw(fresh), None)["ssim"]

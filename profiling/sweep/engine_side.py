@@ -56,7 +56,7 @@ class EngineSide:
     Args:
         settings: what is swept.
         model, workspace: loaded for the patch engine, with the cache of its systems; those of the plain engine share
-            its weights.
+            its weights. Where a system has a cache, those without one compute every step.
         predictor: step latencies of the patch engine, for policies that look ahead; corrected by what is measured.
         predictor_file: where it was read from; runs with different ones are not compared.
         warm_up: what comes before.
@@ -78,7 +78,10 @@ class EngineSide:
         self._predictor = None if predictor is None else OnlineCorrection(predictor)
         self._predictor_file = predictor_file
         self._warm_up = warm_up or WarmUp()
+        self._exact_predictor = None if predictor is None else OnlineCorrection(predictor)
         self._plain = as_plain(model)
+        has_cached = any(system.cache != "off" for system in settings.presets)
+        self._exact = without_cache(model) if has_cached else model
         self._models: dict[EngineName, ServedModel] = {
             name: self._plain if name == "plain" else model for name in settings.engine_names
         }
@@ -111,7 +114,7 @@ class EngineSide:
         for policy in (get_policy(system.policy) for system in self._settings.presets):
             if policy.requires_predictor:
                 require_predictor(policy, self._predictor)
-        for served in self._models.values():
+        for served in (*self._models.values(), self._exact):
             served.tune(self._sizes, self._workspace.tables)
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
@@ -174,10 +177,11 @@ class EngineSide:
         if system.engine in self._due:
             self._calibrate_beside(system.engine)
             self._num_served[system.engine] += 1
-        predictor = self._predictor if get_policy(system.policy).requires_predictor else None
+        predictor = self._exact_predictor if self._is_exact(system) else self._predictor
+        predictor = predictor if get_policy(system.policy).requires_predictor else None
         before = predictions_outside(predictor)
         result = self._replay(system, requests, standalone_s, predictor)
-        figures = engine_figures(result) | what_was_learnt(self._models[system.engine], predictor, before)
+        figures = engine_figures(result) | what_was_learnt(self._model_of(system), predictor, before)
         figures["steps_by_batch"] = steps_by_batch(result.steps)
         return Served(result.records, result.duration_s, figures, result.was_interrupted)
 
@@ -187,9 +191,12 @@ class EngineSide:
             for name in self._models:
                 self._calibrate_beside(name, all_left=True)
             self._simulated = self._calibrated()
-        served = SimulatorSide(self._settings, self._simulated).run(system, requests, standalone_s)
+        engine = self._simulated[system.engine]
+        if self._is_exact(system):
+            engine = replace(engine, durations=replace(engine.durations, reuse=None), told_scale=1.0)
+        served = SimulatorSide(self._settings, {system.engine: engine}).run(system, requests, standalone_s)
         if system not in self._capacity:
-            engine, largest = self._simulated[system.engine], self._settings.max_batch_size
+            largest = self._settings.max_batch_size
             self._capacity[system] = engine.capacity(system, requests, largest)
         return replace(served, figures={**served.figures, "capacity_qps": self._capacity[system]})
 
@@ -243,7 +250,7 @@ class EngineSide:
         standalone_s: Standalone,
         predictor: OnlineCorrection | None,
     ) -> RunResult:
-        model = self._models[system.engine]
+        model = self._model_of(system)
         if isinstance(model.stepper, PatchedStepper):
             # The cache's figures and the failures are to be those of one run.
             model.stepper.batch_failures = Failures()
@@ -251,6 +258,13 @@ class EngineSide:
         batch = self._settings.max_batch_size
         engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=batch)
         return replay(engine, list(map(system.adapt, requests)), standalone_s=standalone_s)
+
+    def _is_exact(self, system: System) -> bool:
+        """Whether a system computes every step of a model whose cache is for others."""
+        return system.engine == "patched" and system.cache == "off" and self._exact is not self._model
+
+    def _model_of(self, system: System) -> ServedModel:
+        return self._exact if self._is_exact(system) else self._models[system.engine]
 
     def _table(self, name: EngineName, run_dir: Path) -> LatencyTable:
         """Latencies of an engine; the table is kept in the sweep's folder."""

@@ -147,7 +147,9 @@ def bench_cache(
             for most in in_a_row or [None]
         ]
         scheduled = target.with_predictor(CacheOptions("schedule"))
-        cached = [*of_each, Setting("schedule", "schedule", scheduled), *cached]
+        if scheduled.schedule is not None and scheduled.schedule.is_file():
+            of_each.append(Setting("schedule", "schedule", scheduled))
+        cached = [*of_each, *cached]
     with out.phases() as start:
         advance = start("batches", len(batches) * (len(cached) + 1) * (rounds + 1))
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...data.errors import UsageError
 from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES
 from ...serving.scheduling.policies import POLICY_NAMES
 from ...serving.scheduling.systems import FORMER_POLICIES, SYSTEMS, System, get_system
@@ -100,11 +101,20 @@ def with_cache_of(
     modes = {system.cache for system in systems if system.cache != "off" and system.engine == "patched"}
     if "--cache" in given or engine.cache.is_on or not modes or engine.engine != "patched":
         return engine
-    against = {
-        "--adapter": bool(engine.model.adapter),
-        "--reuse-templates": reuses_templates,
-        "--compile or --cuda-graphs": engine.compile or engine.cuda_graphs,
-    }
+    if len(modes) > 1:
+        raise UsageError(
+            f"systems have different caches ({', '.join(sorted(modes))}), but a run has one: compare them in two runs"
+        )
+    options = replace(engine.cache, mode=modes.pop())
+    against = (
+        {}
+        if not options.is_of_patches
+        else {
+            "--adapter": bool(engine.model.adapter),
+            "--reuse-templates": reuses_templates,
+            "--compile or --cuda-graphs": engine.compile or engine.cuda_graphs,
+        }
+    )
     if why := next((name for name, is_given in against.items() if is_given), None):
         out.note(f"With {why} no patch is reused: the system runs without its cache.")
         return engine
@@ -114,12 +124,12 @@ def with_cache_of(
             "model as it is."
         )
         return engine
-    options = replace(engine.cache, mode=modes.pop())
     found = target.with_predictor(options).file
     if found is not None and not found.is_file():
         how = "psctl train-predictor schedule"
         if options.is_of_patches:
             how = "psctl profile && psctl train-predictor"
-        out.note(f"Nothing is reused: neither workspace nor model has a {found.name} ({how}).")
+        what = "cache predictor" if options.is_of_patches else "cache schedule"
+        out.note(f"Nothing is reused: neither workspace nor model has a {what} ({how}).")
         return engine
     return replace(engine, cache=options)

@@ -29,7 +29,6 @@ class CacheOptions:
             square of that input, at which `patch` and `image` reuse, where no predictor is given; None asks the
             predictor. For `accumulated` the largest sum of relative changes.
         predictor: file of a trained cache predictor; None for the workspace's, or else the one that the model has.
-        schedule: file of the list of steps; None for the workspace's, or else the one that the model has.
         patch_size: side of a patch of the cache in latent pixels; None for what suits the model (`default_patch_size`).
         interval: see `mode`.
         max_reuse: how many steps in a row a patch may reuse a block; None for as many as the predictor has learnt from,
@@ -43,6 +42,7 @@ class CacheOptions:
         full_above: finer than `grain`: of the requests that have patches to compute, the share of these above which a
             block computes all patches of these requests; at 0 they are computed whole or not at all, and of `patch` it
             is 0.5. None for what `grain` says.
+        schedule: file of the list of steps; None for the workspace's, or else the one that the model has.
 
     Raises:
         UsageError: a value is not allowed.
@@ -51,7 +51,6 @@ class CacheOptions:
     mode: CacheMode = "off"
     threshold: float | None = None
     predictor: Path | None = None
-    schedule: Path | None = None
     patch_size: int | None = None
     interval: int = 3
     max_reuse: int | None = None
@@ -59,6 +58,7 @@ class CacheOptions:
     memory_mb: int = 2048
     full_above: float | None = None
     grain: CacheGrain = "auto"
+    schedule: Path | None = None
 
     def __post_init__(self) -> None:
         if self.grain not in get_args(CacheGrain):

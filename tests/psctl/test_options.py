@@ -100,7 +100,7 @@ def test_a_system_brings_its_cache_where_there_is_a_predictor(
     target = Target(str(tmp_path / "model"), device="cpu", workspace=tmp_path / "workspace")
     ours, plain = [get_system("patchedserve")], [get_system("bucketed")]
     assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == EngineOptions()
-    assert capsys.readouterr().err.startswith("No patch is reused: neither workspace nor model has a cache predictor")
+    assert capsys.readouterr().err.startswith("Nothing is reused: neither workspace nor model has a cache predictor")
     file = target.with_predictor(CacheOptions("patch")).predictor
     assert file is not None
     assert file.is_relative_to(tmp_path / "workspace")
@@ -125,6 +125,12 @@ def test_a_system_brings_its_cache_where_there_is_a_predictor(
     compiled = EngineOptions(compile=True)
     assert with_cache_of(ours, compiled, {}, target, Output()) == compiled
     assert "runs without its cache" in capsys.readouterr().err
+    # A schedule goes with what other caches do not.
+    of_steps = [get_system("patched-schedule")]
+    (tmp_path / "model" / "cache-schedule.json").touch()
+    assert with_cache_of(of_steps, compiled, {}, target, Output()).cache == CacheOptions("schedule")
+    with pytest.raises(UsageError, match=r"systems have different caches \(patch, schedule\)"):
+        with_cache_of([*ours, *of_steps], EngineOptions(), {}, target, Output())
 
 
 def test_given_flags_are_those_of_the_command_line() -> None:

@@ -39,7 +39,7 @@ def test_every_family_has_the_cache() -> None:
 
 def test_options_say_what_is_allowed() -> None:
     for wrong, message in (
-        ({"mode": "all"}, "must be one of off, patch, image, interval, accumulated"),
+        ({"mode": "all"}, "must be one of off, schedule, patch, image, interval, accumulated"),
         ({"max_reuse": 0}, "max reuse is 0"),
         ({"interval": 1}, "interval is 1"),
         ({"threshold": -1.0}, "threshold is -1.0"),

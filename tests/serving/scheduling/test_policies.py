@@ -198,6 +198,7 @@ def test_systems_are_presets_of_what_serves() -> None:
         "distrifusion": ("parallel", "fcfs", "off"),
         "distrifusion-fcfs": ("plain", "fcfs", "off"),
         "patched-slack": ("patched", "slack-fitting", "off"),
+        "patched-schedule": ("patched", "slack-fitting", "schedule"),
         "patched-fcfs": ("patched", "continuous", "patch"),
         "patched-edf": ("patched", "edf", "patch"),
         "patchedserve": ("patched", "slack", "patch"),

@@ -36,9 +36,7 @@ def test_no_choice_of_steps_is_better_than_the_one_found() -> None:
     found = search_plans(outputs @ outputs.T, weights.tolist(), NUM_STEPS)
     assert list(found) == list(range(1, NUM_STEPS + 1))
     for count, plan in found.items():
-        others = [
-            StepPlan(NUM_STEPS, (0, *steps)) for steps in itertools.combinations(range(1, NUM_STEPS), count - 1)
-        ]
+        others = [StepPlan(NUM_STEPS, (0, *steps)) for steps in itertools.combinations(range(1, NUM_STEPS), count - 1)]
         assert len(plan.steps) == count
         assert error_of(plan, outputs, weights) == pytest.approx(
             min(error_of(other, outputs, weights) for other in others), abs=1e-9
