@@ -24,7 +24,7 @@ from .serve import ServeOutcome, run_serve
 from .step_latencies import latencies_for_serving, told_if_coarse
 from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
 
-SYSTEMS = ("bucketed", "patched-slack", "patchedserve")
+SYSTEMS = ("bucketed", "patched-slack", "patched-schedule")
 _BASE = SYSTEMS[0]
 _WARM_UP, _NEVER_LATE_S = 32, 600.0
 """Requests that each system serves before its run counts, all at once, and their SLO."""

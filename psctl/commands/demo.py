@@ -30,7 +30,7 @@ def demo(
 ) -> None:
     """Serve the same overloaded trace of mixed resolutions with bucketed diffusers and with psctl.
 
-    The latter serves it twice: exactly, as by default, and with the patch cache (PatchedServe). Takes about three
+    The latter serves it twice: exactly, as by default, and with the cache that we recommend. Takes about three
     minutes on a laptop. One page shows for each which requests were in time, their latency, what was in the batches,
     and the images.
 
@@ -40,7 +40,7 @@ def demo(
         psctl demo --model emoji-3 --load 2 --output-dir demo-emoji-3
     """
     require_places(output_dir, target.workspace)
-    served, place = target.load(out, with_cache_of([get_system("patchedserve")], EngineOptions(), {}, target, out))
+    served, place = target.load(out, with_cache_of([get_system("patched-schedule")], EngineOptions(), {}, target, out))
     from ...profiling.runs.demo import DemoSettings, run_demo
 
     settings = DemoSettings(duration, load, num_inference_steps or DemoSettings.num_inference_steps, seed=seed)

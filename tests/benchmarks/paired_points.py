@@ -27,7 +27,9 @@ def main(path: str) -> None:
     }
     rates = sorted({rate for _, rate, _ in by_seed})
     names = [name for name in result["settings"]["systems"]]
-    print(f"{result['described']}; points of SLO attainment, first less second, {len(result['settings']['seeds'])} traces")
+    print(
+        f"{result['described']}; points of SLO attainment, first less second, {len(result['settings']['seeds'])} traces"
+    )
     num_clear = num_signs = num_within = num_pairs = 0
     for rate in rates:
         for first, second in combinations(names, 2):
@@ -45,7 +47,9 @@ def main(path: str) -> None:
                 f"{rate:4g}/s  {pair:30} real {real.mean():+6.1f} +- {half:4.1f}{'*' if is_clear else ' '}  "
                 f"simulated {simulated.mean():+6.1f}  off {off:+5.1f}"
             )
-    print(f"beyond their interval (*): {num_clear} of {num_pairs}, of one sign {num_signs}; within 5 points: {num_within}")
+    print(
+        f"beyond their interval (*): {num_clear} of {num_pairs}, of one sign {num_signs}; within 5 points: {num_within}"
+    )
 
 
 if __name__ == "__main__":

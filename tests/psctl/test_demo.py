@@ -17,7 +17,7 @@ def test_one_trace_three_systems_one_page(run_psctl: RunPsctl, tmp_path: Path) -
     done = run_psctl(*arguments, "--load", "0.5", "--output-dir", "shown", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert list(result["systems"]) == ["bucketed", "patched-slack", "patchedserve"]
+    assert list(result["systems"]) == ["bucketed", "patched-slack", "patched-schedule"]
     runs = [
         [json.loads(line) for line in (tmp_path / summary["run_dir"] / "trace.jsonl").read_text().splitlines()]
         for summary in result["systems"].values()
@@ -27,7 +27,7 @@ def test_one_trace_three_systems_one_page(run_psctl: RunPsctl, tmp_path: Path) -
     # The last line says the point, in the numbers of the runs.
     met = [summary["slo_met_success"] for summary in result["systems"].values()]
     assert done.stderr.splitlines()[-1] == result["headline"]
-    assert f"patchedserve: {met[2]} of {len(runs[0])} requests in time" in result["headline"]
+    assert f"patched-schedule: {met[2]} of {len(runs[0])} requests in time" in result["headline"]
     assert f"patched-slack: {met[1]} (" in result["headline"]
     assert f"bucketed: {met[0]} (" in result["headline"]
     page = (tmp_path / "shown" / "comparison.html").read_text()

@@ -70,7 +70,7 @@ def test_from_the_command_line(run_psctl: Any, tmp_path: Path) -> None:
     assert done.stderr.startswith("Error: 6 steps: no list reaches SSIM 1; the closest is 0.")
     assert Path(result["schedule"]).read_bytes() == before
     Path(result["schedule"]).write_bytes(before[:60])
-    done = run_psctl(*draw, "-q")
+    done = run_psctl(*draw, "-q", "--overwrite")
     assert done.returncode == 2
     assert "is no cache schedule" in done.stderr
     assert "Traceback" not in done.stderr
