@@ -26,7 +26,7 @@ def main(path: str) -> None:
         for point in sides["points"]
     }
     rates = sorted({rate for _, rate, _ in by_seed})
-    names = [name for name in result["settings"]["systems"]]
+    names = result["settings"]["systems"]
     print(
         f"{result['described']}; points of SLO attainment, first less second, {len(result['settings']['seeds'])} traces"
     )
