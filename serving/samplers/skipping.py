@@ -94,11 +94,11 @@ class SkippingSampler(BatchedSampler):
         of = {name: column[step] for name, column in columns.items()}
         clean = of["x0_sample"] * latents + of["x0_output"] * output
         updated = of.get("sample", 1.0) * latents + of["output"] * output
-        updated = sum((of[name] * each for name, each in kept.items()), updated)
-        left = {"previous_x0": clean}
-        if "carried" in kept:
-            carried = of["keep_sample"] * latents + of["keep_x0"] * clean
-            left["carried"] = sum((of[f"keep_{name}"] * each for name, each in kept.items()), carried)
+        carried = of.get("keep_sample", 0.0) * latents + of.get("keep_x0", 0.0) * clean
+        for name, each in kept.items():
+            updated = updated + of[name] * each
+            carried = carried + of.get(f"keep_{name}", 0.0) * each
+        left = {"previous_x0": clean, "carried": carried}
         return updated, {name: left[name] for name in kept}
 
 

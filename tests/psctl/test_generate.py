@@ -179,7 +179,7 @@ def test_ranks_in_processes_draw_what_virtual_ranks_draw(
         ("--parallel two", "--parallel is 'two', but it must be a number of ranks, as 2 or virtual:2"),
         ("--parallel 2 --engine plain", "--parallel 2 is not for --engine plain"),
         ("--engine parallel", "--engine parallel needs --parallel with two ranks"),
-        ("--parallel 2 --cache patch", "--cache: only for --engine patched"),
+        ("--parallel 2 --cache patch", "--cache patch: only for --engine patched"),
         (
             "--parallel 2 --cuda-graphs",
             "--cuda-graphs records whole passes, but with --parallel ranks talk within them",

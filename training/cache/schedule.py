@@ -172,8 +172,8 @@ class CacheSchedule:
             }
             if not plans:
                 raise UsageError("it has no plans")
-            facts = (str(content[name]) for name in ("model", "fingerprint", "scheduler"))
-            return cls(*facts, plans, dict(content.get("report", {})))
+            model, fingerprint, scheduler = (str(content[name]) for name in ("model", "fingerprint", "scheduler"))
+            return cls(model, fingerprint, scheduler, plans, dict(content.get("report", {})))
         except (UsageError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else error
             raise UsageError(f"{path} is no cache schedule: {what}") from error

@@ -172,7 +172,7 @@ def test_an_adapter_with_norms_is_refused(tmp_path: Path) -> None:
         (["a="], {}, "--adapter a=: give NAME=PATH"),
         (["a+b=c"], {}, r"adapter name 'a\+b' is not allowed"),
         (["a=b", "a=c"], {}, "--adapter a is given twice"),
-        (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache yet"),
+        (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache patch yet"),
         (["a=b"], {"compile": True}, "--adapter does not work with --compile yet"),
         (["a=b"], {"cuda_graphs": True}, "--adapter does not work with --cuda-graphs yet"),
         (["a=b"], {"engine": "parallel", "parallel": ParallelOptions("virtual:2")}, "not work with --parallel yet"),

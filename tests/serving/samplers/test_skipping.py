@@ -69,6 +69,7 @@ def test_requests_that_skip_and_that_do_not_share_batches(case: str) -> None:
     for output in said[:4]:
         together.step(output.expand(2, -1, -1, -1))
     assert [state.is_finished for state in states] == [True, False]
+    assert together.history is not None
     last = skipping.begin([states[1]], together.latents[1:], patch_request[:1], together.history[1:])
     for output in said[4:]:
         last.step(output)
