@@ -52,7 +52,7 @@ class SimulatedEngine:
         durations, times: how long steps and the other stages last.
         told_scale: what the correction starts with of what policies are told, which is what was profiled of steady
             steps; it learns on line, as on the engine.
-        schedule: which steps are computed of requests to systems whose cache is one.
+        schedule: which steps of requests are computed; None: all.
     """
 
     durations: StepDurations
@@ -139,7 +139,7 @@ class SimulatedEngine:
             times=self.times,
             router=router,
             edits=edits,
-            schedule=self.schedule if system.cache == "schedule" else None,
+            schedule=self.schedule,
             standalone_s=lambda request: alone_s[request.request_id],
             keep_steps=keep_steps,
             on_finish=on_finish,

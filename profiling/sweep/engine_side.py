@@ -193,7 +193,8 @@ class EngineSide:
             self._simulated = self._calibrated()
         engine = self._simulated[system.engine]
         if self._is_exact(system):
-            engine = replace(engine, durations=replace(engine.durations, reuse=None), told_scale=1.0)
+            durations = replace(engine.durations, reuse=None)
+            engine = replace(engine, durations=durations, told_scale=1.0, schedule=None)
         served = SimulatorSide(self._settings, {system.engine: engine}).run(system, requests, standalone_s)
         if system not in self._capacity:
             largest = self._settings.max_batch_size

@@ -114,7 +114,7 @@ def as_plain(model: ServedModel, *, is_eager: bool = False) -> ServedModel:
     is_compiled, is_recorded = options.compile and not is_eager, options.cuda_graphs and not is_eager
     stages: StagesName = "auto" if options.stages == "processes" else options.stages
     wanted = EngineOptions("plain", compile=is_compiled, cuda_graphs=is_recorded, stages=stages)
-    has_others = options.prompt_cache_mb or stages != options.stages
+    has_others = options.prompt_cache_mb or stages != options.stages or options.cache.is_on
     has_efforts = (options.compile, options.cuda_graphs) == (is_compiled, is_recorded)
     return model if options.engine == "plain" and has_efforts and not has_others else with_engine(model, wanted)
 

@@ -5,16 +5,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from patchedserve.data.edits import EditSpec
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.engine.collectors import InMemory
-from patchedserve.serving.models.build import build_model, with_engine
+from patchedserve.serving.models.build import as_plain, build_model, with_engine, without_cache
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
@@ -134,6 +136,30 @@ def test_who_is_served_takes_as_many_iterations_as_are_computed(tmp_path: Path) 
     model.forget_cache()
     assert model.cache_stats is not None
     assert model.cache_stats.patches == 0
+
+
+def test_an_edit_skips_steps_and_keeps_what_is_outside_its_mask(tmp_path: Path) -> None:
+    pipe = tiny_sdxl()
+    model = scheduled(pipe, tmp_path)
+    mask = np.zeros((64, 64), bool)
+    mask[:, :32] = True
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    for strength, computed in ((1.0, 5), (0.5, 3)):
+        request = Request(0, "a hat", SIZES[0], 20, 3.0, edit=EditSpec(image, mask, strength))
+        assert model.num_computed(request) == model.prepare(request).state.num_steps == computed
+        [latents] = run_joining(model, [request])[0].values()
+        known = model.prepare(request).known
+        assert known is not None
+        torch.testing.assert_close(latents[:, :, 4:], known.clean[0, :, :, 4:])
+        assert bool(latents.isfinite().all())
+
+
+def test_the_baseline_computes_every_step(tmp_path: Path) -> None:
+    model = scheduled(tiny_sdxl(), tmp_path)
+    plain = with_engine(model, EngineOptions("plain", cache=model.options.cache))
+    request = requests_of()[0]
+    assert as_plain(plain).prepare(request).state.num_steps == 20
+    assert without_cache(model).prepare(request).state.num_steps == 20
 
 
 def test_what_does_not_go_with_it(tmp_path: Path) -> None:
