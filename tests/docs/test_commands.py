@@ -63,6 +63,7 @@ TINY: dict[str, dict[str, str]] = {
     "train-predictor": {},
     "train-predictor latency": {},
     "train-predictor cache": {"--trees": "4", "--depth": "4"},
+    "train-predictor schedule": {"--num-prompts": "4", "--steps": "4"},
     "train-predictor discriminator": {"--num-prompts": "40", "--steps": "2", "--resolutions": "64"},
     "profile cascade": {"--num-prompts": "4", "--batch-sizes": "1,2", "--resolutions": SIZES},
     "eval discriminators": {"--num-resamples": "2", "--num-draws": "2"},
@@ -110,6 +111,7 @@ THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--threshol
 """Options that get the median change of the profile: random weights change by other amounts than trained ones."""
 PREDICTORS = {
     "cache.safetensors": ({"--trained"}, ("profile blocks", "train-predictor cache")),
+    "cache-schedule.json": ({"patched-schedule"}, ("train-predictor schedule --target-ssim 0.05",)),
     "latency.safetensors": ({"patched-slack", "patchedserve"}, ("profile latency", "train-predictor latency")),
 }
 """Files that pages take for granted, which other pages make: the words that need them, and what makes them."""
@@ -235,7 +237,7 @@ def run_psctl(house: House, words: list[str]) -> int:
     if name == "serve" and "flux-dev" in words:  # whose texts of 512 tokens make large batches slow
         own["--max-batch-size"] = "2"
     if "--target-ssim" in words:  # random weights may change by more than is allowed on the page
-        own |= {"--target-ssim": "0.05", "--target-prompts": "2"}
+        own |= {"--target-ssim": "0.05"} | ({"--target-prompts": "2"} if name == "train-predictor cache" else {})
     if "--generated" in words:  # nothing is drawn
         own = {}
     if "--figure" in words:  # the least of them; tests/psctl/test_reproduce.py measures all kinds
