@@ -71,7 +71,7 @@ class DenoiseBatch:
             history = packing.pack(
                 [(each.latents.repeat(shape) if each.history is None else each.history)[0] for each in requests]
             )
-        self._sampler = sampler.begin(states, latents, packing.row_index, history)
+        self._sampler = SamplerBatch(sampler, states, latents, packing.row_index, history)
 
     @property
     def latents(self) -> Tensor:

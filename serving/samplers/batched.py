@@ -80,15 +80,33 @@ class BatchedSampler:
         """The coefficients of a request's steps by term, float64 (num_steps,)."""
         return {term: column[state.first :] for term, column in self._rule(state).items()}
 
-    def begin(
-        self,
-        states: Sequence[SamplerState],
-        latents: torch.Tensor,
-        patch_request: torch.Tensor,
-        history: torch.Tensor | None = None,
-    ) -> "SamplerBatch":
-        """Put requests together; the arguments are those of `SamplerBatch`."""
-        return SamplerBatch(self, states, latents, patch_request, history)
+    def advanced(
+        self, of: Columns, x: torch.Tensor, output: torch.Tensor, history: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Latents after a step, without its noise, and what the step leaves for the next one.
+
+        Args:
+            of: coefficients by term, each (P, 1, 1, 1).
+            x, output: (P, channels, s, s) float32, the latents and what the model says of them.
+            history: (P, k * channels, s, s), what the step before has left; None if the sampler keeps nothing.
+        """
+        updated = torch.addcmul(x * of["sample"] if "sample" in of else x, output, of["output"])
+        if "x0_sample" not in of:
+            return updated, history
+        x0 = (x * of["x0_sample"]).addcmul_(output, of["x0_output"])
+        if self.clip is not None:
+            updated.addcmul_(x0.clamp_(-self.clip, self.clip), of["x0"])
+        if history is None:
+            return updated, None
+        before = dict(zip(self.kept, history.chunk(len(self.kept), dim=1), strict=True))
+        for term, tensor in before.items():
+            updated.addcmul_(tensor, of[term])
+        if "carried" not in before:
+            return updated, x0
+        carried = (x * of["keep_sample"]).addcmul_(x0, of["keep_x0"])
+        for term, tensor in before.items():
+            carried.addcmul_(tensor, of[f"keep_{term}"])
+        return updated, torch.cat([x0, carried], dim=1) if "previous_x0" in before else carried
 
     def x0_factors(self, state: SamplerState) -> tuple[float, float]:
         """The factors of x and out in the x0 of the step that a request has taken last, which is one at the least."""
@@ -166,43 +184,15 @@ class SamplerBatch:
             RuntimeError: a request is finished (also raised by `timesteps`); nothing has changed then.
         """
         x, output = self.latents, prediction.float()
-        updated = self._updated(x, output, draw_noise)
+        updated, self.history = self.sampler.advanced(self._current(), x, output, self.history)
+        if self.needs_noise:
+            assert draw_noise is not None
+            updated.addcmul_(draw_noise().float(), self._current()["noise"])
         self.latents, self.last = updated, (x, output)
         self._rows += 1
         self._coefficients = None
         for state in self._states:
             state.steps_done += 1
-
-    def _updated(
-        self, x: torch.Tensor, output: torch.Tensor, draw_noise: Callable[[], torch.Tensor] | None
-    ) -> torch.Tensor:
-        """The latents after a step; what it leaves for the next one goes to `history`."""
-        of = self._current()
-        updated = torch.addcmul(x * of["sample"] if "sample" in of else x, output, of["output"])
-        if "x0_sample" in of:
-            x0 = (x * of["x0_sample"]).addcmul_(output, of["x0_output"])
-            if self.sampler.clip is not None:
-                updated.addcmul_(x0.clamp_(-self.sampler.clip, self.sampler.clip), of["x0"])
-            if self.history is not None:
-                self.history = self._keep(updated, x, x0)
-        if "noise" in of:
-            assert draw_noise is not None
-            updated.addcmul_(draw_noise().float(), of["noise"])
-        return updated
-
-    def _keep(self, updated: torch.Tensor, x: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
-        """Add to the updated latents what earlier steps have left, and return what this one leaves."""
-        assert self.history is not None
-        of, kept = self._current(), self.sampler.kept
-        before = dict(zip(kept, self.history.chunk(len(kept), dim=1), strict=True))
-        for term, tensor in before.items():
-            updated.addcmul_(tensor, of[term])
-        if "carried" not in before:
-            return x0
-        carried = (x * of["keep_sample"]).addcmul_(x0, of["keep_x0"])
-        for term, tensor in before.items():
-            carried.addcmul_(tensor, of[f"keep_{term}"])
-        return torch.cat([x0, carried], dim=1) if "previous_x0" in before else carried
 
     def _current(self) -> Columns:
         """Return this step's coefficients by term, each (P, 1, 1, 1)."""

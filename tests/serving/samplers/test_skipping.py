@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from patchedserve.data.errors import UsageError
-from patchedserve.serving.samplers.batched import BatchedSampler
+from patchedserve.serving.samplers.batched import BatchedSampler, SamplerBatch
 from patchedserve.serving.samplers.choice import choose_sampler
 from patchedserve.serving.samplers.single import PerRequestSampler, SamplerState
 from patchedserve.serving.samplers.skipping import SkippingSampler
@@ -41,7 +41,7 @@ def test_skipping_equals_forecasts_step_by_step(case: str, steps: tuple[int, ...
     latents, said = 10 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)), outputs_of(len(steps))
 
     state = begun(case, plan)
-    batch = skipping.begin([state], latents, where)
+    batch = SamplerBatch(skipping, [state], latents, where)
     for output in said:
         batch.model_input()
         batch.step(output)
@@ -49,7 +49,8 @@ def test_skipping_equals_forecasts_step_by_step(case: str, steps: tuple[int, ...
     assert state.num_passed == state.num_wanted == NUM_STEPS
 
     whole = begun(case)
-    reference = BatchedSampler(make_scheduler(case), pass_step_kwargs=True).begin([whole], latents, where)
+    plain = BatchedSampler(make_scheduler(case), pass_step_kwargs=True)
+    reference = SamplerBatch(plain, [whole], latents, where)
     for number, gap in enumerate(plan.gaps()):
         for share in gap.shares:
             slope = 0.0 if number == 0 else said[number] - said[number - 1]
@@ -65,17 +66,17 @@ def test_requests_that_skip_and_that_do_not_share_batches(case: str) -> None:
     patch_request = torch.tensor([0, 1])
     latents, said = torch.cat(outputs_of(2)), outputs_of(NUM_STEPS)
     states = [begun(case, plan) for plan in plans]
-    together = skipping.begin(states, latents, patch_request)
+    together = SamplerBatch(skipping, states, latents, patch_request)
     for output in said[:4]:
         together.step(output.expand(2, -1, -1, -1))
     assert [state.is_finished for state in states] == [True, False]
     assert together.history is not None
-    last = skipping.begin([states[1]], together.latents[1:], patch_request[:1], together.history[1:])
+    last = SamplerBatch(skipping, [states[1]], together.latents[1:], patch_request[:1], together.history[1:])
     for output in said[4:]:
         last.step(output)
 
     for number, found in ((0, together.latents[:1]), (1, last.latents)):
-        alone = skipping.begin([begun(case, plans[number])], latents[number : number + 1], patch_request[:1])
+        alone = SamplerBatch(skipping, [begun(case, plans[number])], latents[number : number + 1], patch_request[:1])
         for output in said[: 4 if number == 0 else NUM_STEPS]:
             alone.step(output)
         torch.testing.assert_close(found, alone.latents, rtol=1e-5, atol=1e-5)
@@ -87,7 +88,7 @@ def test_weights_of_outputs_are_what_they_change() -> None:
         weights, said = skipping.output_weights(begun(case)), outputs_of(NUM_STEPS)
         ends = []
         for changed in (None, 5):
-            batch = skipping.begin([begun(case)], torch.zeros(SHAPE), torch.zeros(1, dtype=torch.int64))
+            batch = SamplerBatch(skipping, [begun(case)], torch.zeros(SHAPE), torch.zeros(1, dtype=torch.int64))
             for step, output in enumerate(said):
                 batch.step(output + (step == changed))
             ends.append(batch.latents)
@@ -102,7 +103,7 @@ def test_noise_of_skipped_steps_is_drawn_at_once() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def spread(sampler: BatchedSampler, plan: StepPlan | None, num_steps: int) -> float:
-        batch = sampler.begin([begun("ancestral", plan)], torch.zeros(shape), where)
+        batch = SamplerBatch(sampler, [begun("ancestral", plan)], torch.zeros(shape), where)
         for _ in range(num_steps):
             batch.step(torch.zeros(shape), lambda: torch.randn(shape, generator=generator))
         return float(batch.latents.std())
