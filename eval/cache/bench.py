@@ -154,7 +154,7 @@ def _serve_rounds(
             first = number % len(sides)
             for side in (*sides[first:], *sides[:first]):
                 on_batch(f"{combination.label}, {side.setting.label}")
-                side.serve(model, requests, joins, num_steps=_WARMUP_STEPS if number < 0 else None)
+                side.serve(requests, joins, num_steps=_WARMUP_STEPS if number < 0 else None)
                 if number < 0:
                     side.forget()
             if number >= 0:

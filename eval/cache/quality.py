@@ -142,13 +142,11 @@ def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
         # Of means over images; that of the speedup, a median over rounds, wants six of them.
         "intervals": {"speedup": None if side is off else median_interval(ratios)},
     }
-    if (saved := side.saved_share) is not None:
-        efficiency = (1 - 1 / row["speedup"]) / saved if saved else None
-        row |= {"saved_computation": saved, "efficiency": efficiency}
-    if side.cache is not None:
-        stats = side.cache.stats
+    if (stats := side.model.cache_stats) is not None:
+        saved = stats.saved_share
         row |= stats.to_json() | {
-            "max_reuse": side.cache.max_reuse,
+            "max_reuse": None if side.cache is None else side.cache.max_reuse,
+            "efficiency": (1 - 1 / row["speedup"]) / saved if saved else None,
             "cache_overhead_share": stats.overhead_s / sum(side.seconds),
             "cache_overhead_of_off": stats.overhead_s / sum(off.seconds),
         }

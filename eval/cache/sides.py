@@ -14,13 +14,11 @@ from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
 from ...serving.cache.patch_cache import PatchCache
 from ...serving.cache.rules import Predicted, ReuseRule
-from ...serving.cache.stats import CacheStats
 from ...serving.core.prepared import PreparedRequest
-from ...serving.core.stepper import Stepper
 from ...serving.core.timing import synchronize
-from ...serving.models.build import build_stepper, with_engine
+from ...serving.models.build import as_plain, with_engine
 from ...serving.models.served import ServedModel
-from ...serving.options import EngineName, EngineOptions
+from ...serving.options import EngineName
 from ...serving.patched.stepper import PatchedStepper
 
 
@@ -45,34 +43,22 @@ class Setting:
 
 @dataclass(slots=True)
 class Side:
-    """One setting with what was measured of it."""
+    """One setting, the model that serves it, and what was measured."""
 
     setting: Setting
-    stepper: Stepper
-    model: ServedModel | None = None
-    """Prepares its requests, which skip steps; None: whoever has them served does."""
-    num_skipped: int = 0
-    num_steps: int = 0
+    model: ServedModel
     seconds: list[float] = field(default_factory=list)
     images: list[Image] = field(default_factory=list)
 
     @property
     def cache(self) -> PatchCache | None:
-        return self.stepper.model.cache if isinstance(self.stepper, PatchedStepper) else None
-
-    @property
-    def saved_share(self) -> float | None:
-        """Share of the computation that was left out; None: it can leave out nothing."""
-        if self.model is not None:
-            return self.num_skipped / self.num_steps
-        return None if self.cache is None else self.cache.stats.saved_share
+        stepper = self.model.stepper
+        return stepper.model.cache if isinstance(stepper, PatchedStepper) else None
 
     def forget(self) -> None:
         """Begin anew: nothing measured, nothing in the cache."""
-        self.seconds, self.images, self.num_skipped, self.num_steps = [], [], 0, 0
-        if self.cache is not None:
-            self.cache.forget()
-            self.cache.stats = CacheStats()
+        self.seconds, self.images = [], []
+        self.model.forget_cache()
 
     def keep_rounds(self, count: int, num_requests: int) -> None:
         """Forget what was measured after so many rounds of so many requests."""
@@ -81,17 +67,15 @@ class Side:
 
     def step(self, active: Sequence[PreparedRequest]) -> list[str]:
         """Take one step of all requests; returns why it failed, also where smaller batches then did not."""
-        failures = list(self.stepper.step(active).values())
-        first = self.stepper.batch_failures.first if isinstance(self.stepper, PatchedStepper) else None
+        stepper = self.model.stepper
+        failures = list(stepper.step(active).values())
+        first = stepper.batch_failures.first if isinstance(stepper, PatchedStepper) else None
         return failures if first is None else [first, *failures]
 
-    def serve(
-        self, model: ServedModel, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None
-    ) -> None:
+    def serve(self, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None) -> None:
         """Serve requests from first to last step, and note the time of all steps and the images.
 
         Args:
-            model: the loaded model.
             requests: in the order in which they join.
             joins: the step before which each of them joins the batch, ascending.
             num_steps: only so many, without images, for warming up; None for all.
@@ -99,15 +83,8 @@ class Side:
         Raises:
             RunError: a request failed.
         """
-        served = [(self.model or model).prepare(request) for request in requests]
-        for prepared in served:
-            if num_steps is None:
-                self.num_skipped += prepared.steps_reused
-                self.num_steps += prepared.state.num_wanted
-            if self.setting.engine == "plain":
-                # The model has prepared it for the patch engine, which takes float32.
-                prepared.latents = prepared.latents.to(model.dtype)
-            self.stepper.prepare(prepared)
+        model = self.model
+        served = [model.prepare(request) for request in requests]
         active, waiting = [], list(zip(joins, served, strict=True))
         step, seconds = 0, 0.0
         while (active or waiting) and step != num_steps:
@@ -130,24 +107,21 @@ class Side:
 def make_side(
     model: ServedModel, setting: Setting, workspace: ModelWorkspace, resolutions: Sequence[Resolution]
 ) -> Side:
-    """A stepper of its own for a setting, tuned for the resolutions.
+    """A setting with an engine of its own, tuned for the resolutions.
 
     Raises:
         UsageError: the options do not suit the model.
     """
-    options = replace(model.options, cache=CacheOptions() if setting.rule is not None else setting.options)
     if setting.engine == "plain":
-        options = EngineOptions("plain", compile=model.options.compile, cuda_graphs=model.options.cuda_graphs)
-    if setting.options.mode == "schedule":
-        own = with_engine(model, options)
-        own.tune(resolutions, workspace.tables)
-        return Side(setting, own.stepper, own)
-    stepper = build_stepper(model.pipe, model.family, options, model.block_facts)
+        own = as_plain(model)
+    else:
+        cache = CacheOptions() if setting.rule is not None else setting.options
+        own = with_engine(model, replace(model.options, cache=cache))
     if setting.rule is not None:
-        assert isinstance(stepper, PatchedStepper), "only the patch engine has a cache"
-        stepper.model.use_cache(setting.options, setting.rule)
-    stepper.tune(model.tuning(resolutions, workspace.tables))
-    return Side(setting, stepper)
+        assert isinstance(own.stepper, PatchedStepper), "only the patch engine has a cache that goes by a rule"
+        own.stepper.model.use_cache(setting.options, setting.rule)
+    own.tune(resolutions, workspace.tables)
+    return Side(setting, own)
 
 
 def settings_of(

@@ -106,7 +106,7 @@ def train_to_target(
         side = make_side(model, setting, workspace, sizes)
         for first in range(0, len(requests), _BATCH_SIZE):
             batch = requests[first : first + _BATCH_SIZE]
-            side.serve(model, batch, [0] * len(batch))
+            side.serve(batch, [0] * len(batch))
         return side
 
     plain = draw(Setting("without cache", "off", CacheOptions())).images

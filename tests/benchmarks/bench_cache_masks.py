@@ -63,10 +63,7 @@ def measure(model: ServedModel, timing: Timing) -> dict[str, Any]:
         )
     ]
     times: list[list[float]] = [[] for _ in sides]
-    active = [[model.prepare(request) for request in requests] for _ in sides]
-    for side, own in zip(sides, active, strict=True):
-        for prepared in own:
-            side.stepper.prepare(prepared)
+    active = [[side.model.prepare(request) for request in requests] for side in sides]
     for number in range(timing.warmup + timing.repeats):
         for side, own, found in zip(sides, active, times, strict=True):
             synchronize(model.device)
