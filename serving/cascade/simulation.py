@@ -11,7 +11,7 @@ from heapq import heappop
 
 from ...data.errors import UsageError
 from ...data.requests import Request
-from ..core.request_state import RequestRecord
+from ..core.request_state import RequestRecord, RequestView
 from ..scheduling.scheduler import Scheduler
 from ..simulator.stage_times import StageTimes
 from ..simulator.step_durations import StepDurations
@@ -59,7 +59,7 @@ class _Worker:
         return self.sim.scheduler.num_waiting
 
     def take(self, request: Request, now_s: float) -> None:
-        self.sim.arrive(request, None, now_s)
+        self.sim.arrive(request, RequestView.of(request), now_s)
         self._simulation.touched.add(self.index)
 
     def cancel(self, request_id: int, reason: str) -> None:

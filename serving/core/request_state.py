@@ -250,15 +250,8 @@ class RequestState:
     first_step: int = 0
 
     @classmethod
-    def of(
-        cls,
-        request: Request,
-        standalone_s: float | None = None,
-        active_share: float = 1.0,
-        num_computed: int | None = None,
-    ) -> Self:
-        """The state of a request that has just arrived; the others as of `RequestView.of`."""
-        view = RequestView.of(request, standalone_s, active_share, num_computed)
+    def of(cls, request: Request, view: RequestView) -> Self:
+        """The state of a request that has just arrived, and is seen so."""
         return cls(request, RequestRecord.of(request), view, view.num_steps)
 
     def view_at(self, step: int) -> RequestView:

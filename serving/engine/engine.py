@@ -19,7 +19,7 @@ from ...data.errors import UsageError
 from ...data.requests import Request
 from ..core.failures import Failures
 from ..core.prepared import PreparedRequest
-from ..core.request_state import RequestRecord, RequestState
+from ..core.request_state import RequestRecord, RequestState, RequestView
 from ..core.step_row import StepRow
 from ..models.served import ServedModel
 from ..scheduling.policies import Policy, StepLatencyPredictor
@@ -172,14 +172,13 @@ class Engine:
             RuntimeError: if the engine is closed.
         """
         self._model.check_request(request)
+        view = RequestView.of(request, standalone_s, num_computed=self._model.num_computed(request))
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")
             if request.request_id in self._stages.open:
                 raise UsageError(f"request id {request.request_id} is used twice")
-            num_computed = self._model.num_computed(request)
-            added = self._scheduler.add(request, standalone_s, num_computed=num_computed)
-            self._stages.open[request.request_id] = added
+            self._stages.open[request.request_id] = self._scheduler.add(request, view)
             if watch is not None:
                 self._stages.watches[request.request_id] = watch
             self._stages.prepare_next()

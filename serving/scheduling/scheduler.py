@@ -155,22 +155,15 @@ class Scheduler:
         """
         return [*ActiveViews([*self._active, *self._joining.values()], self.num_steps), *self._waiting]
 
-    def add(
-        self,
-        request: Request,
-        standalone_s: float | None = None,
-        active_share: float = 1.0,
-        num_computed: int | None = None,
-    ) -> RequestState:
-        """A request has arrived; `standalone_s` is its latency when served alone, for policies that ask for it, and
-        `active_share` and `num_computed` as of `RequestView.of`.
+    def add(self, request: Request, view: RequestView | None = None) -> RequestState:
+        """A request has arrived; `view` is what policies see of it, None where they see what the request says.
 
         Raises:
             ValueError: an open request has this id.
         """
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id} is open already")
-        state = RequestState.of(request, standalone_s, active_share, num_computed)
+        state = RequestState.of(request, view or RequestView.of(request))
         self._open[request.request_id] = state
         self._waiting.add(state.view)
         self._untouched[request.request_id] = None

@@ -147,7 +147,7 @@ def simulate(
             view = RequestView.of(request, alone_s, share, num_computed)
             worker = workers[routes.choose(view, workers)]
             gpu_of[request.request_id] = worker.index
-            worker.arrive(request, alone_s, now_s, share, num_computed)
+            worker.arrive(request, view, now_s)
             touched.add(worker.index)
             place += 1
         while events and events[0][0] <= now_s:

@@ -142,18 +142,11 @@ class SimulatedWorker:
         """See `scheduling.routers.WorkerView`."""
         return 0.0 if view.record is None or self._held is None else self._held.missing_s(view.record)
 
-    def arrive(
-        self,
-        request: Request,
-        standalone_s: float | None,
-        now_s: float,
-        active_share: float = 1.0,
-        num_computed: int | None = None,
-    ) -> None:
-        """A request was sent here."""
-        state = self.scheduler.add(request, standalone_s, active_share, num_computed)
+    def arrive(self, request: Request, view: RequestView, now_s: float) -> None:
+        """A request was sent here, and is seen so."""
+        state = self.scheduler.add(request, view)
         if self._held is not None and request.traced is not None:
-            state.record.active_share, state.record.reused = active_share, active_share < 1
+            state.record.active_share, state.record.reused = view.active_share, view.active_share < 1
         self._prepare_next(now_s)
 
     def happened(self, what: int, number: int, now_s: float) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.metrics import summarize
-from patchedserve.serving.core.request_state import FINAL_STATUSES, RequestRecord, RequestState, Status
+from patchedserve.serving.core.request_state import FINAL_STATUSES, RequestRecord, RequestState, RequestView, Status
 
 SMALL, LARGE = Resolution(128, 128), Resolution(256, 256)
 FACTS_KEYS = {
@@ -160,7 +160,8 @@ def test_requests_that_have_not_ended_are_our_fault() -> None:
 
 
 def test_views_tell_progress_and_are_frozen() -> None:
-    state = RequestState.of(Request(3, "p", LARGE, num_inference_steps=5, arrival_s=1.0, slo_s=2.0), standalone_s=0.4)
+    asked = Request(3, "p", LARGE, num_inference_steps=5, arrival_s=1.0, slo_s=2.0)
+    state = RequestState.of(asked, RequestView.of(asked, 0.4))
     before = state.view_at(7)
     state.stage, state.first_step = "active", 5
     after = state.view_at(7)

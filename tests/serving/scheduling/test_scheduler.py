@@ -24,7 +24,8 @@ def next_id(scheduler: Scheduler, now_s: float = 0.0) -> int | None:
 def test_the_life_of_a_request() -> None:
     scheduler = Scheduler(get_policy("fcfs"))
     assert (scheduler.is_idle, scheduler.is_due, scheduler.can_step) == (True, False, False)
-    state = scheduler.add(request(3, steps=2, arrival_s=1.0), standalone_s=0.5)
+    asked = request(3, steps=2, arrival_s=1.0)
+    state = scheduler.add(asked, RequestView.of(asked, 0.5))
     assert (state.stage, state.view.standalone_s, scheduler.num_waiting) == ("waiting", 0.5, 1)
     assert scheduler.pixel_steps == 2 * S.pixels
     assert (scheduler.is_idle, scheduler.is_due) == (False, True)
