@@ -17,11 +17,13 @@ from ...data.files import atomic_write, named_by_content, write_json
 from ...data.requests import Request
 from ...data.tables.latency import LatencyTable
 from ...data.workspace import ModelWorkspace
+from ...serving.cache.options import CacheOptions
 from ...serving.core.failures import Failures
 from ...serving.engine.engine import Engine
 from ...serving.engine.replay import replay
 from ...serving.engine.run_result import RunResult
-from ...serving.models.build import as_plain, without_cache
+from ...serving.models.build import as_plain, with_engine, without_cache
+from ...serving.models.loading import resolve_model
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName
 from ...serving.patched.stepper import PatchedStepper
@@ -55,9 +57,10 @@ class EngineSide:
 
     Args:
         settings: what is swept.
-        model, workspace: loaded for the patch engine, with the cache of its systems; those of the plain engine share
-            its weights. Where a system has a cache, those without one compute every step.
-        predictor: step latencies of the patch engine, for policies that look ahead; corrected by what is measured.
+        model, workspace: loaded for the patch engine, with the cache of a system that has one, or that all shall have;
+            systems of another cache, or of none beside these, and those of the plain engine share its weights.
+        predictor: step latencies of the patch engine, for policies that look ahead; corrected by what is measured, for
+            each cache.
         predictor_file: where it was read from; runs with different ones are not compared.
         warm_up: what comes before.
         on_note: told what happens.
@@ -75,13 +78,17 @@ class EngineSide:
         on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._settings, self._model, self._workspace, self._on_note = settings, model, workspace, on_note
-        self._predictor = None if predictor is None else OnlineCorrection(predictor)
         self._predictor_file = predictor_file
         self._warm_up = warm_up or WarmUp()
-        self._exact_predictor = None if predictor is None else OnlineCorrection(predictor)
         self._plain = as_plain(model)
-        has_cached = any(system.cache != "off" for system in settings.presets)
-        self._exact = without_cache(model) if has_cached else model
+        modes = {system.cache for system in settings.presets if system.engine == "patched"}
+        # A cache that is none of theirs was chosen for all of them.
+        is_theirs = model.options.cache.mode in modes - {"off"}
+        self._by_cache = {mode: self._with_cache(mode) if is_theirs else model for mode in sorted(modes)}
+        self._predictors = {
+            id(served): None if predictor is None else OnlineCorrection(predictor)
+            for served in (model, *self._by_cache.values())
+        }
         self._models: dict[EngineName, ServedModel] = {
             name: self._plain if name == "plain" else model for name in settings.engine_names
         }
@@ -108,13 +115,13 @@ class EngineSide:
     def check(self, examples: Sequence[Request]) -> None:
         """See `Side`. Measures as well what is faster for these resolutions, where the workspace does not know."""
         self._sizes = tuple(request.resolution for request in examples)
-        for served in (self._plain, *self._models.values()):
+        for served in (self._plain, *self._models.values(), *self._by_cache.values()):
             for request in examples:
                 served.check_request(request)
         for policy in (get_policy(system.policy) for system in self._settings.presets):
             if policy.requires_predictor:
-                require_predictor(policy, self._predictor)
-        for served in (*self._models.values(), self._exact):
+                require_predictor(policy, self._predictors[id(self._model)])
+        for served in (*self._models.values(), *self._by_cache.values()):
             served.tune(self._sizes, self._workspace.tables)
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
@@ -128,10 +135,11 @@ class EngineSide:
             on_measure=lambda shape: self._on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
             on_doubt=self._on_note,
         )
-        options = self._model.options
-        cache = options.cache.identity() if options.cache.is_on else "off"
+        options = [served.options.cache for served in self._by_cache.values()]
+        caches = {cache.mode: cache.identity() for cache in options if cache.is_on}
+        cache = caches if len(caches) > 1 else next(iter(caches.values()), "off")
         # With the order that was asked for, and without the engine, which each system brings.
-        about = run_facts(self._model).key() | options.patch_options
+        about = run_facts(self._model).key() | self._model.options.patch_options
         del about["engine"]
         return {
             "settings": {
@@ -177,10 +185,11 @@ class EngineSide:
         if system.engine in self._due:
             self._calibrate_beside(system.engine)
             self._num_served[system.engine] += 1
-        predictor = self._exact_predictor if self._is_exact(system) else self._predictor
-        predictor = predictor if get_policy(system.policy).requires_predictor else None
+        predictor = None
+        if get_policy(system.policy).requires_predictor:
+            predictor = self._predictors[id(self._model_of(system))]
         before = predictions_outside(predictor)
-        result = self._replay(system, requests, standalone_s, predictor)
+        result = self._replay(self._model_of(system), system, requests, standalone_s, predictor)
         figures = engine_figures(result) | what_was_learnt(self._model_of(system), predictor, before)
         figures["steps_by_batch"] = steps_by_batch(result.steps)
         return Served(result.records, result.duration_s, figures, result.was_interrupted)
@@ -191,10 +200,11 @@ class EngineSide:
             for name in self._models:
                 self._calibrate_beside(name, all_left=True)
             self._simulated = self._calibrated()
-        engine = self._simulated[system.engine]
-        if self._is_exact(system):
-            durations = replace(engine.durations, reuse=None)
-            engine = replace(engine, durations=durations, told_scale=1.0, schedule=None)
+        model = self._model_of(system)
+        engine = replace(self._simulated[system.engine], schedule=model.schedule)
+        if model is not self._models[system.engine] and engine.durations.reuse is not None:
+            # That is what was calibrated of the other model's cache.
+            engine = replace(engine, durations=replace(engine.durations, reuse=None), told_scale=1.0)
         served = SimulatorSide(self._settings, {system.engine: engine}).run(system, requests, standalone_s)
         if system not in self._capacity:
             largest = self._settings.max_batch_size
@@ -212,10 +222,7 @@ class EngineSide:
             found[name] = calibrate(runs, self._profiled[name], warmup_steps=warmup_steps, is_inline=is_inline)
         content = {name: asdict(each) for name, each in (self._known | found).items()}
         write_json(self._folder.path / CALIBRATION_FILE, content)
-        return {
-            name: replace(SimulatedEngine.of(self._profiled[name], each), schedule=self._models[name].schedule)
-            for name, each in found.items()
-        }
+        return {name: SimulatedEngine.of(self._profiled[name], each) for name, each in found.items()}
 
     def _calibrate_beside(self, name: EngineName, *, all_left: bool = False) -> None:
         """Serve the calibration runs that are due before a run of the sweep, or all that are left."""
@@ -233,8 +240,9 @@ class EngineSide:
 
     def _serve_other(self, name: EngineName, requests: Sequence[Request]) -> RunResult:
         """Serve what is not counted, in batches of all resolutions; the predictor learns from it."""
-        predictor = self._predictor if name == "patched" else None
-        result = self._replay(get_system(_WARMUP_SYSTEM[name]), requests, self._standalone_s, predictor)
+        predictor = self._predictors[id(self._model)] if name == "patched" else None
+        system = get_system(_WARMUP_SYSTEM[name])
+        result = self._replay(self._models[name], system, requests, self._standalone_s, predictor)
         if result.was_interrupted:
             raise KeyboardInterrupt
         return result
@@ -246,12 +254,12 @@ class EngineSide:
 
     def _replay(
         self,
+        model: ServedModel,
         system: System,
         requests: Sequence[Request],
         standalone_s: Standalone,
         predictor: OnlineCorrection | None,
     ) -> RunResult:
-        model = self._model_of(system)
         if isinstance(model.stepper, PatchedStepper):
             # The cache's figures and the failures are to be those of one run.
             model.stepper.batch_failures = Failures()
@@ -260,12 +268,19 @@ class EngineSide:
         engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=batch)
         return replay(engine, list(map(system.adapt, requests)), standalone_s=standalone_s)
 
-    def _is_exact(self, system: System) -> bool:
-        """Whether a system computes every step of a model whose cache is for others."""
-        return system.engine == "patched" and system.cache == "off" and self._exact is not self._model
-
     def _model_of(self, system: System) -> ServedModel:
-        return self._exact if self._is_exact(system) else self._models[system.engine]
+        return self._plain if system.engine == "plain" else self._by_cache[system.cache]
+
+    def _with_cache(self, mode: str) -> ServedModel:
+        """The model with a cache of this mode, and the workspace's file for it, or else the one that the model has."""
+        options = self._model.options
+        if mode == options.cache.mode:
+            return self._model
+        if mode == "off":
+            return without_cache(self._model)
+        cache = replace(CacheOptions(), mode=mode)
+        cache = cache.with_predictor_of(self._workspace.predictors, resolve_model(self._model.name))
+        return with_engine(self._model, replace(options, cache=cache))
 
     def _table(self, name: EngineName, run_dir: Path) -> LatencyTable:
         """Latencies of an engine; the table is kept in the sweep's folder."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ...data.workspace import Workspace
 from ...serving.options import EngineName
 from ...serving.scheduling.systems import System
 from ...serving.simulator.stage_times import StageTimes
+from ...training.cache.schedule import CacheSchedule
 from ..runs.calibration import Calibration
 from ..runs.outside_profile import warn_of_small_table
 from ..runs.simulate import SimulatedEngine, StepFile, load_stage_times, load_step_file, loop_figures
@@ -39,12 +40,14 @@ class SimulatorSide:
         engines: by name; every system's must be there. SLOs are those of the plain one.
         model: name of the model whose defaults are taken.
         sources: what the engines were made of, as `SimulatorFiles.sources` gives it.
+        schedule: which steps are computed by systems whose cache is a schedule.
     """
 
     settings: SweepSettings
     engines: Mapping[EngineName, SimulatedEngine]
     model: str = ""
     sources: Mapping[str, str] | None = None
+    schedule: CacheSchedule | None = None
 
     @property
     def others(self) -> Sequence[Request]:
@@ -73,6 +76,8 @@ class SimulatorSide:
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
         """See `Serve`."""
         engine, limits = self.engines[system.engine], (self.settings.max_batch_size, self.settings.num_gpus)
+        if system.cache == "schedule" and self.schedule is not None:
+            engine = replace(engine, schedule=self.schedule)
         result = engine.serve(system, requests, standalone_s, *limits, keep_steps=True)
         figures = loop_figures(result) | {
             "busy_rate": [busy_s / result.duration_s for busy_s in result.busy_s],

@@ -172,7 +172,14 @@ def bench_slo(
             sizes = [request.resolution for request in examples_of(settings, defaults)]
             latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
         files = SimulatorFiles(latency, plain_latency, calibration, stage_times)
-        side = SimulatorSide(settings, files.engines(max_batch_size, out.warn), target.model, files.sources())
+        has_schedule = any(system.cache == "schedule" for system in settings.presets)
+        side = SimulatorSide(
+            settings,
+            files.engines(max_batch_size, out.warn),
+            target.model,
+            files.sources(),
+            target.schedule() if has_schedule else None,
+        )
         place = target.root.for_model(target.model, "simulated")
     else:
         from ...profiling.runs.outside_profile import warn_of_small_table

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...data.errors import UsageError
 from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES
 from ...serving.scheduling.policies import POLICY_NAMES
 from ...serving.scheduling.systems import FORMER_POLICIES, SYSTEMS, System, get_system
@@ -98,24 +97,19 @@ def with_cache_of(
     That cache asks the predictor of the workspace, or else the one that the model has; where there is none, a note says
     so, and nothing is cached.
     """
-    modes = {system.cache for system in systems if system.cache != "off" and system.engine == "patched"}
-    if "--cache" in given or engine.cache.is_on or not modes or engine.engine != "patched":
+    modes = {system.cache for system in systems} - {"off"}
+    if "--cache" in given or engine.cache.is_on or not modes:
         return engine
-    if len(modes) > 1:
-        raise UsageError(
-            f"systems have different caches ({', '.join(sorted(modes))}), but a run has one: compare them in two runs"
-        )
-    options = replace(engine.cache, mode=modes.pop())
-    against = (
-        {}
-        if not options.is_of_patches
-        else {
-            "--adapter": bool(engine.model.adapter),
-            "--reuse-templates": reuses_templates,
-            "--compile or --cuda-graphs": engine.compile or engine.cuda_graphs,
-        }
-    )
-    if why := next((name for name, is_given in against.items() if is_given), None):
+    # Of several, a comparison calibrates the simulator by the one that decides step by step.
+    options = replace(engine.cache, mode="patch" if "patch" in modes else modes.pop())
+    if options.is_of_patches and engine.engine != "patched":
+        return engine
+    against = {
+        "--adapter": bool(engine.model.adapter),
+        "--reuse-templates": reuses_templates,
+        "--compile or --cuda-graphs": engine.compile or engine.cuda_graphs,
+    }
+    if options.is_of_patches and (why := next((name for name, is_given in against.items() if is_given), None)):
         out.note(f"With {why} no patch is reused: the system runs without its cache.")
         return engine
     if engine.model.is_any:

@@ -47,13 +47,15 @@ class System:
         policy: str | None = None,
         cache: str | None = None,
     ) -> Self:
-        """The same system with the parts that the user chose singly. Only the patch engine has a cache."""
+        """The same system with the parts that the user chose singly. Every engine has schedules, and the patch engine
+        alone other caches.
+        """
         engine = engine or self.engine
         return replace(
             self,
             engine=engine,
             policy=policy or self.policy,
-            cache=cache or (self.cache if engine == "patched" else "off"),
+            cache=cache or (self.cache if engine == "patched" or self.cache == "schedule" else "off"),
         )
 
     def adapt(self, request: Request) -> Request:

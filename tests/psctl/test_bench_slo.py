@@ -16,6 +16,7 @@ from patchedserve.data.tables.schemas import RECORDS, read_rows
 from patchedserve.psctl.app import main
 from patchedserve.serving.simulator.simulator import simulate
 
+from ..conftest import RunPsctl
 from ..support.latency_tables import law_rows
 
 TABLE = "combination,ms\n128x128,20\n256x256,30\n128x128 + 256x256,40\n8*128x128 + 8*256x256,200\n"
@@ -290,3 +291,29 @@ def test_people_see_tables(bench: Call) -> None:
         assert word in out
     assert "no --plain-latency is given" in err
     assert "Report: " in err
+
+
+def test_a_schedule_is_simulated_by_its_steps(bench: Call) -> None:
+    options = ("--systems", "patched-slack,patched-schedule", "--rates", "2", "--num-prompts", "60")
+    result = result_of(bench(*SIMULATED, *options, "--num-inference-steps", "30", "--resolutions", "128,256"))
+    [exact, scheduled] = result["engines"]["simulator"]["points"]
+    assert scheduled["policy"] == "patched-schedule"
+    assert scheduled["latency_mean"] < exact["latency_mean"] / 2, "7 of 30 steps are computed"
+    assert scheduled["slo_attainment_rate"] >= exact["slo_attainment_rate"]
+
+
+@pytest.mark.slow
+def test_each_system_has_its_own_cache(run_psctl: RunPsctl) -> None:
+    """All of them with the bundled model, which brings a predictor and a schedule."""
+    done = run_psctl(
+        *("bench", "slo", "--systems", "patched-slack:continuous,patched-schedule:continuous,patched-fcfs"),
+        *("--rates", "6", "--num-prompts", "6", "--num-inference-steps", "12", "--warmup-requests", "4"),
+        *("--resolutions", "128", "--device", "cpu", "--slo-scale", "1000", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    saved = {point["policy"]: point["saved_computation"] for point in result["engines"]["real"]["points"]}
+    assert saved["patched-slack:continuous"] is None
+    assert saved["patched-schedule:continuous"] == 1 / 2, "the plan of 20 steps, scaled: 0 2 4 6 8 10"
+    assert 0 < saved["patched-fcfs"] < 1
+    assert set(result["settings"]["cache"]) == {"patch", "schedule"}

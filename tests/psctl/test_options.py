@@ -129,8 +129,10 @@ def test_a_system_brings_its_cache_where_there_is_a_predictor(
     of_steps = [get_system("patched-schedule")]
     (tmp_path / "model" / "cache-schedule.json").touch()
     assert with_cache_of(of_steps, compiled, {}, target, Output()).cache == CacheOptions("schedule")
-    with pytest.raises(UsageError, match=r"systems have different caches \(patch, schedule\)"):
-        with_cache_of([*ours, *of_steps], EngineOptions(), {}, target, Output())
+    assert with_cache_of([*ours, *of_steps], EngineOptions(), {}, target, Output()) == cached
+    plain = EngineOptions("plain")
+    assert with_cache_of(of_steps, plain, {}, target, Output()).cache == CacheOptions("schedule")
+    assert get_system("patched-schedule").overridden(engine="plain").cache == "schedule"
 
 
 def test_given_flags_are_those_of_the_command_line() -> None:
