@@ -1,6 +1,7 @@
 """How a server's replicas are chosen: routers, with step times of the workspace's profiles. No model is loaded."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from ...data.errors import UsageError
@@ -10,6 +11,7 @@ from ...serving.cluster.load_book import LoadBook
 from ...serving.editing.costs import MaskShares, profiled_edits
 from ...serving.editing.profile import PATTERN, EditProfile
 from ...serving.scheduling.routers import PREDICTING_ROUTERS, check_router
+from ...training.cache.schedule import CacheSchedule
 from ..runs.simulate import load_step_file
 from ..runs.step_latencies import measured_alone
 from .engine import EngineRecipe, Tell
@@ -39,16 +41,18 @@ def load_book(recipe: EngineRecipe, router: str, edit_profile: Path | None, *, o
     if edit_profile is not None and templates is None:
         raise UsageError("--edit-profile is of edits that read records: add --reuse-templates, or leave it out")
     geometry = model_geometry(recipe.model)
+    schedule = recipe.options.cache.schedule
+    computed_of = None if schedule is None else CacheSchedule.load(schedule).num_computed
+    book_of = partial(LoadBook, router, computed_of=computed_of, max_batch_size=max_batch_size)
     if router not in PREDICTING_ROUTERS:
-        share_of = None if templates is None else MaskShares(geometry, MASKED_UP_TO)
-        return LoadBook(router, share_of=share_of, max_batch_size=max_batch_size)
+        return book_of(share_of=None if templates is None else MaskShares(geometry, MASKED_UP_TO))
     steps = load_step_file(_table(recipe, router, on_note))
     if templates is None:
-        return LoadBook(router, steps.of(recipe.system.engine).told, max_batch_size=max_batch_size)
+        return book_of(predictor=steps.of(recipe.system.engine).told)
     profile = _edit_profile(recipe, router, edit_profile, on_note)
     edits = profiled_edits(profile, geometry)
     told = steps.with_edits(profile).of(recipe.system.engine).told
-    return LoadBook(router, told, share_of=edits.share_of, edits=edits, max_batch_size=max_batch_size)
+    return book_of(predictor=told, share_of=edits.share_of, edits=edits)
 
 
 def _table(recipe: EngineRecipe, router: str, on_note: Tell) -> Path:

@@ -183,7 +183,7 @@ class ClusterBackend:
                     return _closed(request, "failed", told.reason)
                 elif isinstance(told, Stepped):
                     entry.steps_done = told.steps_done
-                    self._book.stepped(number, max(0, request.num_steps - told.steps_done))
+                    self._book.stepped(number, min(told.steps_done, request.num_steps), request.num_steps)
                     # What another replica has shown already is not shown again.
                     if told.steps_done > entry.most_steps:
                         entry.most_steps = told.steps_done

@@ -66,6 +66,7 @@ class LoadBook:
         router: name of what chooses (`scheduling.routers`).
         predictor: of steps, for routers that ask; it refuses sizes that it does not know.
         share_of: share of its image that an edit computes; None: all requests are computed whole.
+        computed_of: how many of its steps are computed of a request; None: all of them.
         edits: what edits take over records; None: nobody asks.
         max_batch_size: of each replica.
 
@@ -79,11 +80,13 @@ class LoadBook:
         predictor: StepLatencyPredictor | None = None,
         *,
         share_of: Callable[[Request], float] | None = None,
+        computed_of: Callable[[Request], int] | None = None,
         edits: EditCosts | None = None,
         max_batch_size: int = 16,
     ) -> None:
         self._router, self._predictor = make_router(router, predictor), predictor
-        self._share_of, self._edits, self._max_batch_size = share_of, edits, max_batch_size
+        self._share_of, self._computed_of = share_of, computed_of
+        self._edits, self._max_batch_size = edits, max_batch_size
         self._entries: dict[int, _Entry] = {}
         self._replicas: dict[str, _Replica] = {}
         self._answering: frozenset[str] = frozenset()
@@ -94,7 +97,9 @@ class LoadBook:
 
         Raises UsageError: it is an edit that the model cannot serve, or of a size whose steps are not known.
         """
-        view = RequestView.of(request, None, 1.0 if self._share_of is None else self._share_of(request))
+        share = 1.0 if self._share_of is None else self._share_of(request)
+        num_computed = None if self._computed_of is None else self._computed_of(request)
+        view = RequestView.of(request, None, share, num_computed)
         if self._predictor is not None:
             with self._lock:
                 self._predictor.step_latency_s((view.work,))
@@ -156,14 +161,14 @@ class LoadBook:
                 # Whoever comes next finds it there, or soon: it is read, or made, for this one.
                 held.read(record)
 
-    def stepped(self, request_id: int, num_left: int) -> None:
-        """A request has so many steps left."""
+    def stepped(self, request_id: int, steps_done: int, num_steps: int) -> None:
+        """A request has passed so many of its steps, whether they were computed or skipped."""
         with self._lock:
             entry = self._entries.get(request_id)
             if entry is None:
                 return
             view = entry.view
-            entry.view = view._replace(steps_done=max(view.steps_done, view.num_steps - num_left))
+            entry.view = view._replace(steps_done=max(view.steps_done, steps_done * view.num_steps // num_steps))
             if entry.replica is not None:
                 self._of(entry.replica).take(entry.view)
 

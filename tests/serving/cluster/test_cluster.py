@@ -4,7 +4,7 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from patchedserve.serving.editing.costs import EditCosts, HeldRecords, MaskShare
 from patchedserve.serving.families.geometry import Geometry
 from patchedserve.serving.scheduling.routers import ROUTERS, make_router
 from patchedserve.serving.scheduling.step_latency import TableLatency
+from patchedserve.training.cache.schedule import CacheSchedule, StepPlan
 
 from ...support.edits import image_of
 
@@ -81,8 +82,8 @@ def test_a_request_goes_where_the_least_is_pending() -> None:
     assert [book.reserve(number, ["a", "b"])[0] for number in (1, 2, 3)] == ["a", "b", "b"]
     assert (book.pending("a"), book.pending("b")) == (1000, 200)
     # Its steps shrink it, and never grow it again.
-    book.stepped(1, 1)
-    book.stepped(1, 5)
+    book.stepped(1, 9, 10)
+    book.stepped(1, 5, 10)
     assert book.pending("a") == 100
     assert book.reserve(4, ["a", "b"])[0] == "a"
     # It went elsewhere after all.
@@ -95,6 +96,18 @@ def test_a_request_goes_where_the_least_is_pending() -> None:
     assert book.reserve(4, ["a", "b"]) == ["a", "b"]
     book.confirm(4, "a")
     assert (book.pending("a"), book.pending()) == (100, 300)
+
+
+def test_a_request_that_skips_steps_counts_for_those_that_are_computed() -> None:
+    schedule = CacheSchedule("tiny", "", "", {30: StepPlan(30, (0, 5, 9, 13, 17, 22))})
+    book, pixels = LoadBook(computed_of=schedule.num_computed), SIZE.pixels
+    request = Request(1, "", SIZE, 30)
+    book.begin(book.view_of(request))
+    assert book.pending() == 6 * pixels
+    book.stepped(1, 15, 30)
+    assert book.pending() == 3 * pixels
+    book.begin(book.view_of(replace(request, request_id=2, cache=False)))
+    assert book.pending() == 33 * pixels
 
 
 def test_what_a_dead_replica_had_goes_elsewhere() -> None:
@@ -124,8 +137,8 @@ def test_the_books_balance_whatever_threads_do() -> None:
             begin(book, number, draws.randrange(1, 50), 10)
             book.reserve(number, names)
             book.confirm(number, draws.choice(names))
-            for left in range(9, draws.randrange(10), -1):
-                book.stepped(number, left)
+            for done in range(1, draws.randrange(1, 10)):
+                book.stepped(number, done, 10)
             book.release(number)
             book.release(number)
             # Ray was about to choose for it, in a thread of its own.
@@ -165,7 +178,7 @@ def test_the_book_chooses_as_its_router_does(name: str) -> None:
             elif other in worker.views:
                 old = worker.views[other]
                 new = old._replace(steps_done=old.steps_done + 1)
-                book.stepped(other, new.num_steps - new.steps_done)
+                book.stepped(other, new.steps_done, new.num_steps)
                 del worker.views[other]
                 if new.steps_done < new.num_steps:
                     worker.views[other] = new
