@@ -1,4 +1,4 @@
-"""What a profile of blocks was taken on, which is also what a cache predictor trained from it can be used for."""
+"""What a profile was taken on, which is also what may be served with a predictor or a schedule that is made of it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -12,20 +12,50 @@ behind the last block's."""
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFacts:
-    """The model, its scheduler and the cut into patches.
+class ModelFacts:
+    """The model and its scheduler.
 
     Attributes:
         model: what the user called the model.
         fingerprint: of the model's files (`serving.models.checkpoint.fingerprint`); empty if the model has none.
         scheduler: class of the diffusers scheduler.
-        patch_size: side of a patch in latent pixels.
-        blocks: names of the cached blocks, in the order in which a step runs them.
     """
 
     model: str
     fingerprint: str
     scheduler: str
+
+    def check_model(self, served: "ModelFacts", *, source: str, remedy: str) -> None:
+        """Check that what `source` was made for is what is served; `remedy` ends the message.
+
+        Models are compared by their files; by name only if one of them has no fingerprint.
+
+        Raises:
+            UsageError: naming the first fact that differs.
+        """
+        if self.fingerprint and served.fingerprint:
+            if self.fingerprint != served.fingerprint:
+                other = "other weights of" if self.model == served.model else f"{self.model}, not for"
+                raise UsageError(f"{source} was made for {other} {served.model}; {remedy}")
+        elif self.model != served.model:
+            raise UsageError(f"{source} was made for {self.model}, not for {served.model}; {remedy}")
+        if self.scheduler != served.scheduler:
+            raise UsageError(
+                f"{source} was made with the scheduler {self.scheduler}, but {served.model} runs with "
+                f"{served.scheduler}; {remedy}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts(ModelFacts):
+    """The model, its scheduler and the cut into patches.
+
+    Attributes:
+        model, fingerprint, scheduler: of the model.
+        patch_size: side of a patch in latent pixels.
+        blocks: names of the cached blocks, in the order in which a step runs them.
+    """
+
     patch_size: int
     blocks: tuple[str, ...]
 
@@ -53,24 +83,10 @@ class BlockFacts:
         return cls(**text, patch_size=content["patch_size"], blocks=tuple(blocks))
 
     def check_fits(self, served: "BlockFacts", *, source: str) -> None:
-        """Check that what `source` was made for is what is served.
-
-        Models are compared by their files; by name only if one of them has no fingerprint.
-
-        Raises:
-            UsageError: naming the first fact that differs.
-        """
-        if self.fingerprint and served.fingerprint:
-            if self.fingerprint != served.fingerprint:
-                other = "other weights of" if self.model == served.model else f"{self.model}, not for"
-                raise UsageError(f"{source} was made for {other} {served.model}{_remedy(served.model)}")
-        elif self.model != served.model:
-            raise UsageError(f"{source} was made for {self.model}, not for {served.model}{_remedy(served.model)}")
-        if self.scheduler != served.scheduler:
-            raise UsageError(
-                f"{source} was made with the scheduler {self.scheduler}, but {served.model} runs with "
-                f"{served.scheduler}{_remedy(served.model)}"
-            )
+        """Check that what `source` was made for is what is served. Raises UsageError: a fact differs; it is named."""
+        model = served.model
+        remedy = f"run psctl profile blocks --model {model} and psctl train-predictor cache --model {model}"
+        self.check_model(served, source=source, remedy=remedy)
         if self.patch_size != served.patch_size:
             raise UsageError(
                 f"{source} was made for patches of {self.patch_size} latent pixels, but they have "
@@ -79,9 +95,5 @@ class BlockFacts:
         if self.blocks != served.blocks:
             raise UsageError(
                 f"{source} was made for {len(self.blocks)} blocks ({', '.join(self.blocks)}), but {served.model} "
-                f"has {len(served.blocks)} ({', '.join(served.blocks)}){_remedy(served.model)}"
+                f"has {len(served.blocks)} ({', '.join(served.blocks)}); {remedy}"
             )
-
-
-def _remedy(model: str) -> str:
-    return f"; run psctl profile blocks --model {model} and psctl train-predictor cache --model {model}"

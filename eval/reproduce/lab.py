@@ -108,7 +108,7 @@ class Lab:
         nothing apart, the change that half of the samples stay within.
         """
         file = self.place.predictors / CACHE_PREDICTOR_FILE
-        found = CacheOptions("patch").with_predictor_of(self.place.predictors, resolve_model(self.model.name))
+        found = CacheOptions("patch").with_file_of(self.place.predictors, resolve_model(self.model.name))
         if found.predictor is not None and found.predictor.is_file():
             return found
         if not file.is_file():

@@ -279,7 +279,7 @@ class EngineSide:
         if mode == "off":
             return without_cache(self._model)
         cache = replace(CacheOptions(), mode=mode)
-        cache = cache.with_predictor_of(self._workspace.predictors, resolve_model(self._model.name))
+        cache = cache.with_file_of(self._workspace.predictors, resolve_model(self._model.name))
         return with_engine(self._model, replace(options, cache=cache))
 
     def _table(self, name: EngineName, run_dir: Path) -> LatencyTable:

@@ -141,12 +141,12 @@ def bench_cache(
             seed=seed,
         )
     if trained:
-        options = target.with_predictor(replace(cache, mode="patch", threshold=None))
+        options = target.with_cache_file(replace(cache, mode="patch", threshold=None))
         of_each = [
             Setting(f"trained, {most} in a row" if in_a_row else "trained", "patch", replace(options, max_reuse=most))
             for most in in_a_row or [None]
         ]
-        scheduled = target.with_predictor(CacheOptions("schedule"))
+        scheduled = target.with_cache_file(CacheOptions("schedule"))
         if scheduled.schedule is not None and scheduled.schedule.is_file():
             of_each.append(Setting("schedule", "schedule", scheduled))
         cached = [*of_each, *cached]

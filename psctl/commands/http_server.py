@@ -166,7 +166,7 @@ def recipe_of(
     from ...profiling.http.engine import EngineRecipe
     from ...serving.models.placement import resolve_device
 
-    cache = target.with_predictor(engine.cache).from_anywhere()
+    cache = target.with_cache_file(engine.cache).from_anywhere()
     place = target.root.for_model(target.model, str(resolve_device(target.device)))
     # A replica may have another working folder, as for adapters.
     model = str(Path(target.model).absolute()) if Path(target.model).is_dir() else target.model

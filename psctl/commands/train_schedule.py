@@ -64,8 +64,8 @@ def train_predictor_schedule(
     schedule.save(file)
     result = {
         "schedule": file,
-        "model": schedule.model,
-        "scheduler": schedule.scheduler,
+        "model": schedule.facts.model,
+        "scheduler": schedule.facts.scheduler,
         "target_ssim": target_ssim,
         "plans": {number: list(plan.steps) for number, plan in schedule.plans.items()},
         **schedule.report,

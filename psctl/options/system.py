@@ -118,7 +118,7 @@ def with_cache_of(
             "model as it is."
         )
         return engine
-    found = target.with_predictor(options).file
+    found = target.with_cache_file(options).file
     if found is not None and not found.is_file():
         how = "psctl train-predictor schedule"
         if options.is_of_patches:

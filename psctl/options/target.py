@@ -84,20 +84,20 @@ class Target:
 
         return model_defaults(self.model)
 
-    def with_predictor(self, options: "CacheOptions") -> "CacheOptions":
-        """The cache's options with the predictor of workspace or model. Raises UsageError: no such device or model."""
+    def with_cache_file(self, options: "CacheOptions") -> "CacheOptions":
+        """The cache's options with the file of workspace or model. Raises UsageError: no such device or model."""
         from ...serving.models.loading import resolve_model
         from ...serving.models.placement import resolve_device
 
         place = self.root.for_model(self.model, str(resolve_device(self.device)))
-        return options.with_predictor_of(place.root / "predictors", resolve_model(self.model))
+        return options.with_file_of(place.root / "predictors", resolve_model(self.model))
 
     def schedule(self) -> "CacheSchedule":
         """The cache's schedule of workspace or model. Raises UsageError: there is none."""
         from ...serving.cache.options import CacheOptions
         from ...training.cache.schedule import CacheSchedule
 
-        file = self.with_predictor(CacheOptions("schedule")).schedule
+        file = self.with_cache_file(CacheOptions("schedule")).schedule
         assert file is not None
         return CacheSchedule.load(file)
 

@@ -148,7 +148,7 @@ def require_masked(options: EngineOptions, wanted: str = "--reuse") -> None:
     """Raise UsageError unless an engine can compute a part of an image and read the rest, as an option wants it."""
     given = {
         f"--engine {options.engine}": options.engine != "patched",
-        "--cache": options.cache.is_on,
+        f"--cache {options.cache.mode}": options.cache.is_of_patches,
         "--compile": options.compile,
     }
     if refused := [name for name, is_given in given.items() if is_given]:

@@ -1,15 +1,13 @@
 """What a model would say at a step that a request skips, from what it said at the last two steps that it took.
 
-The line through both is followed the less far the longer it is, and never further than both are apart: after k skipped
-steps k * g / (k + g) steps, where g lay between the two. Source: TaylorSeer (arXiv 2503.06923), its first order, on the
-output of the model in place of those of its layers. Undamped, as there, forecasts of long gaps are worse than none with
-`emoji-3`; fading like this, they are better than none and than plain reuse with both bundled models.
+`training.cache.schedule.share_followed` says how far the line through both is followed.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...training.cache.schedule import share_followed
 from .active import Active
 from .cells import Floats
 from .store import BlockStore
@@ -37,8 +35,8 @@ def with_previous(store: BlockStore, output: Tensor, active: Active) -> tuple[Te
 def forecast(store: BlockStore) -> Tensor:
     """[tokens, channels]: the outputs that `store` keeps, those of reused cells carried on to this step."""
     output, previous = store.outputs
-    share = store.reuses / (store.reuses + store.gaps)
-    return output.addcmul(output - previous, _by_token(store, share.astype(np.float32)))
+    share = share_followed(store.reuses, store.gaps).astype(np.float32)
+    return output.addcmul(output - previous, _by_token(store, share))
 
 
 def _by_token(store: BlockStore, values: Floats) -> Tensor:

@@ -116,7 +116,7 @@ class CacheOptions:
             return self.full_above
         return 0.0 if self.grain == "request" else 0.5
 
-    def with_predictor_of(self, *folders: Path) -> "CacheOptions":
+    def with_file_of(self, *folders: Path) -> "CacheOptions":
         """The same options with the predictor or the schedule of the first of these folders that has one, where they
         need one and name none.
 

@@ -10,7 +10,7 @@ import torch
 
 from ...data.errors import MissingExtraError, UsageError
 from ...data.run_facts import usable_cores
-from ...data.tables.block_facts import BlockFacts
+from ...data.tables.block_facts import BlockFacts, ModelFacts
 from ...kernels.launch import KERNELS, is_triton_installed, use_triton
 from ...training.cache.schedule import CacheSchedule
 from ..cache.options import CacheOptions
@@ -84,11 +84,13 @@ def build_model(
 
 
 def load_schedule(pipe: Any, name: str, fingerprint: str, cache: CacheOptions) -> CacheSchedule:
-    """The schedule that the options name, which must be of this model. Raises as `CacheSchedule.load`, `check_fits`."""
+    """The schedule that the options name. Raises UsageError: there is none, it is damaged, or of another model."""
     if cache.schedule is None:
         raise UsageError("--cache schedule needs a list of steps (psctl train-predictor schedule) or --cache-schedule")
     schedule = CacheSchedule.load(cache.schedule)
-    schedule.check_fits(fingerprint, name, type(pipe.scheduler).__name__, source=str(cache.schedule))
+    served = ModelFacts(name, fingerprint, type(pipe.scheduler).__name__)
+    remedy = f"run psctl train-predictor schedule --model {name}"
+    schedule.facts.check_model(served, source=str(cache.schedule), remedy=remedy)
     return schedule
 
 

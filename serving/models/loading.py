@@ -104,7 +104,7 @@ def load_model(
     keep_freed_memory()
     if workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
-        options = replace(options, cache=options.cache.with_predictor_of(predictors, model_dir))
+        options = replace(options, cache=options.cache.with_file_of(predictors, model_dir))
     stages = None
     if options.stages == "processes":
         # They load meanwhile.

@@ -196,6 +196,7 @@ class TemplateReuse:
             negative_prompt=None,
             edit=replace(edit, mask=np.ones_like(edit.mask), strength=1.0, template=None),
             seed=edit.template.seed,
+            cache=False,
         )
         passes = noised_steps(self._prepare(whole))
         finish_stream(self._device)

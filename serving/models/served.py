@@ -178,7 +178,12 @@ class ServedModel:
 
     def num_computed(self, request: Request) -> int:
         """Of the steps of a request, those that the model computes."""
-        return request.num_steps if self.schedule is None else self.schedule.num_computed(request)
+        schedule = self._schedule_of(request)
+        return request.num_steps if schedule is None else schedule.num_computed(request)
+
+    def _schedule_of(self, request: Request) -> CacheSchedule | None:
+        """Which of its steps are computed; None for all, as of an image that is to leave a record of all of them."""
+        return None if request.request_id in self.reuse.trajectories else self.schedule
 
     def _start_schedule(self, request: Request, generator: torch.Generator | None) -> SamplerState:
         state = self.sampler.start(
@@ -188,8 +193,9 @@ class ServedModel:
             schedule_kwargs=self.family.schedule_kwargs(request),
             first_step=self.family.geometry.first_step(request),
         )
-        if self.schedule is not None and self.schedule.skips(request):
-            state.skip(self.schedule.plan_of(state.first + state.num_steps, state.first))
+        schedule = self._schedule_of(request)
+        if schedule is not None and schedule.skips(request):
+            state.skip(schedule.plan_of(state.first + state.num_steps, state.first))
         return state
 
     def tune(self, resolutions: Iterable[Resolution], folder: Path) -> None:

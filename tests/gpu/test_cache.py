@@ -19,7 +19,7 @@ from .cases import BUNDLED, EXACT, JOINS, alone, mixed, served, served_together
 
 
 def _cached(name: str, device: str, mode: CacheMode = "patch", order: Any = "auto", **options: Any) -> ServedModel:
-    cache = CacheOptions(mode, **options).with_predictor_of(bundled_model_path(name))
+    cache = CacheOptions(mode, **options).with_file_of(bundled_model_path(name))
     return served(name, device, EngineOptions(order=order, cache=cache))
 
 

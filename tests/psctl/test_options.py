@@ -101,21 +101,21 @@ def test_a_system_brings_its_cache_where_there_is_a_predictor(
     ours, plain = [get_system("patchedserve")], [get_system("bucketed")]
     assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == EngineOptions()
     assert capsys.readouterr().err.startswith("Nothing is reused: neither workspace nor model has a cache predictor")
-    file = target.with_predictor(CacheOptions("patch")).predictor
+    file = target.with_cache_file(CacheOptions("patch")).predictor
     assert file is not None
     assert file.is_relative_to(tmp_path / "workspace")
     cached = EngineOptions(cache=CacheOptions("patch"))
     # That of the model does, and that of the workspace wins.
     shipped = tmp_path / "model" / "cache.safetensors"
     shipped.touch()
-    assert target.with_predictor(CacheOptions("patch")).predictor == shipped
+    assert target.with_cache_file(CacheOptions("patch")).predictor == shipped
     assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == cached
     file.parent.mkdir(parents=True)
     file.touch()
-    assert target.with_predictor(CacheOptions("patch")).predictor == file
+    assert target.with_cache_file(CacheOptions("patch")).predictor == file
     assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == cached
     for given in (CacheOptions("patch", 0.1), CacheOptions("interval"), CacheOptions("patch", predictor=shipped)):
-        assert target.with_predictor(given) == given
+        assert target.with_cache_file(given) == given
     # Not where the user says otherwise, where graphs are made, or where no system has a cache.
     for engine in (EngineOptions("plain"), EngineOptions(cache=CacheOptions("interval"))):
         assert with_cache_of(ours, engine, {}, target, Output()) == engine

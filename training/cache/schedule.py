@@ -12,16 +12,17 @@ Which steps these are is searched by dynamic programming over what requests with
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ...data.errors import UsageError
 from ...data.files import write_json
 from ...data.requests import Request
+from ...data.tables.block_facts import ModelFacts
 
 Floats = NDArray[np.float64]
 _KIND, _FORMAT = "cache schedule", 1
@@ -42,15 +43,26 @@ class Gap(NamedTuple):
     shares: tuple[float, ...]
 
 
-def shares(gap: int, length: int) -> Floats:
-    """How far forecasts follow the line through two computed steps that lie `gap` apart, at the second and the
-    `length` - 1 steps behind it: k / (k + gap).
+def share_followed(skipped: ArrayLike, gap: ArrayLike) -> Floats:
+    """How far a forecast follows the line through the last two computed steps, in units of their distance: the less far
+    the longer the line is, and never further than the two are apart.
 
     Source: TaylorSeer (arXiv 2503.06923), its first order, on the output of the model in place of those of its layers.
-    Undamped, as there, forecasts of long gaps are worse than none with `emoji-3`.
+    Undamped, as there, forecasts of long gaps are worse than none with `emoji-3`; fading like this, they are better
+    than none and than plain reuse with both bundled models.
+
+    Args:
+        skipped: steps since the last computed one.
+        gap: from the one before it to that one.
     """
-    steps = np.arange(length)
-    return steps / (steps + gap)
+    return np.asarray(skipped / np.add(skipped, gap), dtype=np.float64)
+
+
+def shares(gap: int, length: int) -> Floats:
+    """How far forecasts follow the line through two computed steps that lie `gap` apart, at the second and the
+    `length` - 1 steps behind it.
+    """
+    return share_followed(np.arange(length), gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +126,12 @@ class CacheSchedule:
     """The plans of one model.
 
     Attributes:
-        model: what the user called it.
-        fingerprint: of its files; empty if it has none.
-        scheduler: class of its diffusers scheduler.
+        facts: what it was made for.
         plans: by number of steps, at least one.
         report: figures of the search, as JSON.
     """
 
-    model: str
-    fingerprint: str
-    scheduler: str
+    facts: ModelFacts
     plans: Mapping[int, StepPlan]
     report: Mapping[str, Any] = field(default_factory=dict)
 
@@ -150,8 +158,8 @@ class CacheSchedule:
     def save(self, path: str | Path) -> None:
         """Write the schedule, atomically, as JSON that people may edit. Raises OSError."""
         plans = {str(num_steps): list(plan.steps) for num_steps, plan in sorted(self.plans.items())}
-        facts = {"model": self.model, "fingerprint": self.fingerprint, "scheduler": self.scheduler}
-        write_json(Path(path), {"kind": _KIND, "format": _FORMAT, **facts, "plans": plans, "report": self.report})
+        head = {"kind": _KIND, "format": _FORMAT, **asdict(self.facts)}
+        write_json(Path(path), {**head, "plans": plans, "report": self.report})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -172,20 +180,11 @@ class CacheSchedule:
             }
             if not plans:
                 raise UsageError("it has no plans")
-            model, fingerprint, scheduler = (str(content[name]) for name in ("model", "fingerprint", "scheduler"))
-            return cls(model, fingerprint, scheduler, plans, dict(content.get("report", {})))
+            facts = ModelFacts(**{each.name: str(content[each.name]) for each in fields(ModelFacts)})
+            return cls(facts, plans, dict(content.get("report", {})))
         except (UsageError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else error
             raise UsageError(f"{path} is no cache schedule: {what}") from error
-
-    def check_fits(self, fingerprint: str, model: str, scheduler: str, *, source: str) -> None:
-        """Raise UsageError if this is the schedule of another model or scheduler; `source` says in which file."""
-        is_same = self.fingerprint == fingerprint if self.fingerprint and fingerprint else self.model == model
-        if not is_same or self.scheduler != scheduler:
-            raise UsageError(
-                f"{source} was made for {self.model} with {self.scheduler}, not for the {model} with {scheduler} that "
-                f"is served; run psctl train-predictor schedule --model {model}"
-            )
 
 
 def search_plans(gram: Floats, weights: Sequence[float], most: int) -> dict[int, StepPlan]:

@@ -1,7 +1,8 @@
 """`--cache schedule` on every engine, against diffusers' own pipelines whose model forecasts the steps between."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,27 @@ from patchedserve.data.edits import EditSpec
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.data.tables.block_facts import ModelFacts
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.denoiser import denoiser_of
+from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.models.build import as_plain, build_model, with_engine, without_cache
 from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.options import EngineOptions, ModelOptions
 from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.training.cache.schedule import CacheSchedule, StepPlan, shares
 
+from ...support.edits import edit_request
 from ...support.engine_runs import serve
 from ...support.joining import run_joining
+from ...support.rerun import Rerun
+from ...support.template_records import TEMPLATE, with_records
 from ...support.tiny_families import tiny_flux, tiny_pixart, tiny_z_image
-from ...support.tiny_models import plain_latents, short_texts, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import plain_latents, save_tiny, short_texts, tiny_sd3, tiny_sdxl
 
 STEPS = {20: (0, 1, 4, 9, 13), 6: (0, 2)}
 SIZES = (Resolution(64, 64), Resolution(96, 64), Resolution(32, 64))
@@ -35,7 +43,7 @@ SIZES = (Resolution(64, 64), Resolution(96, 64), Resolution(32, 64))
 def scheduled(pipe: Any, folder: Path, **options: Any) -> ServedModel:
     file = folder / "schedule.json"
     plans = {number: StepPlan(number, steps) for number, steps in STEPS.items()}
-    CacheSchedule("tiny", "", type(pipe.scheduler).__name__, plans).save(file)
+    CacheSchedule(ModelFacts("tiny", "", type(pipe.scheduler).__name__), plans).save(file)
     cache = CacheOptions("schedule", schedule=file)
     engine = EngineOptions(cache=cache, **options)
     return build_model(pipe, name="tiny", defaults=ModelDefaults(**short_texts(pipe)), options=engine)
@@ -154,6 +162,81 @@ def test_an_edit_skips_steps_and_keeps_what_is_outside_its_mask(tmp_path: Path) 
         assert bool(latents.isfinite().all())
 
 
+def test_edits_over_a_record_compute_every_step_beside_drawings_that_skip(tmp_path: Path) -> None:
+    pipe, requests = tiny_sdxl(), [edit_request(number, SIZES[0], "line", template=TEMPLATE) for number in range(2)]
+    exact = with_records(build_model(pipe, name="tiny"), TemplateStore(tmp_path / "exact"), requests)
+    model = with_records(scheduled(pipe, tmp_path), TemplateStore(tmp_path / "records"), requests)
+    drawing = requests_of()[3]
+    expected, found = run_joining(exact, requests)[0], run_joining(model, [*requests, drawing])[0]
+    for request in requests:
+        own = expected[request.request_id]
+        assert model.prepare(request).steps_reused == 0
+        assert float((found[request.request_id] - own).abs().max()) <= 1e-3 * float(own.abs().max())
+    assert model.prepare(drawing).steps_reused == 15
+    # An image that is to leave a record computes all of its steps, too.
+    model.reuse.start_trajectory(drawing, tmp_path / "steps")
+    assert model.num_computed(drawing) == model.prepare(drawing).state.num_steps == 20
+
+
+def test_passes_that_are_played_back_are_those_of_the_computed_steps(tmp_path: Path) -> None:
+    """Rerun stands for CUDA graphs where there is no GPU."""
+    pipe = tiny_sdxl()
+    eager, recorded = scheduled(pipe, tmp_path), scheduled(pipe, tmp_path)
+    recorder = Rerun()
+    assert isinstance(recorded.stepper, PatchedStepper)
+    recorded.stepper.model.use_graphs(recorder, patience=1)
+    together = [[Request(n, f"a cat {n}", size, 20, 3.0, seed=n) for n, size in enumerate(SIZES)]] * 2
+    for requests in together:
+        expected, found = (denoised_together(model, requests) for model in (eager, recorded))
+        for own, other in zip(expected, found, strict=True):
+            assert float((own - other).abs().max()) <= 1e-4 * float(own.abs().max())
+    assert recorder.recorded
+    assert recorder.played >= 5, "whole batches of the five computed steps"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_compiled_blocks_take_the_computed_steps(tmp_path: Path) -> None:
+    pipe = tiny_sdxl()
+    requests = requests_of()
+    expected = run_joining(scheduled(pipe, tmp_path), requests)[0]
+    found, failures = run_joining(scheduled(pipe, tmp_path, compile=True), requests)
+    assert not failures
+    for request_id, own in expected.items():
+        assert float((found[request_id] - own).abs().max()) <= 1e-3 * float(own.abs().max())
+
+
+def test_adapters_of_requests_are_theirs_where_steps_are_skipped(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ...support.loras import save_lora
+
+    pipe = tiny_sdxl()
+    lora = save_lora(tmp_path / "pixel.safetensors", pipe, "unet")
+    folder = save_tiny(tmp_path / "model", pipe)
+    file = tmp_path / "schedule.json"
+    plans = {number: StepPlan(number, steps) for number, steps in STEPS.items()}
+    CacheSchedule(ModelFacts(str(folder), "", "EulerDiscreteScheduler"), plans).save(file)
+    options = EngineOptions(
+        cache=CacheOptions("schedule", schedule=file), model=ModelOptions(adapter=[f"pixel={lora}"])
+    )
+    model = load_model(str(folder), "cpu", "float32", options)
+    first, second = requests_of()[0], requests_of()[2]
+    named = replace(first, adapters=(("pixel", 1.0),), request_id=7)
+    together = run_joining(model, [first, named, second])[0]
+    for request in (first, named, second):
+        [alone] = run_joining(model, [request])[0].values()
+        own = together[request.request_id]
+        assert float((own - alone).abs().max()) <= 1e-3 * float(alone.abs().max())
+    assert float((together[0] - together[7]).abs().max()) > 1e-2 * float(together[0].abs().max())
+
+
+def denoised_together(model: ServedModel, requests: Sequence[Request]) -> list[torch.Tensor]:
+    active = [model.prepare(request) for request in requests]
+    while not active[0].state.is_finished:
+        assert not model.stepper.step(active)
+    return [prepared.latents for prepared in active]
+
+
 def test_the_baseline_computes_every_step(tmp_path: Path) -> None:
     model = scheduled(tiny_sdxl(), tmp_path)
     plain = with_engine(model, EngineOptions("plain", cache=model.options.cache))
@@ -165,8 +248,8 @@ def test_the_baseline_computes_every_step(tmp_path: Path) -> None:
 def test_what_does_not_go_with_it(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     file = tmp_path / "schedule.json"
-    CacheSchedule("other", "", "EulerDiscreteScheduler", {20: StepPlan(20, (0, 1))}).save(file)
-    with pytest.raises(UsageError, match="was made for other with EulerDiscreteScheduler, not for the tiny"):
+    CacheSchedule(ModelFacts("other", "", "EulerDiscreteScheduler"), {20: StepPlan(20, (0, 1))}).save(file)
+    with pytest.raises(UsageError, match="was made for other, not for tiny; run psctl train-predictor schedule"):
         build_model(pipe, name="tiny", options=EngineOptions(cache=CacheOptions("schedule", schedule=file)))
     with pytest.raises(UsageError, match="--cache schedule needs a list of steps"):
         build_model(pipe, name="tiny", options=EngineOptions(cache=CacheOptions("schedule")))
