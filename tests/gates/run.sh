@@ -29,7 +29,7 @@ verdict=0
 for model in emoji-xl emoji-3; do
     mkdir "$model"
     cp "$GATES/gates.toml" "$model"
-    echo "== $model: drawn by plain diffusers, by the patch engine, and with the patch cache"
+    echo "== $model: drawn by plain diffusers, by the patch engine, with the patch cache, and with a schedule"
     eval=("$PSCTL" eval clip --model "$model" --dtype float32 --resolutions 128,192 --seed 0 --workspace workspace
           --quiet)
     short=("${eval[@]}" --num-prompts 12 --num-inference-steps 20)
@@ -37,11 +37,13 @@ for model in emoji-xl emoji-3; do
     compare=("$PSCTL" eval compare --metrics psnr,ssim,lpips --workspace workspace --quiet)
     "${short[@]}" --engine plain --images "$model/plain" >/dev/null
     "${short[@]}" --images "$model/patched" --output-file "$model/clip.json" >/dev/null
-    # As users get it: by the predictor that comes with the model, in as many steps as the model takes.
+    # As users get them: by the predictor and the schedule that come with the model, in as many steps as it takes.
     "${own[@]}" --images "$model/own-steps" >/dev/null
     "${own[@]}" --cache patch --images "$model/cache" >/dev/null
+    "${own[@]}" --cache schedule --images "$model/schedule" >/dev/null
     "${compare[@]}" "$model/plain" "$model/patched" --output-file "$model/exact.json" >/dev/null
     "${compare[@]}" "$model/own-steps" "$model/cache" --output-file "$model/cached.json" >/dev/null
+    "${compare[@]}" "$model/own-steps" "$model/schedule" --output-file "$model/scheduled.json" >/dev/null
     code=0
     "$PSCTL" gate "$model/gates.toml" --baseline "$GATES/baseline-$model.json" \
         --junit "$model/gates.xml" --markdown "$model/gates.md" ${UPDATE:+"$UPDATE"} || code=$?
