@@ -51,7 +51,8 @@ class Table:
         table = RichTable(title=plain(self.title) or None, caption=plain(self.note) or None)
         table.title_justify = table.caption_justify = "left"
         for index, name in enumerate(self.columns):
-            table.add_column(plain(name), justify="left" if index < self.num_words else "right")
+            # A name that is cut short may be that of several rows.
+            table.add_column(plain(name), justify="left" if index < self.num_words else "right", overflow="fold")
         for row in self.rows:
             parts = ([cell] if isinstance(cell, str) else [cell.text, *cell.below] for cell in row)
             table.add_row(*(plain("\n".join(lines)) for lines in parts))

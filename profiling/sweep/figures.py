@@ -44,6 +44,7 @@ class FinishedRun:
         latencies_s: (n,) float64, of the completed requests.
         duration_s: until the last request ended.
         figures: what else the engine tells, as JSON.
+        met_by_resolution: requests in time, and all of them.
     """
 
     engine: EngineKind
@@ -56,6 +57,7 @@ class FinishedRun:
     latencies_s: np.ndarray
     duration_s: float
     figures: Mapping[str, Any] = field(default_factory=dict)
+    met_by_resolution: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def num_requests(self) -> int:
@@ -74,7 +76,11 @@ def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     interval = share_interval([run.num_met for run in runs], [run.num_requests for run in runs])
     p50, p95 = np.percentile(latencies, [50, 95]).tolist() if len(latencies) else (None, None)
     statuses, reasons = Counter[str](), Counter[str | None]()
+    met_of, requests_of = Counter[str](), Counter[str]()
     for run in runs:
+        for size, (met, count) in run.met_by_resolution.items():
+            met_of[size] += met
+            requests_of[size] += count
         statuses.update(run.statuses)
         reasons.update(run.reasons)
     return {
@@ -85,6 +91,8 @@ def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
         "num_requests": num_requests,
         "num_met": num_met,
         "slo_attainment_rate": num_met / num_requests,
+        "slo_attainment_by_resolution": {size: met_of[size] / count for size, count in requests_of.items()},
+        "slo_attainment_worst": min((met_of[size] / count for size, count in requests_of.items()), default=None),
         "interval_low": interval.low,
         "interval_high": interval.high,
         "interval_over": interval.over,

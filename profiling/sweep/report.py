@@ -186,6 +186,7 @@ def _points_table(figures: Mapping[str, Any], where: str) -> Table:
                 point["policy"],
                 f"{point['request_rate']:g}/s",
                 share(point["slo_attainment_rate"]),
+                _worst(point["slo_attainment_by_resolution"]),
                 f"{share(point['interval_low'])} to {share(point['interval_high'])}",
                 f"{point['num_runs']} seeds" if point["interval_over"] == "seeds" else "requests (Wilson)",
                 f"{min(seeds):.0%} to {max(seeds):.0%}" if len(seeds) > 1 else DASH,
@@ -197,9 +198,17 @@ def _points_table(figures: Mapping[str, Any], where: str) -> Table:
             )
         )
     kinds = {point["interval_over"] for point in figures["points"]}
-    columns = ("system", "rate", "SLO attainment", "95 % interval", "over", "seeds", "requests", "goodput")
+    columns = ("system", "rate", "SLO attainment", "worst resolution", "95 % interval", "over", "seeds")
     note = " ".join(note for over, note in _INTERVAL_NOTES.items() if over in kinds)
-    return Table(f"Every rate{where}", (*columns, "p50", "p95", "lost"), rows, note=note)
+    return Table(f"Every rate{where}", (*columns, "requests", "goodput", "p50", "p95", "lost"), rows, note=note)
+
+
+def _worst(by_resolution: Mapping[str, float]) -> str:
+    """The resolution of which the fewest were in time, where there are several."""
+    if len(by_resolution) < 2:
+        return DASH
+    size = min(by_resolution, key=by_resolution.__getitem__)
+    return f"{share(by_resolution[size])} ({size})"
 
 
 def _agreement_table(found: Mapping[str, Any]) -> Table:

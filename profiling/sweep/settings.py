@@ -19,6 +19,7 @@ import pyarrow as pa
 from ...data.errors import UsageError
 from ...data.files import named_by_content, write_json
 from ...data.requests import Request
+from ...data.resolution import Resolution
 from ...data.tables.schemas import RECORDS, STEPS, about_of, read_rows, read_table, write_table
 from ...data.traces.traces import TRACE_KINDS
 from ...serving.core.request_state import RequestRecord
@@ -231,8 +232,9 @@ class SweepFolder:
     def load(self, engine: EngineKind, system: str, rate: float, seed: int) -> FinishedRun:
         """Read what figures need of a finished run. Raises UsageError: the file is damaged or of another run."""
         path = self._file(engine, system, rate, seed)
-        table = read_table(path, RECORDS, ["slo_met", "latency_s", "status", "reason"])
+        table = read_table(path, RECORDS, ["width", "height", "slo_met", "latency_s", "status", "reason"])
         about = about_of(table.schema, path)
+        sizes = table.group_by(["width", "height", "slo_met"], use_threads=False).aggregate([([], "count_all")])
         ends = table.group_by(["status", "reason"], use_threads=False).aggregate([([], "count_all")]).to_pylist()
         try:
             if (about["engine"], about["policy"], about["request_rate"], about["seed"]) != (engine, system, rate, seed):
@@ -250,6 +252,7 @@ class SweepFolder:
                 latencies_s=table["latency_s"].drop_null().to_numpy(),
                 duration_s=float(about["duration_s"]),
                 figures=about["figures"],
+                met_by_resolution=_met_by_resolution(sizes.to_pylist()),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path}: the finished run is damaged ({error}); delete it to serve it again") from error
@@ -261,6 +264,16 @@ class SweepFolder:
     def num_finished(self, settings: SweepSettings) -> int:
         """How many runs of a sweep are finished; looks into none of them."""
         return sum(self.has(*key) for key in settings.runs())
+
+
+def _met_by_resolution(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Requests in time, and all of them, by resolution; rows count those of a size by whether they were in time."""
+    found: dict[Resolution, tuple[int, int]] = {}
+    for row in rows:
+        size, count = Resolution(row["width"], row["height"]), row["count_all"]
+        num_met, num_requests = found.get(size, (0, 0))
+        found[size] = num_met + count * bool(row["slo_met"]), num_requests + count
+    return {str(size): found[size] for size in sorted(found)}
 
 
 def _counts(column: pa.ChunkedArray) -> dict[Any, int]:

@@ -46,6 +46,15 @@ def test_a_point_pools_its_seeds() -> None:
     assert point["discarded_by_reason"] == {"too late": 1}
 
 
+def test_a_point_tells_the_resolution_that_pays() -> None:
+    sizes = [{"128x128": (1, 4), "256x256": (3, 4)}, {"128x128": (2, 2)}]
+    runs = [replace(run([1.0]), met_by_resolution=each, seed=seed) for seed, each in enumerate(sizes)]
+    point = point_figures(runs)
+    assert point["slo_attainment_by_resolution"] == {"128x128": 0.5, "256x256": 0.75}
+    assert point["slo_attainment_worst"] == 0.5
+    assert tables_of({"engines": {"real": sweep_figures(runs)}, "agreement": None})[1].rows[0][3] == "50.0% (128x128)"
+
+
 def test_a_point_where_nothing_was_finished() -> None:
     point = point_figures([run([None, None])])
     assert (point["slo_attainment_rate"], point["latency_p50"], point["latency_mean"]) == (0, None, None)
@@ -170,7 +179,7 @@ def test_tables_say_bounds_and_lost_requests() -> None:
     held, points = tables_of(result)
     assert held.rows[0] == ("bucketed", "50.0%", "below 1/s", "below 1/s", "below 1/s", "-")
     assert held.rows[1] == ("patchedserve", "100.0%", "beyond 1/s", "beyond 1/s", "beyond 1/s", "at least 1.00x")
-    assert points.rows[0][2:5] == ("50.0%", "9.5% to 90.5%", "requests (Wilson)")
+    assert points.rows[0][2:6] == ("50.0%", "-", "9.5% to 90.5%", "requests (Wilson)")
     assert "as if requests were independent" in points.note
     assert points.rows[0][-1] == "1 too late"
     assert all(len(row) == len(table.columns) for table in (held, points) for row in table.rows)
@@ -223,7 +232,7 @@ def test_three_seeds_give_intervals_over_seeds() -> None:
     held_table, points_table = tables_of({"engines": {"real": found}, "agreement": None})
     assert f"({at_95['low']:.3g} to {at_95['high']:.3g})" in str(held_table.rows[0][3])
     assert f"({low:.2f} to {high:.2f})" in str(held_table.rows[1][-1])
-    assert {row[4] for row in points_table.rows} == {"3 seeds"}
+    assert {row[5] for row in points_table.rows} == {"3 seeds"}
     assert "Student" in points_table.note
     assert "independent" not in points_table.note
 
