@@ -29,7 +29,7 @@ from ..metrics.bootstrap import bootstrap_mean
 from .quality import similarity
 
 FIRST_SEED = 3 << 29
-"""Of the requests: no other part of psctl draws with seeds from here on."""
+"""Seed of the first request; no other part of psctl draws with seeds from here on."""
 _BATCH_SIZE = 8
 
 

@@ -177,7 +177,7 @@ class ServedModel:
         self._known_schedules.add(schedule)
 
     def num_computed(self, request: Request) -> int:
-        """Of the steps of a request, those that the model computes."""
+        """How many steps of a request the model computes."""
         schedule = self._schedule_of(request)
         return request.num_steps if schedule is None else schedule.num_computed(request)
 

@@ -149,7 +149,7 @@ class CacheSchedule:
         return request.cache and (request.edit is None or request.edit.template is None)
 
     def num_computed(self, request: Request) -> int:
-        """Of the steps of a request, those that are computed."""
+        """How many steps of a request are computed."""
         if not self.skips(request):
             return request.num_steps
         first = request.num_inference_steps - request.num_steps
