@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from .tools import need_tools
+
 
 @contextlib.contextmanager
 def tiny_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
     """Mount a file system of so many bytes at a new folder, which takes the rights of root; skips the test else."""
+    need_tools("mount")
     folder.mkdir(parents=True)
     options = ["-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     mounted = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)

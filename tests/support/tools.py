@@ -7,7 +7,7 @@ import pytest
 
 NEED_TOOLS = "TESTS_NEED_TOOLS"
 """Not one of psctl's variables, which the tests do not see."""
-_PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver", "g++": "g++"}
+_PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver", "g++": "g++", "mount": "mount"}
 
 
 def lacking(told: str) -> str:

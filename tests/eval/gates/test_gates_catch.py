@@ -4,7 +4,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 
 from patchedserve.data.datasets.base import BadEntries
 from patchedserve.data.resolution import parse_list
+from patchedserve.data.tables.block_facts import ModelFacts
 from patchedserve.eval.compare.run import Comparison, compare
 from patchedserve.eval.gates.file import read_gates
 from patchedserve.eval.gates.judging import Gate, judge, write_baseline
@@ -34,6 +35,7 @@ from patchedserve.serving.patched.stepper import PackedBatch
 from patchedserve.serving.samplers.batched import SamplerBatch
 from patchedserve.serving.scheduling import policies
 from patchedserve.serving.scheduling.policies import Decision
+from patchedserve.training.cache.schedule import CacheSchedule, StepPlan
 
 from ...support.broken_engine import FAULTS, Fault, broken_engine
 from ...support.function_policy import FunctionPolicy
@@ -60,6 +62,8 @@ STEPS = 8
 PATCHED = {"emoji-xl": EngineOptions(order="patch", strategy="stitch"), "emoji-3": EngineOptions()}
 # Of 8 steps, each changes more than of the 30 that are usual, where thresholds of 0.01 are.
 THRESHOLDS = {"emoji-xl": 0.05, "emoji-3": 0.015}
+COMPUTED = (0, 1, 2, 3, 4, 5, 6)
+"""Of the 8 steps, in which the schedule of a sound model leaves out one."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,14 @@ def draw_cached(name: str, folder: Path, threshold: float) -> Path:
     return folder
 
 
+def draw_scheduled(name: str, folder: Path, computed: Sequence[int]) -> Path:
+    model, file = loaded(name, PATCHED[name]), folder.with_suffix(".json")
+    facts = ModelFacts(name, model.fingerprint, type(model.pipe.scheduler).__name__)
+    CacheSchedule(facts, {STEPS: StepPlan(STEPS, tuple(computed))}).save(file)
+    draw(name, folder, replace(PATCHED[name], cache=CacheOptions("schedule", schedule=file)))
+    return folder
+
+
 def drawn_by(name: str, folder: Path) -> Drawn:
     """Draw a model's sound images, measure them, and lay out what its gates read."""
     sound = Drawn(name, folder / "plain", folder / "patched", Judges(), folder / "results")
@@ -124,6 +136,8 @@ def drawn_by(name: str, folder: Path) -> Drawn:
     sound.compare(sound.plain, sound.patched, sound.results / "exact.json")
     cached = draw_cached(name, folder / "cached", THRESHOLDS[name])
     sound.compare(sound.patched, cached, sound.results / "cached.json")
+    scheduled = draw_scheduled(name, folder / "scheduled", COMPUTED)
+    sound.compare(sound.patched, scheduled, sound.results / "scheduled.json")
     images = set_of(sound.patched, manifest)
     captions = {item.id: item.prompt for item in manifest.items}
     result, values = measure_clip(sound.judges.clip, "emoji-clip", images, captions, bad=BadEntries(images.name))
@@ -156,9 +170,9 @@ def judged(capsys: Capture, folder: Path) -> tuple[int, dict[str, str]]:
 
 def expected(failing: str) -> dict[str, str]:
     """Verdicts where all gates whose names begin so fail, and the others pass."""
-    kinds = {"patched is plain": ("PSNR", "SSIM", "LPIPS"), "cache keeps the image": ("PSNR", "SSIM", "LPIPS")}
-    verdicts = {f"{start} ({kind})": "pass" for start, names in kinds.items() for kind in names}
-    verdicts |= {"prompts are followed": "pass", "cache reuses": "pass"}
+    compared = ("patched is plain", "cache keeps the image", "schedule keeps the image")
+    verdicts = {f"{start} ({kind})": "pass" for start in compared for kind in ("PSNR", "SSIM", "LPIPS")}
+    verdicts |= dict.fromkeys(("prompts are followed", "cache reuses", "schedule skips"), "pass")
     return {name: "fail" if failing and name.startswith(failing) else verdict for name, verdict in verdicts.items()}
 
 
@@ -229,13 +243,24 @@ def test_a_cache_threshold_that_is_too_loose_fails(capsys: Capture, drawn: Drawn
     assert judged(capsys, results) == (1, expected("cache keeps the image"))
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
+@MODELS
+def test_a_schedule_of_too_few_steps_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
+    loose = draw_scheduled(drawn.name, tmp_path / "loose", (0, 4))
+    results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
+    drawn.compare(drawn.patched, loose, results / "scheduled.json")
+    assert judged(capsys, results) == (1, expected("schedule keeps the image"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "gate"), [("cached.json", "cache reuses"), ("scheduled.json", "schedule skips")])
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
-def test_a_cache_that_does_nothing_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
+def test_a_cache_that_does_nothing_fails(capsys: Capture, drawn: Drawn, tmp_path: Path, file: str, gate: str) -> None:
     """It draws what the engine draws without it, which all bounds on its cost let pass."""
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
-    drawn.compare(drawn.patched, drawn.patched, results / "cached.json")
-    assert judged(capsys, results) == (1, expected("cache reuses"))
+    drawn.compare(drawn.patched, drawn.patched, results / file)
+    assert judged(capsys, results) == (1, expected(gate))
 
 
 def test_a_fault_ends_with_its_block() -> None:
