@@ -125,7 +125,7 @@ def bench_slo(
         psctl bench slo --rates 1,2,3,4 --num-prompts 60
         psctl bench slo --cache patch --systems bucketed,patched-fcfs,patchedserve --rates 2,4,6 --num-seeds 3
         psctl bench slo --on both --systems bucketed,patched-fcfs,patchedserve --rates 1,2,3 --duration 20
-        psctl bench slo --on both --systems patched-slack:slack,patched-slack:slack-fitting --rates 3,4
+        psctl bench slo --on both --systems patched-slack:slack,patched-slack:fair-fitting --rates 3,4
         psctl bench slo --on simulator --latency h200.csv --resolutions 512,768,1024 --rates 5,10,15,20 --gpus 4
         psctl bench slo --resume psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z --num-seeds 2
     """

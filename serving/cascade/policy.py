@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ...data.resolution import Resolution
 from ..core.request_state import RequestView
-from ..scheduling.policies.base import Decision, Policy, StepLatencyPredictor, free_places
+from ..scheduling.policies.base import ALL_IN_TIME, Decision, Lately, Policy, StepLatencyPredictor, free_places
 from ..scheduling.policies.waiting import by_deadline
 
 BatchSeconds = Callable[[Resolution, int], float]
@@ -43,6 +43,7 @@ class CascadePolicy(Policy):
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
         decoder_free_s: float = 0.0,
+        lately: Lately = ALL_IN_TIME,
     ) -> Decision:
         """See `Policy.decide`."""
         # Of a batch that has begun, nobody cares how large the next one may be.
@@ -88,6 +89,7 @@ class SharedPolicy(Policy):
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
         decoder_free_s: float = 0.0,
+        lately: Lately = ALL_IN_TIME,
     ) -> Decision:
         """See `Policy.decide`."""
         num_free = free_places(active, max_batch_size)

@@ -10,6 +10,7 @@ from ...data.resolution import Resolution
 from ...data.work import Work, resolution_of
 from ..core.request_state import ActiveViews, RequestState, RequestView, Status
 from .decoder_queue import DecoderQueue
+from .ends import RecentEnds
 from .policies import (
     EndPredictor,
     LearningPredictor,
@@ -98,6 +99,7 @@ class Scheduler:
         self._ready: list[RequestState] = []
         self._active: list[RequestState] = []
         self._decoding = DecoderQueue(predictor if isinstance(predictor, EndPredictor) else None)
+        self._ends = RecentEnds()
         # When the last step ended, if requests were left in the batch.
         self._left_s: float | None = None
         # Of the active requests: their pixels, and the count of steps at which the next of them leaves.
@@ -253,7 +255,7 @@ class Scheduler:
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
         given = now_s, self._waiting, views, max_batch_size, self._predictor
-        decision = policy.decide(*given, self._decoding.free_s())
+        decision = policy.decide(*given, self._decoding.free_s(), self._ends.lately)
         if not admitted and not self._decoding:
             decision = tried_when_idle(decision, now_s, self._waiting)
         if self._on_decision is not None:
@@ -329,6 +331,7 @@ class Scheduler:
         if state is None:
             return None
         state.record.close(status, now_s, reason)
+        self._ends.note(state.record)
         if state.stage != "decoding":
             self._leave(state)
         else:

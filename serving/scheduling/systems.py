@@ -102,13 +102,13 @@ SYSTEMS: Mapping[str, System] = {
             "patched-slack",
             "mixed-resolution batches and slack scheduling; every step is computed, so that images are exact",
             "patched",
-            "slack-fitting",
+            "fair-fitting",
         ),
         System(
             "patched-schedule",
             "the same with a cache that computes some steps, known in advance, and forecasts the others",
             "patched",
-            "slack-fitting",
+            "fair-fitting",
             cache="schedule",
         ),
         System(

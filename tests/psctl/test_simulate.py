@@ -55,7 +55,7 @@ def test_a_run_leaves_what_a_served_one_does(folder: Path, capsys: pytest.Captur
     summary = summary_of(simulate(capsys, *options, "--json", "--postprocess-ms", "10", "--output-file", "s.json"))
     run_dir = Path(summary["run_dir"])
     assert json.loads((folder / "s.json").read_text()) == json.loads((run_dir / "summary.json").read_text()) == summary
-    assert (summary["total_requests"], summary["num_gpus"], summary["config"]["policy"]) == (60, 1, "slack-fitting")
+    assert (summary["total_requests"], summary["num_gpus"], summary["config"]["policy"]) == (60, 1, "fair-fitting")
     assert summary["slo_attainment_rate"] > 0.9
     records = read_rows(run_dir / "records.parquet", RECORDS)
     assert len(records) == 60
@@ -161,10 +161,10 @@ def test_a_system_sets_engine_and_policy_and_single_options_override(
         config = summary_of(simulate(capsys, *base, "--quiet", *options))["config"]
         return config["system"], config["policy"], config["engine"]
 
-    assert chosen() == ("patched-slack", "slack-fitting", "patched")
+    assert chosen() == ("patched-slack", "fair-fitting", "patched")
     assert chosen("--system", "nirvana") == ("nirvana", "continuous", "plain")
     assert chosen("--policy", "edf", "--system", "nirvana", "--engine", "patched") == ("nirvana", "edf", "patched")
-    assert chosen("--engine", "plain") == ("patched-slack", "slack-fitting", "plain")
+    assert chosen("--engine", "plain") == ("patched-slack", "fair-fitting", "plain")
     # The systems that --policy had before there were any.
     for old in ("bucketed", "nirvana", "patched-fcfs", "distrifusion-fcfs"):
         system = get_system(old, is_simulated=True)
@@ -200,7 +200,7 @@ def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[
         (["--latency", "nowhere.csv"], "nowhere.csv: cannot read"),
         (["--latency", "bad.csv"], "bad.csv"),
         (["--resolutions", "128,512"], "knows nothing of 512x512, but only of 128x128, 256x256"),
-        (["--policy", "magic"], "edf, edf-drop, slack, slack-fitting"),
+        (["--policy", "magic"], "edf, edf-drop, slack, edf-fitting, fair-fitting"),
         (["--system", "magic"], "must be one of diffusers"),
         (["--system", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
         (["--gpus", "0"], "'--gpus': '0', but it must be greater than or equal to 1"),

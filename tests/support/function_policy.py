@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from patchedserve.serving.core.request_state import RequestView
-from patchedserve.serving.scheduling.policies import Decision
+from patchedserve.serving.scheduling.policies import ALL_IN_TIME, Decision, Lately
 from patchedserve.serving.scheduling.policies.base import StepLatencyPredictor
 
 Choose = Callable[[float, Sequence[RequestView], Sequence[RequestView]], Decision]
@@ -28,5 +28,6 @@ class FunctionPolicy:
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
         decoder_free_s: float = 0.0,
+        lately: Lately = ALL_IN_TIME,
     ) -> Decision:
         return self._choose(now_s, waiting, active)

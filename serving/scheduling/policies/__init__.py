@@ -2,8 +2,10 @@
 
 from ....data.errors import UsageError
 from .base import (
+    ALL_IN_TIME,
     Decision,
     EndPredictor,
+    Lately,
     LearningPredictor,
     Policy,
     StepLatencyPredictor,
@@ -11,7 +13,8 @@ from .base import (
     require_predictor,
     tried_when_idle,
 )
-from .fitting import ContinuousDropPolicy, EdfDropPolicy, FittingPolicy
+from .dropping import ContinuousDropPolicy, EdfDropPolicy
+from .fitting import EdfFittingPolicy, FairFittingPolicy
 from .in_order import ContinuousPolicy, EdfPolicy, FcfsPolicy, StaticPolicy
 from .slack import SlackPolicy
 from .waiting import WaitingQueue
@@ -26,7 +29,8 @@ _POLICIES: dict[str, type[Policy]] = {
         EdfPolicy,
         EdfDropPolicy,
         SlackPolicy,
-        FittingPolicy,
+        EdfFittingPolicy,
+        FairFittingPolicy,
     )
 }
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
@@ -44,9 +48,11 @@ def get_policy(name: str) -> Policy:
 
 
 __all__ = [
+    "ALL_IN_TIME",
     "POLICY_NAMES",
     "Decision",
     "EndPredictor",
+    "Lately",
     "LearningPredictor",
     "Policy",
     "StepLatencyPredictor",

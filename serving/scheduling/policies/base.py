@@ -24,6 +24,22 @@ class Decision:
     drop: tuple[tuple[int, str], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Lately:
+    """How requests with a deadline have fared lately.
+
+    Attributes:
+        in_time: share of them that met it, from 0 to 1.
+        behind: resolutions of which clearly fewer did.
+    """
+
+    in_time: float = 1.0
+    behind: frozenset[Resolution] = frozenset()
+
+
+ALL_IN_TIME = Lately()
+
+
 class StepLatencyPredictor(Protocol):
     """Says how long one denoising step of a batch takes (PatchedServe section 6, "Schedule Predictor")."""
 
@@ -87,6 +103,7 @@ class Policy(Protocol):
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
         decoder_free_s: float = 0.0,
+        lately: Lately = ALL_IN_TIME,
     ) -> Decision:
         """Choose who joins and who is dropped before the next step.
 
@@ -102,6 +119,7 @@ class Policy(Protocol):
             predictor: step latencies for policies that look ahead; the others ignore it.
             decoder_free_s: when the decoder will have done what it was given, on the clock of `now_s`; not after that
                 if it has nothing to do; infinity if it is at work and nobody knows for how long.
+            lately: how requests have fared.
 
         Returns:
             A decision that `check_decision` accepts: only waiting requests are named, each once, and no more are

@@ -1,30 +1,45 @@
-"""Slack scheduling that passes over who does not fit, and policies that look at nothing but who is too late."""
+"""Deadline scheduling that passes over who does not fit, and keeps the batch small enough for the tightest kind."""
 
 import math
-from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from heapq import merge, nsmallest
-from itertools import chain, islice
-from operator import itemgetter
-from typing import ClassVar
+from collections.abc import Collection, Sequence
+from heapq import merge
+from typing import ClassVar, NamedTuple
 
-from .base import Decision
+from ....data.resolution import Resolution
+from .base import Decision, Lately
+from .dropping import first_in_time
 from .outlook import LookAheadPolicy, Outlook
-from .slack import TOO_LATE, slack
-from .waiting import ByDeadline
+from .slack import TOO_LATE
 
 
-class FittingPolicy(LookAheadPolicy):
-    """Admits the most urgent waiting request of those that fit: in time themselves, and making nobody late.
+class _Found(NamedTuple):
+    """A request that may join. It sorts by what comes first."""
+
+    is_ahead: bool
+    deadline_s: float
+    arrival_s: float
+    request_id: int
+    kind: int
+    place: int
+
+
+class EdfFittingPolicy(LookAheadPolicy):
+    """Admits the earliest deadline of those that fit: in time themselves, making nobody late, and not slowing the batch
+    beyond what each kind can bear.
 
     Where Algorithm 1 (`slack`) stops at the first request that would make an active one late, and discards at once who
     would be late in the merged batch, this one passes over both: the batch stays full, and who was passed over joins
-    when others have left. Discarded is only who would be late even with all to itself.
+    when others have left.
 
-    * Of those who fit, the one of least slack joins, again and again, each time with the batch as it is then.
+    * **A longest step.** All in a batch take their steps together, so that a batch of many large images is too slow for
+      the deadlines of small ones, which could then never join, however few they are. A step may be as long as the
+      tightest kind that waits or runs can bear: `share_of_slo` of the time from its arrival to its deadline, less its
+      decoding, over its steps. Kinds that could not even be drawn alone in that time do not count.
     * Steps of a batch are taken to last `margin` longer than predicted, as one of many is slow, and who was admitted
       with nothing to spare is late then. A request that would be alone starts without it.
+    * Who would be late even with all to itself is discarded. But as long as nearly all requests are in time (`light`),
+      nobody is: who is too late then waits until all others have a place, and is drawn late.
     * Without a deadline a request comes last, but not for ever: when it has waited for `patience` times its standalone
       latency, nobody is admitted before it.
 
@@ -33,96 +48,101 @@ class FittingPolicy(LookAheadPolicy):
 
     Attributes:
         margin: share by which steps may last longer.
+        share_of_slo: the rest is for waiting until there is a place.
+        light: share of requests in time lately from which on nobody is discarded.
         patience: standalone latencies that a request without a deadline waits for others.
+        is_fair: whether resolutions that are behind go first.
     """
 
     margin: ClassVar[float] = 0.05
+    share_of_slo: ClassVar[float] = 0.9
+    light: ClassVar[float] = 0.95
     patience: ClassVar[float] = 20.0
-    name: ClassVar[str] = "slack-fitting"
+    is_fair: ClassVar[bool] = False
+    name: ClassVar[str] = "edf-fitting"
 
-    def choose(self, outlook: Outlook, num_free: int) -> Decision:
+    def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
         """Admit those who fit."""
-        places, drop = _too_late(outlook)
+        firsts = first_in_time(outlook)
+        places = list(firsts)
+        longest_s = self._longest_step_s(outlook, firsts)
+        behind = lately.behind if self.is_fair else ()
         admit: list[int] = []
-        while num_free:
-            found = self._patient(outlook, places)
-            if found is None:
-                found = _most_urgent(outlook, places)
-            elif outlook.batch and outlook.makes_late(found[0]):
-                break
-            if found is None:
-                break
-            kind, place = found
-            deadline_s, _, request_id, _ = outlook.groups[kind][place]
-            admit.append(request_id)
+        while len(admit) < num_free and (found := self._next(outlook, places, longest_s, behind)) is not None:
+            admit.append(found.request_id)
             # Those before it do not fit into a larger batch either.
-            places[kind] = place + 1
-            num_free -= 1
-            outlook.join(kind, deadline_s)
-        return Decision(tuple(admit), drop)
+            places[found.kind] = found.place + 1
+            outlook.join(found.kind, found.deadline_s)
+        late = merge(*(group[:place] for group, place in zip(outlook.groups, firsts, strict=True)))
+        if lately.in_time < self.light:
+            return Decision(tuple(admit), tuple((one[2], TOO_LATE) for one in late))
+        if all(place == len(group) for place, group in zip(places, outlook.groups, strict=True)):
+            kinds = {one[2]: kind for kind, group in enumerate(outlook.groups) for one in group[: firsts[kind]]}
+            for deadline_s, _, request_id, _ in late:
+                kind = kinds[request_id]
+                if len(admit) < num_free and self._bears(outlook, kind, longest_s):
+                    admit.append(request_id)
+                    outlook.join(kind, deadline_s)
+        return Decision(tuple(admit))
 
-    def _patient(self, outlook: Outlook, places: Sequence[int]) -> tuple[int, int] | None:
-        """Kind and place of the request without a deadline that has waited for too long, and longest."""
-        waited = []
+    def _longest_step_s(self, outlook: Outlook, places: Sequence[int]) -> float:
+        """How long a step of the batch may last."""
+        bearable_s = [
+            self.share_of_slo * (view.deadline_s - view.arrival_s) / view.num_steps
+            for view in outlook.active
+            if view.deadline_s is not None
+        ]
+        for kind, (group, place) in enumerate(zip(outlook.groups, places, strict=True)):
+            if place < len(group):
+                deadline_s, arrival_s, _, _ = group[place]
+                demand = outlook.kinds[kind]
+                left_s = self.share_of_slo * (deadline_s - arrival_s) - demand.decode_s - demand.beyond_s
+                if left_s >= demand.steps * outlook.alone_s(kind):
+                    bearable_s.append(left_s / demand.steps)
+        return min(bearable_s, default=math.inf)
+
+    def _next(
+        self, outlook: Outlook, places: Sequence[int], longest_s: float, behind: Collection[Resolution]
+    ) -> _Found | None:
+        """Who joins next; None if nobody does."""
+        if (found := self._patient(outlook, places)) is not None:
+            return None if outlook.batch and outlook.makes_late(found.kind) else found
+        fitting: list[_Found] = []
+        is_held = False
+        for kind, group in enumerate(outlook.groups):
+            if places[kind] == len(group):
+                continue
+            is_behind = group[places[kind]][3].resolution in behind
+            place = bisect_left(group, (outlook.now_s + outlook.needs_s(kind),), lo=places[kind])
+            if place < len(group) and self._bears(outlook, kind, longest_s):
+                fitting.append(_Found(not is_behind, *group[place][:3], kind, place))
+            elif is_behind:
+                is_held = True
+        found = min(fitting, default=None)
+        # Whoever goes ahead would only put off the one that is behind.
+        return None if found is None or (is_held and found.is_ahead) else found
+
+    def _patient(self, outlook: Outlook, places: Sequence[int]) -> _Found | None:
+        """The request without a deadline that has waited for too long, and longest."""
+        waited: list[_Found] = []
         for kind, group in enumerate(outlook.groups):
             place = bisect_left(group, (math.inf,), lo=places[kind])
             if place < len(group):
-                _, arrival_s, request_id, _ = group[place]
-                if outlook.now_s - arrival_s > self.patience * outlook.kinds[kind].unit_s:
-                    waited.append((arrival_s, request_id, kind, place))
-        return min(waited)[2:] if waited else None
+                one = _Found(False, *group[place][:3], kind, place)
+                if outlook.now_s - one.arrival_s > self.patience * outlook.kinds[kind].unit_s:
+                    waited.append(one)
+        return min(waited, default=None)
+
+    @staticmethod
+    def _bears(outlook: Outlook, kind: int, longest_s: float) -> bool:
+        """Whether the batch bears one of a kind."""
+        return not outlook.batch or (outlook.merged_s(kind) <= longest_s and not outlook.makes_late(kind))
 
 
-def _too_late(outlook: Outlook) -> tuple[list[int], tuple[tuple[int, str], ...]]:
-    """The places of the first of each kind that would be in time with all to itself; those before, with the reason."""
-    now_s = outlook.now_s
-    places = [bisect_left(group, (now_s + outlook.needs_alone_s(kind),)) for kind, group in enumerate(outlook.groups)]
-    late = sorted(one[:3] for group, place in zip(outlook.groups, places, strict=True) for one in group[:place])
-    return places, tuple((request_id, TOO_LATE) for _, _, request_id in late)
+class FairFittingPolicy(EdfFittingPolicy):
+    """The same, but no resolution pays for the others: where clearly fewer requests of one were in time lately than of
+    all (`Lately.behind`), those that wait go first, and until they fit, nobody else joins.
+    """
 
-
-def _most_urgent(outlook: Outlook, places: Sequence[int]) -> tuple[int, int] | None:
-    """Kind and place of the request of least slack that fits."""
-    fitting = []
-    for kind, group in enumerate(outlook.groups):
-        in_time_s = outlook.now_s + outlook.needs_s(kind)
-        place = bisect_left(group, (in_time_s,), lo=places[kind])
-        if place < len(group) and not outlook.makes_late(kind):
-            deadline_s, arrival_s, request_id, _ = group[place]
-            score = slack(deadline_s - in_time_s, outlook.kinds[kind].unit_s)
-            fitting.append((score, arrival_s, request_id, kind, place))
-    return min(fitting)[3:] if fitting else None
-
-
-class DroppingPolicy(LookAheadPolicy):
-    """Fills places in an order of its own, and discards who would be late even with all to itself."""
-
-    def choose(self, outlook: Outlook, num_free: int) -> Decision:
-        """Admit the first of those who are not too late."""
-        places, drop = _too_late(outlook)
-        left = (islice(group, place, None) for group, place in zip(outlook.groups, places, strict=True))
-        return Decision(tuple(one[2] for one in self.first(num_free, left)), drop)
-
-    @abstractmethod
-    def first(self, count: int, groups: Iterable[Iterable[ByDeadline]]) -> Iterable[ByDeadline]:
-        """Take the first requests of groups, each of which is in order of deadline."""
-
-
-class ContinuousDropPolicy(DroppingPolicy):
-    """Continuous batching in order of arrival that discards who would be late."""
-
-    name: ClassVar[str] = "continuous-drop"
-
-    def first(self, count: int, groups: Iterable[Iterable[ByDeadline]]) -> Iterable[ByDeadline]:
-        """Take those that arrived first."""
-        return nsmallest(count, chain.from_iterable(groups), key=itemgetter(1, 2))
-
-
-class EdfDropPolicy(DroppingPolicy):
-    """Continuous batching by deadline that discards who would be late."""
-
-    name: ClassVar[str] = "edf-drop"
-
-    def first(self, count: int, groups: Iterable[Iterable[ByDeadline]]) -> Iterable[ByDeadline]:
-        """Take those that are due first."""
-        return islice(merge(*groups), count)
+    is_fair: ClassVar[bool] = True
+    name: ClassVar[str] = "fair-fitting"

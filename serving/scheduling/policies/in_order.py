@@ -7,7 +7,7 @@ from itertools import islice
 from typing import ClassVar
 
 from ...core.request_state import RequestView
-from .base import Decision, Policy, StepLatencyPredictor, free_places
+from .base import ALL_IN_TIME, Decision, Lately, Policy, StepLatencyPredictor, free_places
 from .waiting import as_queue
 
 
@@ -25,6 +25,7 @@ class InOrderPolicy(Policy):
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
         decoder_free_s: float = 0.0,
+        lately: Lately = ALL_IN_TIME,
     ) -> Decision:
         """See `Policy.decide`."""
         num_free = free_places(active, max_batch_size)

@@ -10,7 +10,16 @@ from typing import ClassVar, NamedTuple
 from ....data.resolution import Resolution
 from ....data.work import Work
 from ...core.request_state import RequestView
-from .base import Decision, EndPredictor, Policy, StepLatencyPredictor, free_places, require_predictor
+from .base import (
+    ALL_IN_TIME,
+    Decision,
+    EndPredictor,
+    Lately,
+    Policy,
+    StepLatencyPredictor,
+    free_places,
+    require_predictor,
+)
 from .waiting import as_queue
 
 
@@ -62,7 +71,7 @@ class Outlook:
         margin: share by which steps of a batch are taken to last longer than predicted.
 
     Attributes:
-        now_s: as given.
+        now_s, active: as given.
         groups: the requests of each kind that wait, in order of deadline.
         kinds: what one of each takes.
         batch: works of all in the batch, sorted.
@@ -79,7 +88,7 @@ class Outlook:
         *,
         margin: float = 0.0,
     ) -> None:
-        active = tuple(active)  # the simulator makes views only when they are asked for
+        self.active = active = tuple(active)  # views are made only when they are asked for
         self.now_s, self._predict, self._longer = now_s, predictor.step_latency_s, 1 + margin
         self._learnt = predictor if isinstance(predictor, EndPredictor) else None
         self.groups = as_queue(waiting).groups
@@ -190,14 +199,16 @@ class LookAheadPolicy(Policy):
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
         decoder_free_s: float = 0.0,
+        lately: Lately = ALL_IN_TIME,
     ) -> Decision:
         """Decide as `Policy.decide` says. Raises UsageError without a predictor."""
         num_free = free_places(active, max_batch_size)
         predictor = require_predictor(self, predictor)
         if not num_free or not waiting:
             return Decision()
-        return self.choose(Outlook(now_s, waiting, active, predictor, decoder_free_s, margin=self.margin), num_free)
+        outlook = Outlook(now_s, waiting, active, predictor, decoder_free_s, margin=self.margin)
+        return self.choose(outlook, num_free, lately)
 
     @abstractmethod
-    def choose(self, outlook: Outlook, num_free: int) -> Decision:
+    def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
         """Choose who joins, as many as there are places, and who is dropped."""

@@ -1,4 +1,4 @@
-"""Slack scheduling that passes over who does not fit, on cases small enough to be worked out by hand."""
+"""Deadline scheduling that passes over who does not fit, on cases small enough to be worked out by hand."""
 
 import time
 from collections.abc import Sequence
@@ -9,17 +9,30 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestView
-from patchedserve.serving.scheduling.policies import Decision, WaitingQueue, get_policy
-from patchedserve.serving.scheduling.policies.fitting import FittingPolicy
+from patchedserve.serving.scheduling.policies import ALL_IN_TIME, Decision, Lately, WaitingQueue, get_policy
+from patchedserve.serving.scheduling.policies.fitting import EdfFittingPolicy, FairFittingPolicy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
 from patchedserve.serving.scheduling.step_latency import MemoisedLatency
 
 from ...support.machine_speed import reference_s, slowness
-from .test_slack import L, Steps, view
+from .test_slack import L, S, Steps, view
+
+OVERLOADED = Lately(in_time=0.9)
 
 
-class Exact(FittingPolicy):
+def active_view(deadline_s: float | None, size: Resolution = S) -> RequestView:
+    """One that came long ago, so that its kind bears steps of any length, and has 5 of 10 steps left."""
+    return view(0, size, deadline_s=deadline_s, done=5, arrival_s=-1000.0)
+
+
+class Exact(EdfFittingPolicy):
     margin = 0.0
+    share_of_slo = 1.0
+
+
+class ExactAndFair(FairFittingPolicy):
+    margin = 0.0
+    share_of_slo = 1.0
 
 
 EXACT = Exact()
@@ -31,45 +44,92 @@ def decide(
     *,
     now_s: float = 0.0,
     places: int = 16,
-    policy: FittingPolicy = EXACT,
+    policy: EdfFittingPolicy = EXACT,
+    lately: Lately = ALL_IN_TIME,
 ) -> Decision:
-    return policy.decide(now_s, waiting, active, places, Steps())
+    return policy.decide(now_s, waiting, active, places, Steps(), 0.0, lately)
 
 
 def test_who_would_make_an_active_request_late_is_passed_over() -> None:
     # The active small one has 5 steps left. Joined by the large one each takes 5 s, by a small one 3 s.
     waiting = [view(1, L, deadline_s=100.0), view(2, deadline_s=1000.0)]
-    assert decide(waiting, [view(0, deadline_s=24.9, done=5)]) == Decision(admit=(2,))
-    assert get_policy("slack").decide(0.0, waiting, [view(0, deadline_s=24.9, done=5)], 16, Steps()) == Decision()
+    assert decide(waiting, [active_view(24.9)]) == Decision(admit=(2,))
+    assert get_policy("slack").decide(0.0, waiting, [active_view(24.9)], 16, Steps()) == Decision()
     # Nobody is made late who is late anyway.
-    assert decide(waiting, [view(0, deadline_s=5.0, done=5)]).admit == (1, 2)
+    assert decide(waiting, [active_view(5.0)]).admit == (1, 2)
 
 
 def test_who_would_be_late_in_the_batch_waits_and_who_would_be_late_alone_is_discarded() -> None:
     # Alone it takes 20 s, with the active large one 50 s.
-    active = [view(0, L, deadline_s=None, done=5)]
-    assert decide([view(1, deadline_s=30.0), view(2, deadline_s=19.0), view(3, deadline_s=50.0)], active) == Decision(
-        admit=(3,), drop=((2, TOO_LATE),)
-    )
+    active = [active_view(None, L)]
+    waiting = [view(1, deadline_s=30.0), view(2, deadline_s=19.0), view(3, deadline_s=50.0, arrival_s=-1000.0)]
+    assert decide(waiting[1:], active, lately=OVERLOADED) == Decision(admit=(3,), drop=((2, TOO_LATE),))
+    # The one that waits holds those back that would slow it.
+    assert decide(waiting, active, lately=OVERLOADED) == Decision(drop=((2, TOO_LATE),))
     # It is the batch's turn to end: alone it starts at once.
     assert decide([view(1, deadline_s=30.0)]).admit == (1,)
 
 
-def test_of_those_who_fit_the_most_urgent_is_first_and_each_sees_the_batch_with_those_before() -> None:
-    # Slacks (50 - 20) / 20 and (70 - 40) / 40: the large one first. Then a step of both takes 5 s.
+def test_while_nearly_all_are_in_time_nobody_is_discarded_but_drawn_after_the_others() -> None:
+    waiting = [view(1, deadline_s=19.0), view(2, deadline_s=10.0), view(3, deadline_s=500.0)]
+    assert decide(waiting, places=2) == Decision(admit=(3, 2))
+    assert decide(waiting) == Decision(admit=(3, 2, 1))
+    # Somebody else still waits, or would be made late: the late ones wait, too.
+    assert decide(waiting, places=1) == Decision(admit=(3,))
+    active = [active_view(12.0)]
+    assert decide(waiting[:2], active) == Decision()
+    assert decide(waiting[:2], active, lately=OVERLOADED).drop == ((2, TOO_LATE), (1, TOO_LATE))
+
+
+def test_of_those_who_fit_the_first_to_be_due_is_first_and_each_sees_the_batch_with_those_before() -> None:
+    # A step of both takes 5 s.
     waiting = [view(0, deadline_s=50.0), view(1, L, deadline_s=70.0)]
-    assert decide(waiting).admit == (1, 0)
-    assert decide([view(0, deadline_s=49.0), view(1, L, deadline_s=70.0)]).admit == (1,)
+    assert decide(waiting).admit == (0, 1)
+    assert decide([view(0, deadline_s=49.0), view(1, L, deadline_s=70.0)]).admit == (0,)
 
 
 def test_steps_of_a_batch_have_a_margin_and_those_of_one_alone_have_none() -> None:
     # A step of both takes 5 s, ten of them 50 s; with a twentieth more 52.5 s.
-    careful = FittingPolicy()
+    careful = EdfFittingPolicy()
     active = [view(0, L, deadline_s=None)]
-    assert decide([view(1, deadline_s=52.0)], active).admit == (1,)
-    assert decide([view(1, deadline_s=52.0)], active, policy=careful).admit == ()
-    assert decide([view(1, deadline_s=53.0)], active, policy=careful).admit == (1,)
-    assert decide([view(1, deadline_s=20.0)], policy=careful).admit == (1,)
+    old = {"now_s": 100.0, "policy": careful}
+    assert decide([view(1, deadline_s=152.0)], active, now_s=100.0).admit == (1,)
+    assert decide([view(1, deadline_s=152.0)], active, **old).admit == ()
+    assert decide([view(1, deadline_s=153.0)], active, **old).admit == (1,)
+    assert decide([view(1, deadline_s=120.0)], **old).admit == (1,)
+
+
+def test_a_step_is_no_longer_than_the_tightest_kind_can_bear() -> None:
+    # Both have much time, but the small one has 30 s for 10 steps in all: no step of more than 3 s.
+    small = view(1, deadline_s=30.0)
+    large = [view(2, L, deadline_s=1e4), view(3, L, deadline_s=1e4)]
+    assert decide([*large, small]).admit == (1,), "5 s a step, with a large one"
+    assert decide(large, [view(1, deadline_s=30.0, done=9)]) == Decision(), "while it runs, too"
+    assert decide(large).admit == (2, 3)
+    # The first tenth of its time is for waiting: 27 s.
+    careful = EdfFittingPolicy()
+    two = [view(1, deadline_s=32.0), view(2, deadline_s=32.0)]
+    assert decide(two).admit == (1, 2)
+    assert decide(two, policy=careful).admit == (1,)
+    # One that even alone would take longer than it can bear holds nobody back.
+    assert decide([*large, view(4, deadline_s=21.0)], policy=careful, now_s=0.5).admit == (4,)
+    assert decide(large, [view(0, L, deadline_s=None)]).admit == (2, 3)
+    assert decide([*large, view(4, deadline_s=21.0)], [view(0, L, deadline_s=None)], policy=careful).admit == (2, 3)
+
+
+def test_a_resolution_that_is_behind_goes_first_and_is_waited_for() -> None:
+    fair = ExactAndFair()
+    behind = Lately(0.5, frozenset({L}))
+    waiting = [view(1, deadline_s=500.0), view(2, L, deadline_s=600.0)]
+    assert decide(waiting, places=1, policy=fair).admit == (1,)
+    assert decide(waiting, places=1, policy=fair, lately=behind).admit == (2,)
+    assert decide(waiting, places=1, lately=behind).admit == (1,), "the other policy does not look at it"
+    # The large one would make the active one late. No small one joins, so that the batch empties for it.
+    active = [active_view(24.9)]
+    assert decide(waiting, active, policy=fair).admit == (1,)
+    assert decide(waiting, active, policy=fair, lately=behind) == Decision()
+    # None of them waits.
+    assert decide(waiting[:1], active, policy=fair, lately=behind).admit == (1,)
 
 
 def test_without_a_deadline_a_request_comes_last_but_not_for_ever() -> None:
@@ -78,12 +138,12 @@ def test_without_a_deadline_a_request_comes_last_but_not_for_ever() -> None:
     # The large one has waited for more than 20 times its 40 s: nobody goes before it, and it goes when nobody is late.
     waiting[1] = view(2, deadline_s=2000.0)
     assert decide(waiting, now_s=801.0, places=1).admit == (1,)
-    active = [view(0, deadline_s=801.0 + 24.9, done=5)]
+    active = [active_view(801.0 + 24.9)]
     assert decide(waiting, active, now_s=801.0) == Decision()
     assert decide(waiting, active, now_s=799.0 + 1.0).admit == (2,)
 
 
-@pytest.mark.parametrize("name", ["continuous-drop", "edf-drop", "slack-fitting"])
+@pytest.mark.parametrize("name", ["continuous-drop", "edf-drop", "edf-fitting"])
 def test_it_needs_a_predictor(name: str) -> None:
     with pytest.raises(UsageError, match=f"policy {name} looks ahead and needs step latencies, but none are given"):
         get_policy(name).decide(0.0, [], [], 16)
@@ -97,7 +157,7 @@ def test_simple_policies_discard_who_is_too_late_and_keep_their_order() -> None:
     assert get_policy("edf-drop").decide(0.0, waiting, [view(9, deadline_s=None)], 1, Steps()) == Decision()
 
 
-@pytest.mark.parametrize("name", ["slack", "slack-fitting"])
+@pytest.mark.parametrize("name", ["slack", "fair-fitting"])
 def test_a_decision_with_a_thousand_waiting_takes_a_millisecond(name: str) -> None:
     """With 15 in the batch; the time is divided by how much slower than usual the machine is at this moment."""
     sizes = (Resolution(128, 128), Resolution(192, 192), L)

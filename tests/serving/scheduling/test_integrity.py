@@ -23,7 +23,7 @@ def _dropping(now_s: float, waiting: Sequence[RequestView], active: Sequence[Req
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    **{name: (lambda name=name: get_policy(name)) for name in ("fcfs", "static", "edf", "slack", "slack-fitting")},
+    **{name: (lambda name=name: get_policy(name)) for name in ("fcfs", "static", "edf", "slack", "fair-fitting")},
     "dropping": lambda: FunctionPolicy(_dropping),
 }
 
@@ -90,7 +90,7 @@ def test_any_order_of_events_keeps_it_whole(name: str, seed: int) -> None:
 
     assert sorted(ended) == list(range(250))
     expected = {"completed", "failed", "cancelled"} | (
-        {"discarded"} if name in ("dropping", "slack", "slack-fitting") else set()
+        {"discarded"} if name in ("dropping", "slack", "fair-fitting") else set()
     )
     assert set(ended.values()) == expected
     # Nothing is kept of requests that have ended.

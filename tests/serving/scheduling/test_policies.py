@@ -14,6 +14,7 @@ from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.scheduling.policies import (
     POLICY_NAMES,
     Decision,
+    Lately,
     Policy,
     WaitingQueue,
     check_decision,
@@ -98,11 +99,13 @@ def test_random_queues_keep_the_contract(name: str) -> None:
         active = tuple(request._replace(steps_done=0) for request in random_views(rng, num_active, first_id=100))
         if policy.requires_one_resolution and active:
             active = tuple(one._replace(resolution=SIZES[0], num_steps=3) for one in active)
-        decision = policy.decide(20.0, waiting, active, max_batch_size, StepTimes())
+        lately = Lately(rng.random(), frozenset(rng.sample(SIZES, rng.randint(0, 3))))
+        given = active, max_batch_size, StepTimes(), 0.0, lately
+        decision = policy.decide(20.0, waiting, *given)
         check_decision(
             decision, waiting, active, max_batch_size, requires_one_resolution=policy.requires_one_resolution
         )
-        again = policy.decide(20.0, WaitingQueue(waiting[::-1]), active, max_batch_size, StepTimes())
+        again = policy.decide(20.0, WaitingQueue(waiting[::-1]), *given)
         assert again == decision, "not a function of its arguments"
         ids = [request.request_id for request in waiting]
         if name in BY_ARRIVAL:
@@ -182,7 +185,7 @@ def test_bad_batch_sizes(name: str) -> None:
 
 def test_names() -> None:
     assert POLICY_NAMES == (
-        "fcfs", "static", "continuous", "continuous-drop", "edf", "edf-drop", "slack", "slack-fitting",
+        "fcfs", "static", "continuous", "continuous-drop", "edf", "edf-drop", "slack", "edf-fitting", "fair-fitting",
     )  # fmt: skip
     with pytest.raises(UsageError, match="policy is 'slck', but it must be one of fcfs, static, continuous, "):
         get_policy("slck")
@@ -197,8 +200,8 @@ def test_systems_are_presets_of_what_serves() -> None:
         "nirvana": ("plain", "continuous", "off"),
         "distrifusion": ("parallel", "fcfs", "off"),
         "distrifusion-fcfs": ("plain", "fcfs", "off"),
-        "patched-slack": ("patched", "slack-fitting", "off"),
-        "patched-schedule": ("patched", "slack-fitting", "schedule"),
+        "patched-slack": ("patched", "fair-fitting", "off"),
+        "patched-schedule": ("patched", "fair-fitting", "schedule"),
         "patched-fcfs": ("patched", "continuous", "patch"),
         "patched-edf": ("patched", "edf", "patch"),
         "patchedserve": ("patched", "slack", "patch"),

@@ -230,7 +230,7 @@ def test_a_feasible_request_starts_at_once_in_an_empty_system(name: str) -> None
         assert name == "nirvana" or not record.slo_met
 
 
-@pytest.mark.parametrize("name", ["slack", "slack-fitting"])
+@pytest.mark.parametrize("name", ["slack", "fair-fitting"])
 def test_what_a_standstill_has_taught_is_unlearnt(name: str) -> None:
     """Steps are taken for four times as long as they are, and decoding for 20 s: nothing could be in time."""
     given = {"times": TIMES, "standalone_s": alone_s, "durations": StepDurations(ProfiledSteps(Steps()))}
