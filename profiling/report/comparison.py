@@ -14,7 +14,7 @@ from .page import plots_of, render
 from .run_data import RunData
 from .table import Table
 from .theme import THEME, add_legend, new_figure, series_colours, style_axes, to_png
-from .words import number, seconds, share
+from .words import number, seconds, share, worst
 
 OVERVIEW_FILE, PAGE_FILE = "overview.png", "comparison.html"
 _MAX_IMAGES = 12
@@ -105,6 +105,7 @@ def figures_table(runs: Sequence[ComparedRun]) -> Table:
     """The figures of all runs, one column each."""
     rows = [
         ("SLO attainment", *(share(run.attainment) for run in runs)),
+        ("  of the worst resolution", *(_worst_resolution(run) for run in runs)),
         ("requests in time", *(f"{run.num_met} of {len(run.data.judged)}" for run in runs)),
         ("images in time per second", *(number(run.summary.get("goodput_qps")) for run in runs)),
         ("given up before drawing", *(str(run.summary.get("discarded_requests", 0)) for run in runs)),
@@ -114,6 +115,12 @@ def figures_table(runs: Sequence[ComparedRun]) -> Table:
         ("steps of mixed resolutions", *(share(run.mixed_share) for run in runs)),
     ]
     return Table("Figures", ("", *(run.name for run in runs)), rows)
+
+
+def _worst_resolution(run: ComparedRun) -> str:
+    """Of which resolution the fewest were in time, and how many."""
+    shares = {name: each["slo_attainment_rate"] for name, each in run.summary["per_resolution"].items()}
+    return worst({name: each for name, each in shares.items() if each is not None})
 
 
 def overview(runs: Sequence[ComparedRun]) -> Figure:

@@ -18,6 +18,14 @@ def share(value: float | None, digits: int = 1) -> str:
     return DASH if value is None else f"{value:.{digits}%}"
 
 
+def worst(shares: Mapping[str, float]) -> str:
+    """The least of several shares in per cent, and whose it is; a dash where there are not several."""
+    if len(shares) < 2:
+        return DASH
+    name = min(shares, key=shares.__getitem__)
+    return f"{share(shares[name])} ({name})"
+
+
 def seconds(value: float | None) -> str:
     """A time, in milliseconds below one second."""
     if value is None:

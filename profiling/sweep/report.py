@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from matplotlib.ticker import PercentFormatter
 
@@ -12,7 +12,7 @@ from ...data.run_facts import describe
 from ..report.page import plots_of, render
 from ..report.table import Table
 from ..report.theme import MARKERS, THEME, add_wide_legend, new_figure, series_colours, style_axes, to_png
-from ..report.words import DASH, plain, seconds, share
+from ..report.words import DASH, plain, seconds, share, worst
 from .figures import NEAR_SATURATION, FinishedRun, agreement, estimates, sweep_figures
 from .held import RATIO_TARGET, TARGETS
 from .settings import SweepSettings
@@ -31,6 +31,7 @@ _HELD_NOTE = (
 )
 _PLOTS = {
     "attainment": "SLO attainment over the request rate, a line for every system",
+    "worst": "SLO attainment of the resolution that fares worst over the request rate, a line for every system",
     "goodput": "Requests in time per second over the request rate, a line for every system",
 }
 
@@ -73,7 +74,8 @@ def sweep_result(
 def write_sweep(result: Mapping[str, Any], run_dir: Path) -> Path:
     """Write result, plots and page into the sweep's folder; returns the page. Raises OSError."""
     write_json(run_dir / RESULT_FILE, dict(result))
-    drawn = {name: _plot(result, name) for name in _PLOTS}
+    names = [name for name in _PLOTS if name != "worst" or _has_resolutions(result)]
+    drawn = {name: _plot(result, name) for name in names}
     for name, png in drawn.items():
         write_bytes(run_dir / f"{name}.png", png)
     settings = {name: value for name, value in result["settings"].items() if name != "policies"}
@@ -91,10 +93,16 @@ def write_sweep(result: Mapping[str, Any], run_dir: Path) -> Path:
     return run_dir / REPORT_FILE
 
 
-def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | str) -> bytes:
-    """SLO attainment with its intervals, or goodput; the second engine is dotted."""
-    is_share = name == "attainment"
-    key = "slo_attainment_rate" if is_share else "goodput_qps"
+def _has_resolutions(result: Mapping[str, Any]) -> bool:
+    """Whether points are of several resolutions."""
+    points = next(iter(result["engines"].values()))["points"]
+    return any(len(point["slo_attainment_by_resolution"]) > 1 for point in points)
+
+
+def _plot(result: Mapping[str, Any], name: str) -> bytes:
+    """SLO attainment with its intervals, that of the worst resolution, or goodput; the second engine is dotted."""
+    key = {"attainment": "slo_attainment_rate", "worst": "slo_attainment_worst", "goodput": "goodput_qps"}[name]
+    is_share = name != "goodput"
     figure = new_figure(7.2, 4.6)
     ax = figure.subplots()
     first = next(iter(result["engines"].values()))
@@ -120,7 +128,7 @@ def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | st
                 label=system if is_first else None,
                 zorder=3,
             )
-            if is_share and is_first:
+            if name == "attainment" and is_first:
                 low, high = ([point[end] for point in points] for end in ("interval_low", "interval_high"))
                 ax.fill_between(rates, low, high, color=colours[system], alpha=0.10, linewidth=0)
     x_label = f"requests per second\n{result['described']}" + "; dotted: simulator" * (len(result["engines"]) > 1)
@@ -128,8 +136,10 @@ def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | st
         ax.axhline(RATIO_TARGET, color=THEME.muted, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         ax.set_ylim(-0.02, 1.03)
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-        x_label += f"\n{band_of(result)}"
-        title, y_label = "SLO attainment", "share of requests in time"
+        if name == "attainment":
+            x_label += f"\n{band_of(result)}"
+        title = "SLO attainment" + ", worst resolution" * (name == "worst")
+        y_label = "share of requests in time"
     else:
         # The grey line is every request in time.
         ax.plot([0, right], [0, right], color=THEME.muted, linewidth=1, zorder=1)
@@ -186,7 +196,7 @@ def _points_table(figures: Mapping[str, Any], where: str) -> Table:
                 point["policy"],
                 f"{point['request_rate']:g}/s",
                 share(point["slo_attainment_rate"]),
-                _worst(point["slo_attainment_by_resolution"]),
+                worst(point["slo_attainment_by_resolution"]),
                 f"{share(point['interval_low'])} to {share(point['interval_high'])}",
                 f"{point['num_runs']} seeds" if point["interval_over"] == "seeds" else "requests (Wilson)",
                 f"{min(seeds):.0%} to {max(seeds):.0%}" if len(seeds) > 1 else DASH,
@@ -201,14 +211,6 @@ def _points_table(figures: Mapping[str, Any], where: str) -> Table:
     columns = ("system", "rate", "SLO attainment", "worst resolution", "95 % interval", "over", "seeds")
     note = " ".join(note for over, note in _INTERVAL_NOTES.items() if over in kinds)
     return Table(f"Every rate{where}", (*columns, "requests", "goodput", "p50", "p95", "lost"), rows, note=note)
-
-
-def _worst(by_resolution: Mapping[str, float]) -> str:
-    """The resolution of which the fewest were in time, where there are several."""
-    if len(by_resolution) < 2:
-        return DASH
-    size = min(by_resolution, key=by_resolution.__getitem__)
-    return f"{share(by_resolution[size])} ({size})"
 
 
 def _agreement_table(found: Mapping[str, Any]) -> Table:

@@ -6,7 +6,7 @@ from .policies import ALL_IN_TIME, Lately
 
 _WINDOW = 100
 """Requests after which one counts a third."""
-_BEHIND = 0.05
+_BEHIND = 0.08
 _FEW = 4.0
 _FORGOTTEN = 0.05
 
@@ -49,5 +49,6 @@ class RecentEnds:
                 for size, (of_size, met) in self._ended.items()
                 if (met + _FEW * mean) / (of_size + _FEW) < mean - _BEHIND
             )
-            self._lately = Lately((in_time + self._before) / (ended + self._before), frozenset(behind))
+            count = ended + self._before
+            self._lately = Lately((in_time + self._before) / count, frozenset(behind), count)
         return self._lately

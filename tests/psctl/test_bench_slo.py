@@ -101,10 +101,10 @@ def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
         mine = [point["slo_attainment_rate"] for point in points if point["policy"] == policy["policy"]]
         assert policy["mean_attainment"] == pytest.approx(fmean(mine))
     page = (run_dir / "report.html").read_text()
-    assert page.count("data:image/png") == 2
+    assert page.count("data:image/png") == 3
     for word in ("patchedserve", "Highest request rate", "Wilson", "distrifusion-fcfs"):
         assert word in page
-    for name in ("attainment", "goodput"):
+    for name in ("attainment", "worst", "goodput"):
         assert Image.open(run_dir / f"{name}.png").width > 800
 
 

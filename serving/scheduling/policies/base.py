@@ -31,10 +31,16 @@ class Lately:
     Attributes:
         in_time: share of them that met it, from 0 to 1.
         behind: resolutions of which clearly fewer did.
+        count: of how many it is the share.
     """
 
     in_time: float = 1.0
     behind: frozenset[Resolution] = frozenset()
+    count: float = 100.0
+
+    def in_time_with(self, late: int) -> float:
+        """The same share if so many more had ended late."""
+        return self.in_time * self.count / (self.count + late)
 
 
 ALL_IN_TIME = Lately()

@@ -73,8 +73,8 @@ class EdfFittingPolicy(LookAheadPolicy):
             # Those before it do not fit into a larger batch either.
             places[found.kind] = found.place + 1
             outlook.join(found.kind, found.deadline_s)
-        late = merge(*(group[:place] for group, place in zip(outlook.groups, firsts, strict=True)))
-        if lately.in_time < self.light:
+        late = list(merge(*(group[:place] for group, place in zip(outlook.groups, firsts, strict=True))))
+        if lately.in_time_with(len(late)) < self.light:
             return Decision(tuple(admit), tuple((one[2], TOO_LATE) for one in late))
         if all(place == len(group) for place, group in zip(places, outlook.groups, strict=True)):
             kinds = {one[2]: kind for kind, group in enumerate(outlook.groups) for one in group[: firsts[kind]]}

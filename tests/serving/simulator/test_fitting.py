@@ -1,0 +1,88 @@
+"""What policies that fit requests into the batch promise over whole traces: nobody pays for the others, and in light
+load nobody is turned away.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
+from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.serving.simulator.simulator import simulate
+
+SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
+COSTS_S = dict(zip(SIZES, (0.003, 0.008, 0.013), strict=True))
+CAPACITY = 3.4
+"""Requests a second that batches of 16 complete in 30 steps each, of all sizes alike."""
+
+
+class Steps:
+    """Much for any batch, and more for large images, roughly as `emoji-xl` in bf16."""
+
+    def step_latency_s(self, active: Sequence[Any]) -> float:
+        return 0.015 + sum(COSTS_S[size] for size in active)
+
+
+def alone_s(request: Request) -> float:
+    return request.num_inference_steps * Steps().step_latency_s([request.resolution])
+
+
+def served(name: str, count: int, load: float, seed: int, kind: Any = "poisson") -> list[RequestRecord]:
+    cv = 2.5 if kind == "gamma" else 1.0
+    config = TraceConfig(kind, load * CAPACITY, count, cv=cv, resolutions=SIZES, num_inference_steps=30, seed=seed)
+    requests = assign_slos(generate_trace(config, ["a"]), alone_s, 5.0)
+    return simulate(requests, get_policy(name), Steps(), standalone_s=alone_s).records
+
+
+def in_time(records: Sequence[RequestRecord], size: Resolution | None = None) -> float:
+    return fmean(bool(one.slo_met) for one in records if size in (None, one.resolution))
+
+
+@pytest.mark.parametrize("name", ["edf-fitting", "fair-fitting"])
+def test_nobody_is_discarded_in_light_load(name: str) -> None:
+    records = served(name, 10_000, 0.3, seed=0)
+    assert {record.status for record in records} == {"completed"}
+    assert in_time(records) > 0.999
+
+
+@pytest.mark.parametrize("kind", ["poisson", "gamma"])
+@pytest.mark.parametrize("load", [1.0, 1.3, 2.0])
+def test_no_resolution_pays_for_the_others(load: float, kind: str) -> None:
+    fair, slack = ([one for seed in range(3) for one in served(name, 400, load, seed, kind)] for name in (
+        "fair-fitting", "slack",
+    ))  # fmt: skip
+    assert in_time(fair) - min(in_time(fair, size) for size in SIZES) < 0.1
+    assert in_time(slack) - min(in_time(slack, size) for size in SIZES) > 0.1, "so the load is one where somebody pays"
+    assert in_time(fair) > in_time(slack)
+
+
+def test_without_fairness_more_are_in_time_under_heavy_overload() -> None:
+    mixed = [in_time(served(name, 1200, 2.0, seed=1)) for name in ("edf-fitting", "fair-fitting", "slack")]
+    assert mixed == sorted(mixed, reverse=True)
+
+
+def test_a_resolution_that_few_ask_for_is_served_too() -> None:
+    """One in twenty is large, and all others are small, under overload."""
+    config = TraceConfig("poisson", 14.0, 1200, resolutions=SIZES[::2], mix=(19.0, 1.0), num_inference_steps=30)
+    requests = assign_slos(generate_trace(config, ["a"]), alone_s, 5.0)
+    records = simulate(requests, get_policy("fair-fitting"), Steps(), standalone_s=alone_s).records
+    assert in_time(records) < 0.9, "an overload"
+    assert in_time(records, SIZES[2]) > in_time(records) - 0.1
+
+
+def test_a_request_without_a_deadline_is_drawn_under_overload_in_bounded_time() -> None:
+    config = TraceConfig("poisson", 2 * CAPACITY, 1500, resolutions=SIZES, num_inference_steps=30)
+    requests = assign_slos(generate_trace(config, ["a"]), alone_s, 5.0)
+    patient = Request(10_000, "a", SIZES[2], 30, arrival_s=requests[100].arrival_s)
+    records = simulate(
+        [*requests[:101], patient, *requests[101:]], get_policy("fair-fitting"), Steps(), standalone_s=alone_s
+    ).records
+    found = next(record for record in records if record.request_id == 10_000)
+    assert found.status == "completed"
+    # It waits for 20 times its latency alone at most before nobody goes ahead of it.
+    assert (found.admitted_s or 0.0) - found.arrival_s < 22 * alone_s(patient)
