@@ -106,7 +106,7 @@ def run(machine: Machine, policy: str, kind: str, load: float, seed: int, count:
     scale = 3.0 if kind == "mixed-work" else 5.0
     records = Deployment(system, machine.engine, slo_scale=scale).run(requests)[1].records
     by_size = {
-        str(size): fmean(bool(record.slo_met) for record in records if record.resolution == size)
+        str(size): round(fmean(bool(record.slo_met) for record in records if record.resolution == size), 3)
         for size in machine.resolutions
     }
     row = {
@@ -115,7 +115,7 @@ def run(machine: Machine, policy: str, kind: str, load: float, seed: int, count:
         "load": load,
         "seed": seed,
         "policy": policy,
-        "attainment": fmean(bool(record.slo_met) for record in records),
+        "attainment": round(fmean(bool(record.slo_met) for record in records), 4),
         "by_resolution": by_size,
         "discarded": sum(record.status == "discarded" for record in records),
         "requests": len(records),
@@ -139,7 +139,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
         )
     engine = SimulatedEngine.of(steps, calibration)
     if options.schedule is not None:
-        engine = replace(engine, schedule=CacheSchedule.read(options.schedule))
+        engine = replace(engine, schedule=CacheSchedule.load(options.schedule))
     arrivals_s = () if options.arrivals is None else read_arrivals(options.arrivals)
     machine = Machine(options.name or options.model, engine, sizes, options.steps, arrivals_s, {})
     for kind in options.kinds:

@@ -76,7 +76,7 @@ class EdfFittingPolicy(LookAheadPolicy):
         late = list(merge(*(group[:place] for group, place in zip(outlook.groups, firsts, strict=True))))
         if lately.in_time_with(len(late)) < self.light:
             return Decision(tuple(admit), tuple((one[2], TOO_LATE) for one in late))
-        if all(place == len(group) for place, group in zip(places, outlook.groups, strict=True)):
+        if len(admit) + len(late) == sum(map(len, outlook.groups)):
             kinds = {one[2]: kind for kind, group in enumerate(outlook.groups) for one in group[: firsts[kind]]}
             for deadline_s, _, request_id, _ in late:
                 kind = kinds[request_id]

@@ -79,6 +79,9 @@ def test_while_nearly_all_are_in_time_nobody_is_discarded_but_drawn_after_the_ot
     active = [active_view(12.0)]
     assert decide(waiting[:2], active) == Decision()
     assert decide(waiting[:2], active, lately=OVERLOADED).drop == ((2, TOO_LATE), (1, TOO_LATE))
+    # One that was passed over still waits, though a later one has joined.
+    passed_over = [view(3, deadline_s=29.0, arrival_s=-1000.0), view(4, deadline_s=50.0, arrival_s=-1000.0)]
+    assert decide([waiting[0], *passed_over], [active_view(1e4)]) == Decision(admit=(4,))
 
 
 def test_of_those_who_fit_the_first_to_be_due_is_first_and_each_sees_the_batch_with_those_before() -> None:

@@ -102,8 +102,8 @@ def test_a_request_waits_for_those_that_the_decoder_has_before_it() -> None:
     active = [view(i, deadline_s=None) for i in range(3)]
     policy, predictor = SlackPolicy(), StepsAndEnds()
 
-    def decide_at(deadline_s: float, active: Sequence[RequestView], **more: float) -> Decision:
-        return policy.decide(0.0, [view(9, deadline_s=deadline_s)], active, 16, predictor, **more)
+    def decide_at(deadline_s: float, active: Sequence[RequestView], decoder_free_s: float = 0.0) -> Decision:
+        return policy.decide(0.0, [view(9, deadline_s=deadline_s)], active, 16, predictor, decoder_free_s)
 
     assert decide_at(66.0, active) == Decision(admit=(9,))
     assert decide_at(65.9, active).drop == ((9, TOO_LATE),)
