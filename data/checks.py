@@ -31,6 +31,12 @@ def writes_all_text(file: TextIO) -> bool:
     return codecs.lookup(file.encoding or "utf-8").name == "utf-8"
 
 
+def require_prompt(name: str, value: str) -> None:
+    """Raise UsageError if a prompt is blank, which is a mistake more often than a wish; `name` as of `require_text`."""
+    if not value.strip():
+        raise UsageError(f"{name} is {value!r}, but it must say what to draw")
+
+
 def require_text(name: str, value: str) -> None:
     """Raise UsageError unless `is_text`; `name` is what the message calls it."""
     if not is_text(value):

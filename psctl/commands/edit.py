@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ...data.adapters import read_adapters
+from ...data.checks import require_prompt
 from ...data.errors import UsageError
 from ...data.requests import Request
 from ...serving.options import TemplateOptions, TemplateTiers
@@ -106,6 +107,7 @@ def edit(
     from ...serving.models.loading import model_geometry
     from ...serving.models.placement import resolve_device
 
+    require_prompt("prompt", prompt)
     templates = None
     if reuse:
         require_masked(engine)

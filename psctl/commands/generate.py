@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ...data.adapters import Adapters, read_adapters, require_adapters
+from ...data.checks import require_prompt
 from ...data.errors import RunError, UsageError
 from ...data.files import require_folder
 from ...data.requests import Request
@@ -203,8 +204,7 @@ def _read_prompts(arguments: list[str] | None, file: Path | None) -> list[str]:
     if not arguments:
         raise UsageError("no prompt: give one or more, or --prompts FILE")
     for number, text in enumerate(arguments):
-        if not text.strip():
-            raise UsageError(f"prompt number {number} is {text!r}, but it must say what to draw")
+        require_prompt(f"prompt number {number}", text)
     return arguments
 
 

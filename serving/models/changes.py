@@ -3,6 +3,8 @@
 import hashlib
 import importlib
 import importlib.util
+import re
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,10 @@ from ..samplers.names import SCHEDULERS
 from .checkpoint import check_safetensors
 from .defaults import read_json
 
+_DORA_OF_KOHYA = ".dora_scale"
+"""How the tensors end that diffusers leaves out of a DoRA in kohya's format; what is left gives other images."""
+_DOWN = re.compile(r"lora(_linear_layer|_embedding)?(\.down|_A)(\.|$)")
+"""Part of the name of one tensor of each layer that an adapter changes, in the formats that diffusers converts to."""
 _OF_FLOWS = "FlowMatch"
 """How the classes of schedulers begin that models predicting a flow need."""
 
@@ -22,7 +28,8 @@ def check_changes(options: ModelOptions, model_dir: Path) -> None:
     """Look at what can be wrong before weights are loaded.
 
     Raises:
-        UsageError: no such file of an adapter, or the model takes no other sampler.
+        UsageError: no such file of an adapter, one that diffusers would load as another adapter, or the model takes no
+            other sampler.
         MissingExtraError: what adapters or quantised weights need is not installed.
         RunError: the file of an adapter is damaged.
     """
@@ -34,7 +41,12 @@ def check_changes(options: ModelOptions, model_dir: Path) -> None:
                 raise UsageError(
                     f"{option} {each.path}: only .safetensors files are loaded, as pickled weights can run code"
                 )
-            check_safetensors(each.path)
+            if num_dora := sum(name.endswith(_DORA_OF_KOHYA) for name in check_safetensors(each.path)):
+                raise UsageError(
+                    f"{option} {each.path}: {num_dora} of its layers are DoRA in kohya's format (dora_scale), which "
+                    "diffusers does not apply; give a plain LoRA"
+                    + (", or a DoRA in peft's format (lora_magnitude_vector)" if option == "--lora" else "")
+                )
     if (options.loras or options.adapters) and any(
         importlib.util.find_spec(name) is None for name in ("peft", "accelerate")
     ):
@@ -84,8 +96,8 @@ def _fuse(pipe: Any, loras: Sequence[Lora]) -> None:
 
 
 def load_layers(pipe: Any, path: Path, name: str, given: str) -> None:
-    """Load an adapter as layers of peft beside the pipeline's own, by diffusers. Raises RunError if it does not fit,
-    which says how it was `given`.
+    """Load an adapter as layers of peft beside the pipeline's own, by diffusers; a line on stderr counts those of its
+    layers that the model lacks. Raises RunError if it fits none, or one of another shape; it says how it was `given`.
     """
     try:
         with warnings.catch_warnings():
@@ -96,6 +108,28 @@ def load_layers(pipe: Any, path: Path, name: str, given: str) -> None:
         raise RunError(f"{given} does not fit the model: {str(error).strip().splitlines()[0]}") from error
     if not any(name in found for found in pipe.get_list_adapters().values()):
         raise RunError(f"{given} does not fit the model: it has weights for none of its layers")
+    num_layers, num_loaded = _num_layers(pipe, path), _num_loaded(pipe, name)
+    if num_loaded < num_layers:
+        missing = f"{num_layers - num_loaded} of its {num_layers} layers are not in the model, and have no effect"
+        sys.stderr.write(f"Warning: {given}: {missing}\n")
+
+
+def _num_layers(pipe: Any, path: Path) -> int:
+    """How many layers the file of an adapter has, by the names that diffusers gives them."""
+    # As `load_lora_weights` asks; kohya's names depend on it.
+    config = {"unet_config": pipe.unet.config} if hasattr(pipe, "unet") else {}
+    found = pipe.lora_state_dict(path.parent, weight_name=path.name, **config)
+    state = found[0] if isinstance(found, tuple) else found
+    return sum(_DOWN.search(key) is not None for key in state)
+
+
+def _num_loaded(pipe: Any, name: str) -> int:
+    """How many layers of a pipeline the adapter of this name in peft changes."""
+    from peft.tuners.lora import LoraLayer
+
+    parts = [getattr(pipe, part) for part in pipe.get_list_adapters()]
+    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, LoraLayer)]
+    return sum(name in layer.lora_A or name in layer.lora_embedding_A for layer in layers)
 
 
 def _quantize(pipe: Any, name: QuantizeName) -> None:

@@ -148,8 +148,8 @@ def refuse_file(path: Path) -> UsageError:
     )
 
 
-def check_safetensors(path: Path) -> None:
-    """Check that a safetensors file is as long as its header says.
+def check_safetensors(path: Path) -> list[str]:
+    """Check that a safetensors file is as long as its header says, and return the names of its tensors.
 
     Raises:
         RunError: naming the file, if it is missing, not safetensors, or truncated.
@@ -157,8 +157,8 @@ def check_safetensors(path: Path) -> None:
     if not path.is_file():
         raise RunError(f"missing file {path}")
     try:
-        with safe_open(path, "np"):
-            pass
+        with safe_open(path, "np") as file:
+            return list(file.keys())
     except SafetensorError as error:
         size = path.stat().st_size
         raise RunError(f"{path} is truncated, corrupt or not a safetensors file ({size} bytes): {error}") from error

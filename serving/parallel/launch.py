@@ -1,6 +1,7 @@
 """Starts the ranks of `--parallel N` as processes on this machine, and forms them into groups, again if one fails."""
 
 import json
+import socket
 import sys
 import time
 import weakref
@@ -37,13 +38,27 @@ Process = BaseProcess | RemoteProcess
 """A rank other than this one."""
 
 
+def loopback_store() -> dist.TCPStore:
+    """A store on a free port of loopback. By itself torch would listen on all addresses, whatever host it is given."""
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        port = listening.getsockname()[1]
+        return dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=listening.detach(),  # the store's from here on
+        )
+
+
 class Children:
     """Starts ranks as processes of this one, which hosts the store where they meet."""
 
     host = LOOPBACK
 
     def __init__(self) -> None:
-        self._own = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._own = loopback_store()
         self.store: dist.Store = self._own
 
     def start(self, settings: RankSettings) -> BaseProcess:

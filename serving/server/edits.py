@@ -27,9 +27,9 @@ from ...data.errors import UsageError
 from ...data.requests import MAX_SEED
 from ...data.resolution import Resolution
 from ...data.templates import TEMPLATE_KINDS
-from .errors import ApiError, invalid
+from .errors import invalid, wrong_type
 from .limits import Limits
-from .protocol import MAX_USER, Fields, Generation, ModelFacts, check_size, shown, take_generation
+from .protocol import MAX_USER, Fields, Generation, ModelFacts, check_size, shown, take_generation, unsupported
 
 EDITS = "/v1/images/edits"
 MAX_EDIT_BYTES = 50_000_000
@@ -63,8 +63,7 @@ async def form_in(request: Request, limits: Limits) -> list[tuple[str, Part]]:
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
-        message = "the body must be a form (Content-Type: multipart/form-data)"
-        raise ApiError(415, message, code="unsupported_media_type")
+        raise wrong_type(content_type, "a form (Content-Type: multipart/form-data; curl: -F name=value)")
     most = limits.max_body_bytes
     try:
         async with request.form(max_files=_MOST_PARTS, max_fields=_MOST_PARTS, max_part_size=most) as form:
@@ -146,7 +145,7 @@ def _by_name(parts: Sequence[tuple[str, Part]]) -> dict[str, Any]:
             raise invalid(f"the field {shown(name)} comes twice", name[:MAX_USER])
         if isinstance(part, bytes) != (name in ("image", "mask")):
             kind = "a file" if isinstance(part, bytes) else "text"
-            raise invalid(
+            raise unsupported(name) or invalid(
                 f"{shown(name)} is {kind}, but image and mask are files, and all else is text", name[:MAX_USER]
             )
         is_value = isinstance(part, str) and name in _VALUES and _VALUE.fullmatch(part)

@@ -48,6 +48,12 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(400, message, code=code, param=param)
 
 
+def wrong_type(given: str, wanted: str) -> ApiError:
+    """The body is not said to be what it must be; `given` is its content type, empty where there is none."""
+    what = f"is said to be {given[:80]!r}" if given else "has no content type"
+    return ApiError(415, f"the body {what}, but it must be {wanted}", code="unsupported_media_type")
+
+
 def overloaded(message: str, code: str, retry_after_s: float) -> ApiError:
     """Nothing is wrong with the request, but there is no room for it now."""
     # The client of OpenAI retries by itself only where this is at most 120 s.

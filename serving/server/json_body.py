@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from .errors import ApiError, invalid
+from .errors import invalid, wrong_type
 
 
 async def object_in(request: Request) -> dict[str, Any]:
@@ -15,7 +15,7 @@ async def object_in(request: Request) -> dict[str, Any]:
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the body must be JSON (Content-Type: application/json)", code="unsupported_media_type")
+        raise wrong_type(content_type, "JSON (curl: -H 'Content-Type: application/json')")
     return parse_object(await request.body())
 
 

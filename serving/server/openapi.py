@@ -96,7 +96,7 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
     if model.adapters:
         own[LORA] = _lora(model.adapters)
     return {
-        "prompt": {"type": "string", "maxLength": limits.max_prompt},
+        "prompt": {"type": "string", "pattern": r"\S", "maxLength": limits.max_prompt},
         "model": {"enum": list(model.names)},
         "n": _whole(1, MAX_IMAGES),
         "response_format": {"enum": ["b64_json", "url"]},
@@ -106,6 +106,7 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         "stream": {"type": "boolean"},
         "partial_images": _whole(0, MAX_PARTIALS),
         "user": {"type": "string", "maxLength": MAX_USER},
+        "safety_identifier": {"type": "string", "maxLength": MAX_USER, "description": "without effect"},
         "seed": _whole(0, MAX_SEED),
         **own,
         "negative_prompt": {"type": "string", "maxLength": limits.max_prompt},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...data.adapters import Adapters, read_adapters, require_adapters
-from ...data.checks import require_text
+from ...data.checks import require_prompt, require_text
 from ...data.errors import UsageError
 from ...data.requests import MAX_SEED, Fallback, steps_taken
 from ...data.resolution import Resolution
@@ -27,8 +27,25 @@ GENERATIONS = "/v1/images/generations"
 OutputFormat = Literal["png", "jpeg", "webp"]
 ResponseFormat = Literal["b64_json", "url"]
 MAX_IMAGES, MAX_PARTIALS, MAX_USER = 10, 3, 256
-QUALITIES = {"low": 0.5, "auto": 1.0, "standard": 1.0, "medium": 1.0, "high": 2.0, "hd": 2.0}
+QUALITIES = {
+    "low": 0.5,
+    "auto": 1.0,
+    "standard": 1.0,
+    "medium": 1.0,
+    "high": 2.0,
+    "hd": 2.0,
+    "xhigh": 3.0,
+    "max": 4.0,
+}
 """Share of the model's own number of steps."""
+NOT_HERE = {
+    "complexity": "nothing is planned before an image is drawn; quality says how many steps it takes",
+    "frame_count": "images are not animated",
+    "frame_duration_ms": "images are not animated",
+    "svg": "images are made of pixels: output_format is png, jpeg or webp",
+    "markup": "a mask says what is edited",
+}
+"""OpenAI's fields that are refused, and why."""
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
 _MAX_SHOWN = 60
 
@@ -146,6 +163,10 @@ def take_generation(
     """Check the fields that generations and edits share, which must be all that are left. Raises ApiError."""
     check_model(fields.text("model", most=MAX_USER), model)
     prompt = fields.required("prompt", most=limits.max_prompt)
+    try:
+        require_prompt("prompt", prompt)
+    except UsageError as error:
+        raise invalid(str(error), "prompt") from None
     num_images = fields.whole("n", 1, 1, MAX_IMAGES)
     quality = fields.word("quality", "auto", tuple(QUALITIES))
     if model.cascade:
@@ -187,7 +208,8 @@ def take_generation(
     )
     if fields.word("background", "auto", ("auto", "opaque", "transparent")) == "transparent":
         raise invalid("background is 'transparent', but images have no alpha channel: auto or opaque", "background")
-    fields.text("user", most=MAX_USER)
+    for name in ("user", "safety_identifier"):
+        fields.text(name, most=MAX_USER)
     if stream and generation.response_format == "url":
         raise invalid("response_format is 'url', but a stream sends b64_json", "response_format")
     fields.end()
@@ -225,6 +247,14 @@ def check_size(size: Resolution, name: str, model: ModelFacts, limits: Limits) -
     return size
 
 
+def unsupported(name: str) -> ApiError | None:
+    """The refusal of a field that is one of `NOT_HERE`, or a part of one as forms name it (`svg[model]`); else None."""
+    field = name.partition("[")[0]
+    if field not in NOT_HERE:
+        return None
+    return invalid(f"the field {field} is not supported: {NOT_HERE[field]}", field, code="unsupported_parameter")
+
+
 def shown(value: object) -> str:
     """A value as an error repeats it: on one line, and short."""
     text = repr(value)
@@ -243,7 +273,11 @@ class Fields:
 
     def end(self) -> None:
         """Raise ApiError if a field is left."""
-        for name in self._left:
+        for name, value in self._left.items():
+            if (refusal := unsupported(name)) is not None:
+                if value is None:
+                    continue
+                raise refusal
             told = f"the field {shown(name)} is unknown"
             if name == LORA:
                 told += ": no adapters are served here; psctl serve --adapter NAME=PATH lets requests name them"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 ASK = {"prompt": "a cat", "num_inference_steps": 2, "slo": 60}
 TEXTS = (
     *("prompt", "negative_prompt", "header_slo", "response_format", "output_format", "background", "quality"),
-    *("user", "model", "colour"),
+    *("user", "safety_identifier", "model", "colour"),
 )
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 HEAD = (

@@ -205,6 +205,9 @@ def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run
         )
         assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
         assert message in run.stderr
+    run = run_psctl("edit", folder / "room.png", " ", "--mask", folder / "mask.png", PSCTL_MODEL=str(folder / "sdxl"))
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+    assert "prompt is ' ', but it must say what to draw" in run.stderr
 
 
 def test_what_records_of_a_model_cannot_hold_is_said_before_it_is_loaded(run_psctl: RunPsctl, folder: Path) -> None:

@@ -90,7 +90,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"mask": file_of(~mask_of(SIZE, "all"))}, "mask", "invalid_value", "the mask is empty"),
     ({"mask": file_of(np.eye(48, 64, k=3, dtype=bool))}, None, "invalid_value", "the mask is too thin"),
     ({"mask": [FILES["mask"]] * 2}, "mask", "invalid_value", "the field 'mask' comes twice"),
-    ({"markup": FILES["mask"]}, "markup", "invalid_value", "'markup' is a file"),
+    ({"markup": FILES["mask"]}, "markup", "unsupported_parameter", "a mask says what is edited"),
     ({"prompt": None}, "prompt", "missing_required_parameter", "prompt is missing"),
     ({"prompt": b"a red hat"}, "prompt", "invalid_value", "'prompt' is a file"),
     ({"prompt": ["a", "b"]}, "prompt", "invalid_value", "the field 'prompt' comes twice"),

@@ -112,6 +112,7 @@ def test_existing_images_are_kept_unless_told_otherwise(generate: RunPsctl, tmp_
         (["a", "--guidance-scale", "-1"], "guidance_scale is -1"),
         (["a", "--num-inference-steps", "0"], "num-inference-steps"),
         (["a", "--seed", str(2**63)], "seed"),
+        (["a", "--seed", "-1"], "seed"),
         (["a", "--model", "emoji-xxl"], "emoji-xl, emoji-3"),
         (["a", "--device", "tpu"], "tpu"),
     ],

@@ -93,6 +93,75 @@ def test_adapters_equal_the_fused_pipeline(
     assert errors(model, fused(pipe, [(first, 0.5), (second, 1.0)])) <= TOLERANCE
 
 
+def test_a_dora_is_that_of_the_fused_pipeline(sd_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ...support.loras import fused, save_lora
+
+    pipe = tiny_sd()
+    dora = save_lora(tmp_path / "dora.safetensors", pipe, "unet", use_dora=True)
+    # A new one has the magnitudes of the plain adapter, which would be enough for the same images.
+    state = {name: 1.5 * value if "magnitude" in name else value for name, value in load_file(dora).items()}
+    plain = {name: value for name, value in state.items() if "magnitude" not in name}
+    assert len(plain) < len(state)
+    save_file(state, dora)
+    save_file(plain, tmp_path / "plain.safetensors")
+    model = changed(save_tiny(tmp_path / "sd", pipe, **short_texts(pipe)), lora=[f"{dora}:0.5"])
+    assert errors(model, fused(pipe, [(dora, 0.5)])) <= TOLERANCE
+    assert errors(model, fused(tiny_sd(), [(tmp_path / "plain.safetensors", 0.5)])) > 10 * TOLERANCE
+
+
+def of_kohya(lora: Path, path: Path, *, is_dora: bool) -> Path:
+    """An adapter of a U-Net, its names those of kohya's scripts."""
+    state: dict[str, torch.Tensor] = {}
+    for name, value in load_file(lora).items():
+        layer, _, which = name.removeprefix("unet.").partition(".lora_")
+        layer = "lora_unet_" + layer.replace(".", "_")
+        state[f"{layer}.lora_{'down' if which == 'A.weight' else 'up'}.weight"] = value
+        if which == "A.weight":
+            state[f"{layer}.alpha"] = torch.tensor(2.0)
+        elif is_dora:
+            state[f"{layer}.dora_scale"] = torch.ones(len(value), 1)
+    save_file(state, path)
+    return path
+
+
+def test_a_dora_of_kohya_is_refused(sd_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ...support.loras import save_lora
+
+    lora = save_lora(tmp_path / "lora.safetensors", tiny_sd(), "unet")
+    plain = of_kohya(lora, tmp_path / "plain.safetensors", is_dora=False)
+    dora = of_kohya(lora, tmp_path / "dora.safetensors", is_dora=True)
+    num_layers = len(load_file(lora)) // 2
+    assert changed(sd_dir, lora=[str(plain)]).fingerprint != load_model(str(sd_dir)).fingerprint
+    assert capfd.readouterr().err == "", "all of its layers are there"
+    for options in ({"lora": [str(dora)]}, {"adapter": [f"ink={dora}"]}):
+        with pytest.raises(UsageError, match=rf"dora.safetensors: {num_layers} of its layers are DoRA") as caught:
+            changed(sd_dir, **options)
+        assert "\n" not in str(caught.value)
+
+
+def test_layers_that_the_model_lacks_are_counted(
+    sd_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ...support.loras import save_lora
+
+    lora = save_lora(tmp_path / "lora.safetensors", tiny_sd(), "unet", "text_encoder")
+    state, other = load_file(lora), "unet.down_blocks.9.attentions.0.transformer_blocks.0.attn1.to_q.lora"
+    num_layers = len(state) // 2
+    for name in (other, "transformer.transformer_blocks.0.attn.to_q.lora", "text_encoder.layers.99.q_proj.lora"):
+        state |= {f"{name}_A.weight": torch.ones(4, 4), f"{name}_B.weight": torch.ones(4, 4)}
+    for names in ("lora", "some"):
+        for option in ("--lora ", "--adapter ink="):
+            path = tmp_path / f"{names}.safetensors"
+            changed(sd_dir, **({"lora": [str(path)]} if option == "--lora " else {"adapter": [f"ink={path}"]}))
+            said = capfd.readouterr().err
+            missing = f"3 of its {num_layers + 3} layers are not in the model, and have no effect"
+            assert said == ("" if names == "lora" else f"Warning: {option}{path}: {missing}\n")
+        save_file(state, tmp_path / "some.safetensors")
+
+
 def test_what_is_kept_of_a_model_is_not_that_of_the_model_with_an_adapter(sd_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.loras import save_lora

@@ -35,6 +35,7 @@ from patchedserve.serving.parallel.virtual import VirtualRanks
 from patchedserve.serving.parallel.worker import RankModels, RankSettings
 
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
+from ...support.sockets import listening
 from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import relative
 from ...support.waits import is_alive, killed_with_others
@@ -106,6 +107,17 @@ WAYS: list[dict[str, Any]] = [
     {"mode": "naive"},
     *(DISPLACED | {"norms": NormOptions(mode)} for mode in get_args(NormMode)),
 ]
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_ranks_of_one_machine_listen_on_loopback_only(backend: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", tiny_sd3())
+    before = listening(os.getpid())
+    with closing(process_ranks(folder, "2", backend=backend)) as group:
+        own, other = listening(os.getpid()), listening(pid_of(group, 1))
+    found = [address for inode, address in own.items() if inode not in before]
+    assert found, "the store, where ranks meet"
+    assert all(address.is_loopback for address in [*found, *other.values()]), (found, other)
 
 
 @pytest.mark.exhaustive

@@ -1,15 +1,20 @@
 """What clients may send: every wrong body is told in one line, with the field and a code."""
 
+import asyncio
 import json
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.server.edits import form_in
 from patchedserve.serving.server.errors import ApiError
-from patchedserve.serving.server.json_body import parse_object
+from patchedserve.serving.server.json_body import object_in, parse_object
 from patchedserve.serving.server.limits import Limits
 from patchedserve.serving.server.protocol import Generation, ModelFacts, parse_generation
 
@@ -112,7 +117,17 @@ def test_everything_that_may_be_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quality", "steps"), [("low", 15), ("medium", 30), ("standard", 30), ("auto", 30), ("hd", 60), ("high", 60)]
+    ("quality", "steps"),
+    [
+        ("low", 15),
+        ("medium", 30),
+        ("standard", 30),
+        ("auto", 30),
+        ("hd", 60),
+        ("high", 60),
+        ("xhigh", 90),
+        ("max", 120),
+    ],
 )
 def test_quality_is_a_share_of_the_models_steps(quality: str, steps: int) -> None:
     assert parsed(quality=quality).num_inference_steps == steps
@@ -138,6 +153,31 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
     assert (error.status, error.code, error.param) == (400, "invalid_json", None)
     assert "\n" not in error.message
     assert len(error.message) < 250
+
+
+@pytest.mark.parametrize(
+    ("read", "wanted"),
+    [
+        (object_in, "JSON (curl: -H 'Content-Type: application/json')"),
+        (partial(form_in, limits=LIMITS), "a form (Content-Type: multipart/form-data; curl: -F name=value)"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ((), "has no content type"),
+        # What `curl -d` sends unless it is told otherwise.
+        (("application/x-www-form-urlencoded",), "is said to be 'application/x-www-form-urlencoded'"),
+    ],
+)
+def test_a_body_of_another_type_is_answered_with_what_to_send(
+    read: Callable[[Request], Coroutine[Any, Any, Any]], wanted: str, given: tuple[str, ...], what: str
+) -> None:
+    headers = [(b"content-type", each.encode()) for each in given]
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(read(Request({"type": "http", "headers": headers})))
+    assert (caught.value.status, caught.value.code) == (415, "unsupported_media_type")
+    assert caught.value.message == f"the body {what}, but it must be {wanted}"
 
 
 def test_a_body_may_be_any_object() -> None:

@@ -1,0 +1,112 @@
+"""Every field of OpenAI's client, by the client's own types, is taken or refused on purpose, value by value."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+import openai.types
+import pytest
+from typing_extensions import get_type_hints, is_typeddict
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.server.edits import parse_edit
+from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.protocol import Generation, ModelFacts, parse_generation
+
+from ...support.edits import file_of, image_of, mask_of
+
+SIZE = Resolution(64, 48)
+MODEL = ModelFacts("tiny", ModelDefaults(4, 4.0, SIZE, (SIZE,)))
+LIMITS = Limits(max_pixels=2048 * 2048)
+IMAGE, MASK = file_of(image_of(SIZE)), file_of(mask_of(SIZE))
+TEXTS = {"size": str(SIZE), "model": MODEL.name}
+NO_FORMATS = ["gif", "svg"]
+REFUSED: dict[str, list[Any]] = {
+    "background": ["transparent"],
+    "complexity": ["low", "medium", "high"],
+    "frame_count": [2],
+    "frame_duration_ms": [2],
+    "output_format": NO_FORMATS,
+    "svg": [{"model": "a cat"}],
+}
+"""What both refuse; the names of OpenAI's models are looked at elsewhere."""
+OWN_SIZE = ["1024x1024", "1536x1024", "1024x1536", "256x256", "512x512"]
+
+
+def values_of(kind: Any, name: str) -> Iterator[Any]:
+    """Values of a type of the client: all those of a few words, and one of any other."""
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+    elif kind is str:
+        yield TEXTS.get(name, "a cat")
+    elif kind is int:
+        yield 2
+    elif is_typeddict(kind):
+        yield {"model": "a cat"}
+    elif get_origin(kind) is Union:
+        for each in get_args(kind):
+            yield from values_of(each, name)
+    elif kind is not type(None):  # a file, in any of its forms
+        yield IMAGE if name == "image" else MASK
+
+
+def generation(name: str, value: Any) -> Generation:
+    return parse_generation({"prompt": "a cat", name: value} | more(name), MODEL, LIMITS)
+
+
+def edit(name: str, value: Any) -> Generation:
+    """As the client writes forms."""
+    given = {f"{name}[{key}]": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    fields = {"image": IMAGE, "mask": MASK, "prompt": "a cat"} | given | more(name)
+    parts = {key: part if isinstance(part, str | bytes) else json.dumps(part) for key, part in fields.items()}
+    return parse_edit(list(parts.items()), MODEL, LIMITS)
+
+
+def refusal_of(parse: Callable[[str, Any], Generation], name: str, value: Any) -> ApiError | None:
+    try:
+        parse(name, value)
+    except ApiError as error:
+        return error
+    return None
+
+
+def more(name: str) -> dict[str, Any]:
+    return {"stream": True} if name == "partial_images" else {}
+
+
+@pytest.mark.parametrize(
+    ("params", "parse", "refused"),
+    [
+        (openai.types.ImageGenerateParams, generation, REFUSED),
+        (openai.types.ImageEditParams, edit, REFUSED | {"markup": [MASK], "size": OWN_SIZE}),
+    ],
+)
+def test_every_field_is_decided_on(
+    params: Any, parse: Callable[[str, Any], Generation], refused: dict[str, list[Any]]
+) -> None:
+    fields = {name: kind for form in get_args(params) for name, kind in get_type_hints(form).items()}
+    fields["stream"] = Literal[True, False]  # one of them in each form
+    assert {"prompt", "quality", "background", "safety_identifier"} <= fields.keys()
+    found: dict[str, list[Any]] = {}
+    for name, kind in fields.items():
+        for value in values_of(kind, name):
+            if (error := refusal_of(parse, name, value)) is None:
+                continue
+            assert error.code != "unknown_parameter", f"nobody has decided on {name}: {error.message}"
+            assert error.param == name, error.message
+            assert "\n" not in error.message
+            if name != "model" and value not in found.setdefault(name, []):
+                found[name].append(value)
+    assert found == refused
+
+
+def test_refused_fields_say_why_and_null_is_as_good_as_nothing() -> None:
+    for name in ("complexity", "frame_count", "svg"):
+        generation(name, None)
+        with pytest.raises(ApiError, match=f"the field {name} is not supported: ") as caught:
+            generation(name, 3)
+        assert (caught.value.status, caught.value.code) == (400, "unsupported_parameter")
+    with pytest.raises(ApiError, match="a mask says what is edited"):
+        edit("markup", MASK)
