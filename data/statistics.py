@@ -57,6 +57,15 @@ class Estimate:
         return cls(fmean(values), *(student_interval(values) or (None, None)), len(values))
 
     @classmethod
+    def of_ratios(cls, values: Sequence[float]) -> Self:
+        """The geometric mean of independent ratios, with Student's interval of their logarithms, so that both stay
+        above 0. Raises ValueError without values, or if one is not above 0.
+        """
+        logs = cls.of_mean([math.log(value) for value in values])
+        low, high = (None if end is None else math.exp(end) for end in (logs.low, logs.high))
+        return cls(math.exp(logs.value), low, high, logs.n)
+
+    @classmethod
     def of_share(cls, num_met: int, num: int) -> Self:
         """A share of independent things with Wilson's interval. Raises ValueError if it is not a share."""
         low, high = wilson_interval(num_met, num)

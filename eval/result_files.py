@@ -71,12 +71,12 @@ class EvalResults:
         return parse(cls, content, str(file))
 
 
-def require_kind(content: Mapping[str, Any], file: Path, kind: str, command: str) -> None:
-    """Raise UsageError unless this is the content of a file that this version of a command writes."""
+def require_kind(content: Mapping[str, Any], file: Path, kind: str, command: str, version: int = VERSION) -> None:
+    """Raise UsageError unless this is the content of a file that a command writes, in this version or one before."""
     if content.get("kind") != kind:
         raise UsageError(f"{file}: is not a result of {command} (its kind is not {kind!r})")
-    if content.get("version") != VERSION:
-        raise UsageError(f"{file}: is version {content.get('version')!r}, but this psctl reads version {VERSION}")
+    if content.get("version") not in range(1, version + 1):
+        raise UsageError(f"{file}: is version {content.get('version')!r}, but this psctl reads version {version}")
 
 
 def read_result(path: Path, file_name: str) -> tuple[dict[str, Any], Path]:

@@ -139,6 +139,7 @@ def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),
         "num_images": len(side.images),
+        "seconds_by_round": side.seconds,
         # Of means over images; that of the speedup, a median over rounds, wants six of them.
         "intervals": {"speedup": None if side is off else median_interval(ratios)},
     }
@@ -147,6 +148,8 @@ def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
         row |= stats.to_json() | {
             "max_reuse": None if side.cache is None else side.cache.max_reuse,
             "efficiency": (1 - 1 / row["speedup"]) / saved if saved else None,
+            "saved_by_round": side.saved,
+            "overhead_s_by_round": side.overhead_s,
             "cache_overhead_share": stats.overhead_s / sum(side.seconds),
             "cache_overhead_of_off": stats.overhead_s / sum(off.seconds),
         }

@@ -14,6 +14,7 @@ from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
 from ...serving.cache.patch_cache import PatchCache
 from ...serving.cache.rules import Predicted, ReuseRule
+from ...serving.cache.stats import CacheStats
 from ...serving.core.prepared import PreparedRequest
 from ...serving.core.timing import synchronize
 from ...serving.models.build import as_plain, with_engine
@@ -43,11 +44,21 @@ class Setting:
 
 @dataclass(slots=True)
 class Side:
-    """One setting, the model that serves it, and what was measured."""
+    """One setting, the model that serves it, and what was measured.
+
+    Attributes:
+        setting, model: what serves.
+        seconds: of all steps, by round.
+        saved: computation that the cache saved, by round: a share, 0 without one.
+        overhead_s: seconds that the cache took to decide and to keep, by round.
+        images: of all rounds.
+    """
 
     setting: Setting
     model: ServedModel
     seconds: list[float] = field(default_factory=list)
+    saved: list[float] = field(default_factory=list)
+    overhead_s: list[float] = field(default_factory=list)
     images: list[Image] = field(default_factory=list)
 
     @property
@@ -57,12 +68,13 @@ class Side:
 
     def forget(self) -> None:
         """Begin anew: nothing measured, nothing in the cache."""
-        self.seconds, self.images = [], []
+        self.seconds, self.saved, self.overhead_s, self.images = [], [], [], []
         self.model.forget_cache()
 
     def keep_rounds(self, count: int, num_requests: int) -> None:
         """Forget what was measured after so many rounds of so many requests."""
-        del self.seconds[count:]
+        for measured in (self.seconds, self.saved, self.overhead_s):
+            del measured[count:]
         del self.images[count * num_requests :]
 
     def step(self, active: Sequence[PreparedRequest]) -> list[str]:
@@ -73,7 +85,7 @@ class Side:
         return failures if first is None else [first, *failures]
 
     def serve(self, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None) -> None:
-        """Serve requests from first to last step, and note the time of all steps and the images.
+        """Serve requests from first to last step, and note the time of all steps, what the cache did, and the images.
 
         Args:
             requests: in the order in which they join.
@@ -83,7 +95,7 @@ class Side:
         Raises:
             RunError: a request failed.
         """
-        model = self.model
+        model, before = self.model, self._cache_use()
         served = [model.prepare(request) for request in requests]
         active, waiting = [], list(zip(joins, served, strict=True))
         step, seconds = 0, 0.0
@@ -100,8 +112,16 @@ class Side:
             active = [prepared for prepared in active if not prepared.state.is_finished]
             step += 1
         if num_steps is None:
+            patches, skipped, overhead_s = (after - own for own, after in zip(before, self._cache_use(), strict=True))
             self.seconds.append(seconds)
+            self.saved.append(skipped / patches if patches else 0.0)
+            self.overhead_s.append(overhead_s)
             self.images += [model.decode(prepared.latents) for prepared in served]
+
+    def _cache_use(self) -> tuple[float, float, float]:
+        """Patches, those of them that were reused, and seconds of overhead, since the cache was last forgotten."""
+        stats = self.model.cache_stats or CacheStats()
+        return stats.patches, stats.skipped, stats.overhead_s
 
 
 def make_side(

@@ -2,73 +2,176 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from statistics import fmean
+from statistics import median
 from typing import Any
 
+import numpy as np
+
+from ...data.statistics import Estimate
 from ...profiling.report.block_plots import summarize_block_changes
-from ...profiling.steps.bench import STEPS, run_bench
+from ...profiling.steps.bench import STEPS, BenchKind, run_bench
+from ...profiling.steps.breakdown import BREAKDOWN
 from ...profiling.steps.combinations import Combination
-from ...profiling.steps.lanes import BenchSettings
+from ...profiling.steps.lanes import BenchSettings, ratios_of
+from ...profiling.steps.rows import Row, median_interval
 from ...serving.cache.options import CacheOptions
 from ..cache.bench import CacheBenchSettings, run_cache_bench
 from ..cache.quality import QualityOptions
 from ..cache.sides import Setting, settings_of
 from ..metrics.judges import Judges
 from .lab import Lab, finish
-from .paper import SDXL, Found, Statement
+from .paper import SDXL, Found
+from .serving import scheduling_shares
+from .statement import Statement
 
 _Settings = Mapping[str, Any]
+_TINY = 0.05
+"""Largest share of a request's time that we call tiny, as the paper calls the overhead of splitting."""
 
 
 def block_savings(lab: Lab, settings: _Settings) -> Found:
     """Figure 4: the share of blocks whose output changes by less than a threshold, by resolution."""
     summary = summarize_block_changes(lab.block_profile())
     whole = summary["whole_blocks"]
-    shares = whole["shares"]["mse"].values()
     ours = {**whole, "patches_by_threshold": summary["by_resolution"], "thresholds": summary["thresholds"]}
-    text = "blocks skipped, the size that skips most over the one that skips fewest"
-    return Found(ours, [Statement(text, 100 * (max(shares) - min(shares)), unit="points", neutral=1)])
+    return Found(ours, [savings_differ(whole["by_request"]["mse"])])
+
+
+def savings_differ(by_request: Mapping[str, Sequence[float]]) -> Statement:
+    """Whether two sizes skip different shares of their blocks, whichever skips more: from the shares of single requests
+    by resolution, from the smallest to the largest.
+
+    The two are chosen beforehand: the largest difference of all would be large by chance. Requests of two sizes are
+    independent of each other, and which is paired with which does not matter.
+    """
+    (small, own), *_, (large, other) = by_request.items()
+    found = Estimate.of_mean([100 * (one - two) for one, two in zip(own, other, strict=False)])
+    text = f"blocks skipped, difference between {small} and {large}"
+    low = high = None
+    if found.interval is not None:
+        low, high = sorted(map(abs, found.interval))
+        low = 0.0 if found.interval[0] < 0 < found.interval[1] else low
+    return Statement(text, Estimate(abs(found.value), low, high, found.n), (), "points", 1)
 
 
 def step_latencies(lab: Lab, settings: _Settings) -> Found:
     """Figure 5: step latencies of all batches of three requests."""
     counts = [each for each in product(range(4), repeat=len(lab.sizes)) if sum(each) == 3]
     batches = sorted((Combination(lab.sizes, each) for each in counts), key=lambda each: each.num_pixels)
-    done = lab.start("combinations", len(batches))
-    bench = BenchSettings(settings["repeats"], settings["warmup"], lab.seed)
-    outcome = run_bench(STEPS, lab.model, batches, lab.place, bench, on_row=lambda: done(1))
-    finish(outcome.was_interrupted)
-    rows = outcome.result["rows"]
-    ms = {row["label"]: row["patched_ms"] for row in rows}
-    small, large = rows[0], rows[-1]
-    said = [Statement(f"{large['label']} against {small['label']}", large["patched_ms"] / small["patched_ms"], (1.68,))]
-    if {"SML", "MML"} <= set(ms):
-        said.append(Statement("SML against MML, which has more pixels", ms["SML"] / ms["MML"]))
-    return Found({"rows": rows, "letters": outcome.result["letters"], "run_dir": str(outcome.run_dir)}, said)
+    result = _step_bench(lab, settings, STEPS, batches)
+    rows = {row["label"]: row for row in result["rows"]}
+    small, *_, large = rows
+    said = [Statement(f"{large} against {small}", _times_as_long(rows[large], rows[small]), (1.68,))]
+    if {"SML", "MML"} <= set(rows):
+        text = "SML against MML, which has more pixels"
+        said.append(Statement(text, _times_as_long(rows["SML"], rows["MML"])))
+    return Found({name: result[name] for name in ("rows", "letters", "run_dir")}, said)
+
+
+def _times_as_long(own: Row, other: Row) -> Estimate:
+    """The median of the repeats' ratios of two batches, which are independent: which are paired does not matter."""
+    ratios = ratios_of(own["patched_samples_ms"], other["patched_samples_ms"])
+    low, high = median_interval(ratios) or (None, None)
+    return Estimate(median(ratios), low, high, len(ratios))
 
 
 def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Found:
-    """Figure 14: latency and throughput of mixed batches: plain diffusers, patched, and patched with the cache."""
+    """Figure 14: latency and throughput of mixed batches: plain diffusers, patched, and patched with the cache; and the
+    shares of a request's time that splitting, the cache and the scheduler take.
+    """
     batches = [Combination(lab.sizes, (count,) * len(lab.sizes)) for count in settings["of_each"]]
     sides = [
         Setting("baseline", "plain", CacheOptions(), engine="plain"),
         Setting("patched + cache", "patch", lab.cache()),
     ]
-    rows = _cache_rows(lab, settings, batches, sides)
     found: list[dict[str, Any]] = []
-    for row in rows:
-        ms = {side["label"]: side["image_ms"] for side in row["sides"]}
-        ms["patched"] = ms.pop("off")
-        found.append({"requests": row["requests"], "label": row["label"], "image_ms": ms})
-        found[-1]["saved_computation"] = row["sides"][-1]["saved_computation"]
-    less = [100 * (1 - row["image_ms"]["patched"] / row["image_ms"]["baseline"]) for row in found]
-    cached = fmean(row["image_ms"]["patched + cache"] / row["image_ms"]["patched"] for row in found)
-    statements = [
-        Statement("patched takes less time than the baseline, mean", fmean(less), (13.0,), unit="points", neutral=0),
-        Statement("patched gains less in the largest batch than in the smallest", less[0] - less[-1], (), "points", 0),
-        Statement("latency with the cache against patched, mean", cached, is_more=False),
+    for row in _cache_rows(lab, settings, batches, sides):
+        by_name = {"patched" if side["label"] == "off" else side["label"]: side for side in row["sides"]}
+        kept = {name: {side: by_name[side][name] for side in by_name} for name in ("image_ms", "seconds_by_round")}
+        cached = {name: by_name["patched + cache"][name] for name in ("saved_computation", "overhead_s_by_round")}
+        found.append({"requests": row["requests"], "label": row["label"], **kept, **cached})
+    split = [
+        splitting_shares(row, lab.scale.num_steps) for row in _step_bench(lab, settings, BREAKDOWN, batches)["rows"]
     ]
-    return Found({"rows": found}, statements)
+    scheduling = scheduling_shares(lab, settings)
+    for row, shares in zip(found, split, strict=True):
+        seconds = row["seconds_by_round"]["patched + cache"]
+        cache = [own / of for own, of in zip(row["overhead_s_by_round"], seconds, strict=True)]
+        row["overheads"] = {
+            name: Estimate.of_mean(each).to_json() for name, each in (("splitting", shares), ("cache", cache))
+        }
+    ours = {"rows": found, "scheduling": {name: each.to_json() for name, each in scheduling.items()}}
+    overheads = [
+        Statement(
+            f"splitting, share of the time: tiny (below {_TINY:.0%})",
+            Estimate.of_mean(np.mean(split, 0).tolist()),
+            (),
+            "share",
+            _TINY,
+            is_more=False,
+        ),
+        Statement(
+            f"scheduler's decisions, share of the time: negligible (below {_TINY:.0%})",
+            scheduling["patchedserve"],
+            (),
+            "share",
+            _TINY,
+            is_more=False,
+        ),
+    ]
+    return Found(ours, [*gains_by_round(found), *overheads])
+
+
+def gains_by_round(rows: Sequence[Mapping[str, Any]]) -> list[Statement]:
+    """What figure 14 says of times, from those of each round of its batches, smallest first. Sides of one round have
+    served the same requests.
+    """
+
+    def of_side(name: str) -> np.ndarray:
+        return np.array([row["seconds_by_round"][name] for row in rows])
+
+    patched = of_side("patched")
+    less = 100 * (1 - patched / of_side("baseline"))
+    cached = np.log(of_side("patched + cache") / patched).mean(0)
+    overhead = np.array([np.divide(row["overhead_s_by_round"], row["requests"]) for row in rows])
+    return [
+        Statement(
+            "patched takes less time than the baseline, mean",
+            Estimate.of_mean(less.mean(0).tolist()),
+            (13.0,),
+            "points",
+            0,
+        ),
+        Statement(
+            "patched gains less in the largest batch than in the smallest",
+            Estimate.of_mean((less[0] - less[-1]).tolist()),
+            (),
+            "points",
+            0,
+        ),
+        Statement(
+            "latency with the cache against patched, mean",
+            Estimate.of_ratios(np.exp(cached).tolist()),
+            is_more=False,
+        ),
+        Statement(
+            "cache management of a request, largest batch against smallest",
+            Estimate.of_ratios((overhead[-1] / overhead[0]).tolist()),
+            is_more=False,
+        ),
+    ]
+
+
+def splitting_shares(row: Row, num_steps: int) -> list[float]:
+    """What splitting takes as a share of a patched request's time, by repeat of the breakdown of a step: moves of data
+    beyond those of plain diffusers, and packing the batch once for so many steps.
+    """
+    patched, plain = (row["sides"][name] for name in ("patched", "same_resolution"))
+    packing_ms = max(0.0, patched["first_ms"] - patched["step_ms"]) / num_steps
+    return [
+        (own["stitching"] - other["stitching"] + packing_ms) / patched["step_ms"]
+        for own, other in zip(patched["ms_by_repeat"], plain["ms_by_repeat"], strict=True)
+    ]
 
 
 def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
@@ -88,35 +191,70 @@ def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
         sums=[],
         seed=lab.seed,
     )
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for row, resolution in zip(_cache_rows(lab, settings, batches, sides), lab.sizes, strict=True):
         found[str(resolution)] = {
-            side["kind"]: {"image_ms": side["image_ms"], "saved_computation": side.get("saved_computation", 0.0)}
+            side["kind"]: {
+                "image_ms": side["image_ms"],
+                "saved_computation": side.get("saved_computation", 0.0),
+                "seconds_by_round": side["seconds_by_round"],
+                "saved_by_round": side.get("saved_by_round", []),
+            }
             for side in row["sides"]
         }
-
-    def saved(name: str, kind: str) -> float:
-        return 100 * found[name][kind]["saved_computation"]
-
-    statements = [
-        Statement(
-            f"{name}: saved patch by patch over whole images",
-            saved(name, "patch") - saved(name, "image"),
-            (),
-            "points",
-            0,
-        )
-        for name in found
-    ]
-    if type(lab.model.pipe).__name__ == SDXL:
-        first, *_, last = found
-        less = saved(first, "patch") - saved(last, "patch")
-        times = [found[name]["patch"]["image_ms"] / found[name]["off"]["image_ms"] for name in (first, last)]
-        statements += [
-            Statement(f"saved patch by patch, {first} over {last}", less, unit="points", neutral=0),
-            Statement(f"time saved, {last} over {first}", 100 * (times[0] - times[1]), unit="points", neutral=0),
-        ]
+    statements = savings_by_round(found, is_sdxl=type(lab.model.pipe).__name__ == SDXL)
     return Found({"threshold": threshold, "requests": size, "by_resolution": found}, statements)
+
+
+def savings_by_round(by_resolution: Mapping[str, Mapping[str, Any]], *, is_sdxl: bool) -> list[Statement]:
+    """What figure 15 says, by rounds: whether a batch may reuse is decided for all of its requests at once, so that
+    these are no independent evidence. All sides and resolutions have the same prompts and seeds in a round.
+
+    Args:
+        by_resolution: of each kind of cache `seconds_by_round` and `saved_by_round`, by resolution, smallest first.
+        is_sdxl: whether the paper's statements about SDXL alone are among them.
+    """
+
+    def of_kind(name: str, kind: str, figure: str) -> np.ndarray:
+        return np.array(by_resolution[name][kind][figure])
+
+    def mean(points: np.ndarray) -> Estimate:
+        return Estimate.of_mean((100 * points).tolist())
+
+    saved = {
+        (name, kind): of_kind(name, kind, "saved_by_round") for name in by_resolution for kind in ("patch", "image")
+    }
+    seconds = {
+        (name, kind): of_kind(name, kind, "seconds_by_round")
+        for name in by_resolution
+        for kind in ("patch", "image", "off")
+    }
+    statements = []
+    for name in by_resolution:
+        more = mean(saved[name, "patch"] - saved[name, "image"])
+        times = Estimate.of_ratios((seconds[name, "patch"] / seconds[name, "image"]).tolist())
+        statements += [
+            Statement(f"{name}: saved patch by patch over whole images", more, (), "points", 0),
+            Statement(f"{name}: time patch by patch against whole images", times, is_more=False),
+        ]
+    if is_sdxl:
+        first, *_, last = by_resolution
+        taken = {name: seconds[name, "patch"] / seconds[name, "off"] for name in (first, last)}
+        more = mean(saved[first, "patch"] - saved[last, "patch"])
+        statements += [
+            Statement(f"saved patch by patch, {first} over {last}", more, (), "points", 0),
+            Statement(f"time saved, {last} over {first}", mean(taken[first] - taken[last]), (), "points", 0),
+        ]
+    return statements
+
+
+def _step_bench(lab: Lab, settings: _Settings, kind: BenchKind, batches: Sequence[Combination]) -> dict[str, Any]:
+    """The result of a bench of single steps."""
+    done = lab.start("combinations", len(batches))
+    bench = BenchSettings(settings["repeats"], settings["warmup"], lab.seed)
+    outcome = run_bench(kind, lab.model, batches, lab.place, bench, on_row=lambda: done(1))
+    finish(outcome.was_interrupted)
+    return {**outcome.result, "run_dir": str(outcome.run_dir)}
 
 
 def _cache_rows(

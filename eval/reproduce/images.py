@@ -8,7 +8,8 @@ from ..options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, plan_eval
 from ..run import draw_set
 from ..sets.drawers import EngineDrawer
 from .lab import Lab
-from .paper import Found, Statement
+from .paper import Found
+from .statement import Statement
 
 
 def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[float, ...], *, is_more: bool) -> Found:
@@ -58,5 +59,5 @@ def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[flo
         text = f"{name}, PatchedServe against the original, {dataset}"
         # What the paper calls similar is no worse than the worst change that it prints.
         neutral = min(0, *said) if is_more else max(0, *said)
-        statements.append(Statement(text, change.difference, said, "score", neutral, is_more))
+        statements.append(Statement(text, change.estimate, said, "score", neutral, is_more))
     return Found({"datasets": found}, statements)

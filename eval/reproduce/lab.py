@@ -2,21 +2,24 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from ...data.files import write_json
 from ...data.prompts.captions import load_prompts
+from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.run_facts import describe
 from ...data.workspace import ModelWorkspace
 from ...profiling.machine import run_facts
 from ...profiling.measure.blocks import TABLE_FILE, BlockProfileSettings, run_block_profile
 from ...profiling.measure.latency import LatencySettings, profile_latency, workspace_predictor
+from ...profiling.measure.standalone import standalone_latencies
 from ...serving.cache.options import CACHE_PREDICTOR_FILE, CacheOptions
 from ...serving.models.build import with_engine
 from ...serving.models.loading import resolve_model
@@ -26,6 +29,7 @@ from ...training.cache.fitting import FitSettings, fit_cache_predictor
 from ...training.cache.samples import load_samples
 from ...training.latency.fitting import fit_latency_predictor
 from ...training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
+from ..cache.schedule import ScheduleSettings, search_schedule
 from ..metrics.judges import Judges
 from .scale import Scale
 
@@ -158,17 +162,50 @@ class Lab:
             fitted.save(self.place.predictors / PREDICTOR_FILE)
         return workspace_predictor(self.model, self.place, on_warning=self.on_warning)
 
-    def rates(self, shares: Sequence[float], max_batch_size: int, num_steps: int) -> list[float]:
-        """Request rates, in requests per second: these shares of what denoising alone could take in full batches of all
-        sizes, without the cache. Once chosen, they stay, so that what was measured can be continued.
+    def require_schedule(self, num_steps: int) -> None:
+        """Search the schedule of the cache for this number of steps, if neither workspace nor model has one.
+
+        Raises RunError: no schedule is near enough to plain diffusers.
         """
-        folder = self.folder("rates", num_steps, list(shares), max_batch_size)
+        file = CacheOptions("schedule").with_file_of(self.place.predictors, resolve_model(self.model.name)).schedule
+        assert file is not None
+        if file.is_file():
+            return
+        settings = ScheduleSettings(num_steps=(num_steps,), num_prompts=self.scale.profile_prompts, seed=self.seed)
+        on_draw = self.start("images at most, for the schedule of the cache", settings.num_draws)
+        search_schedule(self.model, settings, on_draw=on_draw).save(file)
+
+    def rates(
+        self, lowest_load: float, highest_load: float, num_rates: int, max_batch_size: int, num_steps: int
+    ) -> list[float]:
+        """Request rates, in requests per second, each as many times the one before. Once chosen, they stay, so that
+        what was measured can be continued.
+
+        Args:
+            lowest_load: the lowest rate, as a share of what plain diffusers serve one by one, as DistriFusion does:
+                the paper's slowest baseline, so that all of them can hold the lowest rate.
+            highest_load: the highest rate, as a share of what denoising alone could take in full batches of all sizes
+                on the patch engine, without the cache.
+            num_rates: how many, 2 or more.
+            max_batch_size: of a full batch.
+            num_steps: of every request.
+        """
+        folder = self.folder("rates", lowest_load, highest_load, num_rates, max_batch_size, num_steps)
         file = folder / "rates.json"
         if not file.is_file():
+            guidance_scale = self.model.defaults.guidance_scale
+            alone = [
+                Request(place, "", size, num_inference_steps=num_steps, guidance_scale=guidance_scale)
+                for place, size in enumerate(self.sizes)
+            ]
+            plain = self.plain_model()
+            plain.tune(self.sizes, self.place.tables)
+            alone_s = standalone_latencies(plain, alone, self.place.tables, on_doubt=self.on_warning)
             batch = [self.sizes[index % len(self.sizes)] for index in range(max_batch_size)]
             step_s = self.latency_predictor(max_batch_size).step_latency_s(batch)
-            most = max_batch_size / (num_steps * step_s)
-            write_json(file, [float(f"{share * most:.2g}") for share in shares])
+            lowest = lowest_load / fmean(alone_s.values())
+            highest = highest_load * max_batch_size / (num_steps * step_s)
+            write_json(file, [float(f"{rate:.2g}") for rate in np.geomspace(lowest, highest, num_rates)])
         return json.loads(file.read_text(encoding="utf-8"))
 
 

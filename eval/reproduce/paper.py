@@ -7,7 +7,7 @@ that has one is finished, and is not measured again. No torch.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,8 +16,9 @@ from ...data.files import write_bytes, write_json, write_text
 from ...profiling.report.page import plots_of, render
 from ...profiling.report.table import Table
 from ...profiling.report.theme import to_png
-from ...profiling.report.words import DASH, seconds
+from ...profiling.report.words import seconds
 from ..result_files import read_json, require_kind
+from .statement import Statement, Verdict, count_verdicts, statements_table, verdicts_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,43 +27,9 @@ if TYPE_CHECKING:
 
 RESULT_KIND = "psctl-reproduce"
 INDEX_FILE = "index.html"
+_VERSION = 2  # version 1 has statements without intervals
 SDXL, SD3 = "StableDiffusionXLPipeline", "StableDiffusion3Pipeline"
 """Classes of diffusers pipelines."""
-Unit = Literal["x", "points", "share", "score"]
-_FORMATS: Mapping[str, str] = {"x": "{:.2f}x", "points": "{:+.1f} points", "share": "{:.1%}", "score": "{:+.2f}"}
-
-
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """What a paper says of an exhibit, beside what was measured here.
-
-    Attributes:
-        text: what is compared.
-        ours: what was measured; None where it cannot be told.
-        paper: the number that the paper prints, or its smallest and largest; none where it only says which way.
-        unit: `x` of ratios, `points` of differences of shares, `share`, or `score` of a metric.
-        neutral: the value that goes neither way.
-        is_more: whether the paper says that it is more than `neutral`, not less.
-    """
-
-    text: str
-    ours: float | None
-    paper: tuple[float, ...] = ()
-    unit: Unit = "x"
-    neutral: float = 1.0
-    is_more: bool = True
-
-    @property
-    def agrees(self) -> bool | None:
-        """Whether ours lies on the paper's side of `neutral`; None where ours cannot be told."""
-        return None if self.ours is None else (self.ours > self.neutral) == self.is_more and self.ours != self.neutral
-
-    def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold, with the two sides as people read them."""
-        shown = _FORMATS[self.unit].format
-        said = " to ".join(map(shown, self.paper)) or ("more" if self.is_more else "less")
-        found = DASH if self.ours is None else shown(self.ours)
-        return {**asdict(self), "agrees": self.agrees, "paper_text": said, "ours_text": found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +124,13 @@ class Paper:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a reproduction gives: the results that were asked for, as in their files, which of them are new, the page of
-    all that the folder holds, and whether Ctrl-C ended it.
+    all that the folder holds, what `count_verdicts` says of that, and whether Ctrl-C ended it.
     """
 
     results: Sequence[Mapping[str, Any]]
     measured: Sequence[str]
     index: Path
+    verdicts: Mapping[str, Mapping[Verdict, int]]
     was_interrupted: bool
 
 
@@ -205,7 +173,8 @@ def reproduce(
         if not results:
             raise
         was_interrupted = True
-    return Outcome(results, measured, write_index(paper, folder.parent), was_interrupted)
+    verdicts = write_index(paper, folder.parent)
+    return Outcome(results, measured, folder.parent / INDEX_FILE, verdicts, was_interrupted)
 
 
 def _kept(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -222,7 +191,7 @@ def _kept(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _read(path: Path) -> dict[str, Any]:
     result = read_json(path)
-    require_kind(result, path, RESULT_KIND, "psctl reproduce")
+    require_kind(result, path, RESULT_KIND, "psctl reproduce", _VERSION)
     return result
 
 
@@ -231,7 +200,7 @@ def _measure(paper: Paper, exhibit: Exhibit, settings: Mapping[str, Any], lab: "
     found = exhibit.measure(lab, settings)
     return {
         "kind": RESULT_KIND,
-        "version": 1,
+        "version": _VERSION,
         "paper": paper.name,
         "exhibit": exhibit.key,
         "title": exhibit.title,
@@ -253,32 +222,28 @@ def _write(exhibit: Exhibit, result: Mapping[str, Any], folder: Path) -> None:
     write_json(folder / f"{exhibit.key}.json", result)
 
 
-def statements_table(result: Mapping[str, Any]) -> Table:
-    """The paper's statements beside ours."""
-    words = {True: "the same", False: "the other", None: "cannot be told"}
-    rows = [
-        (each["text"], each["paper_text"], each["ours_text"], words[each["agrees"]]) for each in result["statements"]
+def write_index(paper: Paper, folder: Path) -> dict[str, dict[Verdict, int]]:
+    """Write the page of everything that a folder holds, of all models; returns what `count_verdicts` says of it.
+
+    Raises UsageError, OSError.
+    """
+    found = [
+        (exhibit, path, _read(path))
+        for exhibit in paper.exhibits
+        for path in sorted(folder.glob(f"*/{exhibit.key}.json"))
     ]
-    name = result["exhibit"].replace("-", " ").capitalize()
-    return Table(f"{name}: {result['title']}", ("what the paper says of it", "paper", "here", "way"), rows)
-
-
-def write_index(paper: Paper, folder: Path) -> Path:
-    """Write the page of everything that a folder holds, of all models; returns it. Raises UsageError, OSError."""
     sections = []
-    for exhibit in paper.exhibits:
-        for path in sorted(folder.glob(f"*/{exhibit.key}.json")):
-            result, model = _read(path), path.parent.name
-            plots, table = [], None
-            if exhibit.kind == "figure":
-                plot = (path.parent / f"{exhibit.key}.png").read_bytes()
-                plots = plots_of({"": plot}, {"": f"{exhibit.title}, {model}"}, ("",))
-            else:
-                table = exhibit.table(result)
-            facts = result["circumstances"]["described"], f"measured in {seconds(result['wall_s'])}"
-            sections.append(
-                (exhibit, model, facts, result["settings"]["is_quick"], plots, table, statements_table(result))
-            )
-    text = render("reproduce.html", title=f"{paper.title}, figure by figure", facts=(), sections=sections)
+    for exhibit, path, result in found:
+        model, plots, table = path.parent.name, [], None
+        if exhibit.kind == "figure":
+            plot = path.with_suffix(".png").read_bytes()
+            plots = plots_of({"": plot}, {"": f"{exhibit.title}, {model}"}, ("",))
+        else:
+            table = exhibit.table(result)
+        facts = result["circumstances"]["described"], f"measured in {seconds(result['wall_s'])}"
+        sections.append((exhibit, model, facts, result["settings"]["is_quick"], plots, table, statements_table(result)))
+    counts = count_verdicts((path.parent.name, result) for _, path, result in found)
+    title = f"{paper.title}, figure by figure"
+    text = render("reproduce.html", title=title, facts=(), verdicts=verdicts_table(counts), sections=sections)
     write_text(folder / INDEX_FILE, text)
-    return folder / INDEX_FILE
+    return counts

@@ -9,8 +9,17 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 
 from ...profiling.report.table import Cell, Table
-from ...profiling.report.theme import THEME, add_legend, add_wide_legend, new_figure, series_colours, style_axes
+from ...profiling.report.theme import (
+    MARKERS,
+    THEME,
+    add_legend,
+    add_wide_legend,
+    new_figure,
+    series_colours,
+    style_axes,
+)
 from ...profiling.report.words import DASH, number, share
+from .statement import Verdict, statements_of
 
 _CHANGES = {"mse": "mean square error, as in the paper", "relative": "relative to the output's mean square"}
 _PANEL_IN, _LINE_IN = 3.4, 0.24
@@ -22,10 +31,20 @@ _SYSTEMS = {
     "bucketed": "a batch per resolution",
     "patched-fcfs": "PatchedCache",
     "patchedserve": "PatchedServe",
+    "patched-slack": "mixed batches, no cache",
+    "patched-schedule": "the same, cache by a schedule",
 }
-"""Systems as the paper calls them."""
+"""Systems as the paper calls them, and ours, both with another policy than PatchedServe's."""
 _SIDES = {"baseline": "baseline: a batch per resolution", "patched": "patched", "patched + cache": "patched + cache"}
-_MARKERS = "os^DvP"
+_COLOURS = series_colours([name for name in _SYSTEMS if name != "diffusers-fcfs"])
+_COLOURS["diffusers-fcfs"] = _COLOURS["distrifusion-fcfs"]
+_VERDICTS: Mapping[Verdict, tuple[str, str]] = {
+    "agrees": ("green", THEME.good),
+    "same way only": ("orange", THEME.series[1]),
+    "differs": ("red", THEME.bad),
+    "cannot be told": ("grey", THEME.muted),
+}
+"""Colours of what was measured, and what they are called."""
 
 
 def block_savings(result: Mapping[str, Any]) -> Figure:
@@ -104,21 +123,30 @@ def attainment_by_gpus(result: Mapping[str, Any]) -> Figure:
 
 
 def batches(result: Mapping[str, Any]) -> Figure:
-    """Figure 14: latency and throughput by batch size, and the paper's 13 % as marks."""
+    """Figure 14: latency (with the paper's 13 % as marks), throughput and overheads by batch size."""
     rows = result["ours"]["rows"]
-    figure, (left, right) = _sheet(result, 2)
+    figure, (left, right, beside) = _sheet(result, 3)
     for place, (name, label) in enumerate(_SIDES.items()):
         seconds = [row["image_ms"][name] * row["requests"] / 1e3 for row in rows]
         _bars(left, seconds, place, len(_SIDES), THEME.series[place], label, False)
         rates = [1e3 / row["image_ms"][name] for row in rows]
-        right.plot(range(len(rows)), rates, color=THEME.series[place], marker=_MARKERS[place], markersize=5)
+        right.plot(range(len(rows)), rates, color=THEME.series[place], marker=MARKERS[place], markersize=5)
     for place, row in enumerate(rows):
         said = 0.87 * row["image_ms"]["baseline"] * row["requests"] / 1e3
         left.hlines(said, place - 0.14, place + 0.14, color=THEME.bad, linewidth=2, zorder=4)
     left.plot([], [], color=THEME.bad, linewidth=2, label="paper: 13 % less than the baseline")
     style_axes(left, "Latency of a batch", "requests, as many of each resolution", "seconds of denoising")
     style_axes(right, "Throughput", "requests, as many of each resolution", "images per second")
-    for ax in (left, right):
+    for place, kind in enumerate(rows[0]["overheads"]):
+        shares = [row["overheads"][kind]["value"] for row in rows]
+        _bars(beside, shares, place, 2, THEME.series[3 + place], kind, True)
+    scheduler = result["ours"]["scheduling"]["patchedserve"]["value"]
+    beside.axhline(scheduler, color=THEME.ink, linestyle="--", linewidth=1, label="scheduler, in a served trace")
+    style_axes(beside, "Overheads", "requests, as many of each resolution", "share of a request's time")
+    beside.margins(y=0.15)
+    _percent(beside)
+    add_legend(beside)
+    for ax in (left, right, beside):
         ax.set_xticks(range(len(rows)), [str(row["requests"]) for row in rows])
     left.margins(y=0.15)
     right.set_ylim(bottom=0)
@@ -172,7 +200,7 @@ def quality_table(result: Mapping[str, Any]) -> Table:
 
 def _sheet(result: Mapping[str, Any], num_panels: int) -> tuple[Figure, list[Axes]]:
     """A figure with so many panels side by side; the paper's statements stand below them."""
-    lines = [(each["text"], each["paper_text"], each["ours_text"], each["agrees"]) for each in result["statements"]]
+    lines = statements_of(result)
     below_in = _LINE_IN * (len(lines) + 2.5)
     figure = new_figure(max(8.4, 4.6 * num_panels), _PANEL_IN + 0.5 + below_in)
     grid = figure.add_gridspec(2, num_panels, height_ratios=[_PANEL_IN, below_in])
@@ -180,15 +208,15 @@ def _sheet(result: Mapping[str, Any], num_panels: int) -> tuple[Figure, list[Axe
     text.set_axis_off()
     text.set_ylim(-len(lines) - 2, 0.5)
     text.set_xlim(0, 1)
-    places = (0, 0.64, 0.82)
-    for place, head in zip(places, ("What the paper says of it", "paper", "here"), strict=True):
+    places = (0, 0.51, 0.67, 0.79)
+    for place, head in zip(places, ("What the paper says of it", "paper", "here", "95 % interval"), strict=True):
         text.text(place, 0, head, fontsize=9, fontweight="bold", color=THEME.ink, va="center")
-    for line, (*cells, agrees) in enumerate(lines, 1):
-        colours = (THEME.ink, THEME.ink, {True: THEME.good, False: THEME.bad, None: THEME.muted}[agrees])
-        for place, cell, colour in zip(places, cells, colours, strict=True):
-            text.text(place, -line, cell, fontsize=8.5, color=colour, va="center")
+    for line, each in enumerate(lines, 1):
+        cells, colour = (each.text, each.paper_text, each.ours_text, each.interval_text), _VERDICTS[each.verdict][1]
+        for place, cell, own in zip(places, cells, (THEME.ink, THEME.ink, colour, colour), strict=True):
+            text.text(place, -line, cell, fontsize=8.5, color=own, va="center")
     about = result["circumstances"]["described"] + ("; a smoke run" if result["settings"]["is_quick"] else "")
-    note = f"green: the paper's way, red: the other way. {about}"
+    note = "; ".join(f"{name}: {verdict}" for verdict, (name, _) in _VERDICTS.items()) + f". {about}"
     text.text(0, -len(lines) - 1.3, note, fontsize=8, color=THEME.muted, va="center")
     return figure, [figure.add_subplot(grid[0, place]) for place in range(num_panels)]
 
@@ -217,18 +245,17 @@ def _lines(
     is_dotted: bool = False,
 ) -> None:
     """Attainment of all systems over the rate or the SLO scale, with its intervals."""
-    colours = series_colours(list(_SYSTEMS))
     for place, name in enumerate(dict.fromkeys(each["policy"] for each in all_points)):
         points = [each for each in all_points if each["policy"] == name]
         places, shares = ([each[key] for each in points] for key in (over, "slo_attainment_rate"))
         if is_dotted:
-            ax.plot(places, shares, color=colours[name], linestyle=":", linewidth=1.3)
+            ax.plot(places, shares, color=_COLOURS[name], linestyle=":", linewidth=1.3)
             continue
         ax.plot(
-            places, shares, color=colours[name], marker=_MARKERS[place], markersize=5, label=_SYSTEMS[name], zorder=3
+            places, shares, color=_COLOURS[name], marker=MARKERS[place], markersize=5, label=_SYSTEMS[name], zorder=3
         )
         low, high = ([each[end] for each in points] for end in ("interval_low", "interval_high"))
-        ax.fill_between(places, low, high, color=colours[name], alpha=0.1, linewidth=0)
+        ax.fill_between(places, low, high, color=_COLOURS[name], alpha=0.1, linewidth=0)
 
 
 def _style_rates(ax: Axes, title: str, x_label: str) -> None:

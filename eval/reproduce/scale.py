@@ -9,7 +9,7 @@ class Scale:
 
     Attributes:
         num_steps: denoising steps of every request.
-        profile_prompts: requests of the block profile.
+        profile_prompts: requests of the block profile, and of the search for a schedule of the cache.
         combinations, repeats: of the latency profile.
     """
 

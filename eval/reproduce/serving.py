@@ -5,65 +5,108 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+import numpy as np
+
+from ...data.statistics import Estimate
 from ...data.tables.latency import TABLE_PATTERN
 from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...profiling.sweep.engine_side import EngineSide
-from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRate, ratio
+from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRates
 from ...profiling.sweep.runner import Side, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
 from ...profiling.sweep.simulator_side import CALIBRATION_FILE, SimulatorFiles, SimulatorSide
 from ...training.latency.predictor import PREDICTOR_FILE
 from .lab import Lab, finish
-from .paper import Found, Statement
+from .paper import Found
+from .statement import Statement
 
 _Settings = Mapping[str, Any]
-_PLAIN_SYSTEMS = ("diffusers", "diffusers-fcfs", "bucketed")
+_BASELINES = ("diffusers", "diffusers-fcfs", "bucketed")
 _SYSTEMS = ("nirvana", "patched-fcfs", "patchedserve")
+_SCHEDULED = "patched-schedule"
 _BATCH = 16
 """Largest batch of all systems, section 8."""
 
 
 def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
-    """Figure 11: SLO attainment over the request rate, on the engine and in the simulator beside it."""
-    rates = lab.rates(settings["shares"], _BATCH, settings["num_steps"])
-    systems = (*_PLAIN_SYSTEMS, *_SYSTEMS)
+    """Figure 11: SLO attainment over the request rate, on the engine and in the simulator beside it.
+
+    Beside the systems of the paper are `patched-slack`, which has no cache, and `patched-schedule`, which differs from
+    it by its cache alone, as `patched-fcfs` differs from `patchedserve` by its policy.
+    """
+    rates = _rates(lab, settings)
+    systems = (*_BASELINES, *_SYSTEMS, "patched-slack", _SCHEDULED)
     result = _served(lab, settings, systems, rates, settings["num_seeds"])
     figures = result["engines"]["real"]
-    mean = {each["policy"]: 100 * each["mean_attainment"] for each in figures["policies"]}
-    own, others = _points(figures, "patchedserve"), _points(figures, "patched-fcfs")
+    ours = _served_json(result) | {"by_slo_scale": _by_slo_scale(lab, settings, systems, median_low(rates), figures)}
+    return Found(ours, attainment_statements(figures))
+
+
+def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
+    """What figure 11 says of the figures of a sweep, with intervals over its seeds."""
+    lowest = next(point for point in figures["points"] if point["policy"] == "patchedserve")
+    is_over_seeds = lowest["interval_over"] == "seeds"
+    low, high = (lowest[end] if is_over_seeds else None for end in ("interval_low", "interval_high"))
+    in_time = Estimate(lowest["slo_attainment_rate"], low, high, lowest["num_requests"])
+    text = "PatchedServe over PatchedCache at the highest rate"
     statements = [
         Statement(
             "PatchedServe over NIRVANA, mean of the rates",
-            mean["patchedserve"] - mean["nirvana"],
+            _gain(figures, "patchedserve", "nirvana"),
             (30.1,),
-            unit="points",
-            neutral=0,
+            "points",
+            0,
         ),
-        Statement("PatchedServe in time at the lowest rate", own[0], (0.99,), unit="share", neutral=0.99),
-        Statement(
-            "PatchedServe over PatchedCache at the highest rate", 100 * (own[-1] - others[-1]), unit="points", neutral=0
-        ),
+        Statement("PatchedServe in time at the lowest rate", in_time, (0.99,), "share", 0.99),
+        Statement(text, _gain(figures, "patchedserve", "patched-fcfs", -1), (), "points", 0),
     ]
     held = {
-        each["policy"]: {target: HeldRate(**_only(rate)) for target, rate in each["held_rates"].items()}
+        each["policy"]: {target: HeldRates.from_json(rates) for target, rates in each["held_rates"].items()}
         for each in figures["policies"]
     }
-    key = f"{RATIO_TARGET:.2f}"
-    text = f"rate with {RATIO_TARGET:.0%} in time, PatchedServe against NIRVANA"
-    statements.append(_held_longer(text, held["patchedserve"][key], held["nirvana"][key]))
-    for target, said in zip(TARGETS, (1.5, 1.12, 1.1), strict=True):
-        rate, base = (held[name][f"{target:.2f}"] for name in ("patchedserve", "patched-fcfs"))
-        text = f"rate with {target:.0%} in time, PatchedServe against PatchedCache"
-        statements.append(_held_longer(text, rate, base, said))
-    ours = _served_json(result) | {"by_slo_scale": _by_slo_scale(lab, settings, systems, median_low(rates), figures)}
-    return Found(ours, statements)
+
+    def held_longer(target: float, other: str, name: str, *said: float) -> Statement:
+        """How many times as high a rate is held, which may be known from one side only: then there is no interval."""
+        rate, base = (held[system][f"{target:.2f}"] for system in ("patchedserve", other))
+        found = rate.ratio_to(base)
+        bound = {"least": ", at least", "most": ", at most"}.get(found["kind"], "")
+        ours = None if found["value"] is None else Estimate(found["value"], found["low"], found["high"])
+        return Statement(f"rate with {target:.0%} in time, PatchedServe against {name}{bound}", ours, said)
+
+    against_cache = [
+        held_longer(target, "patched-fcfs", "PatchedCache", said)
+        for target, said in zip(TARGETS, (1.5, 1.12, 1.1), strict=True)
+    ]
+    return [*statements, held_longer(RATIO_TARGET, "nirvana", "NIRVANA"), *against_cache]
 
 
-def _held_longer(text: str, rate: HeldRate, base: HeldRate, *said: float) -> Statement:
-    """How many times as high a rate is held, which may be known from one side only."""
-    found = ratio(rate, base)
-    bound = {"least": ", at least", "most": ", at most"}.get(found["kind"], "")
-    return Statement(text + bound, found["value"], said)
+def _gain(figures: Mapping[str, Any], system: str, other: str, place: int | None = None) -> Estimate:
+    """How many points more requests of a system are in time, paired over the seeds: both have served the same traces.
+
+    Args:
+        figures: of a sweep.
+        system, other: which are compared.
+        place: of the rate, from the lowest; None: the mean of all rates.
+    """
+    own, base = (_by_seed(figures, name) for name in (system, other))
+    points = [100 * np.subtract(own[seed], base[seed]) for seed in own if seed in base]
+    return Estimate.of_mean([float(each.mean() if place is None else each[place]) for each in points])
+
+
+def _by_seed(figures: Mapping[str, Any], system: str) -> dict[str, list[float]]:
+    """Attainment of a system by rate, of every seed."""
+    by_rate = [each["attainment_by_seed"] for each in figures["points"] if each["policy"] == system]
+    return {seed: [shares[seed] for shares in by_rate] for seed in by_rate[0]}
+
+
+def scheduling_shares(lab: Lab, settings: _Settings) -> dict[str, Estimate]:
+    """What policies take as a share of a request's time, by system: over the seeds, at the middle rate of figure 11."""
+    middle = median_low(_rates(lab, settings))
+    result = _served(lab, settings, ("patchedserve", _SCHEDULED), [middle], settings["num_seeds"])
+    return {
+        each["policy"]: Estimate.of_mean(list(each["scheduling_share_by_seed"].values()))
+        for each in result["engines"]["real"]["points"]
+    }
 
 
 def _by_slo_scale(
@@ -86,9 +129,9 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
     A request goes to the GPU with the fewest pixels left to draw; DistriFusion spans them all. Steps and stages last as
     they did on this machine in a run at the middle rate, which says as well how far the simulator is off.
     """
-    rates = lab.rates(settings["shares"], _BATCH, settings["num_steps"])
+    rates = _rates(lab, settings)
     middle = median_low(rates)
-    checked = _served(lab, settings, _SYSTEMS, [middle], 1)
+    checked = _served(lab, settings, (*_SYSTEMS, _SCHEDULED), [middle], 1)
     source = Path(checked["run_dir"])
     patched, plain = (next((source / "tables" / name).glob(TABLE_PATTERN)) for name in ("patched", "plain"))
     files = SimulatorFiles(patched, plain, source / CALIBRATION_FILE)
@@ -113,17 +156,28 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
         result = _sweep(lab, asked, side, lab.folder("gpus", asked.fixed(), files.sources()))
         figures = result["engines"]["simulator"]
         ours["gpus"][str(num_gpus)] = _served_json(result)
-        mean = {each["policy"]: 100 * each["mean_attainment"] for each in figures["policies"]}
-        best = max(mean[name] for name in names if name != "patchedserve")
-        gain = mean["patchedserve"] - best
-        text = f"{num_gpus} GPUs: PatchedServe over the best other, mean of the rates"
-        statements.append(Statement(text, gain, unit="points", neutral=0))
-        nirvana, spanning = _points(figures, "nirvana"), _points(figures, "distrifusion-fcfs")
-        for place, where, is_more in ((0, "lowest", False), (-1, "highest", True)):
-            text = f"{num_gpus} GPUs: NIRVANA over DistriFusion at the {where} rate"
-            difference = 100 * (nirvana[place] - spanning[place])
-            statements.append(Statement(text, difference, unit="points", neutral=0, is_more=is_more))
+        statements += statements_on_many(figures, num_gpus)
     return Found(ours, statements)
+
+
+def statements_on_many(figures: Mapping[str, Any], num_gpus: int) -> list[Statement]:
+    """What figures 12 and 13 say of the figures of a sweep on so many GPUs, with intervals over its seeds."""
+    mean = {each["policy"]: each["mean_attainment"] for each in figures["policies"] if each["policy"] != "patchedserve"}
+    gain = _gain(figures, "patchedserve", max(mean, key=mean.__getitem__))
+    text = f"{num_gpus} GPUs: PatchedServe over the best other, mean of the rates"
+    statements = [Statement(text, gain, (), "points", 0)]
+    for place, where, is_more in ((0, "lowest", False), (-1, "highest", True)):
+        text = f"{num_gpus} GPUs: NIRVANA over DistriFusion at the {where} rate"
+        difference = _gain(figures, "nirvana", "distrifusion-fcfs", place)
+        statements.append(Statement(text, difference, (), "points", 0, is_more))
+    return statements
+
+
+def _rates(lab: Lab, settings: _Settings) -> list[float]:
+    """The request rates of figure 11, in requests per second."""
+    return lab.rates(
+        settings["lowest_load"], settings["highest_load"], settings["num_rates"], _BATCH, settings["served_steps"]
+    )
 
 
 def _served(
@@ -135,7 +189,11 @@ def _served(
     engine: SweepEngine = "both",
     slo_scale: float = DEFAULT_SLO_SCALE,
 ) -> dict[str, Any]:
-    """Runs on the engine, and in the simulator beside it; what other calls have finished is not served again."""
+    """Runs on the engine, and in the simulator beside it; what other calls have finished is not served again.
+
+    Runs are kept in one folder only if their systems have the same caches, so `_SCHEDULED` is always among them.
+    """
+    lab.require_schedule(settings["served_steps"])
     asked = _sweep_settings(
         lab, settings, systems, rates, num_seeds, settings["num_prompts"], engine, slo_scale=slo_scale
     )
@@ -165,7 +223,7 @@ def _sweep_settings(
     slo_scale: float = DEFAULT_SLO_SCALE,
 ) -> SweepSettings:
     sizes = ",".join(map(str, lab.sizes))
-    trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=settings["num_steps"], resolutions=sizes)
+    trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=settings["served_steps"], resolutions=sizes)
     seeds = tuple(range(lab.seed, lab.seed + num_seeds))
     return SweepSettings(tuple(systems), tuple(rates), seeds, engine, trace, slo_scale, _BATCH, num_gpus)
 
@@ -180,12 +238,3 @@ def _sweep(lab: Lab, settings: SweepSettings, side: Side, folder: Path) -> dict[
 def _served_json(result: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a sweep."""
     return {name: result[name] for name in ("engines", "agreement", "standalone_s", "run_dir")}
-
-
-def _points(figures: Mapping[str, Any], system: str) -> list[float]:
-    """Attainment of a system by rate."""
-    return [each["slo_attainment_rate"] for each in figures["points"] if each["policy"] == system]
-
-
-def _only(held: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: held[name] for name in ("where", "rate")}

@@ -23,7 +23,8 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
         `thresholds`, `by_resolution` (resolution -> share below each threshold), `by_block` (resolution -> block ->
         share below `table_threshold`), `blocks`, `num_rows`; `whole_blocks`: as in the paper, the share of blocks
         (of one request and step) whose mean change over their patches is below `threshold`, by resolution: of the mean
-        square error (`mse`), and `relative` to the mean square.
+        square error (`mse`), and `relative` to the mean square; `by_request` has the shares of single requests, in
+        their order.
 
     Raises:
         UsageError: the table is damaged.
@@ -50,17 +51,22 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
             )
     names = sorted(below, key=lambda name: int(np.prod([int(side) for side in name.split("x")])))
     means = {name: _mean_of_blocks(np.concatenate(sums[name], 1)) for name in names}
-    whole = {
-        kind: {name: float((means[name][place] < WHOLE_THRESHOLD).mean()) for name in names}
-        for place, kind in enumerate(("mse", "relative"))
-    }
+    whole: dict[str, dict[str, float]] = {}
+    by_request: dict[str, dict[str, list[float]]] = {}
+    for place, kind in enumerate(("mse", "relative")):
+        is_below = {name: (request, changes[place] < WHOLE_THRESHOLD) for name, (request, changes) in means.items()}
+        whole[kind] = {name: float(below.mean()) for name, (_, below) in is_below.items()}
+        by_request[kind] = {
+            name: [float(below[request == each].mean()) for each in np.unique(request)]
+            for name, (request, below) in is_below.items()
+        }
     place = int(np.argmin(np.abs(np.array(THRESHOLDS) - TABLE_THRESHOLD)))
     return {
         "thresholds": list(THRESHOLDS),
         "table_threshold": THRESHOLDS[place],
         "blocks": list(facts.blocks),
         "num_rows": num_rows,
-        "whole_blocks": {"threshold": WHOLE_THRESHOLD, "shares": whole},
+        "whole_blocks": {"threshold": WHOLE_THRESHOLD, "shares": whole, "by_request": by_request},
         "by_resolution": {name: (below[name].sum(0) / counts[name].sum()).tolist() for name in names},
         "by_block": {
             name: dict(zip(facts.blocks, (below[name][:, place] / counts[name]).tolist(), strict=True))
@@ -75,10 +81,12 @@ def _summed(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.concatenate([groups, [np.bincount(place.ravel(), row, groups.shape[1]) for row in values]])
 
 
-def _mean_of_blocks(sums: np.ndarray) -> np.ndarray:
-    """(2, blocks of all requests and steps) from what `_summed` gave for pieces of the table."""
-    _, _, _, count, *changes = _summed(sums[:3], sums[3:])
-    return np.stack(changes) / count
+def _mean_of_blocks(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Requests (n,) and changes (2, n) of the blocks of all requests and steps, from what `_summed` gave for pieces of
+    the table.
+    """
+    request, _, _, count, *changes = _summed(sums[:3], sums[3:])
+    return request, np.stack(changes) / count
 
 
 def plot_block_changes(result: dict[str, Any]) -> bytes:

@@ -144,6 +144,7 @@ class StepBench:
             "same_resolution_format": best["same_resolution"].format,
             "patched_p10_ms": float(low),
             "patched_p90_ms": float(high),
+            "patched_samples_ms": lanes[patched].samples_ms,
             "patched_repack_ms": statistics.median(lanes[patched].first_ms),
             "baseline": plain.side,
             "ratio": statistics.median(ratios),

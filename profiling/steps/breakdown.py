@@ -160,7 +160,11 @@ def divide(wall_ms: float, steps: Sequence[Row], *, is_cuda: bool) -> Row:
 
 
 def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
-    """Time and profile, in turn, the patched and the faster same-resolution side of one combination."""
+    """Time and profile, in turn, the patched and the faster same-resolution side of one combination.
+
+    A side's `ms` are by category, of all repeats and by repeat; `first_ms` is the step after a request has joined or
+    left, which packs the batch anew.
+    """
     found = bench.lanes(combination, ("same_resolution", "patched"))
     time_lanes(found.values(), bench.settings)
     best = {side: fastest(found, side) for side in ("patched", "same_resolution")}
@@ -180,8 +184,13 @@ def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
             lane.make_room()
         for name, step in profile_step(lanes, models, bench.model.device).items():
             steps[name].append(step)
+    is_cuda = bench.model.device.type == "cuda"
     sides = {
-        name: divide(lane.median_ms, steps[name], is_cuda=bench.model.device.type == "cuda")
+        name: {
+            **divide(lane.median_ms, steps[name], is_cuda=is_cuda),
+            "first_ms": statistics.median(lane.first_ms),
+            "ms_by_repeat": [divide(lane.median_ms, [step], is_cuda=is_cuda)["ms"] for step in steps[name]],
+        }
         for name, lane in lanes.items()
     }
     return {

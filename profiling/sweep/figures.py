@@ -70,7 +70,10 @@ class FinishedRun:
 
 
 def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """Figures of the runs of one system at one rate, pooled over their seeds. All requests must have an SLO."""
+    """Figures of the runs of one system at one rate, pooled over their seeds. All requests must have an SLO.
+
+    `scheduling_share_by_seed` is what the policy takes of a step and the decision before it.
+    """
     num_met, num_requests = sum(run.num_met for run in runs), sum(run.num_requests for run in runs)
     latencies = np.concatenate([run.latencies_s for run in runs])
     interval = share_interval([run.num_met for run in runs], [run.num_requests for run in runs])
@@ -97,6 +100,11 @@ def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
         "interval_high": interval.high,
         "interval_over": interval.over,
         "attainment_by_seed": {str(run.seed): run.attainment for run in runs},
+        "scheduling_share_by_seed": {
+            str(run.seed): run.figures["scheduling_mean"] / (run.figures["scheduling_mean"] + step_s)
+            for run in runs
+            if (step_s := run.figures.get("step_latency_mean")) and run.figures.get("scheduling_mean") is not None
+        },
         "goodput_qps": num_met / sum(run.duration_s for run in runs),
         "latency_mean": float(latencies.mean()) if len(latencies) else None,
         "latency_p50": p50,

@@ -5,13 +5,12 @@ number. Runs with different seeds are independent. From three seeds on, interval
 seeds; with one or two there is only Wilson's over the requests, which is too narrow and labelled as what it is.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Self
 
-from ...data.statistics import student_interval, wilson_interval
+from ...data.statistics import Estimate, student_interval, wilson_interval
 
 MIN_SEEDS = 3
 TARGETS = (0.99, 0.95, 0.90)
@@ -61,10 +60,8 @@ def _positive_interval(value: float, by_seed: Sequence[float]) -> tuple[float, f
     The figure of all seeds together is not the mean of those of the seeds; the interval is widened to hold it. There is
     none with fewer than `MIN_SEEDS`.
     """
-    interval = student_interval([math.log(each) for each in by_seed]) if len(by_seed) >= MIN_SEEDS else None
-    if interval is None:
-        return None, None
-    return min(value, math.exp(interval[0])), max(value, math.exp(interval[1]))
+    interval = Estimate.of_ratios(by_seed).interval if len(by_seed) >= MIN_SEEDS else None
+    return (None, None) if interval is None else (min(value, interval[0]), max(value, interval[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +133,12 @@ class HeldRates:
         """From the attainments of all seeds together, and of each."""
         whole = {seed: own for seed, own in by_seed.items() if set(own) == set(shares)}
         return cls(held_rate(shares, target), {seed: held_rate(own, target) for seed, own in whole.items()})
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """From what `to_json` gives."""
+        seeds = {int(seed): HeldRate(**held) for seed, held in content["by_seed"].items()}
+        return cls(HeldRate(content["where"], content["rate"]), seeds)
 
     def to_json(self) -> dict[str, Any]:
         """The rate, those of the seeds, and its 95 % interval over them: null with fewer than three seeds, or where a

@@ -39,6 +39,14 @@ class Choice:
     num_prompts: Annotated[
         int | None, flag("--num-prompts", "Tables: captions of each data set. Default: 256 (paper: 5000).", min=2)
     ] = None
+    num_inference_steps: Annotated[
+        int | None,
+        flag(
+            "--num-inference-steps",
+            "Denoising steps of every request. Default: 50, as in the paper, and 30 where figures serve traces.",
+            min=2,
+        ),
+    ] = None
     output_dir: Annotated[
         Path | None,
         flag(
@@ -53,14 +61,16 @@ def reproduce_patchedserve(*, choice: Choice, judging: JudgeFlags, seed: Seed = 
     """Measure figures 4, 5, 11, 12, 13, 14, 15 and tables 1 and 2; without a choice, all that suit the model.
 
     Each gives a picture (tables: markdown) and a JSON file, with the paper's own numbers beside ours; one page shows
-    those of all models. What is finished is kept: the same command, or one for other figures or another model, goes on
-    from there. What the workspace lacks is profiled and trained first. Figure 12 is of SDXL, 13 of SD3.
+    those of all models and counts what agrees. What is finished is kept: the same command, or one for other figures or
+    another model, goes on from there. What the workspace lacks is profiled and trained first. Figure 12 is of SDXL, 13
+    of SD3.
 
     Examples:
 
         psctl reproduce patchedserve --quick
         psctl reproduce patchedserve --figure 5 --figure 14 --table 1
         psctl reproduce patchedserve --model emoji-3 --figure 13 --json
+        psctl reproduce patchedserve --figure 11 --num-inference-steps 50
         psctl reproduce patchedserve --table 2 --dataset coco:coco/val2014 --num-prompts 5000
         psctl reproduce patchedserve --model stabilityai/stable-diffusion-xl-base-1.0 --resolutions 512,768,1024
     """
@@ -71,8 +81,9 @@ def reproduce_patchedserve(*, choice: Choice, judging: JudgeFlags, seed: Seed = 
 
 def _reproduce(paper: "Paper", choice: Choice, judging: JudgeFlags, seed: int, target: Target, out: Output) -> None:
     from ...data.workspace import Workspace
-    from ...eval.reproduce.paper import reproduce, statements_table
+    from ...eval.reproduce.paper import reproduce
     from ...eval.reproduce.scale import FULL, QUICK
+    from ...eval.reproduce.statement import statements_table, verdicts_table
     from ...profiling.report.table import to_rich
     from ...serving.models.checkpoint import read_index
     from ...serving.models.loading import resolve_model
@@ -91,6 +102,8 @@ def _reproduce(paper: "Paper", choice: Choice, judging: JudgeFlags, seed: int, t
     inside = replace(target, workspace=folder / "workspace") if choice.is_quick else target
     require_places(folder, inside.workspace)
     scale = QUICK if choice.is_quick else FULL
+    if choice.num_inference_steps is not None:
+        scale = replace(scale, num_steps=choice.num_inference_steps)
 
     def settings_of(exhibit: "Exhibit") -> dict[str, Any]:
         settings: dict[str, Any] = {
@@ -101,6 +114,8 @@ def _reproduce(paper: "Paper", choice: Choice, judging: JudgeFlags, seed: int, t
             **asdict(scale),
             **(exhibit.quick if choice.is_quick else exhibit.full),
         }
+        if "served_steps" in settings and choice.num_inference_steps is not None:
+            settings["served_steps"] = choice.num_inference_steps
         if exhibit.kind == "table":
             settings |= {"datasets": choice.datasets or ["emoji"], "clip_model": judging.clip_model}
             settings |= {} if choice.num_prompts is None else {"num_prompts": choice.num_prompts}
@@ -126,10 +141,11 @@ def _reproduce(paper: "Paper", choice: Choice, judging: JudgeFlags, seed: int, t
             "paper": paper.name,
             "exhibits": outcome.results,
             "measured": outcome.measured,
+            "verdicts": outcome.verdicts,
             "page": outcome.index,
             "was_interrupted": outcome.was_interrupted,
         },
-        table=lambda: to_rich(map(statements_table, outcome.results)),
+        table=lambda: to_rich([*map(statements_table, outcome.results), verdicts_table(outcome.verdicts)]),
     )
     out.note(f"Open in a browser: file://{outcome.index.resolve()}")
     if outcome.was_interrupted:

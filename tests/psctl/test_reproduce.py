@@ -16,6 +16,7 @@ from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 
 PLACE = Path("psctl-workspace", "reproduce", "patchedserve-quick")
 COMMON = ("reproduce", "patchedserve", "--dtype", "float32", "--device", "cpu", "--quick")
+VERDICTS = {"agrees", "same way only", "differs", "cannot be told"}
 SETTINGS = {"resolutions": ["64x64", "128x128"], "seed": 0, "is_quick": True, "num_steps": 24}
 KEYS = {"kind", "version", "paper", "exhibit", "title", "settings", "circumstances", "wall_s", "ours", "paper_numbers"}
 
@@ -34,7 +35,9 @@ def check_files(folder: Path, results: list[dict[str, Any]]) -> None:
         assert kept["circumstances"]["dtype"] == "float32"
         assert kept["statements"]
         for each in kept["statements"]:
-            assert each["agrees"] in (True, False) if each["ours"] is not None else each["agrees"] is None
+            assert each["verdict"] in VERDICTS
+            if each["ours"] is None or each["ours"]["low"] is None:
+                assert each["verdict"] == "cannot be told"
         if result["exhibit"].startswith("table"):
             assert (folder / f"{result['exhibit']}.md").read_text().count("\n| Original |") == 1
             continue
@@ -74,8 +77,18 @@ def test_what_batches_cost_and_how_images_look(run_psctl: RunPsctl, tmp_path: Pa
     for row in found["figure-14"]["rows"]:
         assert set(row["image_ms"]) == {"baseline", "patched", "patched + cache"}
         assert row["saved_computation"] > 0
+        assert {len(seconds) for seconds in row["seconds_by_round"].values()} == {2}
+        for name in ("splitting", "cache"):
+            overhead = row["overheads"][name]
+            assert overhead["low"] <= overhead["value"] <= overhead["high"]
+        assert 0 < row["overheads"]["cache"]["value"] < 1
+    assert set(found["figure-14"]["scheduling"]) == {"patchedserve", "patched-schedule"}
+    assert all(0 < each["value"] < 1 for each in found["figure-14"]["scheduling"].values())
     for key in ("table-1", "table-2"):
         assert set(found[key]["datasets"]["emoji"]["sides"]) == {"Original", "PatchedServe"}
+    counts = result["verdicts"]
+    assert counts["all"] == counts[folder.name]
+    assert sum(counts["all"].values()) == sum(len(each["statements"]) for each in result["exhibits"])
     assert result["exhibits"][-1]["paper_numbers"]["Original"]["SDXL, COCO"] == 31.92
     assert Path(tmp_path, result["page"]).read_text().count("<img") == 3
     # A smoke run leaves nothing that other commands would take for a measurement.
@@ -88,22 +101,29 @@ def test_what_batches_cost_and_how_images_look(run_psctl: RunPsctl, tmp_path: Pa
     done = run_psctl(*arguments, "--seed", 1)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("was made with seed 0, but it is 1 now: give another --output-dir")
+    done = run_psctl(*arguments, "--num-inference-steps", 30)
+    assert "figure-4.json was made with num_steps 24, but it is 30 now" in done.stderr
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_is_served_in_time_and_what_patches_save(run_psctl: RunPsctl, tmp_path: Path) -> None:
     model = save(tmp_path / "sd3", tiny_sd3())
-    chosen = ("--figure", 11, "--figure", 13, "--figure", 15)
+    chosen = ("--figure", 4, "--figure", 11, "--figure", 13, "--figure", 15)
     done = run_psctl(*COMMON, *chosen, "--model", model, "--output-dir", "shown", "--json")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["exhibits"]
     [folder] = (path.parent for path in (tmp_path / "shown").glob("*/figure-13.json"))
     check_files(folder, results)
-    on_one, on_many, saved = (each["ours"] for each in results)
+    blocks, on_one, on_many, saved = (each["ours"] for each in results)
+    # Of transformer blocks.
+    assert {size: len(shares) for size, shares in blocks["by_request"]["mse"].items()} == {"64x64": 3, "128x128": 3}
     assert set(on_one["engines"]) == {"real", "simulator"}
     systems = [each["policy"] for each in on_one["engines"]["real"]["policies"]]
-    assert systems == ["diffusers", "diffusers-fcfs", "bucketed", "nirvana", "patched-fcfs", "patchedserve"]
+    patched = ["patched-fcfs", "patchedserve", "patched-slack", "patched-schedule"]
+    assert systems == ["diffusers", "diffusers-fcfs", "bucketed", "nirvana", *patched]
+    # A seed tells nothing of others.
+    assert {each["verdict"] for number in (1, 2) for each in results[number]["statements"]} == {"cannot be told"}
     by_scale = on_one["by_slo_scale"]
     assert by_scale["request_rate"] in {point["request_rate"] for point in on_one["engines"]["real"]["points"]}
     assert {scale: [each["policy"] for each in points] for scale, points in by_scale["points"].items()} == {
@@ -117,10 +137,10 @@ def test_what_is_served_in_time_and_what_patches_save(run_psctl: RunPsctl, tmp_p
     }
     assert sorted(rates["8"]) == pytest.approx([4 * rate for rate in sorted(rates["2"])], rel=0.01)
     assert {row["request_rate"] for row in on_many["agreement"]["rows"]} == {on_many["middle_rate"]}
-    assert on_one["run_dir"] == results[1]["ours"]["served_in"]
+    assert on_one["run_dir"] == on_many["served_in"]
     assert {kind for size in saved["by_resolution"].values() for kind in size} == {"off", "patch", "image"}
     # What the paper says of SDXL alone is not asked of SD3.
-    assert len(results[2]["statements"]) == 2
+    assert len(results[3]["statements"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -131,6 +151,7 @@ def test_what_is_served_in_time_and_what_patches_save(run_psctl: RunPsctl, tmp_p
         (("--figure", "13"), "--figure 13 is of models with a StableDiffusion3Pipeline, but the model has a Stable"),
         (("--figure", "5", "--resolutions", "128"), "the only resolution is 128x128, but figures of mixed"),
         (("--model", "nothing-such"), "unknown model 'nothing-such'"),
+        (("--num-inference-steps", "1"), "'--num-inference-steps': '1', but it must be greater than or equal to 2"),
         (("--num-prompts", "1"), "'--num-prompts': '1', but it must be greater than or equal to 2"),
     ],
 )

@@ -16,7 +16,7 @@ FAST = BenchSettings(repeats=2, warmup=1)
 ROW = {
     *("combination", "label", "requests", "is_mixed", "one_by_one_ms", "same_resolution_ms", "same_resolution_format"),
     *("one_by_one_effort", "same_resolution_effort", "patched_effort", "baseline", "ratio", "times", "left_out"),
-    *("patched_ms", "patched_p10_ms", "patched_p90_ms", "patched_repack_ms"),
+    *("patched_ms", "patched_p10_ms", "patched_p90_ms", "patched_samples_ms", "patched_repack_ms"),
     *("patched_is_plain", "intervals", "repeats", "same_resolution_share_of_peak"),
     "patched_share_of_peak",
 }

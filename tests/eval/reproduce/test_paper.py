@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from patchedserve.data.errors import UsageError
-from patchedserve.eval.reproduce.paper import SD3, SDXL, Exhibit, Found, Paper, Statement, reproduce
+from patchedserve.data.statistics import Estimate
+from patchedserve.eval.reproduce.paper import INDEX_FILE, SD3, SDXL, Exhibit, Found, Paper, reproduce, write_index
 from patchedserve.eval.reproduce.patchedserve import PATCHEDSERVE
+from patchedserve.eval.reproduce.statement import Statement
 from patchedserve.profiling.report.table import Table
 from patchedserve.profiling.report.theme import THEME, new_figure
 
@@ -35,7 +39,8 @@ def exhibit(number: int, kind: Any = "figure", pipelines: tuple[str, ...] = ()) 
         if lab.stop_at == number:
             raise KeyboardInterrupt
         lab.measured.append(number)
-        return Found({"bar": number}, [Statement("ours against theirs", number / 10, (0.3, 0.5))])
+        ours = Estimate(1 + number / 10, 1 + number / 20, 1 + number / 5)
+        return Found({"bar": number}, [Statement("ours against theirs", ours, (1.1, 1.5))])
 
     def draw(result: Mapping[str, Any]) -> Figure:
         figure = new_figure(2, 1)
@@ -71,7 +76,8 @@ def test_what_is_finished_is_not_measured_again(tmp_path: Path) -> None:
     assert (outcome.was_interrupted, outcome.measured) == (False, ["figure-20", "table-2"])
     assert room.measured == [1, 20, 2]
     files = [json.loads((tmp_path / "tiny" / f"{each.key}.json").read_text()) for each in PAPER.exhibits]
-    assert [each["statements"][0]["agrees"] for each in files] == [False, True, False]
+    assert [each["statements"][0]["verdict"] for each in files] == ["agrees", "same way only", "agrees"]
+    assert outcome.verdicts["tiny"] == {"agrees": 2, "same way only": 1, "differs": 0, "cannot be told": 0}
     assert files[0]["settings"] == SETTINGS
     assert "| 2 |" in (tmp_path / "tiny" / "table-2.md").read_text()
 
@@ -92,24 +98,24 @@ def test_the_page_shows_all_models(tmp_path: Path) -> None:
     page = run(tmp_path / "two", Room(), {**SETTINGS, "is_quick": True}).index.read_text()
     assert page.count("<img") == 2 * 2
     assert page.count("A smoke run") == 3
-    assert page.count("0.30x to 0.50x") == 6
+    assert page.count("1.10x to 1.50x") == 6
+    assert "within a factor of 2 of the paper" in page
+    counts = {row[0]: row[1:] for row in re.findall(r"<tr><td>(\w+)</td>" + 4 * r'<td class="number">(\d)</td>', page)}
+    assert counts == {"one": ("2", "1", "0", "0"), "two": ("2", "1", "0", "0"), "all": ("4", "2", "0", "0")}
     assert page.count("a &lt;room&gt;") == 6
 
 
-@pytest.mark.parametrize(
-    ("given", "agrees", "ours", "paper"),
-    [
-        (Statement("", 1.2, (1.68,)), True, "1.20x", "1.68x"),
-        (Statement("", 0.9), False, "0.90x", "more"),
-        (Statement("", 0.9, is_more=False), True, "0.90x", "less"),
-        (Statement("", None, (1.5,)), None, "-", "1.50x"),
-        (Statement("", 1.0), False, "1.00x", "more"),
-        (Statement("", -3, (30.1,), "points", 0), False, "-3.0 points", "+30.1 points"),
-    ],
-)
-def test_statements_say_which_way(given: Statement, agrees: bool | None, ours: str, paper: str) -> None:
-    found = given.to_json()
-    assert (found["agrees"], found["ours_text"], found["paper_text"]) == (agrees, ours, paper)
+def test_an_old_file_is_read(tmp_path: Path) -> None:
+    old = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
+    shutil.copytree(old, tmp_path / "old")
+    num = sum(len(json.loads(path.read_text())["statements"]) for path in old.glob("*/*.json"))
+    counts = write_index(PATCHEDSERVE, tmp_path / "old")
+    assert set(counts) == {"emoji-3", "emoji-xl", "all"}
+    # Tables alone would have one, but an old statement is a number.
+    assert counts["all"] == {"agrees": 0, "same way only": 0, "differs": 0, "cannot be told": num}
+    page = (tmp_path / "old" / INDEX_FILE).read_text()
+    assert page.count("<td>cannot be told</td>") + page.count('<td class="number">cannot be told</td>') == num
+    assert "2.53x" in page
 
 
 def test_what_is_reproduced_of_patchedserve() -> None:

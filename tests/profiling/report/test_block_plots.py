@@ -25,4 +25,7 @@ def test_whole_blocks_change_by_the_mean_over_their_patches(tmp_path: Path) -> N
             for width, of_width in by_block.groupby("width")
         }
         assert found["shares"][kind] == pytest.approx(expected)
+        for width, of_width in by_block.groupby("width"):
+            wanted = of_width.groupby("request_id")[column].agg(lambda mse: float(np.mean(mse < WHOLE_THRESHOLD)))
+            assert found["by_request"][kind][f"{width}x{width}"] == pytest.approx(list(wanted))
         assert 0 < min(expected.values()) <= max(expected.values()) < 1
