@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from heapq import merge
 from typing import ClassVar, NamedTuple
 
 from ....data.resolution import Resolution
@@ -39,7 +38,8 @@ class EdfFittingPolicy(LookAheadPolicy):
     * Steps of a batch are taken to last `margin` longer than predicted, as one of many is slow, and who was admitted
       with nothing to spare is late then. A request that would be alone starts without it.
     * Who would be late even with all to itself is discarded. But as long as nearly all requests are in time (`light`),
-      nobody is: who is too late then waits until all others have a place, and is drawn late.
+      only those are whose deadline nothing could meet: who has become too late waits until all others have a place, and
+      is drawn late.
     * Without a deadline a request comes last, but not for ever: when it has waited for `patience` times its standalone
       latency, nobody is admitted before it.
 
@@ -49,7 +49,7 @@ class EdfFittingPolicy(LookAheadPolicy):
     Attributes:
         margin: share by which steps may last longer.
         share_of_slo: the rest is for waiting until there is a place.
-        light: share of requests in time lately from which on nobody is discarded.
+        light: share of requests in time lately from which on nobody is discarded for having waited.
         patience: standalone latencies that a request without a deadline waits for others.
         is_fair: whether resolutions that are behind go first.
     """
@@ -73,17 +73,18 @@ class EdfFittingPolicy(LookAheadPolicy):
             # Those before it do not fit into a larger batch either.
             places[found.kind] = found.place + 1
             outlook.join(found.kind, found.deadline_s)
-        late = list(merge(*(group[:place] for group, place in zip(outlook.groups, firsts, strict=True))))
-        if lately.in_time_with(len(late)) < self.light:
-            return Decision(tuple(admit), tuple((one[2], TOO_LATE) for one in late))
+        grouped = zip(outlook.groups, firsts, strict=True)
+        late = sorted((*one[:3], kind) for kind, (group, place) in enumerate(grouped) for one in group[:place])
+        kept = [one for one in late if one[0] - one[1] >= outlook.takes_alone_s(one[3])]
+        if lately.in_time_with(len(kept)) < self.light:
+            kept = []
         if len(admit) + len(late) == sum(map(len, outlook.groups)):
-            kinds = {one[2]: kind for kind, group in enumerate(outlook.groups) for one in group[: firsts[kind]]}
-            for deadline_s, _, request_id, _ in late:
-                kind = kinds[request_id]
+            for deadline_s, _, request_id, kind in kept:
                 if len(admit) < num_free and self._bears(outlook, kind, longest_s):
                     admit.append(request_id)
                     outlook.join(kind, deadline_s)
-        return Decision(tuple(admit))
+        waits = {one[2] for one in kept}
+        return Decision(tuple(admit), tuple((one[2], TOO_LATE) for one in late if one[2] not in waits))
 
     def _longest_step_s(self, outlook: Outlook, places: Sequence[int]) -> float:
         """How long a step of the batch may last."""

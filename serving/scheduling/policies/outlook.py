@@ -127,6 +127,11 @@ class Outlook:
             self._ends_s[kind] = beyond_s + self._ends([*ahead, Run(steps, decode_s)], self.merged_s(kind))[-1]
         return self._ends_s[kind]
 
+    def takes_alone_s(self, kind: int) -> float:
+        """Seconds of a request of this kind on an idle machine."""
+        _, steps, decode_s, beyond_s, _ = self.kinds[kind]
+        return beyond_s + steps * self.alone_s(kind) + decode_s
+
     def needs_alone_s(self, kind: int) -> float:
         """Seconds from now until one of this kind has its image, if it has all to itself."""
         _, steps, decode_s, beyond_s, _ = self.kinds[kind]

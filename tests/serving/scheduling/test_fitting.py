@@ -71,7 +71,7 @@ def test_who_would_be_late_in_the_batch_waits_and_who_would_be_late_alone_is_dis
 
 
 def test_while_nearly_all_are_in_time_nobody_is_discarded_but_drawn_after_the_others() -> None:
-    waiting = [view(1, deadline_s=19.0), view(2, deadline_s=10.0), view(3, deadline_s=500.0)]
+    waiting = [view(i, deadline_s=due_s, arrival_s=-15.0) for i, due_s in ((1, 19.0), (2, 10.0), (3, 500.0))]
     assert decide(waiting, places=2) == Decision(admit=(3, 2))
     assert decide(waiting) == Decision(admit=(3, 2, 1))
     # Somebody else still waits, or would be made late: the late ones wait, too.
@@ -79,6 +79,8 @@ def test_while_nearly_all_are_in_time_nobody_is_discarded_but_drawn_after_the_ot
     active = [active_view(12.0)]
     assert decide(waiting[:2], active) == Decision()
     assert decide(waiting[:2], active, lately=OVERLOADED).drop == ((2, TOO_LATE), (1, TOO_LATE))
+    # What could never have been in time is discarded: alone it takes 20 s.
+    assert decide([*waiting, view(4, deadline_s=5.0, arrival_s=-14.0)]) == Decision((3, 2, 1), ((4, TOO_LATE),))
     # One that was passed over still waits, though a later one has joined.
     passed_over = [view(3, deadline_s=29.0, arrival_s=-1000.0), view(4, deadline_s=50.0, arrival_s=-1000.0)]
     assert decide([waiting[0], *passed_over], [active_view(1e4)]) == Decision(admit=(4,))
