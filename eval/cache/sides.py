@@ -72,8 +72,10 @@ class Side:
         first = stepper.batch_failures.first if isinstance(stepper, PatchedStepper) else None
         return failures if first is None else [first, *failures]
 
-    def serve(self, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None) -> None:
-        """Serve requests from first to last step, and note the time of all steps and the images.
+    def serve(
+        self, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None
+    ) -> list[PreparedRequest]:
+        """Serve requests from first to last step, and note the time of all steps and the images; returns them.
 
         Args:
             requests: in the order in which they join.
@@ -102,6 +104,7 @@ class Side:
         if num_steps is None:
             self.seconds.append(seconds)
             self.images += [model.decode(prepared.latents) for prepared in served]
+        return served
 
 
 def make_side(
