@@ -143,9 +143,9 @@ def batches(result: Mapping[str, Any]) -> Figure:
     scheduler = result["ours"]["scheduling"]["patchedserve"]["value"]
     beside.axhline(scheduler, color=THEME.ink, linestyle="--", linewidth=1, label="scheduler, in a served trace")
     style_axes(beside, "Overheads", "requests, as many of each resolution", "share of a request's time")
-    beside.margins(y=0.15)
+    beside.margins(y=0.5)
     _percent(beside)
-    add_legend(beside)
+    beside.legend(loc="upper left", fontsize=8.5, frameon=False, labelcolor=THEME.ink)
     for ax in (left, right, beside):
         ax.set_xticks(range(len(rows)), [str(row["requests"]) for row in rows])
     left.margins(y=0.15)
