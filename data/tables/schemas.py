@@ -137,7 +137,11 @@ BLOCKS = TableSchema(
         column("patch", _SMALL_I, meaning="number of the patch within the image, row by row"),
         column("lag", _SMALL_I, "steps", meaning="how many steps earlier the cached tensor was computed, from 1"),
         column("input_mse", _SMALL_F, meaning="mean square difference of the block's input and the cached one"),
-        column("output_mse", _SMALL_F, meaning="mean square difference of the block's output and the cached one"),
+        column(
+            "output_mse",
+            _SMALL_F,
+            meaning="mean square difference of the block's output and the cached one; of all as one, and the forecast",
+        ),
         column("input_mse_normalised", _SMALL_F, meaning="input_mse / mean square of the cached input"),
         column("output_mse_normalised", _SMALL_F, meaning="output_mse / mean square of the cached output"),
     ),

@@ -85,7 +85,7 @@ def search_schedule(
         UsageError: the model's sampler cannot skip steps.
         RunError: no plan reaches the target.
     """
-    lab = _Lab(model, on_draw)
+    lab = ScheduleLab(model, on_draw)
     plans, report = dict[int, StepPlan](), dict[str, Any]()
     for num_steps in settings.num_steps:
         plan, figures = _search(lab, num_steps, settings)
@@ -95,7 +95,7 @@ def search_schedule(
     return CacheSchedule(facts, plans, report)
 
 
-def _search(lab: "_Lab", num_steps: int, settings: ScheduleSettings) -> tuple[StepPlan, dict[str, Any]]:
+def _search(lab: "ScheduleLab", num_steps: int, settings: ScheduleSettings) -> tuple[StepPlan, dict[str, Any]]:
     """The plan for a number of steps, and its figures."""
     count = settings.num_prompts
     fitting, choosing, fresh = (
@@ -133,7 +133,7 @@ def _search(lab: "_Lab", num_steps: int, settings: ScheduleSettings) -> tuple[St
     }
 
 
-class _Lab:
+class ScheduleLab:
     """Draws requests on plain diffusers, by plans or whole, in batches of one resolution."""
 
     def __init__(self, model: ServedModel, on_draw: Callable[[int], None]) -> None:

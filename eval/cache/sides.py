@@ -84,8 +84,11 @@ class Side:
         first = stepper.batch_failures.first if isinstance(stepper, PatchedStepper) else None
         return failures if first is None else [first, *failures]
 
-    def serve(self, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None) -> None:
-        """Serve requests from first to last step, and note the time of all steps, what the cache did, and the images.
+    def serve(
+        self, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None
+    ) -> list[PreparedRequest]:
+        """Serve requests from first to last step, and note the time of all steps, what the cache did, and the images;
+        return them.
 
         Args:
             requests: in the order in which they join.
@@ -117,6 +120,7 @@ class Side:
             self.saved.append(skipped / patches if patches else 0.0)
             self.overhead_s.append(overhead_s)
             self.images += [model.decode(prepared.latents) for prepared in served]
+        return served
 
     def _cache_use(self) -> tuple[float, float, float]:
         """Patches, those of them that were reused, and seconds of overhead, since the cache was last forgotten."""

@@ -1,7 +1,8 @@
 """How much every block of a model changes from step to step, patch by patch (PatchedServe section 3.2, figure 4).
 
 Requests are served as usual, with a cache that reuses nothing. Whenever a block has run, its input and output are
-compared with those of the steps before, by the same samples of their values that serving compares. Of long profiles a
+compared with those of the steps before, by the same samples of their values that serving compares. Of all blocks as one
+the output is compared with what serving would forecast from the steps before (`share_followed`). Of long profiles a
 random share of the patches is compared, drawn anew at every step. Every batch of requests becomes a part of its own, so
 that an interrupted profile continues with the next part.
 """
@@ -30,6 +31,7 @@ from ...serving.cache.patch_cache import PatchCache, Tokens
 from ...serving.cache.rules import NeverReuse
 from ...serving.cache.store import LEAST_SQUARE, sampled
 from ...serving.models.served import ServedModel
+from ...training.cache.schedule import share_followed
 from ..steps.sides import patched_stepper
 
 TABLE_FILE = "blocks.parquet"
@@ -201,18 +203,24 @@ def _changes(
                 seen[tensor.data_ptr()] = tensor, sampled(tensor, cache.tables)
         return torch.cat([seen[tensor.data_ptr()][1] for tensor in tensors], 1)
 
-    def changes(kind: str, block: int, tensors: Tokens) -> tuple[Floats, Floats]:
+    def changes(kind: str, block: int, tensors: Tokens, *, is_forecast: bool = False) -> tuple[Floats, Floats]:
         """Of the chosen patches, by lag: mean squared change, and the same relative to the old mean square.
 
-        Of a guided request's two rows the larger ones.
+        Of a guided request's two rows the larger ones. With `is_forecast`, not the old values are compared but what is
+        forecast from them and those that lie as long before them, as far as there are any.
         """
-        before, new = history.setdefault((kind, block), deque(maxlen=max_lag)), sample(tensors)
+        before, new = history.setdefault((kind, block), deque(maxlen=(1 + is_forecast) * max_lag)), sample(tensors)
         batch = cache.batch
         cells = np.stack([batch.first_cell[chosen], batch.last_cell[chosen]])
         places = torch.from_numpy(cells.flatten()).to(new.device)
         own, pairs = new.index_select(0, places), []
-        for old, square in reversed(before):
-            mse = _mean_square(old.index_select(0, places).sub_(own))
+        kept = list(reversed(before))
+        for place, (old, square) in enumerate(kept[:max_lag]):
+            told = old.index_select(0, places)
+            if is_forecast and (older := 2 * place + 1) < len(kept):
+                share = float(share_followed(place + 1, place + 1))
+                told.add_(told - kept[older][0].index_select(0, places), alpha=share)
+            mse = _mean_square(told.sub_(own))
             pairs.append(torch.stack([mse, mse / square.index_select(0, places)]))
         before.append((new, _mean_square(new).clamp_(min=LEAST_SQUARE)))
         if not pairs:
@@ -226,24 +234,26 @@ def _changes(
         batch = cache.batch
         if block == 0:
             chosen = choose(batch.num_patches)
-        input_mse, input_relative = changes("input", block, inputs)
+        input_changes = changes("input", block, inputs)
         # A tensor that is handed on twice counts once.
-        output_mse, output_relative = changes("output", block, tuple({id(each): each for each in outputs}.values()))
+        outputs = tuple({id(each): each for each in outputs}.values())
+        output_changes = changes("output", block, outputs)
         owners = [by_key[key] for key in batch.request_keys]
         of_requests = np.array([(owner.request_id, *owner.resolution) for owner in owners]).T
-        lags = len(input_mse) // max(len(chosen), 1)
-        changes_of = {block: (cache.names[block], input_mse, input_relative)}
+        lags = len(input_changes[0]) // max(len(chosen), 1)
+        changes_of = {block: (cache.names[block], *input_changes, *output_changes)}
         if block == 0:
-            first_changes = input_mse, input_relative
+            first_changes = input_changes
         if block == len(cache.names) - 1 and first_changes is not None:
-            changes_of[block + 1] = (WHOLE_MODEL, *first_changes)
+            left = changes("model", block, outputs, is_forecast=True)
+            changes_of[block + 1] = (WHOLE_MODEL, *first_changes, *left)
         of_patches = {
             **dict(zip(("request_id", "width", "height"), of_requests[:, batch.request[chosen]], strict=True)),
             "num_steps": batch.num_steps[chosen],
             "step_fraction": step / batch.num_steps[chosen],
             "patch": batch.patch[chosen],
         }
-        for index, (name, mse, relative) in changes_of.items():
+        for index, (name, input_mse, input_relative, output_mse, output_relative) in changes_of.items():
             found.append(
                 {column: np.tile(values, lags) for column, values in of_patches.items()}
                 | {
@@ -252,9 +262,9 @@ def _changes(
                     "block": name,
                     "block_index": index,
                     "lag": np.repeat(np.arange(1, lags + 1), len(chosen)),
-                    "input_mse": mse,
+                    "input_mse": input_mse,
                     "output_mse": output_mse,
-                    "input_mse_normalised": relative,
+                    "input_mse_normalised": input_relative,
                     "output_mse_normalised": output_relative,
                 }
             )

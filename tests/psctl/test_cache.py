@@ -240,7 +240,10 @@ def test_rows_of_a_profile_say_how_tensors_have_changed(environment: dict[str, s
         for lag in (1, 2):
             for side, name in enumerate(("input", "output")):
                 old, new = steps[2 - lag][side], steps[2][side]
-                change = ((new - old) ** 2).mean(1)
+                # Of the model what a forecast leaves: half of the way from the step before the last one on.
+                is_forecast = block == 7 and side == 1 and lag == 1
+                told = old + (old - steps[0][side]) / 2 if is_forecast else old
+                change = ((new - told) ** 2).mean(1)
                 for column, values in (("_mse", change), ("_mse_normalised", change / (old**2).mean(1))):
                     of_rows = torch.maximum(values[first_cell], values[last_cell]).numpy()
                     chosen = (rows["step"] == 2) & (rows["block_index"] == block) & (rows["lag"] == lag)
