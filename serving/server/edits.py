@@ -28,8 +28,9 @@ from ...data.requests import MAX_SEED
 from ...data.resolution import Resolution
 from ...data.templates import TEMPLATE_KINDS
 from .errors import invalid, wrong_type
+from .fields import MAX_USER, Fields, shown, unsupported
 from .limits import Limits
-from .protocol import MAX_USER, Fields, Generation, ModelFacts, check_size, shown, take_generation, unsupported
+from .protocol import Generation, ModelFacts, check_size, take_generation
 
 EDITS = "/v1/images/edits"
 MAX_EDIT_BYTES = 50_000_000

@@ -7,8 +7,9 @@ from ...data.adapters import MAX_SCALE
 from ...data.edits import MAX_DILATE, MAX_FEATHER_PX
 from ...data.requests import MAX_SEED, Fallback
 from ...data.templates import TEMPLATE_KINDS
+from .fields import LORA, MAX_USER
 from .limits import Limits
-from .protocol import GENERATIONS, LORA, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
+from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, QUALITIES, ModelFacts
 
 MAX_LISTED = 100
 _ERROR = {

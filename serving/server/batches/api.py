@@ -11,10 +11,10 @@ from fastapi.responses import FileResponse, Response
 from starlette.datastructures import QueryParams, UploadFile
 
 from ..errors import ApiError, invalid
+from ..fields import shown
 from ..guards import caller_of
 from ..json_body import object_in
 from ..openapi import MAX_LISTED, batch_body, errors, file_body, page_query
-from ..protocol import shown
 from .store import Batches
 
 FILES, BATCHES = "/v1/files", "/v1/batches"

@@ -21,9 +21,10 @@ from ....data.errors import RunError, UsageError
 from ....data.files import atomic_write, private_folder, write_json
 from ....data.records import read_json
 from ..errors import ApiError, invalid
+from ..fields import shown
 from ..json_body import parse_object
 from ..limits import Limits
-from ..protocol import GENERATIONS, Generation, ModelFacts, parse_generation, shown
+from ..protocol import GENERATIONS, Generation, ModelFacts, parse_generation
 
 MAX_LINES = 50_000
 OUTPUT_FILE, ERROR_FILE = "output.jsonl", "errors.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 from ....data.files import private_folder, put_aside, write_json
 from ....data.records import json_type
 from ..errors import ApiError
-from ..protocol import shown
+from ..fields import shown
 from .file import ERROR_FILE, OUTPUT_FILE
 
 OWNER = "owner"

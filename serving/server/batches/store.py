@@ -20,8 +20,9 @@ from ....data.checks import is_text
 from ....data.errors import RunError, UsageError
 from ....data.files import atomic_write
 from ..errors import ApiError, invalid
+from ..fields import shown
 from ..front_end import FrontEnd
-from ..protocol import GENERATIONS, shown
+from ..protocol import GENERATIONS
 from .file import BatchOutput, FolderInUseError, num_lines, read_lines
 from .folder import OWNER, BatchFolder
 from .run import BatchRun, Result, when_there_is_room
