@@ -100,7 +100,7 @@ SYSTEMS: Mapping[str, System] = {
         ),
         System(
             "patched-slack",
-            "mixed-resolution batches and slack scheduling; every step is computed, so that images are exact",
+            "mixed-resolution batches, scheduled by deadlines; every step is computed, so that images are exact",
             "patched",
             "fair-fitting",
         ),

@@ -88,19 +88,9 @@ class EdfFittingPolicy(LookAheadPolicy):
 
     def _longest_step_s(self, outlook: Outlook, places: Sequence[int]) -> float:
         """How long a step of the batch may last."""
-        bearable_s = [
-            self.share_of_slo * (view.deadline_s - view.arrival_s) / view.num_steps
-            for view in outlook.active
-            if view.deadline_s is not None
-        ]
-        for kind, (group, place) in enumerate(zip(outlook.groups, places, strict=True)):
-            if place < len(group):
-                deadline_s, arrival_s, _, _ = group[place]
-                demand = outlook.kinds[kind]
-                left_s = self.share_of_slo * (deadline_s - arrival_s) - demand.decode_s - demand.beyond_s
-                if left_s >= demand.steps * outlook.alone_s(kind):
-                    bearable_s.append(left_s / demand.steps)
-        return min(bearable_s, default=math.inf)
+        waiting = (group[place][3] for group, place in zip(outlook.groups, places, strict=True) if place < len(group))
+        views = (view for view in (*outlook.active, *waiting) if view.deadline_s is not None)
+        return min((outlook.bears_step_s(view, self.share_of_slo) for view in views), default=math.inf)
 
     def _next(
         self, outlook: Outlook, places: Sequence[int], longest_s: float, behind: Collection[Resolution]

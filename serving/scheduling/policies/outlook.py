@@ -127,15 +127,23 @@ class Outlook:
             self._ends_s[kind] = beyond_s + self._ends([*ahead, Run(steps, decode_s)], self.merged_s(kind))[-1]
         return self._ends_s[kind]
 
-    def takes_alone_s(self, kind: int) -> float:
-        """Seconds of a request of this kind on an idle machine."""
+    def takes_alone_s(self, kind: int, decoder_s: float = 0.0) -> float:
+        """Seconds of a request of this kind on an idle machine, whose decoder is free in `decoder_s`."""
         _, steps, decode_s, beyond_s, _ = self.kinds[kind]
-        return beyond_s + steps * self.alone_s(kind) + decode_s
+        return beyond_s + max(decoder_s, steps * self.alone_s(kind)) + decode_s
 
     def needs_alone_s(self, kind: int) -> float:
         """Seconds from now until one of this kind has its image, if it has all to itself."""
-        _, steps, decode_s, beyond_s, _ = self.kinds[kind]
-        return beyond_s + self._ends([Run(steps, decode_s)], self.alone_s(kind))[-1]
+        return self.takes_alone_s(kind, self._decoder_s)
+
+    def bears_step_s(self, view: RequestView, share: float) -> float:
+        """Seconds that a step may last for a request with a deadline, if all that it takes is to be done in this share of
+        the time from its arrival to its deadline; infinity where that is too little even alone.
+        """
+        assert view.deadline_s is not None
+        demand = self._demand(view)
+        left_s = share * (view.deadline_s - view.arrival_s) - demand.decode_s - demand.beyond_s
+        return left_s / demand.steps if left_s >= demand.steps * self._alone_s[view.work] else math.inf
 
     def makes_late(self, kind: int) -> bool:
         """Whether a request of the batch would miss its deadline if one of this kind joined, and would not without."""

@@ -120,6 +120,7 @@ def test_a_step_is_no_longer_than_the_tightest_kind_can_bear() -> None:
     assert decide([*large, view(4, deadline_s=21.0)], policy=careful, now_s=0.5).admit == (4,)
     assert decide(large, [view(0, L, deadline_s=None)]).admit == (2, 3)
     assert decide([*large, view(4, deadline_s=21.0)], [view(0, L, deadline_s=None)], policy=careful).admit == (2, 3)
+    assert decide(large, [view(4, deadline_s=15.0, done=1)], policy=careful).admit == (2, 3), "nor while it runs"
 
 
 def test_a_resolution_that_is_behind_goes_first_and_is_waited_for() -> None:
