@@ -12,7 +12,7 @@ from .outlook import LookAheadPolicy, Outlook
 from .slack import TOO_LATE
 
 
-class _Found(NamedTuple):
+class _Candidate(NamedTuple):
     """A request that may join. It sorts by what comes first."""
 
     is_ahead: bool
@@ -94,11 +94,11 @@ class EdfFittingPolicy(LookAheadPolicy):
 
     def _next(
         self, outlook: Outlook, places: Sequence[int], longest_s: float, behind: Collection[Resolution]
-    ) -> _Found | None:
+    ) -> _Candidate | None:
         """Who joins next; None if nobody does."""
         if (found := self._patient(outlook, places)) is not None:
             return None if outlook.batch and outlook.makes_late(found.kind) else found
-        fitting: list[_Found] = []
+        fitting: list[_Candidate] = []
         is_held = False
         for kind, group in enumerate(outlook.groups):
             if places[kind] == len(group):
@@ -106,20 +106,20 @@ class EdfFittingPolicy(LookAheadPolicy):
             is_behind = group[places[kind]][3].resolution in behind
             place = bisect_left(group, (outlook.now_s + outlook.needs_s(kind),), lo=places[kind])
             if place < len(group) and self._bears(outlook, kind, longest_s):
-                fitting.append(_Found(not is_behind, *group[place][:3], kind, place))
+                fitting.append(_Candidate(not is_behind, *group[place][:3], kind, place))
             elif is_behind:
                 is_held = True
         found = min(fitting, default=None)
         # Whoever goes ahead would only put off the one that is behind.
         return None if found is None or (is_held and found.is_ahead) else found
 
-    def _patient(self, outlook: Outlook, places: Sequence[int]) -> _Found | None:
+    def _patient(self, outlook: Outlook, places: Sequence[int]) -> _Candidate | None:
         """The request without a deadline that has waited for too long, and longest."""
-        waited: list[_Found] = []
+        waited: list[_Candidate] = []
         for kind, group in enumerate(outlook.groups):
             place = bisect_left(group, (math.inf,), lo=places[kind])
             if place < len(group):
-                one = _Found(False, *group[place][:3], kind, place)
+                one = _Candidate(False, *group[place][:3], kind, place)
                 if outlook.now_s - one.arrival_s > self.patience * outlook.kinds[kind].unit_s:
                     waited.append(one)
         return min(waited, default=None)

@@ -137,8 +137,8 @@ class Outlook:
         return self.takes_alone_s(kind, self._decoder_s)
 
     def bears_step_s(self, view: RequestView, share: float) -> float:
-        """Seconds that a step may last for a request with a deadline, if all that it takes is to be done in this share of
-        the time from its arrival to its deadline; infinity where that is too little even alone.
+        """Seconds that a step may last for a request with a deadline, if it is to be done in this share of the time
+        between its arrival and its deadline; infinity where that is too little even alone.
         """
         assert view.deadline_s is not None
         demand = self._demand(view)
