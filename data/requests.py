@@ -71,6 +71,7 @@ class Request:
         adapters: that change the model for this image, see `data.adapters`; none for the model as it is.
         cache: whether its steps may reuse what earlier ones have computed, where the engine has a cache; without, the
             image is that of plain diffusers.
+        yields: whether it takes no steps while others wait, as a line of a batch does.
 
     Raises:
         UsageError: a field is out of its range.
@@ -90,6 +91,7 @@ class Request:
     traced: TracedEdit | None = None
     adapters: Adapters = ()
     cache: bool = True
+    yields: bool = False
 
     def __post_init__(self) -> None:
         _require_int("request_id", self.request_id, 0)

@@ -234,8 +234,8 @@ class RequestState:
         request: what was asked.
         record: its record.
         view: what policies see of it before its first step.
-        num_iterations: steps that it takes; other than what was asked for with a sampler of second order, or where some
-            are skipped.
+        num_iterations: steps that it takes in the batch; other than what was asked for with a sampler of second order,
+            where some are skipped, or where it has taken some before it had to wait again.
         stage: where it is.
         is_prepared: whether its text is encoded and its latents are drawn.
         first_step: how many steps the scheduler had counted when it became active.
@@ -260,6 +260,12 @@ class RequestState:
         if self.stage != "active" or step == self.first_step:
             return view
         return view._replace(steps_done=(step - self.first_step) * view.num_steps // self.num_iterations)
+
+    def wait_again(self, step: int) -> None:
+        """Leave the batch when the scheduler has counted `step` steps, to join it later as one of fewer steps."""
+        left = self.num_iterations - (step - self.first_step)
+        self.view = self.view._replace(num_steps=max(1, self.view.num_steps * left // self.num_iterations))
+        self.num_iterations, self.stage = left, "waiting"
 
 
 class ActiveViews(Sequence[RequestView]):

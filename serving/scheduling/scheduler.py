@@ -16,11 +16,16 @@ from .policies import (
     LearningPredictor,
     Policy,
     StepLatencyPredictor,
-    WaitingQueue,
     check_decision,
     require_predictor,
     tried_when_idle,
 )
+from .waiting_room import WaitingRoom
+
+ONE_IN = 8
+"""Beside others, requests that yield have one place of the batch in so many, and one at least: so they get on where
+there is always somebody, and a policy that looks ahead may still refuse them.
+"""
 
 
 class Scheduler:
@@ -33,6 +38,10 @@ class Scheduler:
     prepared at a time: first those that the policy has admitted, as they hold a place in the batch (they are joining
     until they are prepared), then up to `max_prepared_ahead` waiting requests in order of arrival, so that policies
     which admit in that order find theirs ready. Only these, and one batch, hold tensors, however long the queue is.
+
+    Requests that yield (`Request.yields`) are not among these: they leave the batch, with the steps that they have
+    taken, as soon as any other request waits, and the policy is asked about them when none does. The batch then has few
+    places for them (`ONE_IN`) unless they are alone.
 
     The contract. The driver says what has happened, the scheduler what follows:
 
@@ -90,10 +99,7 @@ class Scheduler:
         self._given_ahead, self._max_ahead = max_prepared_ahead, max_prepared_ahead or 2 * max_batch_size
         self._on_decision = on_decision
         self._open: dict[int, RequestState] = {}
-        self._waiting = WaitingQueue()
-        # Of the waiting requests: those that are not being prepared yet (a dict as an ordered set), and how many are.
-        self._untouched: dict[int, None] = {}
-        self._num_ahead = 0
+        self._waiting, self._yielding = WaitingRoom(), WaitingRoom()
         self._joining: dict[int, RequestState] = {}
         # Of the joining requests: those that have been prepared since the last decision.
         self._ready: list[RequestState] = []
@@ -128,12 +134,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of requests that have arrived and not become active."""
-        return len(self._waiting) + len(self._joining)
+        return len(self._waiting) + len(self._yielding) + len(self._joining)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request waits, joins or is active."""
-        return not (self._waiting or self._joining or self._active)
+        return not (self._waiting or self._yielding or self._joining or self._active)
 
     @property
     def can_step(self) -> bool:
@@ -155,7 +161,8 @@ class Scheduler:
         """What policies and routers see of the requests that have steps to take: those in the batch or about to join
         it, then those that wait, in order of arrival.
         """
-        return [*ActiveViews([*self._active, *self._joining.values()], self.num_steps), *self._waiting]
+        admitted = [*self._active, *self._joining.values()]
+        return [*ActiveViews(admitted, self.num_steps), *self._waiting.queue, *self._yielding.queue]
 
     def add(self, request: Request, view: RequestView | None = None) -> RequestState:
         """A request has arrived; `view` is what policies see of it, None where they see what the request says.
@@ -167,8 +174,7 @@ class Scheduler:
             raise ValueError(f"request {request.request_id} is open already")
         state = RequestState.of(request, view or RequestView.of(request))
         self._open[request.request_id] = state
-        self._waiting.add(state.view)
-        self._untouched[request.request_id] = None
+        self._room_of(state).add(state.view)
         self.pixel_steps += request.resolution.pixels * state.num_iterations
         self._has_news = True
         return state
@@ -189,11 +195,11 @@ class Scheduler:
         if self._joining:
             state = next((joining for joining in self._joining.values() if not joining.is_prepared), None)
         if state is None:
-            if not self._untouched or self._num_ahead >= self._max_ahead:
+            room = self._waiting if self._has_others else self._yielding
+            request_id = room.next_ahead(self._max_ahead)
+            if request_id is None:
                 return None
-            state = self._open[next(iter(self._untouched))]
-            del self._untouched[state.request.request_id]
-            self._num_ahead += 1
+            state = self._open[request_id]
         self._preparing = state
         state.record.prepare_start_s = now_s
         return state
@@ -246,30 +252,41 @@ class Scheduler:
             del self._joining[state.request.request_id]
             self._activate(state, now_s)
         self._ready.clear()
-        if not self._waiting:
-            return ()
-        policy = self._policy
+        dropped: list[RequestState] = []
+        if self._waiting:
+            self._send_back()
+            dropped += self._ask(self._waiting, now_s)
+        if self._yielding and not self._waiting:
+            dropped += self._ask(self._yielding, now_s)
+        return dropped
+
+    def _ask(self, room: WaitingRoom, now_s: float) -> Sequence[RequestState]:
+        """Ask the policy about those who wait in a room, and do what it says; returns the requests that it drops."""
+        policy, queue = self._policy, room.queue
         admitted = [*self._active, *self._joining.values()] if self._joining else self._active
+        max_batch_size = self._max_batch_size
+        if room is self._yielding and (num_others := sum(not state.request.yields for state in admitted)):
+            max_batch_size = min(max_batch_size, num_others + max(1, max_batch_size // ONE_IN))
         # Where it has become smaller meanwhile, those who are there stay.
-        max_batch_size = max(self._max_batch_size, len(admitted))
+        max_batch_size = max(max_batch_size, len(admitted))
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
-        given = now_s, self._waiting, views, max_batch_size, self._predictor
+        given = now_s, queue, views, max_batch_size, self._predictor
         decision = policy.decide(*given, self._decoding.free_s(), self._ends.lately)
         if not admitted and not self._decoding:
-            decision = tried_when_idle(decision, now_s, self._waiting)
+            decision = tried_when_idle(decision, now_s, queue)
         if self._on_decision is not None:
             self._on_decision(time.perf_counter() - start)
         check_decision(
             decision,
-            self._waiting,
+            queue,
             views,
             max_batch_size,
             requires_one_resolution=policy.requires_one_resolution,
             is_decoding=bool(self._decoding),
         )
         for request_id in decision.admit:
-            self._stop_waiting(request_id)
+            room.remove(request_id)
             state = self._open[request_id]
             if state.is_prepared:
                 self._activate(state, now_s)
@@ -354,7 +371,8 @@ class Scheduler:
     def _activate(self, state: RequestState, now_s: float) -> None:
         assert state.is_prepared, "a request without latents would stay in the batch for ever"
         state.stage = "active"
-        state.record.admitted_s = now_s
+        if state.record.admitted_s is None:
+            state.record.admitted_s = now_s
         state.first_step = self.num_steps
         last_step = self.num_steps + state.num_iterations
         self._next_leave = min(self._next_leave, last_step) if self._active else last_step
@@ -363,32 +381,51 @@ class Scheduler:
         insort(self.works, state.view.work)
         self.changed.add(state.request.resolution)
 
-    def _stop_waiting(self, request_id: int) -> None:
-        self._waiting.remove(request_id)
-        if request_id in self._untouched:
-            del self._untouched[request_id]
-        else:
-            self._num_ahead -= 1
+    @property
+    def _has_others(self) -> bool:
+        """Whether a request that does not yield has steps to take."""
+        return bool(self._waiting) or any(
+            not state.request.yields for state in (*self._active, *self._joining.values())
+        )
+
+    def _room_of(self, state: RequestState) -> WaitingRoom:
+        return self._yielding if state.request.yields else self._waiting
+
+    def _send_back(self) -> None:
+        """Have all requests that yield wait again, and go on later where they are."""
+        for state in [*self._active, *self._joining.values()]:
+            if not state.request.yields:
+                continue
+            if state.stage == "active":
+                self._leave_batch(state)
+                state.wait_again(self.num_steps)
+            else:
+                del self._joining[state.request.request_id]
+                state.stage = "waiting"
+            self._yielding.add(state.view, is_ahead=state.is_prepared or state is self._preparing)
 
     def _leave(self, state: RequestState) -> None:
         """Take a request out of the stage that it is in, which is not decoding."""
-        request_id, resolution = state.request.request_id, state.request.resolution
+        request_id = state.request.request_id
         self.pixel_steps -= self._pixel_steps_of(state)
         self.num_prepared -= state.is_prepared
         if state.stage == "waiting":
-            self._stop_waiting(request_id)
+            self._room_of(state).remove(request_id)
         elif state.stage == "joining":
             del self._joining[request_id]
             if state.is_prepared:
                 self._ready.remove(state)
         else:
-            self._active.remove(state)
-            if not self._active:
-                self._left_s = None
-            self.works.remove(state.view.work)
-            self._batch_pixels -= resolution.pixels
-            self._next_leave = min((one.first_step + one.num_iterations for one in self._active), default=0)
-            self.changed.add(resolution)
+            self._leave_batch(state)
+
+    def _leave_batch(self, state: RequestState) -> None:
+        self._active.remove(state)
+        if not self._active:
+            self._left_s = None
+        self.works.remove(state.view.work)
+        self._batch_pixels -= state.request.resolution.pixels
+        self._next_leave = min((one.first_step + one.num_iterations for one in self._active), default=0)
+        self.changed.add(state.request.resolution)
 
     def _pixel_steps_of(self, state: RequestState) -> int:
         steps_done = self.num_steps - state.first_step if state.stage == "active" else 0

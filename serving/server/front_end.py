@@ -183,6 +183,7 @@ class FrontEnd:
                     wanted.fallback,
                     adapters=wanted.adapters,
                     cache=wanted.cache,
+                    yields=is_batch,
                 )
                 if request.slo_s is None and not is_batch:
                     request = replace(request, slo_s=self.pricing.slo_s(request))

@@ -293,3 +293,73 @@ def test_what_waits_can_be_taken_back() -> None:
     assert not scheduler.is_idle
     scheduler.take_back()
     assert scheduler.is_idle
+
+
+def drive(scheduler: Scheduler, now_s: float) -> list[int]:
+    """Prepare all that may be prepared, take one step, and end those that have taken their last; who has taken it."""
+    while scheduler.next_to_prepare(now_s) is not None:
+        assert scheduler._preparing is not None
+        scheduler.prepared(scheduler._preparing.request.request_id, now_s)
+        scheduler.decide(now_s)
+    scheduler.decide(now_s)
+    batch = ids(scheduler.active)
+    for state in scheduler.stepped(now_s, 1.0, {}):
+        scheduler.end(state.request.request_id, "completed", now_s)
+    check_scheduler(scheduler)
+    return batch
+
+
+def test_those_who_yield_wait_while_others_do_and_go_on_where_they_were() -> None:
+    scheduler = Scheduler(get_policy("continuous"), max_batch_size=3)
+    records = [scheduler.add(request(number, 3, yields=True)).record for number in range(3)]
+    assert drive(scheduler, 1.0) == [0, 1, 2]
+    # There is room for all, but two of them must go: beside others they have one place.
+    other = scheduler.add(request(7, 2)).record
+    assert scheduler.pixel_steps == (3 * 2 + 2) * S.pixels
+    assert (drive(scheduler, 2.0), scheduler.num_waiting) == ([7, 0], 2)
+    assert [view.num_steps for view in scheduler.views] == [2, 2, 2, 2]
+    scheduler.add(request(8, 2))
+    scheduler.add(request(9, 1))
+    assert drive(scheduler, 3.0) == [7, 8, 9]
+    assert other.status == "completed"
+    assert drive(scheduler, 4.0) == [8, 0]
+    assert [drive(scheduler, 5.0 + number) for number in range(2)] == [[1, 2], [1, 2]]
+    assert scheduler.is_idle
+    assert [record.finish_s for record in records] == [4.0, 6.0, 6.0]
+    assert [record.admitted_s for record in records] == [1.0, 1.0, 1.0]
+
+
+def test_those_who_yield_are_prepared_when_nobody_else_is_there() -> None:
+    scheduler = Scheduler(get_policy("continuous"), max_batch_size=2)
+    scheduler.add(request(0, 2, yields=True))
+    scheduler.decide(0.0)
+    # It has joined, but is not prepared when another one comes.
+    being_prepared = scheduler.next_to_prepare(0.0)
+    assert being_prepared is not None
+    for number in (1, 2):
+        scheduler.add(request(number, 1))
+    scheduler.decide(0.0)
+    check_scheduler(scheduler)
+    assert being_prepared.stage == "waiting"
+    scheduler.prepared(0, 0.0)
+    assert [prepare(scheduler) for _ in range(2)] == [1, 2]
+    assert drive(scheduler, 1.0) == [1, 2]
+    assert drive(scheduler, 2.0) == [0]
+
+
+def test_one_that_yields_can_be_cancelled_or_taken_back_at_any_time() -> None:
+    for end in ("cancel", "take back"):
+        scheduler = Scheduler(get_policy("continuous"), max_batch_size=2)
+        scheduler.add(request(0, 5, yields=True))
+        drive(scheduler, 1.0)
+        for number in (1, 2):
+            scheduler.add(request(number, 3))
+        assert drive(scheduler, 2.0) == [1, 2]
+        if end == "cancel":
+            assert scheduler.end(0, "cancelled", 2.0) is not None
+        else:
+            assert [each.request_id for each in scheduler.take_back()] == [0]
+        check_scheduler(scheduler)
+        assert [drive(scheduler, 3.0 + number) for number in range(2)] == [[1, 2]] * 2
+        assert scheduler.is_idle
+        assert scheduler.pixel_steps == scheduler.num_prepared == 0
