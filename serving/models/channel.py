@@ -29,6 +29,12 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
+    def limit(self, seconds: float | None) -> None:
+        """From now on, `send` and `receive` raise TimeoutError where the other end does not move for so long; None:
+        they wait for it.
+        """
+        self._socket.settimeout(seconds)
+
     def send(self, value: Any) -> None:
         """Hand over a value. Raises OSError: nobody is there to take it."""
         buffers: list[pickle.PickleBuffer] = []

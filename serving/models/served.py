@@ -304,6 +304,11 @@ class ServedModel:
         """Turn the final latents of one request into its image. Raises RunError: it is not finite."""
         return self.family.decode(latents.to(self.dtype), self._decode)[0]
 
+    def abort_stages(self) -> None:
+        """Have what waits for processes of stages fail at once, from any thread; `close` comes next."""
+        if self.stages is not None:
+            self.stages.abort()
+
     def close(self) -> None:
         """Let go of what outlives calls, such as the processes of other ranks and of stages."""
         self.stepper.close()

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,12 @@ from .channel import Channel
 _ENTRY = f"{__package__}.stage:run"
 _END_S, _DEAD_S = 5.0, 1.0
 """How long a process may take to end: one whose channel was closed, and one that has closed its own."""
+CALL_S, CALL_TIMES = 60.0, 40.0
+"""A call takes so long at most, or so many times as long as the slowest one before, for its size. Both are twice what a
+server calls stalled (`server.local.STALLED_S`), so that its probes have told before.
+"""
+_FIRST_CALL_S = 600.0
+"""The first call of each function, of which nobody knows how long it takes."""
 Part = Literal["prepare", "postprocess"]
 _DOES: dict[Part, str] = {"prepare": "prepares requests", "postprocess": "decodes images"}
 
@@ -62,7 +69,8 @@ class _Failed:
 
 
 class StageProcess:
-    """One process, that is started anew whenever it has died. Any thread may call it; calls wait for each other.
+    """One process, that is started anew whenever it has died, or does not answer. Any thread may call it; calls wait
+    for each other.
 
     Args:
         settings: what it loads.
@@ -71,6 +79,9 @@ class StageProcess:
     def __init__(self, settings: StageSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
+        self._is_over = False
+        # By function, for each element of its largest tensor.
+        self._slowest_s: dict[str, float] = {}
         self._start()
 
     @property
@@ -85,20 +96,23 @@ class StageProcess:
     def call(self, name: str, *arguments: Any) -> Any:
         """What one of the functions of `serve_stage` returns.
 
-        Raises RunError: it has failed, or the process has died in it or since the last call. Another one is on its way
-        then.
+        Raises RunError: it has failed, or the process has died in it or since the last call, or it takes much longer
+        than any before (`CALL_S`). Another process is on its way then.
         """
         with self._lock:
             if self._channel is None:
                 self._start()
-            assert self._channel is not None
             try:
-                self._channel.send((name, arguments))
-                answer = self._channel.receive()
+                if not self._is_loaded:
+                    answer = self._exchange("ready")
+                    self._is_loaded = not isinstance(answer, _Failed)
+                if self._is_loaded:
+                    answer = self._exchange(name, *arguments)
+            except TimeoutError as error:
+                self._end()
+                raise self._replaced("does not answer and was ended") from error
             except (OSError, EOFError) as error:
-                how = self._end(_DEAD_S)
-                self._start()
-                raise RunError(f"the process that {_DOES[self._settings.part]} has died ({how})") from error
+                raise self._replaced(f"has died ({self._end(_DEAD_S)})") from error
             except BaseException:
                 # What it would say later is no answer to the next call.
                 self._end()
@@ -107,18 +121,51 @@ class StageProcess:
             raise RunError(answer.reason)
         return answer
 
+    def abort(self) -> None:
+        """End the process at once, whatever it is at: calls fail from now on, also those that wait, until `close`."""
+        self._is_over = True
+        self._process.kill()
+
     def close(self) -> None:
         """End the process; a call starts another one."""
         with self._lock:
             self._end(_END_S)
+            self._is_over = False
+
+    def _exchange(self, name: str, *arguments: Any) -> Any:
+        """Ask the process. Raises TimeoutError, or OSError or EOFError: it has died."""
+        assert self._channel is not None
+        size = max((each.numel() for each in arguments if isinstance(each, torch.Tensor)), default=1)
+        slowest_s = self._slowest_s.get(name)
+        # However long it takes to load a model for the first time: its user waits for it.
+        limit_s = None if name == "ready" else _FIRST_CALL_S
+        if slowest_s is not None:
+            limit_s = max(CALL_S, CALL_TIMES * slowest_s * size)
+        self._channel.limit(limit_s)
+        start_s = self._started_s if name == "ready" else time.monotonic()
+        self._channel.send((name, arguments))
+        answer = self._channel.receive()
+        if not isinstance(answer, _Failed):
+            self._slowest_s[name] = max(slowest_s or 0.0, (time.monotonic() - start_s) / size)
+        return answer
+
+    def _replaced(self, what: str) -> RunError:
+        """Start another process; returns the error of the call that has found the one before so."""
+        if not self._is_over:
+            self._start()
+        return RunError(f"the process that {_DOES[self._settings.part]} {what}")
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        self._started_s = time.monotonic()
         with theirs:
             own = self._settings
             name = f"psctl-{own.part}"
             self._process = start_process(_ENTRY, own.to_json(), theirs, device=own.device, name=name)
         self._channel: Channel | None = Channel(ours)
+        self._is_loaded = False
+        if self._is_over:  # `abort` came meanwhile, or before
+            self._process.kill()
 
     def _end(self, patience_s: float = 0.0) -> str:
         """Returns how it has ended; it ends by itself when its channel is closed."""
@@ -166,6 +213,11 @@ class StageProcesses:
             return [Image.fromarray(image) for image in postprocess.call("decode", latents)]
 
         return replace(family, condition=condition, encode=encode, decode=decode)
+
+    def abort(self) -> None:
+        """End both at once, see `StageProcess.abort`."""
+        for process in self.of.values():
+            process.abort()
 
     def close(self) -> None:
         """End both."""

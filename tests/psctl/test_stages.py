@@ -90,6 +90,20 @@ def test_a_stage_that_stands_still_does_not_hold_the_server(model: Path, tmp_pat
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
 
 
+@pytest.mark.parametrize("part", ["prepare", "postprocess"])
+def test_one_signal_ends_a_server_whose_stage_stands_still(model: Path, tmp_path: Path, part: str) -> None:
+    options = ("--stages", "processes", "--drain-timeout", "1")
+    with ThreadPoolExecutor() as pool, HttpServer(model, tmp_path, *options, start_s=120) as server:
+        stages = stages_of(server)
+        os.kill(stages[part], signal.SIGSTOP)
+        asking = pool.submit(httpx.post, f"{server.url}{GENERATIONS}", json=ASK, timeout=60)
+        until(lambda: bool(httpx.get(f"{server.url}/v1/state").json()["requests"]))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert asking.result().status_code == 503
+    until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
+
+
 @pytest.mark.exhaustive
 def test_a_stage_that_stands_still_is_told(model: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool, HttpServer(model, tmp_path, "--stages", "processes", start_s=120) as server:

@@ -20,6 +20,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.families import build_family
+from patchedserve.serving.models import stage_process
 from patchedserve.serving.models.build import as_plain, with_engine
 from patchedserve.serving.models.channel import Channel
 from patchedserve.serving.models.loading import load_model
@@ -43,7 +44,7 @@ from ...support.tiny_families import (
     tiny_z_image,
 )
 from ...support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
-from ...support.waits import killed_with_others
+from ...support.waits import is_alive, killed_with_others
 
 BUILDS = (
     tiny_sd,
@@ -171,6 +172,56 @@ def test_a_killed_process_fails_its_request_and_another_takes_over(model: Served
     assert same_images(
         drawn(model, mixed()), drawn(with_engine(model, replace(model.options, stages="threads")), mixed())
     )
+
+
+@pytest.mark.parametrize(("part", "stage"), [("prepare", "preparing"), ("postprocess", "postprocessing")])
+def test_a_process_that_stands_still_fails_its_request_and_another_takes_over(
+    model: ServedModel, part: Any, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model.stages is not None
+    drawn(model, mixed())  # from here on it is known how long calls take
+    monkeypatch.setattr(stage_process, "CALL_S", 5.0)
+    process = model.stages.of[part]
+    before = process.process_id
+    os.kill(before, signal.SIGSTOP)
+    found = drawn(model, mixed())
+    failed = [record for record in found.records if record.status != "completed"]
+    assert [record.status for record in failed] == ["failed"]
+    assert failed[0].reason is not None
+    assert failed[0].reason.startswith(f"{stage}: RunError: the process that ")
+    assert failed[0].reason.endswith("does not answer and was ended")
+    assert not is_alive(before)
+    assert process.process_id != before
+    assert {record.status for record in drawn(model, mixed()).records} == {"completed"}
+
+
+def test_who_waits_for_a_process_that_is_ended_waits_no_longer(folder: Path) -> None:
+    process = StageProcess(StageSettings(str(folder), "cpu", "float32"))
+    with closing(process):
+        process.wait()
+        os.kill(process.process_id, signal.SIGSTOP)
+        threading.Timer(0.5, process.abort).start()
+        for _ in range(2):
+            with pytest.raises(RunError, match="has died"):
+                process.call("condition", REQUEST, True)
+        process.close()
+        assert process.call("condition", REQUEST, True)["text"].shape[0] == 2
+
+
+def test_a_large_call_may_take_longer_than_a_small_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+    monkeypatch.setattr(Channel, "limit", lambda channel, seconds: limits.append(seconds))
+    monkeypatch.setattr(stage_process, "CALL_S", 0.0)
+    process = StageProcess(StageSettings(str(folder), "cpu", "float32", "postprocess"))
+    with closing(process):
+        process.wait()
+        for side in (4, 4, 8):
+            process.call("decode", torch.zeros(1, 4, side, side))
+    small_s, large_s = limits[-2:]
+    assert limits[0] is None, "nobody knows how long it takes to load"
+    assert small_s is not None
+    assert large_s is not None
+    assert large_s >= 4 * small_s > 0
 
 
 def test_what_fails_is_told_and_the_process_goes_on(model: ServedModel) -> None:
