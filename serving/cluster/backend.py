@@ -73,6 +73,11 @@ class ClusterBackend:
         return Health.READY if gone_s < _ALL_GONE_S else Health.RESTARTING
 
     @property
+    def trouble(self) -> str:
+        """See `Backend`."""
+        return f"no replica has answered for {_ALL_GONE_S:g} s" if self.health is Health.RESTARTING else ""
+
+    @property
     def load(self) -> Load:
         """See `Backend`; the rate is that of all replicas together."""
         running = sum(entry.steps_done > 0 for entry in self._open.values())

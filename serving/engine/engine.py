@@ -49,6 +49,8 @@ class Engine:
             request.
         preview: draws the partial images of those who watch, as soon as it can; None: they are decoded.
         records_templates: whether templates of edits that have no record are recorded, in free places of the batch.
+        most_failed: so many steps in a row that failed for all of their requests end the run with a RunError, as do so
+            many requests in a row that could not be prepared, or decoded; None: the run goes on with the next ones.
 
     Attributes:
         collector: the collector.
@@ -72,6 +74,7 @@ class Engine:
         on_image: OnImage | None = None,
         preview: Preview | None = None,
         records_templates: bool = False,
+        most_failed: int | None = None,
     ) -> None:
         self._model = model
         self.collector = collector or InMemory()
@@ -95,6 +98,7 @@ class Engine:
             on_image=on_image,
             preview=preview,
             records_templates=records_templates,
+            most_failed=most_failed,
         )
         # Guards the scheduler, the open requests and the fields below.
         self._changed = self._stages.changed
@@ -223,6 +227,8 @@ class Engine:
         Ctrl-C ends the run: images whose denoising is done are still written, all other requests are "cancelled", and
         the result is returned with `was_interrupted`. A second Ctrl-C gives up the images that are not written yet, as
         `abort` does at once.
+
+        Raises RunError: everything fails (`most_failed`). Requests that are open then are "cancelled".
         """
         if self._zero is None:
             self.start()
@@ -299,6 +305,7 @@ class Engine:
         start_s = self.now_s()
         failures = self._model.stepper.step(batch)
         end_s = self.now_s()
+        self._stages.tried("denoising", next(iter(failures.values())) if len(failures) == len(batch) else None)
         decided_s, self._decided_s = self._decided_s, 0.0
         scheduler = self._scheduler
         ran, forecast = None, self._model.stepper.forecast

@@ -3,7 +3,7 @@
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...data.errors import RunError, UsageError
 from ...data.files import atomic_write
 from ...data.requests import Request
 from ..core.failures import Failures
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _LAG_S = 0.05
+MOST_FAILED = 8
+"""Tries of one stage in a row that fail before a service takes its engine for broken. An error that sticks, such as one
+of CUDA, fails all of them, and each is an error for a client; that so many requests of one client fail for reasons of
+their own, with nobody else's between them, is possible and rare.
+"""
 ImagePath = Callable[[Request], Path | None]
 OnImage = Callable[[Request, "Image"], object]
 Peek = Callable[[PreparedRequest], torch.Tensor | None]
@@ -68,6 +74,7 @@ class SideStages:
         on_image: OnImage | None,
         preview: Preview | None,
         records_templates: bool,
+        most_failed: int | None,
     ) -> None:
         self.changed = threading.Condition()
         self.open: dict[int, RequestState] = {}
@@ -75,6 +82,9 @@ class SideStages:
         self.watches: dict[int, Watch] = {}
         self.last_end_s: float | None = None
         self.callback_failures = Failures()
+        self._most_failed = most_failed
+        self._failed_in_a_row: Counter[str] = Counter()
+        self._broken: RunError | None = None
         self._model = model
         self._scheduler = scheduler
         self._collector = collector
@@ -106,9 +116,18 @@ class SideStages:
 
     @property
     def error(self) -> BaseException | None:
-        """What has ended one of the threads: a defect, or an error of a callback."""
+        """What has ended one of the threads, a defect or an error of a callback; or that everything fails (`tried`)."""
         recording = None if self.recorder is None else self.recorder.error
-        return self._prepare.error or self._postprocess.error or self._collect.error or recording
+        return self._prepare.error or self._postprocess.error or self._collect.error or recording or self._broken
+
+    def tried(self, stage: str, failure: str | None) -> None:
+        """Count what fails in a row in a stage, of which one thread at a time tells; a success, which has no failure,
+        resets the count. After `most_failed` of them `error` is set.
+        """
+        self._failed_in_a_row[stage] = num_failed = 0 if failure is None else self._failed_in_a_row[stage] + 1
+        if num_failed == self._most_failed:
+            self._broken = RunError(f"{num_failed} tries in a row have failed, the last one with {failure}")
+            self._wake()
 
     def is_late(self, least_s: float, times: float) -> bool:
         """Whether a stage is; see `Pulse.is_late`."""
@@ -247,6 +266,7 @@ class SideStages:
 
     def _prepare_one(self, request: Request) -> None:
         prepared = failure = share = None
+        is_refused = False
         with self.changed:
             if (waiting := self.open.get(request.request_id)) is not None:
                 # Between steps its turn comes some time after it was put here.
@@ -256,7 +276,9 @@ class SideStages:
             if request.edit is not None:
                 share = self._model.family.geometry.active_share(request.edit)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
-            failure = describe("preparing", error)
+            failure, is_refused = describe("preparing", error), isinstance(error, UsageError)
+        if not is_refused:
+            self.tried("preparing", failure)
         with self.changed:
             if not self._is_running:  # it is about to be cancelled
                 return
@@ -293,6 +315,7 @@ class SideStages:
         request, image, failure = state.request, None, None
         try:
             image = self._model.decode(latents)
+            self.tried("postprocessing", None)
             if self._preview is not None:
                 self.call(partial(self._preview.learn, latents, image))
             if request.edit is not None:
@@ -305,7 +328,10 @@ class SideStages:
                     image.save(temporary)  # the format by the suffix
                 state.record.image_path = str(path)
         except Exception as error:  # noqa: BLE001  as above
-            image, failure = None, describe("postprocessing", error)
+            failure = describe("postprocessing", error)
+            if image is None:
+                self.tried("postprocessing", failure)
+            image = None
         status = "completed" if failure is None else "failed"
         with self.changed:
             # It may have been cancelled while it was decoded, and another request may have its id by now.

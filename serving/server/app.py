@@ -157,12 +157,15 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         return JSONResponse(told_of_all(state), 200 if front_end.is_ready else 503)
 
     def told_of_all(status: str) -> dict[str, Any]:
-        """A status, and of several replicas how many are ready."""
-        replicas = front_end.backend.replicas
+        """A status, with what is wrong, and of several replicas how many are ready."""
+        replicas, trouble = front_end.backend.replicas, front_end.backend.trouble
         num_ready = sum(each.health is Health.READY for each in replicas)
-        return {"status": status} | (
-            {"replicas": {"ready": num_ready, "all": len(replicas)}} if len(replicas) > 1 else {}
-        )
+        told: dict[str, Any] = {"status": status}
+        if trouble:
+            told["reason"] = trouble
+        if len(replicas) > 1:
+            told["replicas"] = {"ready": num_ready, "all": len(replicas)}
+        return told
 
     @app.get("/v1/state")
     async def state(request: Request) -> dict[str, Any]:

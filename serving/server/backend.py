@@ -89,6 +89,11 @@ class Backend(Protocol):
     def health(self) -> Health: ...
 
     @property
+    def trouble(self) -> str:
+        """Why it does not draw, where something has happened; "" else."""
+        ...
+
+    @property
     def load(self) -> Load: ...
 
     @property

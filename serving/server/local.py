@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import sys
 import threading
 import time
 import traceback
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...data.errors import RunError, UsageError
+from ...data.errors import PsctlError, RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import parse
 from ..core.request_state import RequestRecord
@@ -22,6 +23,7 @@ from ..core.threads import compute_alone
 from ..engine.collectors import Collector
 from ..engine.engine import Engine
 from ..engine.preview import Preview
+from ..engine.side_stages import MOST_FAILED
 from ..engine.watch import Watch
 from ..scheduling.policies import StepLatencyPredictor, get_policy
 from ..scheduling.systems import System
@@ -51,7 +53,7 @@ class LocalSetup:
         max_batch_size: largest number of requests in the batch.
         standalone_s: latency of a request alone, for policies that ask for it; called where requests are handed in.
         records_templates: as of `Engine`.
-        warm_up: served before the backend is ready, one batch after the other.
+        warm_up: served before the backend is ready, one batch after the other; after a crash, only the first one.
     """
 
     model: "ServedModel"
@@ -100,6 +102,8 @@ class LocalBackend:
         self._running: Future[None] | None = None
         self._is_stopping = False
         self._crashes: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
+        self._error: BaseException | None = None
+        self._proving: asyncio.Task[None] | None = None
         self._rate = DrainRate()
         self._preview = Preview()
         self._last_step_s = time.monotonic()
@@ -124,6 +128,14 @@ class LocalBackend:
         return Health.STALLED if is_late or engine.is_late(STALLED_S, STALLED_TIMES) else Health.READY
 
     @property
+    def trouble(self) -> str:
+        """See `Backend`."""
+        error = self._error
+        if error is None or self._health not in (Health.RESTARTING, Health.STOPPED):
+            return ""
+        return str(error) if isinstance(error, PsctlError) else f"{type(error).__name__}: {error}".splitlines()[0]
+
+    @property
     def load(self) -> Load:
         """See `Backend`."""
         engine = self._engine
@@ -146,8 +158,13 @@ class LocalBackend:
         self._loop = asyncio.get_running_loop()
         self._begin()
         await self._loop.run_in_executor(None, self._has_begun.wait)
+        await self._draw(self._setup.warm_up)
+        self._health = Health.READY
+
+    async def _draw(self, batches: Sequence[Sequence[Request]]) -> None:
+        """Draw one batch after the other, for nobody. Raises RunError: a request has no image."""
         numbers = itertools.count()
-        for batch in self._setup.warm_up:
+        for batch in batches:
             waiting = [_Awaited(self._loop) for _ in batch]
             for request, awaited in zip(batch, waiting, strict=True):
                 own = replace(request, request_id=next(numbers), arrival_s=self._loop.time(), slo_s=None)
@@ -156,14 +173,14 @@ class LocalBackend:
                 record = await awaited.ended
                 if record.status != "completed":
                     raise RunError(f"warming up: {record.reason}")
-        self._health = Health.READY
 
     async def submit(
         self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
         """See `Backend`."""
         if self._health not in (Health.READY, Health.STALLED):
-            raise ApiError(503, f"the engine is {self._health.value}", code="not_ready", headers={"Retry-After": "5"})
+            reason = f"the engine is {self._health.value}" + (f": {self.trouble}" if self.trouble else "")
+            raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "5"})
         await self._submit(request, follower, num_partials, follows_steps)
 
     async def _submit(
@@ -217,6 +234,8 @@ class LocalBackend:
         self._health = Health.STOPPED
         if self._engine is not None:
             self._engine.abort()
+        # One that stands still would be waited for.
+        self._setup.model.abort_stages()
         if self._running is not None:
             await asyncio.wait([asyncio.wrap_future(self._running)])
         self._setup.model.close()
@@ -238,6 +257,7 @@ class LocalBackend:
                 collector=_Posts(self),
                 preview=self._preview,
                 records_templates=setup.records_templates,
+                most_failed=MOST_FAILED,
             )
             engine.start()
             self._engine = engine
@@ -246,8 +266,12 @@ class LocalBackend:
             self._has_begun.set()
             self._post(self._began)
             engine.run()
-        except BaseException:  # noqa: BLE001  whatever it is, the server goes on
-            traceback.print_exc()
+        except BaseException as error:  # noqa: BLE001  whatever it is, the server goes on
+            self._error = error
+            if isinstance(error, PsctlError):
+                sys.stderr.write(f"The engine has stopped: {error}\n")
+            else:
+                traceback.print_exc()
         self._has_begun.set()
         if not self._is_stopping:
             self._post(self._crashed)
@@ -259,13 +283,34 @@ class LocalBackend:
         self._engine, self._health = None, Health.RESTARTING
         if len(self._crashes) > MAX_RESTARTS and now_s - self._crashes[0] < RESTARTS_WITHIN_S:
             self._health = Health.STOPPED
-            self.on_stopped(f"the engine has crashed {len(self._crashes)} times within {RESTARTS_WITHIN_S / 60:g} min")
+            times = f"{len(self._crashes)} times within {RESTARTS_WITHIN_S / 60:g} min"
+            self.on_stopped(f"the engine has crashed {times}, the last time with {self.trouble}")
             return
         self._begin()
 
     def _began(self) -> None:
         if self._health is Health.RESTARTING:
-            self._health = Health.READY
+            self._proving = self._loop.create_task(self._prove(self._engine))
+
+    async def _prove(self, engine: Engine | None) -> None:
+        """Serve again if the engine that has begun after a crash can draw, as it has the model of the one before; if it
+        cannot, it has crashed, too.
+        """
+        assert engine is not None
+        ended_by = self._error
+        try:
+            await self._draw(self._setup.warm_up[:1])
+        except (RunError, ApiError) as error:
+            if self._error is ended_by:
+                self._error = error
+            engine.abort()
+            return
+        if engine is not self._engine:
+            return
+        if isinstance(self._error, RunError) and self._crashes:
+            # Everything failed, and now it does not: it was the requests' own fault.
+            self._crashes.pop()
+        self._health = Health.READY
 
     def _post(self, call: Callable[..., None], *given: Any) -> None:
         """Have something called on the event loop, from any thread."""

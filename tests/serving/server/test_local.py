@@ -16,7 +16,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestRecord, RequestState, Stage
-from patchedserve.serving.engine.side_stages import SideStages
+from patchedserve.serving.engine.side_stages import MOST_FAILED, SideStages
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
@@ -200,6 +200,131 @@ def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.Mo
         assert "has crashed 4 times" in told[0]
         assert backend.health is Health.STOPPED
         assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 503}
+
+    run(work, model)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, model: ServedModel, stage: str, fails: Callable[[], bool]) -> None:
+    """Let a stage's part of the model fail, as it does after an error of CUDA, where `fails` says so."""
+    parts = {
+        "preparing": model.pipe.text_encoder,
+        "denoising": model.denoiser,
+        "postprocessing": model.pipe.vae.decoder,
+    }
+    kind = type(parts[stage])
+    forward = kind.forward
+
+    def may_fail(module: Any, *given: Any, **named: Any) -> Any:
+        if fails():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return forward(module, *given, **named)
+
+    monkeypatch.setattr(kind, "forward", may_fail)
+
+
+async def status_of(backend: LocalBackend, number: int) -> str | None:
+    """How a request ends; None where it is refused."""
+    ending = Ending()
+    if not await is_taken(backend, request(number), ending):
+        return None
+    return (await ending.ended)[0].status
+
+
+@pytest.mark.parametrize("stage", ["preparing", "denoising", "postprocessing"])
+def test_an_engine_whose_model_always_fails_takes_nothing_more(
+    stage: str,
+    model: ServedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def work(backend: LocalBackend) -> None:
+        told: list[str] = []
+        backend.on_stopped = told.append
+        failing(monkeypatch, model, stage, lambda: True)
+        statuses = [await status_of(backend, number) for number in range(MOST_FAILED)]
+        assert statuses == ["failed"] * MOST_FAILED
+        while backend.health is Health.READY:
+            await asyncio.sleep(0.01)
+        # From here on nobody gets an error of the model: not from the engines that are tried in its place either.
+        while not told:
+            with pytest.raises(ApiError) as refused:
+                await backend.submit(request(100), Ending())
+            assert (refused.value.status, refused.value.code) == (503, "not_ready")
+            await asyncio.sleep(0)
+        assert f"has crashed {MAX_RESTARTS + 1} times" in told[0]
+        assert "CUDA error" in told[0]
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 503}
+        assert "CUDA error" in backend.trouble
+
+    run(work, model)
+    said = capsys.readouterr().err
+    assert said.count("The engine has stopped: 8 tries in a row have failed") == 1
+    assert stage in said
+
+
+def test_while_an_engine_is_restarted_probes_say_why(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def work(backend: LocalBackend) -> None:
+        goes_on = threading.Event()
+        prove = LocalBackend._prove
+
+        async def waiting_prove(self: LocalBackend, engine: Any) -> None:
+            await asyncio.to_thread(goes_on.wait, 30)
+            await prove(self, engine)
+
+        monkeypatch.setattr(LocalBackend, "_prove", waiting_prove)
+        is_broken = True
+        failing(monkeypatch, model, "denoising", lambda: is_broken)
+        for number in range(MOST_FAILED):
+            assert await status_of(backend, number) == "failed"
+        while backend.health is Health.READY:
+            await asyncio.sleep(0.01)
+        is_broken = False
+        front_end = front_end_of(backend, Limits())
+        edits = EditProcesses(front_end.model, front_end.limits)
+        batches = Batches(tmp_path, front_end, 1)
+        app = make_app(front_end, Metrics((SIZE,), backend), Live(front_end), batches, edits)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://psctl") as client:
+            for path in ("/readyz", "/health"):
+                answer = await client.get(path)
+                assert answer.status_code == 503
+                assert answer.json()["status"] == "restarting"
+                assert "tries in a row have failed" in answer.json()["reason"]
+        goes_on.set()
+        while backend.health is not Health.READY:
+            await asyncio.sleep(0.01)
+        assert await status_of(backend, 50) == "completed"
+        assert backend.trouble == ""
+
+    run(work, model)
+
+
+def test_requests_that_fail_by_themselves_do_not_end_the_service(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_poison = False
+
+    async def work(backend: LocalBackend) -> None:
+        nonlocal is_poison
+        told: list[str] = []
+        backend.on_stopped = told.append
+        failing(monkeypatch, model, "denoising", lambda: is_poison)
+        # One that is drawn between them begins the count anew.
+        for number in range(2 * MOST_FAILED + 1):
+            is_poison = number % MOST_FAILED != 0
+            assert await status_of(backend, number) == ("failed" if is_poison else "completed")
+        assert not backend._crashes
+        # The engine that follows draws again, whatever failed before; it may be so for ever.
+        for round_number in range(MAX_RESTARTS + 2):
+            is_poison = True
+            for number in range(MOST_FAILED):
+                assert await status_of(backend, number) == "failed"
+                is_poison = number < MOST_FAILED - 1
+            while await status_of(backend, 100 + round_number) != "completed":
+                await asyncio.sleep(0.01)
+        assert not told
 
     run(work, model)
 
