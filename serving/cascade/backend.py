@@ -110,6 +110,7 @@ class CascadeBackend:
             on_steps=partial(self._post, self._stepped),
         )
         self._open: dict[int, tuple[Request, Follower]] = {}
+        self._trouble = ""
         self._rate = DrainRate()
         self._busy_from_s, self._drawn = 0.0, 0
         self._thread = threading.Thread(target=self._run, name="psctl-cascade", daemon=True)
@@ -118,6 +119,11 @@ class CascadeBackend:
     def health(self) -> Health:
         """See `Backend`."""
         return self._health
+
+    @property
+    def trouble(self) -> str:
+        """See `Backend`."""
+        return self._trouble
 
     @property
     def load(self) -> Load:
@@ -228,7 +234,7 @@ class CascadeBackend:
             record.close("failed", request.arrival_s, reason)
             follower.on_end(record, None)
         if self._health is not Health.STOPPED:
-            self._health = Health.STOPPED
+            self._health, self._trouble = Health.STOPPED, reason
             self.on_stopped(reason)
 
     def _post(self, call: Callable[..., None], *given: Any) -> None:

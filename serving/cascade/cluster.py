@@ -1,13 +1,17 @@
 """A cascade of real workers: processes of this machine, under the same dispatcher as in the simulator. No torch here.
 
 Requests come from a trace, or from clients (`backend`).
-A worker that dies is noticed at once. What it was at is begun once more by others, the next plan is for one worker
-less, and it is started anew, three times at most.
+A worker that dies is noticed at once. One that stands still is killed after `SILENT_S`, as workers tell all the time
+that they live. What it was at is begun once more by others, the next plan is for one worker less, and it is started
+anew, three times within ten minutes at most.
 """
 
 import contextlib
 import math
+import queue
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -24,28 +28,38 @@ from .result import CascadeResult
 from .worker import WorkerSettings
 
 _ENTRY = f"{__package__}.worker:run_worker"
-MOST_RESTARTS = 3
+MOST_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
+SILENT_S = 15.0
+"""A worker that has told nothing for so long is killed; every `worker.ALIVE_EVERY_S` it tells that it lives."""
 _LOAD_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
 _MOST_WAIT_S = 0.5
+_MOST_UNSENT = 10_000
+"""Messages that wait for a worker: more than requests are ever open."""
 
 
 class ProcessWorker:
-    """One process; see `slots.Worker`.
+    """One process; see `slots.Worker`. A thread of its own sends what it is told, as a process that stands still takes
+    nothing.
 
     Attributes:
         process, connection: the process, and what connects it.
         num_waiting: as it has last told.
         is_ready: whether it has loaded its models.
+        silent_s: for how long it has told nothing, as far as this process was there to listen.
     """
 
     def __init__(self, settings: WorkerSettings, leg: Leg | None) -> None:
         self.connection, other = Pipe()
         self.num_waiting = 0
         self.is_ready = False
+        self.silent_s = 0.0
+        self._unsent: queue.Queue[tuple[object, ...] | None] = queue.Queue(_MOST_UNSENT)
         name = f"psctl-worker-{settings.index}"
         self.process = start_process(_ENTRY, settings, leg, other, device=settings.device, name=name)
         other.close()
+        self._sender = threading.Thread(target=self._send, name=f"{name}-sender", daemon=True)
+        self._sender.start()
 
     def take(self, request: Request, now_s: float) -> None:
         self._tell("take", request)
@@ -67,10 +81,24 @@ class ProcessWorker:
         """Ask it to end, without what it is at."""
         self._tell("stop")
 
+    def close(self) -> None:
+        """Let go of the connection; the process has ended."""
+        with contextlib.suppress(queue.Full):  # then the sender is at it, and finds nobody there
+            self._unsent.put_nowait(None)
+        self._sender.join(_STOP_TIMEOUT_S)
+        self.connection.close()
+
     def _tell(self, *message: object) -> None:
+        try:
+            self._unsent.put_nowait(message)
+        except queue.Full:
+            self.process.kill()
+
+    def _send(self) -> None:
         # Of one that has died, the connection tells the loop, which gives its requests to others.
         with contextlib.suppress(OSError):
-            self.connection.send(message)
+            while (message := self._unsent.get()) is not None:
+                self.connection.send(message)
 
 
 class Source(Protocol):
@@ -138,7 +166,7 @@ class CascadeCluster:
     ) -> None:
         self._settings, self._dispatcher, self._on_note, self._on_steps = settings, dispatcher, on_note, on_steps
         self._workers: dict[int, ProcessWorker] = {}
-        self._restarts = [0] * len(settings)
+        self._restarted_s = [deque[float](maxlen=MOST_RESTARTS) for _ in settings]
         self._zero_s = 0.0
         self._is_ended = False
         self.was_interrupted = False
@@ -211,6 +239,7 @@ class CascadeCluster:
 
     def _serve(self, source: Source) -> None:
         next_tick_s, dispatcher = SAMPLE_S, self._dispatcher
+        looked_s = time.monotonic()
         while not source.is_over or dispatcher.num_open:
             now_s = self.now_s()
             source.take(dispatcher, now_s)
@@ -226,6 +255,8 @@ class CascadeCluster:
                 raise RunError(f"all {len(self._settings)} workers died, and none could be started any more")
             timeout_s = min(max(min(next_tick_s, source.next_s) - self.now_s(), 0.0), _MOST_WAIT_S)
             self._hear(timeout_s, source.news)
+            before_s, looked_s = looked_s, time.monotonic()
+            self._end_silent(looked_s - before_s)
 
     def _hear(self, timeout_s: float, news: Connection | None) -> None:
         index_of = {worker.connection: index for index, worker in self._workers.items()}
@@ -234,6 +265,7 @@ class CascadeCluster:
             if connection is news:
                 continue
             index = index_of[connection]
+            self._workers[index].silent_s = 0.0
             try:
                 word, *rest = connection.recv()
             except (EOFError, OSError):
@@ -264,18 +296,31 @@ class CascadeCluster:
         elif word == "failed":
             self._on_note(f"Worker {index} could not load its models again: {rest[0]}")
 
+    def _end_silent(self, passed_s: float) -> None:
+        """Kill workers that have told nothing for long; so many seconds have passed since the last look."""
+        for index, worker in self._workers.items():
+            # A pause of this process itself, or of the machine, is no silence of theirs.
+            worker.silent_s += min(passed_s, 2 * _MOST_WAIT_S)
+            limit_s = SILENT_S if worker.is_ready else _LOAD_TIMEOUT_S
+            if worker.silent_s > limit_s and worker.process.is_alive():
+                self._on_note(f"Worker {index} has told nothing for {limit_s:g} s and is killed.")
+                worker.process.kill()
+                worker.process.join()
+
     def _lost(self, index: int) -> None:
         worker = self._workers.pop(index)
-        worker.connection.close()
         worker.process.join(_STOP_TIMEOUT_S)
+        worker.close()
         reason = f"worker {index} died (exit code {worker.process.exitcode})"
         now_s = self.now_s()
         if worker.is_ready:
             self._dispatcher.lost(index, now_s, reason)
-        if self._restarts[index] >= MOST_RESTARTS:
-            self._on_note(f"{reason}, for the {MOST_RESTARTS + 1}th time: it is not started again.")
+        restarted_s = self._restarted_s[index]
+        if len(restarted_s) == MOST_RESTARTS and now_s - restarted_s[0] < RESTARTS_WITHIN_S:
+            times = f"for the {MOST_RESTARTS + 1}th time within {RESTARTS_WITHIN_S / 60:g} min"
+            self._on_note(f"{reason}, {times}: it is not started again.")
             return
-        self._restarts[index] += 1
+        restarted_s.append(now_s)
         self._on_note(f"{reason}; its requests go to others, and it is started anew.")
         self._workers[index] = ProcessWorker(self._settings[index], self._dispatcher.slots[index].leg)
 
@@ -288,7 +333,7 @@ class CascadeCluster:
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
-            worker.connection.close()
+            worker.close()
         self._workers = {}
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..engine.watch import Watch
     from ..models.served import ServedModel
 
+ALIVE_EVERY_S = 1.0
 WORKER_THREADS = 1
 """Of torch, in a worker on a CPU."""
 _WARM_UP_STEPS = 2
@@ -147,6 +148,7 @@ class _WorkerProcess:
         """Say `ready`, and serve."""
         threading.Thread(target=self._listen, name="psctl-listen", daemon=True).start()
         self._tell("ready")
+        threading.Thread(target=self._live, name="psctl-live", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._zero_s or self._is_stopped)
         while not self._is_stopped:
@@ -163,8 +165,14 @@ class _WorkerProcess:
         for model in self._models.values():
             model.close()
 
+    def _live(self) -> None:
+        while not self._is_stopped:
+            self._tell("alive")
+            time.sleep(ALIVE_EVERY_S)
+
     def _new_engine(self) -> "Engine":
         from ..engine.engine import Engine
+        from ..engine.side_stages import MOST_FAILED
 
         engine = Engine(
             self._models[self._leg or "light"],
@@ -174,6 +182,7 @@ class _WorkerProcess:
             image_path=lambda request: image_file(self._settings, request.request_id, self._leg_of(request)),
             on_image=None if self._leg == "heavy" else self._score,
             on_step=lambda row: self._note_waiting(row.waiting),
+            most_failed=MOST_FAILED,
         )
         engine.start()
         self._cancelled.clear()

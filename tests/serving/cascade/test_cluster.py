@@ -1,12 +1,13 @@
 """Real workers: processes that draw what the engine draws, change models, die and come back."""
 
+import asyncio
 import math
 import os
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from patchedserve.data.edits import EditSpec
 from patchedserve.data.errors import RunError
 from patchedserve.data.requests import Request, TracedEdit
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cascade import cluster
 from patchedserve.serving.cascade.allocators import Seen
+from patchedserve.serving.cascade.backend import CascadeBackend, CascadeSetup
 from patchedserve.serving.cascade.balancer import Balancer
-from patchedserve.serving.cascade.cluster import CascadeCluster, TraceSource, settings_for
+from patchedserve.serving.cascade.cluster import CascadeCluster, ProcessWorker, TraceSource, settings_for
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.dispatcher import Dispatcher
 from patchedserve.serving.cascade.leg_model import LegModel
@@ -29,9 +32,15 @@ from patchedserve.serving.cascade.legs import LEGS, Leg
 from patchedserve.serving.cascade.problem import ModelTimes, Plan
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.worker import WorkerSettings, image_file
+from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.front_end import FrontEnd, Pricing
+from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.protocol import ModelFacts, parse_generation
 from patchedserve.training.cascade.discriminator import Discriminator, DiscriminatorAbout, load_discriminator
 from patchedserve.training.cascade.nets import new_net
 
@@ -141,15 +150,15 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
     requests = trace(36, 13.0)
     threshold, confidences = median_threshold(template, requests)
     plans = [Plan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, Plan(1, 1, 4, 2, threshold, 0.5)]
-    cluster = CascadeCluster(settings_for(template, 2, 2), one := dispatcher(plans))
+    workers = CascadeCluster(settings_for(template, 2, 2), one := dispatcher(plans))
     parents: list[int] = []
     mapped: list[str] = []
 
     def look() -> None:
-        parents.extend(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in cluster.pids)
+        parents.extend(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in workers.pids)
         mapped.append(Path(f"/proc/{parents[0]}/maps").read_text())
 
-    result = cluster.run(TraceSource(requests), look)
+    result = workers.run(TraceSource(requests), look)
     assert len(parents) == 2
     assert len({*parents, os.getpid()}) == 2, "both are forked from one process, which is not this one"
     assert "libtorch" in mapped[0], "it has imported what they need"
@@ -227,7 +236,7 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
     notes: list[str] = []
     begun_s = time.monotonic()
     one = dispatcher([Plan(1, 1, 4, 2, threshold, 0.5)])
-    cluster = CascadeCluster(settings_for(template, 2, 2), one, on_note=notes.append)
+    workers = CascadeCluster(settings_for(template, 2, 2), one, on_note=notes.append)
 
     def kill_later() -> None:
         # On a busy machine a start takes longer; the trace has to outlast one.
@@ -236,11 +245,11 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
         def kill() -> None:
             # In the middle of its work: it has ended some, and has others.
             until(lambda: len(one.result.legs) >= 5 and bool(one.slots[0].given), 60)
-            os.kill(cluster.pids[0], signal.SIGKILL)
+            os.kill(workers.pids[0], signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()
 
-    result = cluster.run(TraceSource(requests), kill_later)
+    result = workers.run(TraceSource(requests), kill_later)
     check(result, requests, confidences)
     assert result.num_lost == 1
     assert "its requests go to others" in notes[0]
@@ -248,11 +257,77 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
     assert {row.seen.num_workers for row in result.plans} == {None, 1, 2}
 
 
+def test_what_a_worker_is_told_waits_for_nobody(template: WorkerSettings) -> None:
+    worker = ProcessWorker(template, "light")
+    os.kill(worker.process.pid or 0, signal.SIGSTOP)
+
+    def tell() -> None:
+        for number in range(cluster._MOST_UNSENT // 2):
+            worker.cancel(number, "its client has left")
+
+    # Three times half of what may wait is more, also where the connection takes a part; then it is given up.
+    for _ in range(3):
+        telling = threading.Thread(target=tell, daemon=True)
+        telling.start()
+        telling.join(60)
+        assert not telling.is_alive(), "it waits for a process that takes nothing"
+    worker.process.join(60)
+    assert worker.process.exitcode == -signal.SIGKILL
+    worker.close()
+    assert not worker._sender.is_alive()
+
+
+@pytest.mark.slow
+def test_workers_that_stand_still_hold_no_places_and_come_back(
+    template: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    names: dict[Leg, str] = {"light": "light", "heavy": "heavy"}
+
+    def make(on_end: Callable[[RequestRecord], None], result: CascadeResult) -> Dispatcher:
+        controller = Controller(lambda seen: LIGHT_ONLY, [0.5])
+        return Dispatcher(
+            MODELS, controller, Balancer(), lambda number: 0.0, "discard", "plan", on_end=on_end, result=result
+        )
+
+    async def work() -> None:
+        backend = CascadeBackend(CascadeSetup(template, 1, 2, MODELS, names, make), on_note=notes.append)
+        await backend.start()
+        facts = ModelFacts("tiny", ModelDefaults(STEPS["light"], 3.0, SIZE, (SIZE,)))
+        limits = Limits(max_queue=3, request_timeout_s=2.0)
+        front_end = FrontEnd(facts, limits, backend, Pricing(None, lambda _: None, lambda _: None))
+        ask = parse_generation({"prompt": "a cat", "n": 3, "seed": 3}, facts, limits)
+        try:
+            stopped = backend.replicas[0].process_id
+            os.kill(stopped, signal.SIGSTOP)
+            # The places of those before are free, or they would be refused.
+            for _ in range(2):
+                ticket = await front_end.generate(ask, arrival_s=time.monotonic())
+                with pytest.raises(ApiError, match="it took more than 2 s"):
+                    await front_end.wait(ticket)
+                await ticket.over.wait()
+                assert (front_end.admission.num_images, front_end.open) == (0, {})
+            while not notes or "serves again" not in notes[-1]:
+                await asyncio.sleep(0.05)
+            assert "has told nothing for 5 s and is killed" in notes[0]
+            assert backend.replicas[0].process_id != stopped
+            limits = replace(limits, request_timeout_s=60.0)
+            front_end.limits = limits
+            ticket = await front_end.generate(ask, arrival_s=time.monotonic())
+            await front_end.wait(ticket)
+            assert ticket.status == "completed"
+        finally:
+            await backend.stop()
+
+    monkeypatch.setattr(cluster, "SILENT_S", 5.0)
+    asyncio.run(asyncio.wait_for(work(), 240))
+
+
 @pytest.mark.slow
 def test_models_that_cannot_be_loaded_are_told_in_one_line(template: WorkerSettings, tmp_path: Path) -> None:
 
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     broken = replace(template, discriminator=tmp_path / "broken.safetensors")
-    cluster = CascadeCluster(settings_for(broken, 1, 2), dispatcher([LIGHT_ONLY]))
+    workers = CascadeCluster(settings_for(broken, 1, 2), dispatcher([LIGHT_ONLY]))
     with pytest.raises(RunError, match=r"psctl-worker-0 cannot load its models: .*cannot be read as a discriminator"):
-        cluster.run(TraceSource(trace(1, 1.0)))
+        workers.run(TraceSource(trace(1, 1.0)))
