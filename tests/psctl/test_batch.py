@@ -5,6 +5,7 @@ import resource
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from openai.types import Batch
@@ -89,6 +90,27 @@ def ids_in(client: openai.OpenAI, *files: str | None) -> list[str]:
     """What the lines of these files are about."""
     texts = [client.files.content(file).text for file in files if file is not None]
     return [json.loads(line)["custom_id"] for text in texts for line in text.splitlines()]
+
+
+def test_a_long_batch_is_in_nobodys_way(model: Path, tmp_path: Path) -> None:
+    bodies = [{"prompt": f"cat {number}", "size": "64x32", "num_inference_steps": 200} for number in range(64)]
+    long = tmp_path / "long.jsonl"
+    long.write_text(
+        "\n".join(json.dumps({"custom_id": f"line {number}", "body": body}) for number, body in enumerate(bodies))
+    )
+    with HttpServer(model, tmp_path / "workspace") as server:
+        client, batch = started(server, long)
+        until(lambda: httpx.get(f"{server.url}/v1/state").json()["load"]["running"] >= 8, 60)
+        # Steps of all lines together would last for much longer than that.
+        for number in range(14):
+            drawn = client.images.generate(prompt=f"dog {number}", size="64x32", extra_body={"slo": 10})
+            assert drawn.data
+            assert drawn.metrics["slo_met"]  # type: ignore[attr-defined]
+        # Nothing is lost of the lines, which go on.
+        before = server.metric("psctl_pixel_steps_pending")
+        until(lambda: server.metric("psctl_pixel_steps_pending") < before, 60)
+        assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+        until(lambda: client.batches.retrieve(batch.id).status == "cancelled", 60)
 
 
 def test_a_full_disk_pauses_a_batch(model: Path, lines: Path, tmp_path: Path) -> None:
