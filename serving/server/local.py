@@ -53,7 +53,8 @@ class LocalSetup:
         max_batch_size: largest number of requests in the batch.
         standalone_s: latency of a request alone, for policies that ask for it; called where requests are handed in.
         records_templates: as of `Engine`.
-        warm_up: served before the backend is ready, one batch after the other; after a crash, only the first one.
+        warm_up: served before the backend is ready, one batch after the other; the first of them proves that an engine can
+            draw after one for which everything failed.
     """
 
     model: "ServedModel"
@@ -289,11 +290,15 @@ class LocalBackend:
         self._begin()
 
     def _began(self) -> None:
-        if self._health is Health.RESTARTING:
+        if self._health is not Health.RESTARTING:
+            return
+        if isinstance(self._error, RunError):
             self._proving = self._loop.create_task(self._prove(self._engine))
+        else:
+            self._health = Health.READY
 
     async def _prove(self, engine: Engine | None) -> None:
-        """Serve again if the engine that has begun after a crash can draw, as it has the model of the one before; if it
+        """Serve again if the engine can draw, as it has the model of the one before, for which everything failed; if it
         cannot, it has crashed, too.
         """
         assert engine is not None
@@ -307,9 +312,8 @@ class LocalBackend:
             return
         if engine is not self._engine:
             return
-        if isinstance(self._error, RunError) and self._crashes:
-            # Everything failed, and now it does not: it was the requests' own fault.
-            self._crashes.pop()
+        # It was the requests' own fault.
+        self._crashes.pop()
         self._health = Health.READY
 
     def _post(self, call: Callable[..., None], *given: Any) -> None:

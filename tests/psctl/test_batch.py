@@ -103,7 +103,7 @@ def test_a_long_batch_is_in_nobodys_way(model: Path, tmp_path: Path) -> None:
         until(lambda: httpx.get(f"{server.url}/v1/state").json()["load"]["running"] >= 8, 60)
         # Steps of all lines together would last for much longer than that.
         for number in range(14):
-            drawn = client.images.generate(prompt=f"dog {number}", size="64x32", extra_body={"slo": 10})
+            drawn = client.images.generate(prompt=f"dog {number}", size="64x32", extra_body={"slo": 10}, timeout=60)
             assert drawn.data
             assert drawn.metrics["slo_met"]  # type: ignore[attr-defined]
         # Nothing is lost of the lines, which go on.
