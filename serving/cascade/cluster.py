@@ -82,8 +82,8 @@ class ProcessWorker:
         self._tell("stop")
 
     def close(self) -> None:
-        """Let go of the connection; the process has ended."""
-        with contextlib.suppress(queue.Full):  # then the sender is at it, and finds nobody there
+        """Close the connection of a process that has ended."""
+        with contextlib.suppress(queue.Full):  # then the sender is busy, and ends when the pipe breaks
             self._unsent.put_nowait(None)
         self._sender.join(_STOP_TIMEOUT_S)
         self.connection.close()

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _LAG_S = 0.05
 MOST_FAILED = 8
 """Tries of one stage in a row that fail before a service takes its engine for broken. An error that sticks, such as one
-of CUDA, fails all of them, and each is an error for a client; that so many requests of one client fail for reasons of
-their own, with nobody else's between them, is possible and rare.
+of CUDA, fails all of them, and each is an error for a client; that so many requests in a row fail for reasons of their
+own is possible and rare.
 """
 ImagePath = Callable[[Request], Path | None]
 OnImage = Callable[[Request, "Image"], object]

@@ -35,7 +35,7 @@ CALL_S, CALL_TIMES = 60.0, 40.0
 server calls stalled (`server.local.STALLED_S`), so that its probes have told before.
 """
 _FIRST_CALL_S = 600.0
-"""The first call of each function, of which nobody knows how long it takes."""
+"""The first call of each function: how long it takes is not known yet."""
 Part = Literal["prepare", "postprocess"]
 _DOES: dict[Part, str] = {"prepare": "prepares requests", "postprocess": "decodes images"}
 

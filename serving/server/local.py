@@ -163,7 +163,7 @@ class LocalBackend:
         self._health = Health.READY
 
     async def _draw(self, batches: Sequence[Sequence[Request]]) -> None:
-        """Draw one batch after the other, for nobody. Raises RunError: a request has no image."""
+        """Draw one batch after the other, and drop the images. Raises RunError: a request has no image."""
         numbers = itertools.count()
         for batch in batches:
             waiting = [_Awaited(self._loop) for _ in batch]
