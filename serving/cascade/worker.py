@@ -167,7 +167,10 @@ class _WorkerProcess:
 
     def _live(self) -> None:
         while not self._is_stopped:
-            self._tell("alive")
+            engine = self._engine
+            # One that does not get on is as good as dead, though this thread lives.
+            if engine is None or not engine.is_stalled:
+                self._tell("alive")
             time.sleep(ALIVE_EVERY_S)
 
     def _new_engine(self) -> "Engine":

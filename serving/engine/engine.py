@@ -28,6 +28,7 @@ from .collectors import Collector, InMemory
 from .preview import Preview
 from .run_result import RunResult
 from .side_stages import ImagePath, OnImage, SideStages
+from .stages import is_stalled
 from .watch import Watch
 
 _CTRL_C_S = 0.5
@@ -105,6 +106,8 @@ class Engine:
         self._is_closed = self._is_aborted = False
         self._cancelled: list[tuple[RequestState, str]] = []
         self._zero: float | None = None
+        # When the last step has ended, or the batch was last empty; how long that step took.
+        self._progress_s, self._last_step_s = time.monotonic(), 0.0
 
     @property
     def callback_failures(self) -> Failures:
@@ -138,11 +141,12 @@ class Engine:
         """Pixels times steps that are still to be taken."""
         return self._scheduler.pixel_steps
 
-    def is_late(self, least_s: float, times: float) -> bool:
-        """Whether preparing or decoding one request takes longer than so many seconds, and so many times as long as the
-        last one; any thread may ask.
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the next step of the batch, or preparing or decoding one request, takes very much longer than the
+        last one (`stages.STALLED_S`); any thread may ask.
         """
-        return self._stages.is_late(least_s, times)
+        return self._stages.is_stalled or (self.num_active > 0 and is_stalled(self._progress_s, self._last_step_s))
 
     def start(self) -> None:
         """Start the stage threads and set the engine's clock to 0. `run` does it if it has not been done.
@@ -260,6 +264,8 @@ class Engine:
                 if self._is_aborted or stages.error is not None:
                     return
                 ended = self._end_cancelled()
+                if not scheduler.active:
+                    self._progress_s = time.monotonic()
                 # What is due between steps comes first, so that who has been prepared may take the next one.
                 if not (is_due := stages.is_due):
                     ended += scheduler.decide(self.now_s())
@@ -305,6 +311,7 @@ class Engine:
         start_s = self.now_s()
         failures = self._model.stepper.step(batch)
         end_s = self.now_s()
+        self._progress_s, self._last_step_s = time.monotonic(), end_s - start_s
         self._stages.tried("denoising", next(iter(failures.values())) if len(failures) == len(batch) else None)
         decided_s, self._decided_s = self._decided_s, 0.0
         scheduler = self._scheduler

@@ -129,10 +129,10 @@ class SideStages:
             self._broken = RunError(f"{num_failed} tries in a row have failed, the last one with {failure}")
             self._wake()
 
-    def is_late(self, least_s: float, times: float) -> bool:
-        """Whether a stage is; see `Pulse.is_late`."""
-        stages = (self._prepare, self._postprocess, self._collect)
-        return any(stage.pulse.is_late(least_s, times) for stage in stages)
+    @property
+    def is_stalled(self) -> bool:
+        """Whether preparing or decoding one request, or a callback, stands still."""
+        return any(stage.pulse.is_stalled for stage in (self._prepare, self._postprocess, self._collect))
 
     @property
     def is_due(self) -> bool:

@@ -22,6 +22,10 @@ def _stream_of(name: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+STALLED_S, STALLED_TIMES = 30.0, 20.0
+"""What takes longer than so many seconds, and so many times as long as the last time, stands still."""
+
+
 class Pulse:
     """Whether work goes on: how long the present item takes, beside the one before. Any thread may ask."""
 
@@ -36,10 +40,16 @@ class Pulse:
         assert self._since_s is not None
         self._last_s, self._since_s = time.monotonic() - self._since_s, None
 
-    def is_late(self, least_s: float, times: float) -> bool:
-        """Whether the present item takes longer than so many seconds, and so many times as long as the one before."""
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the present item stands still."""
         since_s = self._since_s
-        return since_s is not None and time.monotonic() - since_s > max(least_s, times * self._last_s)
+        return since_s is not None and is_stalled(since_s, self._last_s)
+
+
+def is_stalled(since_s: float, last_s: float) -> bool:
+    """Whether what has begun at that time, by `time.monotonic`, stands still; the last time it took `last_s`."""
+    return time.monotonic() - since_s > max(STALLED_S, STALLED_TIMES * last_s)
 
 
 class Stage(Protocol[Taken]):

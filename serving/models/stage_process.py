@@ -32,7 +32,7 @@ _END_S, _DEAD_S = 5.0, 1.0
 """How long a process may take to end: one whose channel was closed, and one that has closed its own."""
 CALL_S, CALL_TIMES = 60.0, 40.0
 """A call takes so long at most, or so many times as long as the slowest one before, for its size. Both are twice what a
-server calls stalled (`server.local.STALLED_S`), so that its probes have told before.
+server calls stalled (`engine.stages.STALLED_S`), so that its probes have told before.
 """
 _FIRST_CALL_S = 600.0
 """The first call of each function: how long it takes is not known yet."""

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from ..models.served import ServedModel
 
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
-STALLED_S, STALLED_TIMES = 30.0, 20.0
-"""A step, or preparing or decoding a request, is stalled after so long, and so many times as long as the last one."""
 _LOOK_EVERY_S = 0.1
 
 
@@ -53,8 +51,8 @@ class LocalSetup:
         max_batch_size: largest number of requests in the batch.
         standalone_s: latency of a request alone, for policies that ask for it; called where requests are handed in.
         records_templates: as of `Engine`.
-        warm_up: served before the backend is ready, one batch after the other; the first of them proves that an engine can
-            draw after one for which everything failed.
+        warm_up: served before the backend is ready, one batch after the other. The first of them proves that an engine
+            can draw, after one for which everything failed.
     """
 
     model: "ServedModel"
@@ -107,8 +105,6 @@ class LocalBackend:
         self._proving: asyncio.Task[None] | None = None
         self._rate = DrainRate()
         self._preview = Preview()
-        self._last_step_s = time.monotonic()
-        self._last_duration_s = 0.0
         # `check_request` may run torch: not on the event loop.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=compute_alone)
         self._has_begun = threading.Event()
@@ -124,9 +120,7 @@ class LocalBackend:
         engine = self._engine
         if self._health is not Health.READY or engine is None:
             return self._health
-        idle_s = time.monotonic() - self._last_step_s
-        is_late = engine.num_active > 0 and idle_s > max(STALLED_S, STALLED_TIMES * self._last_duration_s)
-        return Health.STALLED if is_late or engine.is_late(STALLED_S, STALLED_TIMES) else Health.READY
+        return Health.STALLED if engine.is_stalled else Health.READY
 
     @property
     def trouble(self) -> str:
@@ -188,9 +182,6 @@ class LocalBackend:
         self, request: Request, follower: Follower, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
         number = request.request_id
-        if not self._followers:
-            # It has been idle: what comes now counts from now, not from the last step of before.
-            self._last_step_s = time.monotonic()
         self._followers[number] = follower
         if self._looking is None or self._looking.done():
             self._looking = self._loop.create_task(self._look())
@@ -365,7 +356,6 @@ class _Posts(Collector):
         self._backend._post(self._backend._ended, record, image)
 
     def on_step(self, row: StepRow) -> None:
-        self._backend._last_step_s, self._backend._last_duration_s = time.monotonic(), row.duration_s
         self._backend._rows.append(row)
 
 

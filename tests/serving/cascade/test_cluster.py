@@ -9,7 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from patchedserve.data.edits import EditSpec
 from patchedserve.data.errors import RunError
 from patchedserve.data.requests import Request, TracedEdit
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.cascade import cluster
+from patchedserve.serving.cascade import cluster, worker
 from patchedserve.serving.cascade.allocators import Seen
 from patchedserve.serving.cascade.backend import CascadeBackend, CascadeSetup
 from patchedserve.serving.cascade.balancer import Balancer
@@ -31,11 +33,13 @@ from patchedserve.serving.cascade.leg_model import LegModel
 from patchedserve.serving.cascade.legs import LEGS, Leg
 from patchedserve.serving.cascade.problem import ModelTimes, Plan
 from patchedserve.serving.cascade.result import CascadeResult
-from patchedserve.serving.cascade.worker import WorkerSettings, image_file
+from patchedserve.serving.cascade.worker import WorkerSettings, image_file, run_worker
 from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.engine import stages
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.front_end import FrontEnd, Pricing
@@ -275,6 +279,43 @@ def test_what_a_worker_is_told_waits_for_nobody(template: WorkerSettings) -> Non
     assert worker.process.exitcode == -signal.SIGKILL
     worker.close()
     assert not worker._sender.is_alive()
+
+
+def test_a_worker_whose_step_stands_still_does_not_say_that_it_lives(
+    template: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_held, goes_on, step = threading.Event(), threading.Event(), PatchedStepper.step
+
+    def waiting_step(self: PatchedStepper, batch: Any) -> Any:
+        if any(prepared.request.prompt == "a cat" for prepared in batch):
+            is_held.set()
+            goes_on.wait(60)
+        return step(self, batch)
+
+    monkeypatch.setattr(PatchedStepper, "step", waiting_step)
+    monkeypatch.setattr(worker, "ALIVE_EVERY_S", 0.05)
+    ours, theirs = Pipe()
+    settings = replace(template, threads=torch.get_num_threads())
+    running = threading.Thread(target=run_worker, args=(settings, "light", theirs), daemon=True)
+    running.start()
+    assert ours.recv()[0] == "ready"
+    for message in (("zero", time.perf_counter()), ("limit", 1), ("take", Request(1, "a cat", SIZE, 2, 3.0))):
+        ours.send(message)
+    assert is_held.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "STALLED_S", 0.2)
+        patch.setattr(stages, "STALLED_TIMES", 0.0)
+        begun_s = time.monotonic()
+        while ours.poll(2):
+            assert ours.recv()[0] in ("alive", "waiting")
+            assert time.monotonic() < begun_s + 60, "it says that it lives"
+        goes_on.set()
+        words: list[str] = []
+        while "ended" not in words or words[-1] != "alive":
+            words.append(ours.recv()[0])
+    ours.send(("stop",))
+    running.join(60)
+    assert not running.is_alive()
 
 
 @pytest.mark.slow

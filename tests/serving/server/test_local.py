@@ -16,6 +16,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestRecord, RequestState, Stage
+from patchedserve.serving.engine import stages
 from patchedserve.serving.engine.side_stages import MOST_FAILED, SideStages
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.loading import load_model
@@ -24,7 +25,7 @@ from patchedserve.serving.models.stage_process import Part
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.scheduler import Scheduler
 from patchedserve.serving.scheduling.systems import get_system
-from patchedserve.serving.server import local, tickets
+from patchedserve.serving.server import tickets
 from patchedserve.serving.server.app import make_app
 from patchedserve.serving.server.backend import FIRST_ID, Follower, Health
 from patchedserve.serving.server.batches.store import Batches
@@ -362,7 +363,8 @@ def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tm
         await backend.submit(request(0), ending)
         await asyncio.to_thread(is_held.wait, 30)
         assert backend.health is Health.READY
-        backend._last_step_s -= 1000
+        assert backend._engine is not None
+        backend._engine._progress_s -= 1000
         assert backend.health is Health.STALLED
         assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 503}
         goes_on.set()
@@ -379,7 +381,7 @@ def test_a_stage_that_stands_still_is_a_stall(part: Part, folder: str, monkeypat
     process = model.stages.of[part].process_id
 
     async def work(backend: LocalBackend) -> None:
-        monkeypatch.setattr(local, "STALLED_S", 0.2)
+        monkeypatch.setattr(stages, "STALLED_S", 0.2)
         os.kill(process, signal.SIGSTOP)
         ending = Ending()
         await backend.submit(request(0), ending)
@@ -427,7 +429,8 @@ def test_idling_is_no_stall(model: ServedModel, monkeypatch: pytest.MonkeyPatch)
     is_held, goes_on = held(monkeypatch)
 
     async def work(backend: LocalBackend) -> None:
-        backend._last_step_s -= 1000
+        assert backend._engine is not None
+        backend._engine._progress_s -= 1000
         ending = Ending()
         await backend.submit(request(0, 2), ending)
         await asyncio.to_thread(is_held.wait, 30)
