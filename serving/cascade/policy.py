@@ -2,12 +2,11 @@
 completion, or light and heavy images that share a batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from ...data.resolution import Resolution
-from ..core.request_state import RequestView
-from ..scheduling.policies.base import ALL_IN_TIME, Decision, Lately, Policy, StepLatencyPredictor, free_places
+from ..scheduling.policies.base import Decision, Policy, Snapshot
 from ..scheduling.policies.waiting import by_deadline
 
 BatchSeconds = Callable[[Resolution, int], float]
@@ -35,26 +34,17 @@ class CascadePolicy(Policy):
     def __init__(self, batch_s: BatchSeconds) -> None:
         self._batch_s = batch_s
 
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-        decoder_free_s: float = 0.0,
-        lately: Lately = ALL_IN_TIME,
-    ) -> Decision:
-        """See `Policy.decide`."""
-        # Of a batch that has begun, nobody cares how large the next one may be.
-        if active or decoder_free_s > now_s:
+    def decide(self, snapshot: Snapshot) -> Decision:
+        """Decide as `Policy.decide` says."""
+        # While a batch runs, the size of the next one may be below its own.
+        if snapshot.active or snapshot.decoder_free_s > snapshot.now_s:
             return Decision()
-        queue = sorted(waiting, key=by_deadline)
+        queue = sorted(snapshot.waiting, key=by_deadline)
         dropped = list[tuple[int, str]]()
         while queue:
             kind = queue[0].resolution, queue[0].num_steps
-            batch = [view for view in queue if (view.resolution, view.num_steps) == kind][:max_batch_size]
-            end_s = now_s + self._batch_s(queue[0].resolution, len(batch))
+            batch = [view for view in queue if (view.resolution, view.num_steps) == kind][: snapshot.max_batch_size]
+            end_s = snapshot.now_s + self._batch_s(queue[0].resolution, len(batch))
             late = {view.request_id for view in batch if view.deadline_s is not None and end_s > view.deadline_s}
             if not late:
                 return Decision(tuple(view.request_id for view in batch), tuple(dropped))
@@ -81,25 +71,16 @@ class SharedPolicy(Policy):
     def __init__(self, batch_s: Mapping[int, BatchSeconds]) -> None:
         self._batch_s = batch_s
 
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-        decoder_free_s: float = 0.0,
-        lately: Lately = ALL_IN_TIME,
-    ) -> Decision:
-        """See `Policy.decide`."""
-        num_free = free_places(active, max_batch_size)
+    def decide(self, snapshot: Snapshot) -> Decision:
+        """Decide as `Policy.decide` says."""
+        num_free = snapshot.num_free
         joining, dropped = list[int](), list[tuple[int, str]]()
-        order = sorted(waiting, key=lambda view: (view.num_steps, by_deadline(view))) if num_free else []
+        order = sorted(snapshot.waiting, key=lambda view: (view.num_steps, by_deadline(view))) if num_free else []
         for view in order:
             if len(joining) == num_free:
                 break
-            count = len(active) + len(joining) + 1
-            end_s = now_s + self._batch_s[view.num_steps](view.resolution, count)
+            count = len(snapshot.active) + len(joining) + 1
+            end_s = snapshot.now_s + self._batch_s[view.num_steps](view.resolution, count)
             if view.deadline_s is not None and end_s > view.deadline_s:
                 dropped.append((view.request_id, f"it would be late in a batch of {count}"))
             else:

@@ -15,6 +15,7 @@ from .policies import (
     EndPredictor,
     LearningPredictor,
     Policy,
+    Snapshot,
     StepLatencyPredictor,
     check_decision,
     require_predictor,
@@ -271,17 +272,17 @@ class Scheduler:
         max_batch_size = max(max_batch_size, len(admitted))
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
-        given = now_s, queue, views, max_batch_size, self._predictor
-        decision = policy.decide(*given, self._decoding.free_s(), self._ends.lately)
+        snapshot = Snapshot(
+            now_s, queue, views, max_batch_size, self._predictor, self._decoding.free_s(), self._ends.lately
+        )
+        decision = policy.decide(snapshot)
         if not admitted and not self._decoding:
-            decision = tried_when_idle(decision, now_s, queue)
+            decision = tried_when_idle(decision, snapshot)
         if self._on_decision is not None:
             self._on_decision(time.perf_counter() - start)
         check_decision(
             decision,
-            queue,
-            views,
-            max_batch_size,
+            snapshot,
             requires_one_resolution=policy.requires_one_resolution,
             is_decoding=bool(self._decoding),
         )

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from patchedserve.serving.core.request_state import RequestView
-from patchedserve.serving.scheduling.policies import ALL_IN_TIME, Decision, Lately
-from patchedserve.serving.scheduling.policies.base import StepLatencyPredictor
+from patchedserve.serving.scheduling.policies import Decision, Snapshot
 
 Choose = Callable[[float, Sequence[RequestView], Sequence[RequestView]], Decision]
 
@@ -20,14 +19,5 @@ class FunctionPolicy:
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
 
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-        decoder_free_s: float = 0.0,
-        lately: Lately = ALL_IN_TIME,
-    ) -> Decision:
-        return self._choose(now_s, waiting, active)
+    def decide(self, snapshot: Snapshot) -> Decision:
+        return self._choose(snapshot.now_s, snapshot.waiting, snapshot.active)

@@ -84,11 +84,45 @@ class EndPredictor(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a policy decides from.
+
+    Attributes:
+        now_s: the time, in seconds from the start of the trace, on the same clock as `arrival_s` and `deadline_s`.
+        waiting: requests that have arrived and may join, in order of arrival (equal arrivals: by id). Whether they are
+            prepared already is no concern of a policy.
+        active: requests that were admitted and have not left, in the order in which they were.
+        max_batch_size: largest number of active requests, at least 1 and never below `len(active)`.
+        predictor: step latencies for policies that look ahead; the others ignore it.
+        decoder_free_s: when the decoder will have done what it was given, on the clock of `now_s`; not after that if it
+            has nothing to do; infinity if it is at work and its end is not known.
+        lately: how requests have fared.
+    """
+
+    now_s: float
+    waiting: Sequence[RequestView]
+    active: Sequence[RequestView]
+    max_batch_size: int
+    predictor: StepLatencyPredictor | None = None
+    decoder_free_s: float = 0.0
+    lately: Lately = ALL_IN_TIME
+
+    @property
+    def num_free(self) -> int:
+        """Number of requests that may still join. Raises ValueError: `max_batch_size` is out of its range."""
+        if self.max_batch_size < 1:
+            raise ValueError(f"max_batch_size is {self.max_batch_size}, but it must be at least 1")
+        if len(self.active) > self.max_batch_size:
+            raise ValueError(f"{len(self.active)} requests are active, but max_batch_size is {self.max_batch_size}")
+        return self.max_batch_size - len(self.active)
+
+
 class Policy(Protocol):
     """Decides before every denoising step. The engine and the simulator call the same objects.
 
-    A policy is a pure function of its arguments: it keeps no state between calls, reads no clock, draws no random
-    number and changes nothing that it is given, so the same arguments always give the same decision.
+    A policy is a pure function of the snapshot: it keeps no state between calls, reads no clock, draws no random
+    number and changes nothing that it is given, so equal snapshots always give the same decision.
 
     Attributes:
         name: what the user calls it (`--policy`).
@@ -101,46 +135,17 @@ class Policy(Protocol):
     requires_one_resolution: ClassVar[bool]
     requires_predictor: ClassVar[bool]
 
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-        decoder_free_s: float = 0.0,
-        lately: Lately = ALL_IN_TIME,
-    ) -> Decision:
+    def decide(self, snapshot: Snapshot) -> Decision:
         """Choose who joins and who is dropped before the next step.
 
         Called whenever a step has ended, and when a request arrives while no step is being taken. It must admit
         somebody when nothing is active and not all of `waiting` are dropped; otherwise the engine would stand still.
-
-        Args:
-            now_s: the time, in seconds from the start of the trace, on the same clock as `arrival_s` and `deadline_s`.
-            waiting: requests that have arrived and may join, in order of arrival (equal arrivals: by id). Whether they
-                are prepared already is no concern of a policy.
-            active: requests that were admitted and have not left, in the order in which they were.
-            max_batch_size: largest number of active requests, at least 1 and never below `len(active)`.
-            predictor: step latencies for policies that look ahead; the others ignore it.
-            decoder_free_s: when the decoder will have done what it was given, on the clock of `now_s`; not after that
-                if it has nothing to do; infinity if it is at work and nobody knows for how long.
-            lately: how requests have fared.
 
         Returns:
             A decision that `check_decision` accepts: only waiting requests are named, each once, and no more are
             admitted than there is room for.
         """
         ...
-
-
-def free_places(active: Sequence[RequestView], max_batch_size: int) -> int:
-    """Number of requests that may still join. Raises ValueError if `max_batch_size` is below 1 or `len(active)`."""
-    if max_batch_size < 1:
-        raise ValueError(f"max_batch_size is {max_batch_size}, but it must be at least 1")
-    if len(active) > max_batch_size:
-        raise ValueError(f"{len(active)} requests are active, but max_batch_size is {max_batch_size}")
-    return max_batch_size - len(active)
 
 
 def require_predictor(policy: Policy, predictor: StepLatencyPredictor | None) -> StepLatencyPredictor:
@@ -153,31 +158,26 @@ def require_predictor(policy: Policy, predictor: StepLatencyPredictor | None) ->
     return predictor
 
 
-def tried_when_idle(decision: Decision, now_s: float, waiting: Sequence[RequestView]) -> Decision:
+def tried_when_idle(decision: Decision, snapshot: Snapshot) -> Decision:
     """The decision of an idle engine; where it would drop everybody, it draws the last to be due, if that deadline is
     not over. What is predicted may be wrong, and only requests that are drawn set it right.
     """
-    if decision.admit or len(decision.drop) < len(waiting):
+    if decision.admit or len(decision.drop) < len(snapshot.waiting):
         return decision
-    due_s, _, tried, _ = max(map(by_deadline, waiting))
-    if due_s <= now_s:
+    due_s, _, tried, _ = max(map(by_deadline, snapshot.waiting))
+    if due_s <= snapshot.now_s:
         return decision
     return Decision((tried,), tuple(one for one in decision.drop if one[0] != tried))
 
 
 def check_decision(
-    decision: Decision,
-    waiting: Sequence[RequestView],
-    active: Sequence[RequestView],
-    max_batch_size: int,
-    *,
-    requires_one_resolution: bool = False,
-    is_decoding: bool = False,
+    decision: Decision, snapshot: Snapshot, *, requires_one_resolution: bool = False, is_decoding: bool = False
 ) -> None:
     """Raise RuntimeError if a decision breaks the contract of `Policy`, which is our fault and never the user's.
 
     While images are being decoded, a policy may admit nobody although nothing is active: it is asked again.
     """
+    waiting, active, max_batch_size = snapshot.waiting, snapshot.active, snapshot.max_batch_size
     dropped = [request_id for request_id, _ in decision.drop]
     named = [*decision.admit, *dropped]
     queue = as_queue(waiting)

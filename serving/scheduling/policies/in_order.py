@@ -7,7 +7,7 @@ from itertools import islice
 from typing import ClassVar
 
 from ...core.request_state import RequestView
-from .base import ALL_IN_TIME, Decision, Lately, Policy, StepLatencyPredictor, free_places
+from .base import Decision, Policy, Snapshot
 from .waiting import as_queue
 
 
@@ -17,21 +17,12 @@ class InOrderPolicy(Policy):
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = False
 
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-        decoder_free_s: float = 0.0,
-        lately: Lately = ALL_IN_TIME,
-    ) -> Decision:
-        """See `Policy.decide`."""
-        num_free = free_places(active, max_batch_size)
-        if not num_free or not waiting or (active and self.requires_one_resolution):
+    def decide(self, snapshot: Snapshot) -> Decision:
+        """Decide as `Policy.decide` says."""
+        num_free = snapshot.num_free
+        if not num_free or not snapshot.waiting or (snapshot.active and self.requires_one_resolution):
             return Decision()
-        return Decision(admit=tuple(islice(self.queue(waiting), num_free)))
+        return Decision(admit=tuple(islice(self.queue(snapshot.waiting), num_free)))
 
     @abstractmethod
     def queue(self, waiting: Sequence[RequestView]) -> Iterable[int]:

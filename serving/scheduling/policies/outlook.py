@@ -10,16 +10,7 @@ from typing import ClassVar, NamedTuple
 from ....data.resolution import Resolution
 from ....data.work import Work
 from ...core.request_state import RequestView
-from .base import (
-    ALL_IN_TIME,
-    Decision,
-    EndPredictor,
-    Lately,
-    Policy,
-    StepLatencyPredictor,
-    free_places,
-    require_predictor,
-)
+from .base import Decision, EndPredictor, Lately, Policy, Snapshot, StepLatencyPredictor, require_predictor
 from .waiting import as_queue
 
 
@@ -66,32 +57,23 @@ class Outlook:
     side. Without a measured standalone latency the predicted steps alone stand for it.
 
     Args:
-        now_s, waiting, active, decoder_free_s: as of `Policy.decide`.
-        predictor: of step latencies.
+        snapshot: what the policy decides from.
+        predictor: of step latencies; that of the snapshot.
         margin: share by which steps of a batch are taken to last longer than predicted.
 
     Attributes:
-        now_s, active: as given.
+        now_s, active: of the snapshot.
         groups: the requests of each kind that wait, in order of deadline.
         kinds: what one of each takes.
         batch: works of all in the batch, sorted.
         step_s: seconds of its next step; 0 if there is nobody.
     """
 
-    def __init__(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        predictor: StepLatencyPredictor,
-        decoder_free_s: float,
-        *,
-        margin: float = 0.0,
-    ) -> None:
-        self.active = active = tuple(active)  # views are made only when they are asked for
-        self.now_s, self._predict, self._longer = now_s, predictor.step_latency_s, 1 + margin
+    def __init__(self, snapshot: Snapshot, predictor: StepLatencyPredictor, *, margin: float = 0.0) -> None:
+        self.active = active = tuple(snapshot.active)  # views are made only when they are asked for
+        self.now_s, self._predict, self._longer = snapshot.now_s, predictor.step_latency_s, 1 + margin
         self._learnt = predictor if isinstance(predictor, EndPredictor) else None
-        self.groups = as_queue(waiting).groups
+        self.groups = as_queue(snapshot.waiting).groups
         firsts = [group[0][3] for group in self.groups]
         self._alone_s: dict[Resolution | Work, float] = {}
         for view in (*firsts, *(view for view in active if view.deadline_s is not None)):
@@ -100,7 +82,7 @@ class Outlook:
         self.kinds = [self._demand(view) for view in firsts]
         # In the order in which the decoder gets them.
         self._running = sorted(map(self._run, active), key=attrgetter("steps"))
-        self._decoder_s = 0.0 if self._learnt is None else max(0.0, decoder_free_s - now_s)
+        self._decoder_s = 0.0 if self._learnt is None else max(0.0, snapshot.decoder_free_s - self.now_s)
         self.batch = tuple(sorted(view.work for view in active))
         self.step_s = self._predict(self.batch) * self._longer if self.batch else 0.0
         # Of the merged batch: its step by the work of who joins, and when one of each kind would end.
@@ -204,23 +186,13 @@ class LookAheadPolicy(Policy):
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = True
 
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-        decoder_free_s: float = 0.0,
-        lately: Lately = ALL_IN_TIME,
-    ) -> Decision:
+    def decide(self, snapshot: Snapshot) -> Decision:
         """Decide as `Policy.decide` says. Raises UsageError without a predictor."""
-        num_free = free_places(active, max_batch_size)
-        predictor = require_predictor(self, predictor)
-        if not num_free or not waiting:
+        num_free = snapshot.num_free
+        predictor = require_predictor(self, snapshot.predictor)
+        if not num_free or not snapshot.waiting:
             return Decision()
-        outlook = Outlook(now_s, waiting, active, predictor, decoder_free_s, margin=self.margin)
-        return self.choose(outlook, num_free, lately)
+        return self.choose(Outlook(snapshot, predictor, margin=self.margin), num_free, snapshot.lately)
 
     @abstractmethod
     def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:

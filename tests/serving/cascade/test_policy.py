@@ -5,7 +5,7 @@ import math
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.policy import CascadePolicy
 from patchedserve.serving.core.request_state import RequestView
-from patchedserve.serving.scheduling.policies.base import Decision
+from patchedserve.serving.scheduling.policies.base import Decision, Snapshot
 
 SMALL, LARGE = Resolution(64, 64), Resolution(128, 128)
 
@@ -21,30 +21,30 @@ def view(request_id: int, resolution: Resolution = SMALL, deadline_s: float | No
 
 def test_the_first_of_the_queue_leads_and_others_of_its_size_go_with_it() -> None:
     queue = [view(0, LARGE), view(1), view(2, LARGE), view(3, LARGE)]
-    assert CascadePolicy(batch_s).decide(10.0, queue, [], 2) == Decision((0, 2))
+    assert CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 2)) == Decision((0, 2))
 
 
 def test_who_has_the_earliest_deadline_leads() -> None:
     queue = [view(0, LARGE, 30.0), view(1, deadline_s=25.0), view(2), view(3, deadline_s=20.0)]
-    assert CascadePolicy(batch_s).decide(10.0, queue, [], 2) == Decision((3, 1))
+    assert CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 2)) == Decision((3, 1))
 
 
 def test_who_would_be_late_is_dropped_and_the_batch_is_formed_anew() -> None:
     # Three small images end at 13: the second would be late, and without it the others take two seconds.
     queue = [view(0, deadline_s=20.0), view(1, deadline_s=12.5), view(2, deadline_s=20.0)]
-    decision = CascadePolicy(batch_s).decide(10.0, queue, [], 3)
+    decision = CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 3))
     assert decision.admit == (0, 2)
     assert decision.drop == ((1, "it would be late in a batch of 3"),)
     # Alone it is in time.
-    assert CascadePolicy(batch_s).decide(10.0, queue, [], 1) == Decision((1,))
+    assert CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 1)) == Decision((1,))
     # Nobody is dropped for a batch that he is not in.
     queue = [view(0, LARGE, 12.2), *(view(number, deadline_s=12.5) for number in range(1, 4))]
-    assert CascadePolicy(batch_s).decide(10.0, queue, [], 2) == Decision((0,))
+    assert CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 2)) == Decision((0,))
 
 
 def test_a_batch_runs_to_completion_decoding_included() -> None:
     policy, queue = CascadePolicy(batch_s), [view(1, deadline_s=10.5)]
-    assert policy.decide(10.0, queue, [view(0)], 4) == Decision()
+    assert policy.decide(Snapshot(10.0, queue, [view(0)], 4)) == Decision()
     for free_s in (10.2, math.inf):
-        assert policy.decide(10.0, queue, [], 4, decoder_free_s=free_s) == Decision()
-    assert policy.decide(10.0, queue, [], 4, decoder_free_s=10.0).drop
+        assert policy.decide(Snapshot(10.0, queue, [], 4, decoder_free_s=free_s)) == Decision()
+    assert policy.decide(Snapshot(10.0, queue, [], 4, decoder_free_s=10.0)).drop

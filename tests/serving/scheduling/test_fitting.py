@@ -9,7 +9,7 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestView
-from patchedserve.serving.scheduling.policies import ALL_IN_TIME, Decision, Lately, WaitingQueue, get_policy
+from patchedserve.serving.scheduling.policies import ALL_IN_TIME, Decision, Lately, Snapshot, WaitingQueue, get_policy
 from patchedserve.serving.scheduling.policies.fitting import EdfFittingPolicy, FairFittingPolicy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
 from patchedserve.serving.scheduling.step_latency import MemoisedLatency
@@ -47,14 +47,14 @@ def decide(
     policy: EdfFittingPolicy = EXACT,
     lately: Lately = ALL_IN_TIME,
 ) -> Decision:
-    return policy.decide(now_s, waiting, active, places, Steps(), 0.0, lately)
+    return policy.decide(Snapshot(now_s, waiting, active, places, Steps(), 0.0, lately))
 
 
 def test_who_would_make_an_active_request_late_is_passed_over() -> None:
     # The active small one has 5 steps left. Joined by the large one each takes 5 s, by a small one 3 s.
     waiting = [view(1, L, deadline_s=100.0), view(2, deadline_s=1000.0)]
     assert decide(waiting, [active_view(24.9)]) == Decision(admit=(2,))
-    assert get_policy("slack").decide(0.0, waiting, [active_view(24.9)], 16, Steps()) == Decision()
+    assert get_policy("slack").decide(Snapshot(0.0, waiting, [active_view(24.9)], 16, Steps())) == Decision()
     # Nobody is made late who is late anyway.
     assert decide(waiting, [active_view(5.0)]).admit == (1, 2)
 
@@ -152,15 +152,15 @@ def test_without_a_deadline_a_request_comes_last_but_not_for_ever() -> None:
 @pytest.mark.parametrize("name", ["continuous-drop", "edf-drop", "edf-fitting"])
 def test_it_needs_a_predictor(name: str) -> None:
     with pytest.raises(UsageError, match=f"policy {name} looks ahead and needs step latencies, but none are given"):
-        get_policy(name).decide(0.0, [], [], 16)
+        get_policy(name).decide(Snapshot(0.0, [], [], 16))
 
 
 def test_simple_policies_discard_who_is_too_late_and_keep_their_order() -> None:
     waiting = [view(0, deadline_s=90.0), view(1, deadline_s=19.0), view(2, deadline_s=50.0), view(3, deadline_s=None)]
     late = ((1, TOO_LATE),)
-    assert get_policy("continuous-drop").decide(0.0, waiting, [], 2, Steps()) == Decision((0, 2), late)
-    assert get_policy("edf-drop").decide(0.0, waiting, [], 2, Steps()) == Decision((2, 0), late)
-    assert get_policy("edf-drop").decide(0.0, waiting, [view(9, deadline_s=None)], 1, Steps()) == Decision()
+    assert get_policy("continuous-drop").decide(Snapshot(0.0, waiting, [], 2, Steps())) == Decision((0, 2), late)
+    assert get_policy("edf-drop").decide(Snapshot(0.0, waiting, [], 2, Steps())) == Decision((2, 0), late)
+    assert get_policy("edf-drop").decide(Snapshot(0.0, waiting, [view(9, deadline_s=None)], 1, Steps())) == Decision()
 
 
 @pytest.mark.parametrize("name", ["slack", "fair-fitting"])
@@ -176,10 +176,10 @@ def test_a_decision_with_a_thousand_waiting_takes_a_millisecond(name: str) -> No
 
     predictor, times_s, references_s = MemoisedLatency(Sized()), [], []
     policy = get_policy(name)
-    assert policy.decide(1.0, waiting, active, 16, predictor).admit
+    assert policy.decide(Snapshot(1.0, waiting, active, 16, predictor)).admit
     for _ in range(30):
         references_s.append(reference_s())
         start_s = time.process_time()
-        policy.decide(1.0, waiting, active, 16, predictor)
+        policy.decide(Snapshot(1.0, waiting, active, 16, predictor))
         times_s.append(time.process_time() - start_s)
     assert min(times_s) / slowness(min(references_s)) < 1e-3

@@ -16,6 +16,7 @@ from patchedserve.serving.scheduling.policies import (
     Decision,
     Lately,
     Policy,
+    Snapshot,
     WaitingQueue,
     check_decision,
     get_policy,
@@ -63,10 +64,9 @@ def run(policy: Policy, trace: Sequence[RequestView], max_batch_size: int) -> tu
     while arriving or waiting or active:
         while arriving and arriving[0].arrival_s <= now_s:
             waiting.append(arriving.pop(0))
-        decision = policy.decide(now_s, tuple(waiting), tuple(active), max_batch_size, StepTimes())
-        check_decision(
-            decision, waiting, active, max_batch_size, requires_one_resolution=policy.requires_one_resolution
-        )
+        snapshot = Snapshot(now_s, tuple(waiting), tuple(active), max_batch_size, StepTimes())
+        decision = policy.decide(snapshot)
+        check_decision(decision, snapshot, requires_one_resolution=policy.requires_one_resolution)
         by_id = {request.request_id: request for request in waiting}
         for request_id in decision.admit:
             active.append(by_id[request_id])
@@ -100,12 +100,10 @@ def test_random_queues_keep_the_contract(name: str) -> None:
         if policy.requires_one_resolution and active:
             active = tuple(one._replace(resolution=SIZES[0], num_steps=3) for one in active)
         lately = Lately(rng.random(), frozenset(rng.sample(SIZES, rng.randint(0, 3))))
-        given = active, max_batch_size, StepTimes(), 0.0, lately
-        decision = policy.decide(20.0, waiting, *given)
-        check_decision(
-            decision, waiting, active, max_batch_size, requires_one_resolution=policy.requires_one_resolution
-        )
-        again = policy.decide(20.0, WaitingQueue(waiting[::-1]), *given)
+        snapshot = Snapshot(20.0, waiting, active, max_batch_size, StepTimes(), 0.0, lately)
+        decision = policy.decide(snapshot)
+        check_decision(decision, snapshot, requires_one_resolution=policy.requires_one_resolution)
+        again = policy.decide(replace(snapshot, waiting=WaitingQueue(waiting[::-1])))
         assert again == decision, "not a function of its arguments"
         ids = [request.request_id for request in waiting]
         if name in BY_ARRIVAL:
@@ -150,19 +148,19 @@ def test_static_keeps_the_order_within_a_kind_and_bounds_the_wait() -> None:
 
 def test_fcfs_is_one_by_one() -> None:
     policy = get_policy("fcfs")
-    assert policy.decide(9, [view(0), view(1)], [], 16) == Decision(admit=(0,))
-    assert policy.decide(9, [view(1)], [view(0, steps_done=1)], 16) == Decision()
-    assert policy.decide(9, [], [], 16) == Decision()
+    assert policy.decide(Snapshot(9, [view(0), view(1)], [], 16)) == Decision(admit=(0,))
+    assert policy.decide(Snapshot(9, [view(1)], [view(0, steps_done=1)], 16)) == Decision()
+    assert policy.decide(Snapshot(9, [], [], 16)) == Decision()
 
 
 def test_static_takes_all_that_match_the_head() -> None:
     policy = get_policy("static")
     waiting = [view(0), view(1, side=192), view(2), view(3, num_steps=9), view(4), view(5)]
-    assert policy.decide(9, waiting, [], 16).admit == (0, 2, 4, 5)
-    assert policy.decide(9, waiting, [], 3).admit == (0, 2, 4)
-    assert policy.decide(9, waiting[1:], [], 16).admit == (1,)
-    assert policy.decide(9, waiting, [view(9, steps_done=1)], 16) == Decision(), "joined a running batch"
-    assert policy.decide(9, [], [], 16) == Decision()
+    assert policy.decide(Snapshot(9, waiting, [], 16)).admit == (0, 2, 4, 5)
+    assert policy.decide(Snapshot(9, waiting, [], 3)).admit == (0, 2, 4)
+    assert policy.decide(Snapshot(9, waiting[1:], [], 16)).admit == (1,)
+    assert policy.decide(Snapshot(9, waiting, [view(9, steps_done=1)], 16)) == Decision(), "joined a running batch"
+    assert policy.decide(Snapshot(9, [], [], 16)) == Decision()
 
 
 def test_continuous_joins_at_any_step_and_mixes() -> None:
@@ -170,17 +168,17 @@ def test_continuous_joins_at_any_step_and_mixes() -> None:
     waiting = [view(0), view(1, side=192), view(2, num_steps=9)]
     for steps_done in range(4):
         active = [view(7, steps_done=steps_done), view(8, side=256, num_steps=30)]
-        assert policy.decide(9, waiting, active, 4).admit == (0, 1)
-        assert policy.decide(9, waiting, active, 16).admit == (0, 1, 2)
-        assert policy.decide(9, waiting, active, 2) == Decision()
+        assert policy.decide(Snapshot(9, waiting, active, 4)).admit == (0, 1)
+        assert policy.decide(Snapshot(9, waiting, active, 16)).admit == (0, 1, 2)
+        assert policy.decide(Snapshot(9, waiting, active, 2)) == Decision()
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_bad_batch_sizes(name: str) -> None:
     with pytest.raises(ValueError, match="max_batch_size is 0, but it must be at least 1"):
-        get_policy(name).decide(0, [view(0)], [], 0, StepTimes())
+        get_policy(name).decide(Snapshot(0, [view(0)], [], 0, StepTimes()))
     with pytest.raises(ValueError, match="2 requests are active, but max_batch_size is 1"):
-        get_policy(name).decide(0, [], [view(0), view(1)], 1, StepTimes())
+        get_policy(name).decide(Snapshot(0, [], [view(0), view(1)], 1, StepTimes()))
 
 
 def test_names() -> None:
@@ -246,9 +244,9 @@ def test_edf_takes_the_earliest_deadline_whatever_came_first() -> None:
         view(4, num_steps=9)._replace(deadline_s=7.0),
     ]
     policy = get_policy("edf")
-    assert policy.decide(4, waiting, [], 16).admit == (2, 4, 0, 3, 1)
+    assert policy.decide(Snapshot(4, waiting, [], 16)).admit == (2, 4, 0, 3, 1)
     # Two places are taken; late already, and still not dropped.
-    assert policy.decide(40, waiting, [view(7), view(8)], 4) == Decision(admit=(2, 4))
+    assert policy.decide(Snapshot(40, waiting, [view(7), view(8)], 4)) == Decision(admit=(2, 4))
 
 
 @pytest.mark.parametrize(("asked", "given"), [(1, 1), (2, 2), (10, 8), (30, 24), (50, 40), (100, 79)])
@@ -314,14 +312,14 @@ def test_waiting_queue_keeps_its_orders_as_requests_come_and_go() -> None:
 def test_broken_decisions_are_found(decision: Decision, message: str) -> None:
     waiting = [view(0), view(1, side=192), view(2)]
     with pytest.raises(RuntimeError, match=message):
-        check_decision(decision, waiting, [view(7)], 3, requires_one_resolution=True)
+        check_decision(decision, Snapshot(0, waiting, [view(7)], 3), requires_one_resolution=True)
 
 
 def test_standing_still_is_found() -> None:
     waiting = [view(0), view(1)]
     with pytest.raises(RuntimeError, match="admitted none of 2 waiting requests although nothing is active"):
-        check_decision(Decision(), waiting, [], 3)
-    check_decision(Decision(), waiting, [view(7)], 3)
-    check_decision(Decision(), waiting, [], 3, is_decoding=True)
-    check_decision(Decision(drop=((0, "late"), (1, "late"))), waiting, [], 3)
-    check_decision(Decision(), [], [], 3)
+        check_decision(Decision(), Snapshot(0, waiting, [], 3))
+    check_decision(Decision(), Snapshot(0, waiting, [view(7)], 3))
+    check_decision(Decision(), Snapshot(0, waiting, [], 3), is_decoding=True)
+    check_decision(Decision(drop=((0, "late"), (1, "late"))), Snapshot(0, waiting, [], 3))
+    check_decision(Decision(), Snapshot(0, [], [], 3))

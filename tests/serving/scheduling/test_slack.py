@@ -9,7 +9,7 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestView
-from patchedserve.serving.scheduling.policies import Decision, WaitingQueue, get_policy
+from patchedserve.serving.scheduling.policies import Decision, Snapshot, WaitingQueue, get_policy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE, SlackPolicy
 from patchedserve.serving.scheduling.step_latency import MemoisedLatency
 
@@ -50,7 +50,7 @@ def decide(
     base_s: float = 1.0,
     policy: SlackPolicy | None = None,
 ) -> Decision:
-    return (policy or SlackPolicy()).decide(now_s, waiting, active, places, Steps(base_s))
+    return (policy or SlackPolicy()).decide(Snapshot(now_s, waiting, active, places, Steps(base_s)))
 
 
 def test_least_slack_first_not_earliest_deadline() -> None:
@@ -88,12 +88,12 @@ def test_what_comes_after_the_steps_is_what_others_have_taken() -> None:
     waiting = [view(0, deadline_s=24.0, alone_s=50.0)]
     assert decide(waiting).drop == ((0, TOO_LATE),)
     policy = SlackPolicy()
-    assert policy.decide(0.0, waiting, [], 16, StepsAndEnds()) == Decision(admit=(0,))
-    assert policy.decide(0.1, waiting, [], 16, StepsAndEnds()).drop == ((0, TOO_LATE),)
+    assert policy.decide(Snapshot(0.0, waiting, [], 16, StepsAndEnds())) == Decision(admit=(0,))
+    assert policy.decide(Snapshot(0.1, waiting, [], 16, StepsAndEnds())).drop == ((0, TOO_LATE),)
     # Of large ones nobody has ended: 50 - 10 * 4 = 10 s.
     large = [view(0, L, deadline_s=50.0, alone_s=50.0)]
-    assert policy.decide(0.0, large, [], 16, StepsAndEnds()).admit == (0,)
-    assert policy.decide(0.1, large, [], 16, StepsAndEnds()).drop == ((0, TOO_LATE),)
+    assert policy.decide(Snapshot(0.0, large, [], 16, StepsAndEnds())).admit == (0,)
+    assert policy.decide(Snapshot(0.1, large, [], 16, StepsAndEnds())).drop == ((0, TOO_LATE),)
 
 
 def test_a_request_waits_for_those_that_the_decoder_has_before_it() -> None:
@@ -103,7 +103,7 @@ def test_a_request_waits_for_those_that_the_decoder_has_before_it() -> None:
     policy, predictor = SlackPolicy(), StepsAndEnds()
 
     def decide_at(deadline_s: float, active: Sequence[RequestView], decoder_free_s: float = 0.0) -> Decision:
-        return policy.decide(0.0, [view(9, deadline_s=deadline_s)], active, 16, predictor, decoder_free_s)
+        return policy.decide(Snapshot(0.0, [view(9, deadline_s=deadline_s)], active, 16, predictor, decoder_free_s))
 
     assert decide_at(66.0, active) == Decision(admit=(9,))
     assert decide_at(65.9, active).drop == ((9, TOO_LATE),)
@@ -122,7 +122,7 @@ def test_an_active_request_is_late_by_the_candidate_that_is_decoded_before_it() 
     active, policy = [view(0, deadline_s=34.0)], SlackPolicy()
     for steps, admitted in ((8, (1,)), (9, ()), (10, (1,))):
         waiting = [view(1, deadline_s=1000.0, steps=steps)]
-        assert policy.decide(0.0, waiting, active, 16, StepsAndEnds()).admit == admitted, steps
+        assert policy.decide(Snapshot(0.0, waiting, active, 16, StepsAndEnds())).admit == admitted, steps
 
 
 def test_a_candidate_admitted_now_protects_itself_from_the_next() -> None:
@@ -205,7 +205,7 @@ def test_equal_slack_goes_by_arrival_then_id() -> None:
 
 def test_it_needs_a_predictor() -> None:
     with pytest.raises(UsageError, match="policy slack looks ahead and needs step latencies, but none are given"):
-        get_policy("slack").decide(0.0, [], [], 16)
+        get_policy("slack").decide(Snapshot(0.0, [], [], 16))
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -225,14 +225,14 @@ def test_a_thousand_waiting_requests_cost_little(kept: bool) -> None:
     ]
     counting = Counting()
     waiting = WaitingQueue(views) if kept else views
-    decision = SlackPolicy().decide(1.0, waiting, [], 16, counting)
+    decision = SlackPolicy().decide(Snapshot(1.0, waiting, [], 16, counting))
     assert len(decision.admit) == 16
     assert counting.calls <= 2 + 16 * 2
     predictor = MemoisedLatency(Steps())
-    SlackPolicy().decide(1.0, waiting, [], 16, predictor)
+    SlackPolicy().decide(Snapshot(1.0, waiting, [], 16, predictor))
     times_s = []
     for _ in range(20):
         start = time.perf_counter()
-        SlackPolicy().decide(1.0, waiting, [], 16, predictor)
+        SlackPolicy().decide(Snapshot(1.0, waiting, [], 16, predictor))
         times_s.append(time.perf_counter() - start)
     print(f"\n1000 waiting, 16 admitted: {min(times_s) * 1e3:.2f} ms ({'kept' if kept else 'sorted anew'})")

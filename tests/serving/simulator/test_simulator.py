@@ -12,7 +12,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.serving.core.request_state import RequestRecord, RequestView
-from patchedserve.serving.scheduling.policies import POLICY_NAMES, Decision, get_policy
+from patchedserve.serving.scheduling.policies import POLICY_NAMES, Decision, Snapshot, get_policy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
 from patchedserve.serving.scheduling.systems import SYSTEMS
 from patchedserve.serving.simulator.distrifusion import PUBLISHED
@@ -315,7 +315,7 @@ def test_what_a_policy_sees() -> None:
         seen.append(
             (now_s, [view.request_id for view in waiting], [(view.request_id, view.steps_done) for view in active])
         )
-        return get_policy("continuous").decide(now_s, waiting, active, 2)
+        return get_policy("continuous").decide(Snapshot(now_s, waiting, active, 2))
 
     requests = [request(0, steps=3), request(1, 0.5), request(2, 0.6)]
     simulate(requests, FunctionPolicy(choose), Unit(), max_batch_size=2)
