@@ -82,11 +82,23 @@ def test_a_stage_that_stands_still_does_not_hold_the_server(model: Path, tmp_pat
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
         # Its ticket has ended, too, so that there is place for others.
         until(lambda: not httpx.get(f"{server.url}/v1/state").json()["requests"])
+        assert server.stop() == 0
+    until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
+
+
+def test_a_second_signal_ends_a_server_that_drains_a_stage_that_stands_still(model: Path, tmp_path: Path) -> None:
+    options = ("--stages", "processes", "--drain-timeout", "600")
+    with ThreadPoolExecutor() as pool, HttpServer(model, tmp_path, *options, start_s=120) as server:
+        stages = stages_of(server)
+        os.kill(stages["prepare"], signal.SIGSTOP)
+        asking = pool.submit(httpx.post, f"{server.url}{GENERATIONS}", json=ASK, timeout=60)
+        until(lambda: bool(httpx.get(f"{server.url}/v1/state").json()["requests"]))
         server.process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f"{server.url}/readyz").status_code == 503)
         assert httpx.get(f"{server.url}/livez").status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == 130
+        assert isinstance(asking.exception(60), httpx.TransportError)
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
 
 
