@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 not enough evidence (`psc
 """
 
 import errno
-import functools
 import inspect
 import io
 import os
@@ -51,7 +50,6 @@ from .commands.train_predictor import train_predictor_cache, train_predictor_lat
 from .commands.train_schedule import train_predictor_schedule
 from .errors import describe_error
 from .flags import expanded
-from .output import Output
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
 # modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before
@@ -109,8 +107,6 @@ _PANELS = {
     "Models and set-up": ("models", "doctor"),
 }
 """How the help groups the commands: as a user's day goes."""
-_RENAMED = {"train-model": "models train", "model-card": "models card"}
-"""Old names that work for one more release."""
 _GROUPS = {
     "batch": """Draw files of requests.
 
@@ -235,20 +231,6 @@ def _register() -> None:
             groups[group].callback()(run)
             app.add_typer(groups[group], name=group, rich_help_panel=panels[group])
         groups[group].command(command, rich_help_panel=None if group else panels[name])(expanded(function))
-    functions = dict(COMMANDS)
-    for old, new in _RENAMED.items():
-        app.command(old, hidden=True)(_renamed(expanded(functions[new]), old, new))
-
-
-def _renamed(command: Callable[..., None], old: str, new: str) -> Callable[..., None]:
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        Output(quiet=given["quiet"]).note(
-            f"psctl {old} is called psctl {new} now; the old name works until the next release."
-        )
-        command(**given)
-
-    return run
 
 
 _register()

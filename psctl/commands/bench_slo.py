@@ -15,7 +15,7 @@ from ...serving.scheduling.systems import COMPARED_SYSTEMS, SYSTEMS
 from ..flags import flag, given_flags
 from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
 from ..options.groups import ENGINE, TRACE
-from ..options.system import systems_of_policies, with_cache_of
+from ..options.system import with_cache_of
 from ..options.target import Target
 from ..output import Output
 
@@ -40,9 +40,6 @@ def bench_slo(
         Literal["engine", "simulator", "both"],
         flag("--on", "What serves; both: the simulator beside the engine, and how far they differ."),
     ] = "engine",
-    engine: Annotated[
-        Literal["real", "engine", "simulator", "both"] | None, flag("--engine", "Old name of --on.", hidden=True)
-    ] = None,
     systems: Annotated[
         str,
         flag(
@@ -51,7 +48,6 @@ def bench_slo(
             metavar="NAME,...",
         ),
     ] = ",".join(COMPARED_SYSTEMS),
-    policies: Annotated[str | None, flag("--policies", "Old name of --systems.", hidden=True)] = None,
     rates: Annotated[str, flag("--rates", "Request rates: mean arrivals per second.", metavar="X,...")] = "1,2,3,4",
     num_seeds: Annotated[int, flag("--num-seeds", "Traces of every rate: --seed and on.", min=1)] = 1,
     seed: Seed = 0,
@@ -134,11 +130,6 @@ def bench_slo(
     from ...profiling.sweep.runner import WarmUp, examples_of, sweep
     from ...profiling.sweep.settings import RUN_KIND, SweepSettings, check_resumed
 
-    if engine is not None:
-        out.note("--engine of bench slo is called --on now; the old name works until the next release.")
-        on = "engine" if engine == "real" else engine
-    if policies is not None:
-        systems = systems_of_policies(policies, out)
     _check_side(context, on)
     if trace.trace == "shape":
         raise UsageError("--trace shape has rates of its own, but bench slo asks for --rates: give another trace")

@@ -137,7 +137,7 @@ def serve(
         return
     if "--workers" in given:
         raise UsageError("--workers belongs to --cascade LIGHT,HEAVY; without one it is --num-replicas with --http")
-    chosen = chosen_system(system, policy, engine, out)
+    chosen = chosen_system(system, policy, engine)
     if http:
         sizes = target.defaults().resolutions if trace.resolutions is None else tuple(parse_list(trace.resolutions))
         check_slo_scale(slo_scale)

@@ -184,7 +184,7 @@ def simulate(
         raise UsageError("--stage-times takes the place of --prepare-ms and --postprocess-ms; give one or the other")
     if calibration is not None and (stage_times is not None or prepare_ms or postprocess_ms):
         raise UsageError("--calibration brings the times of the stages; give it or those, not both")
-    chosen = chosen_system(system, policy, engine, out, is_simulated=True)
+    chosen = chosen_system(system, policy, engine, is_simulated=True)
     check_router(router)
     if router != DEFAULT_ROUTER and chosen.spans_gpus:
         raise UsageError(f"--router is {router}, but {chosen.name} draws every request on all GPUs")

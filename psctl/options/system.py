@@ -7,7 +7,7 @@ import typer
 
 from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES
 from ...serving.scheduling.policies import POLICY_NAMES
-from ...serving.scheduling.systems import FORMER_POLICIES, SYSTEMS, System, get_system
+from ...serving.scheduling.systems import SYSTEMS, System, get_system
 from ..flags import flag, preset
 
 if TYPE_CHECKING:
@@ -29,21 +29,12 @@ def _set_engine(context: typer.Context, name: str) -> str:
     return name
 
 
-def _set_system(context: typer.Context, policy: str | None) -> str | None:
-    if policy in SYSTEMS:
-        preset(context, {"system": policy})
-    return policy
-
-
-# Both before the options that they set, and the policy, which may still be the name of a system, before the system: a
-# command takes its parameters in this order.
+# Before the options that it sets: a command takes its parameters in this order.
 PolicyName = Annotated[
     str | None,
     flag(
         "--policy",
         f"Which requests join the batch, and when: {', '.join(POLICY_NAMES)}. Default: the system's.",
-        is_eager=True,
-        callback=_set_system,
     ),
 ]
 SystemName = Annotated[
@@ -58,29 +49,15 @@ SystemName = Annotated[
 ]
 
 
-def chosen_system(
-    name: str, policy: str | None, engine: "EngineOptions", out: "Output", *, is_simulated: bool = False
-) -> System:
+def chosen_system(name: str, policy: str | None, engine: "EngineOptions", *, is_simulated: bool = False) -> System:
     """The system with the engine and the policy that were chosen singly.
-
-    Before there were systems, `--policy` took the names of some of them: these still work, with a note.
 
     Raises:
         UsageError: there is no such system, or no such policy.
     """
-    if policy is not None and policy in SYSTEMS:
-        out.note(f"--policy {policy} is called --system {policy} now; the old name works until the next release.")
-        policy = SYSTEMS[policy].policy
     return get_system(name, is_simulated=is_simulated, has_ranks=not is_simulated).overridden(
         engine=engine.engine, policy=policy
     )
-
-
-def systems_of_policies(names: str, out: "Output") -> str:
-    """The systems, separated by commas, that `bench slo --policies` names."""
-    systems = ",".join(FORMER_POLICIES.get(name.strip(), name.strip()) for name in names.split(","))
-    out.note(f"--policies is called --systems {systems} now; the old name works until the next release.")
-    return systems
 
 
 def with_cache_of(

@@ -132,13 +132,6 @@ DEFAULT_SYSTEM = "patched-slack"
 """Exact: what is lossy is asked for."""
 COMPARED_SYSTEMS = ("diffusers", "bucketed", "nirvana", "patched-fcfs", "patched-slack", "patchedserve")
 """What a comparison serves where nobody names systems."""
-FORMER_POLICIES: Mapping[str, str] = {
-    "fcfs": "diffusers-fcfs",
-    "static": "diffusers",
-    "edf": "patched-edf",
-    "slack": "patchedserve",
-}
-"""Systems by the names that `bench slo --policies` had for them, where these differ. Kept for one release."""
 
 
 def get_system(name: str, *, is_simulated: bool = False, has_ranks: bool = False) -> System:

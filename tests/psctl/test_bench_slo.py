@@ -111,8 +111,7 @@ def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
 @pytest.mark.slow
 def test_systems_share_requests_and_slos(bench: Call) -> None:
     options = ("--rates", "2", "--num-prompts", "12", "--resolutions", "128,256")
-    # By the names that systems had while they were policies.
-    options += ("--policies", "fcfs,nirvana,slack")
+    options += ("--systems", "diffusers-fcfs,nirvana,patchedserve")
     run_dir = Path(result_of(bench(*SIMULATED, *options))["run_dir"])
     asked = ("request_id", "prompt", "width", "height", "seed", "arrival_s", "slo_s")
     runs = {
@@ -227,7 +226,6 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
         (["--systems", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
         (["--resume", "."], "is not a folder of psctl bench slo"),
         (["--on", "engine"], "--latency belongs to --on simulator, not engine"),
-        (["--engine", "real"], "--latency belongs to --on simulator, not engine"),
     ],
 )
 def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], message: str) -> None:
@@ -257,18 +255,6 @@ def test_real_engine_options(bench: Call) -> None:
         code, _, err = bench(*arguments)
         assert code == 2
         assert message in err
-
-
-@pytest.mark.slow
-def test_old_names_work_and_say_the_new_ones(bench: Call) -> None:
-    options = ("--latency", "table.csv", *FAST, "--json")
-    code, out, err = bench("--engine", "simulator", "--policies", "fcfs,bucketed", *options)
-    assert code == 0
-    assert "--engine of bench slo is called --on now" in err
-    assert "--policies is called --systems diffusers-fcfs,bucketed now" in err
-    old = json.loads(out)
-    new = result_of(bench("--on", "simulator", "--systems", "diffusers-fcfs,bucketed", "--quiet", *options))
-    assert without_clock(old) == without_clock(new)
 
 
 @pytest.mark.slow

@@ -53,18 +53,6 @@ def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, 
         assert word in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("old", "new"), [("train-model", "models train"), ("model-card", "models card")])
-def test_old_names_work_and_say_the_new_one(run_psctl: RunPsctl, old: str, new: str) -> None:
-    assert old not in run_psctl("--help", COLUMNS="200").stdout
-    done = run_psctl(old, "nothing-such")
-    assert done.returncode == 2
-    assert "Invalid value for" in done.stderr
-    wanted, options = run_psctl(*new.split(), "--help"), run_psctl(old, "--help")
-    assert options.returncode == wanted.returncode == 0
-    assert "--seed" in options.stdout
-
-
 def test_help_has_the_commands_as_a_day_goes(spawn_psctl: RunPsctl) -> None:
     shown = spawn_psctl("--help", COLUMNS="120").stdout
     names = [

@@ -165,12 +165,6 @@ def test_a_system_sets_engine_and_policy_and_single_options_override(
     assert chosen("--system", "nirvana") == ("nirvana", "continuous", "plain")
     assert chosen("--policy", "edf", "--system", "nirvana", "--engine", "patched") == ("nirvana", "edf", "patched")
     assert chosen("--engine", "plain") == ("patched-slack", "fair-fitting", "plain")
-    # The systems that --policy had before there were any.
-    for old in ("bucketed", "nirvana", "patched-fcfs", "distrifusion-fcfs"):
-        system = get_system(old, is_simulated=True)
-        assert chosen("--policy", old) == (old, system.policy, system.engine)
-    err = simulate(capsys, *base, "--policy", "bucketed")[2]
-    assert err.startswith("--policy bucketed is called --system bucketed now;")
     for option in ("--system", "--policy"):
         code, _, err = simulate(capsys, *base, option, "magic")
         assert (code, f"{option[2:]} is 'magic', but it must be one of" in err) == (2, True)

@@ -33,8 +33,8 @@ def test_a_sweep_of_the_command_is_judged(
     (tmp_path / "table.csv").write_text(
         "combination,ms\n128x128,20\n256x256,30\n128x128 + 256x256,40\n8*128x128 + 8*256x256,200\n"
     )
-    options = ("--engine", "simulator", "--latency", "table.csv", "--resolutions", "128,256", "--num-prompts", "60")
-    sweep = ("--policies", "bucketed,patchedserve", "--rates", "1,6", "--num-inference-steps", "10", "--num-seeds", "3")
+    options = ("--on", "simulator", "--latency", "table.csv", "--resolutions", "128,256", "--num-prompts", "60")
+    sweep = ("--systems", "bucketed,patchedserve", "--rates", "1,6", "--num-inference-steps", "10", "--num-seeds", "3")
     assert main(["bench", "slo", *options, *sweep, "--json", "--quiet"]) == 0
     result = json.loads(capsys.readouterr().out)
     figures = figures_in(Path(result["run_dir"]))

@@ -41,7 +41,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     # 28 requests of 3 steps, 4 at a time, take 21 steps at the least, and a calibration needs 20.
     options = ("--rates", "8,30", "--num-prompts", "6", "--warmup-requests", "28", "--combinations", "6")
     options += ("--max-batch-size", "4", "--slo-scale", "1000", "--predictor", tiny["STEPS"])
-    arguments = ("bench", "slo", "--engine", "both", "--policies", "bucketed,patchedserve", *options)
+    arguments = ("bench", "slo", "--on", "both", "--systems", "bucketed,patchedserve", *options)
     run = run_psctl(*arguments, "--json", **tiny)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
@@ -79,8 +79,9 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     assert all(len(each["ratios"]) == 6 for each in known.values())
     tables = {name: next((run_dir / "tables" / name).glob("*.parquet")) for name in ("plain", "patched")}
     alone = run_psctl(
-        *("bench", "slo", "--engine", "simulator", "--latency", tables["patched"], "--plain-latency", tables["plain"]),
-        *("--calibration", run_dir / "calibration.json", "--policies", "bucketed,slack", "--rates", "8", "--json"),
+        *("bench", "slo", "--on", "simulator", "--latency", tables["patched"], "--plain-latency", tables["plain"]),
+        *("--calibration", run_dir / "calibration.json", "--systems", "bucketed,patchedserve"),
+        *("--rates", "8", "--json"),
         **tiny,
     )
     assert alone.returncode == 0, alone.stderr
@@ -89,7 +90,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
 @pytest.mark.slow
 def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
     # One request a run: seeds 2, 3 and 6 draw 48x48, seed 5 draws 32x32; the warm-up takes the next seed.
-    options = ("--rates", "30", "--num-prompts", "1", "--warmup-requests", "1", "--policies", "diffusers", "--json")
+    options = ("--rates", "30", "--num-prompts", "1", "--warmup-requests", "1", "--systems", "diffusers", "--json")
     arguments = ("bench", "slo", *options, "--resolutions", "32,48", "--seed")
     alone = run_psctl(*arguments, "5", **tiny)
     assert alone.returncode == 0, alone.stderr
@@ -116,12 +117,12 @@ def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: d
     prompts.write_text("a fox\n")
     options = ("--rates", "30", "--num-prompts", "2", "--warmup-requests", "2", "--resolutions", "32", "--json")
     arguments = ("bench", "slo", *options, "--prompts", prompts, "--cache", "interval", "--cache-patch-size", "4")
-    first = run_psctl(*arguments, "--policies", "diffusers", **tiny)
+    first = run_psctl(*arguments, "--systems", "diffusers", **tiny)
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
     assert result["settings"]["cache"] is None  # that of the patch engine, which has not served yet
     # A policy that asks for a predictor may join later; from then on it is that one.
-    resumed = (*arguments, "--resume", result["run_dir"], "--policies", "diffusers,patchedserve", "--predictor", steps)
+    resumed = (*arguments, "--resume", result["run_dir"], "--systems", "diffusers,patchedserve", "--predictor", steps)
     again = run_psctl(*resumed, **tiny)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["predictor"].startswith(f"{steps} (")
@@ -155,7 +156,7 @@ def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_and_resume_on_a_real_model(tiny: dict[str, str], tmp_path: Path) -> None:
     # The last rate takes an hour; engines warm up at the middle one.
-    options = ["--rates", "50,40,0.001", "--num-prompts", "2", "--warmup-requests", "2", "--policies", "diffusers"]
+    options = ["--rates", "50,40,0.001", "--num-prompts", "2", "--warmup-requests", "2", "--systems", "diffusers"]
     workspace = tmp_path / "workspace"
     environment = tiny | {"PSCTL_WORKSPACE": str(workspace)}
     process = start_psctl("bench", "slo", *options, "--json", env=environment)

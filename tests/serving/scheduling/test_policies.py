@@ -21,7 +21,7 @@ from patchedserve.serving.scheduling.policies import (
     check_decision,
     get_policy,
 )
-from patchedserve.serving.scheduling.systems import DEFAULT_SYSTEM, FORMER_POLICIES, SYSTEMS, get_system
+from patchedserve.serving.scheduling.systems import DEFAULT_SYSTEM, SYSTEMS, get_system
 from patchedserve.serving.simulator.distrifusion import PUBLISHED, DistriFusionLatency
 
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(128, 256))
@@ -205,7 +205,6 @@ def test_systems_are_presets_of_what_serves() -> None:
         "patchedserve": ("patched", "slack", "patch"),
     }
     assert get_system(DEFAULT_SYSTEM).cache == "off", "what is served by default is exact"
-    assert set(FORMER_POLICIES.values()) <= set(SYSTEMS)
 
 
 def test_single_choices_override_a_system() -> None:
