@@ -88,9 +88,9 @@ class Context:
     def make_recorder(self, device: "torch.device") -> "Recorder":
         """What records passes on this device."""
         if self.scale.is_rehearsal:
-            from patchedserve.tests.support.rerun import Rerun
+            from patchedserve.tests.support.tape import Tape
 
-            return Rerun()
+            return Tape()
         from patchedserve.serving.core.captured import CudaRecorder
 
         return CudaRecorder(device)

@@ -11,7 +11,7 @@ class Scale:
     """How large everything is that parts measure.
 
     Attributes:
-        is_rehearsal: tiny models on the CPU, where `tests.support.rerun.Rerun` stands for CUDA graphs.
+        is_rehearsal: tiny models on the CPU, where `tests.support.tape.Tape` stands for CUDA graphs.
         device: as torch names it.
         dtypes: of the models, by name.
         sides: of the images in pixels, from small to large.

@@ -31,7 +31,7 @@ from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 
 from ...support.bench_cases import FAST, ROW, SIZES, latents_of, squares, steps_by_diffusers
-from ...support.rerun import Rerun
+from ...support.tape import Tape
 from ...support.tiny_models import largest_error, tiny_sd, tiny_sd3, tiny_sdxl
 
 HEAD = {
@@ -160,10 +160,10 @@ def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
 def test_every_side_runs_with_every_effort(tmp_path: Path) -> None:
-    model, recorders = build_model(tiny_sdxl(), name="tiny"), list[Rerun]()
+    model, recorders = build_model(tiny_sdxl(), name="tiny"), list[Tape]()
 
-    def make_recorder(_: torch.device) -> Rerun:
-        recorders.append(Rerun())
+    def make_recorder(_: torch.device) -> Tape:
+        recorders.append(Tape())
         return recorders[-1]
 
     efforts = efforts_of(compiled=True, recorded=True)
@@ -199,7 +199,7 @@ def test_every_side_runs_with_every_effort(tmp_path: Path) -> None:
 
 
 def test_a_side_that_cannot_be_recorded_is_left_out(sdxl: ServedModel) -> None:
-    class Refuses(Rerun):
+    class Refuses(Tape):
         def __call__(self, work: Callable[[], torch.Tensor]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 

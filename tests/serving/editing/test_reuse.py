@@ -15,7 +15,7 @@ from patchedserve.serving.patched.stepper import PatchedStepper
 from ...support.edits import edit_request
 from ...support.family_kit import denoised
 from ...support.patched_models import relative_error
-from ...support.rerun import Rerun
+from ...support.tape import Tape
 from ...support.template_records import LARGE, SMALL, TEMPLATE, build_tiny, edits, model_with, serve, some
 from ...support.tiny_models import SAMPLERS, plain_latents, short_texts
 from .test_exact import pipeline
@@ -205,7 +205,7 @@ def test_masked_passes_that_are_played_back_are_the_same(family: str, keep: Keep
     requests.append(replace(requests[1], request_id=3, seed=9))
     joins = [0, 5, 0, 5]
     expected = denoised(model, requests, joins)
-    stepper, recorder = model.stepper, Rerun()
+    stepper, recorder = model.stepper, Tape()
     assert isinstance(stepper, PatchedStepper)
     stepper.model.use_graphs(recorder)
     found = denoised(model, requests, joins)

@@ -31,7 +31,7 @@ from patchedserve.training.cache.schedule import CacheSchedule, StepPlan, shares
 from ...support.edits import edit_request
 from ...support.engine_runs import serve
 from ...support.joining import run_joining
-from ...support.rerun import Rerun
+from ...support.tape import Tape
 from ...support.template_records import TEMPLATE, with_records
 from ...support.tiny_families import tiny_flux, tiny_pixart, tiny_z_image
 from ...support.tiny_models import plain_latents, save_tiny, short_texts, tiny_sd3, tiny_sdxl
@@ -179,10 +179,10 @@ def test_edits_over_a_record_compute_every_step_beside_drawings_that_skip(tmp_pa
 
 
 def test_passes_that_are_played_back_are_those_of_the_computed_steps(tmp_path: Path) -> None:
-    """Rerun stands for CUDA graphs where there is no GPU."""
+    """A tape stands for CUDA graphs where there is no GPU."""
     pipe = tiny_sdxl()
     eager, recorded = scheduled(pipe, tmp_path), scheduled(pipe, tmp_path)
-    recorder = Rerun()
+    recorder = Tape()
     assert isinstance(recorded.stepper, PatchedStepper)
     recorded.stepper.model.use_graphs(recorder, patience=1)
     together = [[Request(n, f"a cat {n}", size, 20, 3.0, seed=n) for n, size in enumerate(SIZES)]] * 2

@@ -26,7 +26,7 @@ from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
-from ...support.rerun import Rerun
+from ...support.tape import Tape
 from ...support.tiny_models import tiny_sd3, tiny_sdxl
 from ...support.tools import need_tools
 
@@ -142,7 +142,7 @@ def _alone(pipe: Any, requests: list[Request]) -> list[Tensor]:
 )
 def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
     model = model_of(name)
-    patched, recorder = way.build(model), Rerun()
+    patched, recorder = way.build(model), Tape()
     patched.use_graphs(recorder, patience=1)
     for seed, sizes in enumerate([TWO[0], TWO[1], TWO[0], TWO[0], TWO[1]]):
         rows = draw_rows(model, sizes, seed=seed)
@@ -158,7 +158,7 @@ def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
 
 def test_other_text_lengths_and_repeats_are_recorded_apart() -> None:
     model = model_of("sd3")
-    patched, recorder = IMAGE.build(model), Rerun()
+    patched, recorder = IMAGE.build(model), Tape()
     patched.use_graphs(recorder, patience=1)
     rows = draw_rows(model, TWO[0])
     for repeats in (1, 3, 1):
@@ -177,7 +177,7 @@ def passes_of(passes: CapturedPasses, key: str, count: int) -> float:
 
 
 def test_the_pass_unused_for_longest_is_let_go() -> None:
-    recorder = Rerun()
+    recorder = Tape()
     passes = CapturedPasses(recorder, patience=1, memory_bytes=16)  # two of one float in and one out
     assert [passes_of(passes, key, 2) for key in "abab"] == [2.0] * 4
     assert recorder.recorded == 2
@@ -192,7 +192,7 @@ def test_the_pass_unused_for_longest_is_let_go() -> None:
 
 
 def test_a_pass_that_was_let_go_waits_again() -> None:
-    recorder = Rerun()
+    recorder = Tape()
     passes = CapturedPasses(recorder, patience=2, memory_bytes=8)  # one float in and one out
     for key in "abab":
         passes_of(passes, key, 2)
@@ -204,7 +204,7 @@ def test_a_pass_that_was_let_go_waits_again() -> None:
 
 
 def test_batches_that_stay_or_come_back_are_recorded() -> None:
-    recorder = Rerun()
+    recorder = Tape()
     passes = CapturedPasses(recorder, patience=3)
     assert passes_of(passes, "stays", 5) == 5.0
     assert (recorder.recorded, recorder.played) == (1, 2)
@@ -216,7 +216,7 @@ def test_batches_that_stay_or_come_back_are_recorded() -> None:
     assert recorder.recorded == 2
 
 
-class NotOnThisDevice(Rerun):
+class NotOnThisDevice(Tape):
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         self.recorded += 1
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -243,7 +243,7 @@ def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> Non
     pipe = make().to("cuda" if has_gpu else "cpu")
     eager, recorded = (build_model(pipe, name="tiny") for _ in range(2))
     assert isinstance(recorded.stepper, PatchedStepper)
-    recorder: Recorder = CudaRecorder(pipe.device) if has_gpu else Rerun()
+    recorder: Recorder = CudaRecorder(pipe.device) if has_gpu else Tape()
     recorded.stepper.model.use_graphs(recorder, patience=1)
     sizes = [Resolution(32, 32), Resolution(64, 64), Resolution(32, 32)]
     requests = [Request(n, f"a cat {n}", size, 4, seed=n) for n, size in enumerate(sizes)]

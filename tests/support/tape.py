@@ -1,0 +1,193 @@
+"""What takes the place of CUDA graphs on a CPU: a tape of everything that a pass has launched."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from patchedserve.kernels.launch import TritonKernel
+
+_ON_THE_HOST = (
+    (torch, "from_numpy"),
+    *((Tensor, name) for name in ("item", "tolist", "numpy", "nonzero", "cpu", "__bool__", "__int__", "__float__")),
+)
+"""Functions that copy from host memory, or wait for the device. Some of them call no operator of aten on a CPU."""
+_WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Tape:
+    """A recorder for any device. Playing back launches the operators and Triton kernels of the recorded work again.
+
+    As in a CUDA graph, Python does not run again: numbers, shapes and choices are those of the recording, and every
+    result lies where it lay. What was made outside of the work is read where it is, and is not kept alive.
+
+    Raises AssertionError:
+        while recording: the work reads a value on the host, or copies from host memory;
+        while playing back: a tensor that was made outside of the work is gone.
+    """
+
+    def __init__(self) -> None:
+        self.recorded = self.played = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        self.recorded += 1
+        recording = _Recording()
+        # A compiled function launches kernels that no dispatch mode sees.
+        with torch.compiler.set_stance("force_eager"), _device_only(recording), recording:
+            result = work()
+        calls = recording.calls
+        # Recording a graph computes nothing.
+        result.fill_(float("nan"))
+
+        def play() -> None:
+            self.played += 1
+            for call in calls:
+                call.run()
+
+        return play, result
+
+
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """A tensor over a storage that the tape does not own."""
+
+    storage: StorageWeakRef
+    like: Tensor
+    """Empty, of its dtype and device."""
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Outside":
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return cls(storage, tensor.new_empty(0), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+    def tensor(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        assert storage is not None, f"a tensor {list(self.size)} that was made outside of the pass is gone"
+        return torch.empty_like(self.like).set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function to run again, where its arguments lie, and where its results belong."""
+
+    function: Callable[..., Any]
+    arguments: Sequence[Any]
+    spec: Any
+    results: Sequence[tuple[int, Tensor]]
+    """Place among the results, and the tensor that it is copied to; none of results that are views of arguments."""
+
+    def run(self) -> None:
+        given = [each.tensor() if isinstance(each, _Outside) else each for each in self.arguments]
+        args, kwargs = tree_unflatten(given, self.spec)
+        found = tree_leaves(self.function(*args, **kwargs)) if self.results else self.function(*args, **kwargs)
+        for place, target in self.results:
+            target.copy_(found[place])
+
+
+class _Recording(TorchDispatchMode):
+    """Logs calls; one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.is_paused = False
+        # Storages that were made while recording, and those of them on the host; tensors that keep the latter.
+        self._own: set[int] = set()
+        self._on_host: set[int] = set()
+        self._held: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        waits = bool(_WAITS & set(func.tags))
+        if func._schema.name.startswith("aten::index"):
+            # By numbers nothing is looked at; a mask is turned into numbers.
+            waits = any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
+        assert not waits, f"{func} cannot be recorded: it waits for the device"
+        found = func(*args, **kwargs)
+        known = {_storage_of(each) for each in given}
+        # What is made of numbers lies on the host, and so does what is computed of it alone, once.
+        if func is torch.ops.aten.lift_fresh.default or (known and known <= self._on_host):
+            self._own |= {_storage_of(each) for each in tree_leaves(found) if isinstance(each, Tensor)}
+            self._on_host |= {_storage_of(each) for each in tree_leaves(found) if isinstance(each, Tensor)}
+            self._held.append(found)
+            return found
+        copied = [each for each in given if each.dim() and _storage_of(each) in self._on_host]
+        assert not copied, f"{func} cannot be recorded: it copies from the host"
+        results = [
+            (place, each)
+            for place, each in enumerate(tree_leaves(found))
+            if isinstance(each, Tensor) and _storage_of(each) not in known
+        ]
+        if results or func._schema.is_mutable:
+            self._log(func, args, kwargs, results)
+        self._own |= {_storage_of(each) for _, each in results}
+        return found
+
+    def launch(self, kernel: TritonKernel, *args: Any, **kwargs: Any) -> None:
+        """Launch a Triton kernel, which writes into its arguments."""
+        self.is_paused = True
+        try:
+            _LAUNCH(kernel, *args, **kwargs)
+        finally:
+            self.is_paused = False
+        self._log(_LAUNCH, (kernel, *args), kwargs, ())
+
+    def _log(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: Sequence[tuple[int, Tensor]],
+    ) -> None:
+        def kept(tensor: Tensor) -> Tensor | _Outside:
+            return tensor if _storage_of(tensor) in self._own else _Outside.of(tensor)
+
+        self.is_paused = True
+        arguments, spec = tree_flatten((args, kwargs))
+        self.calls.append(_Call(function, tree_map_only(Tensor, kept, arguments), spec, results))
+        self.is_paused = False
+
+
+_LAUNCH = TritonKernel.launch
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _device_only(recording: _Recording) -> Iterator[None]:
+    """Log launches of Triton and refuse what the host does, in this thread; others encode and decode meanwhile."""
+    own = threading.get_ident()
+
+    def refusal(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: object, **named: object) -> Any:
+            assert threading.get_ident() != own or recording.is_paused, f"{name} cannot be recorded"
+            return usual(*args, **named)
+
+        return refuse
+
+    def launch(kernel: TritonKernel, *args: Any, **kwargs: Any) -> None:
+        (recording.launch if threading.get_ident() == own else _LAUNCH)(kernel, *args, **kwargs)
+
+    with ExitStack() as changed:
+        for where, name in _ON_THE_HOST:
+            changed.enter_context(mock.patch.object(where, name, refusal(name, getattr(where, name))))
+        changed.enter_context(mock.patch.object(TritonKernel, "launch", launch))
+        yield
