@@ -1,4 +1,4 @@
-"""A request between its prepare and postprocess stages, as both engines hold it."""
+"""A request between its prepare and postprocess stages, as all steppers hold it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -118,8 +118,8 @@ class RequestRecord:
     `status` is "pending" until the request has ended, then "completed" (it has an image), "failed" (`reason` is the
     error), "discarded" (`reason` is the policy's reason for dropping it) or "cancelled" (the run was stopped first).
 
-    For a cascade, `served_by` is the model whose image was returned, and `confidence` the confidence of the light
-    image, which was compared with `threshold`; both are None if the image was not assessed.
+    For a cascade, `served_by` is the model whose image was returned, and `confidence` the confidence of the light image
+    (None if it was not assessed), which was compared with `threshold`.
 
     For an edit, `mask_ratio` is the share of its pixels in the mask, `active_share` the share of its cells that are
     computed, and `reused` whether the other cells were read from the record of its template. The latter two are known

@@ -40,7 +40,7 @@ class Tuning:
 
 
 class Stepper(Protocol):
-    """The denoise stage. One instance serves one model; one thread at a time calls `step`."""
+    """The denoise stage. One instance serves one model; only one thread at a time may call `step`."""
 
     @property
     def name(self) -> str: ...

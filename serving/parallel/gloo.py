@@ -1,4 +1,4 @@
-"""Tensors between processes over TCP, by torch's gloo."""
+"""Transport of tensors between processes over TCP, by torch's gloo."""
 
 import contextlib
 import re

@@ -101,7 +101,8 @@ def key_of(what: str, *of: int) -> str:
     """Return a key of the store.
 
     Keys: `has/RANK` holds the facts of a rank that is ready, or its error; `group/NUMBER` holds the members of a group;
-    `over/NUMBER` marks a group that has ended; `left/NUMBER/RANK` is set when a rank has left the group, to the reason.
+    `over/NUMBER` marks a group that has ended; `left/NUMBER/RANK` is set when a rank has left the group: to its error,
+    or empty if another rank is the cause.
     """
     return "/".join([what, *map(str, of)])
 

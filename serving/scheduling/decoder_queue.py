@@ -17,7 +17,7 @@ class DecoderQueue:
     def __init__(self, learner: EndPredictor | None) -> None:
         self._learner = learner
         self._states: dict[int, RequestState] = {}
-        # When the decoder ended the last request.
+        # Time at which the decoder ended the last request.
         self._ended_s = 0.0
 
     def __len__(self) -> int:

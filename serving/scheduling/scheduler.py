@@ -107,7 +107,7 @@ class Scheduler:
         self._active: list[RequestState] = []
         self._decoding = DecoderQueue(predictor if isinstance(predictor, EndPredictor) else None)
         self._ends = RecentEnds()
-        # When the last step ended, if requests were left in the batch.
+        # Time at which the last step ended, if requests were left in the batch.
         self._left_s: float | None = None
         # Pixels of the active requests, and the value of `num_steps` at which the next of them leaves.
         self._batch_pixels = self._next_leave = 0

@@ -18,7 +18,7 @@ class InOrderPolicy(Policy):
     requires_predictor: ClassVar[bool] = False
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Decide as `Policy.decide` says."""
+        """Admit requests in the order of `queue` while there are free places."""
         num_free = snapshot.num_free
         if not num_free or not snapshot.waiting or (snapshot.active and self.requires_one_resolution):
             return Decision()

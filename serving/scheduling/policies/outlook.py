@@ -190,7 +190,7 @@ class LookAheadPolicy(Policy):
     requires_predictor: ClassVar[bool] = True
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Decide as `Policy.decide` says. Raises UsageError without a predictor."""
+        """Choose from an `Outlook`, if a place is free and a request waits. Raises UsageError without a predictor."""
         num_free = snapshot.num_free
         predictor = require_predictor(self, snapshot.predictor)
         if not num_free or not snapshot.waiting:
