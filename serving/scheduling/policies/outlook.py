@@ -71,7 +71,7 @@ class Outlook:
     """
 
     def __init__(self, snapshot: Snapshot, predictor: StepLatencyPredictor, *, margin: float = 0.0) -> None:
-        self.active = active = tuple(snapshot.active)  # `ActiveViews` creates views only on access
+        self.active = active = tuple(snapshot.active)  # `ActiveViews` creates views at every access
         self.now_s, self._predict, self._longer = snapshot.now_s, predictor.step_latency_s, 1 + margin
         self._learnt = predictor if isinstance(predictor, EndPredictor) else None
         self.groups = as_queue(snapshot.waiting).groups
