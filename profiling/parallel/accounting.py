@@ -77,8 +77,7 @@ class Figure:
 
 
 def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
-    """Return all figures of a plan. `counted` holds the MACs of its calls as torch counts them in the unmodified model.
-    """
+    """Return all figures of a plan. `counted` holds the MACs of its calls as torch counts them in the unmodified model."""
     printed = printed_by_place() if plan.is_paper_model else {}
     found = []
     for resolution in plan.resolutions:

@@ -237,8 +237,7 @@ def _even(size: int, members: Sequence[int], max_batch_size: int) -> Iterator[tu
 def _splits(
     total: int, size: int, generator: random.Random, taken: Container[tuple[int, ...]]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield, at random, the ways to split `total` requests that are not in `taken`, over 1, 2, ... resolutions in turn.
-    """
+    """Yield, at random, the ways to split `total` requests that are not in `taken`, over 1, 2, ... resolutions in turn."""
     left = {number: math.comb(size, number) * math.comb(total - 1, number - 1) for number in range(1, size + 1)}
     left = {number: ways for number, ways in left.items() if ways}
     seen: set[tuple[int, ...]] = set()

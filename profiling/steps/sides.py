@@ -52,8 +52,7 @@ EAGER, GRAPHS, COMPILED, BOTH = Effort(), Effort(is_recorded=True), Effort(is_co
 
 
 def efforts_of(*, compiled: bool, recorded: bool) -> tuple[Effort, ...]:
-    """Return all efforts that a run compares: always without compilation and recording, and with each that is requested.
-    """
+    """Return all efforts that a run compares: always without compilation and recording, and with each that is requested."""
     chosen = [Effort(is_compiled, is_recorded) for is_compiled in (False, True) for is_recorded in (False, True)]
     return tuple(each for each in chosen if each.is_compiled <= compiled and each.is_recorded <= recorded)
 

@@ -1,4 +1,7 @@
-"""The patch cache (PatchedServe section 5): before each block of the model it is decided patch by patch, or for all of
-them as one request by request, whether an earlier step's output still serves, and only the others are computed. `cells`
-and `active` say where patches lie, `slots` and `store` keep tensors, `forecast` carries outputs on, `rules` decide, and
-`patch_cache` puts it together. It knows nothing of models."""
+"""The patch cache (PatchedServe section 5), independent of any model.
+
+Before each block of the model, the cache decides for each patch whether the output of an earlier step can be reused;
+alternatively it decides for each request, once for all blocks. Only the remaining patches are computed. `cells` and
+`active` locate patches, `slots` and `store` keep tensors, `forecast` extrapolates outputs, `rules` decide, and
+`patch_cache` combines them.
+"""

@@ -1,5 +1,7 @@
-"""What goes through a block at one step, and the index tensors that its operators need for it: some cells, or all cells
-of some rows."""
+"""The cells that go through a block at one step, and the index tensors that its operators need for them.
+
+These are either some cells (`ActiveSet`) or all cells of some rows (`ActiveRows`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +18,13 @@ from .cells import CellTables, Integers
 class QueryGroup:
     """The rows of one resolution that have active cells.
 
-    Rows may have different numbers of active cells; the shorter ones are padded with cells whose result is dropped.
+    Rows may have different numbers of active cells; shorter rows are padded with cells whose results are discarded.
 
     Attributes:
         rows: (R,) rows of the batch.
-        local: the same rows among the active rows.
-        index: (R * most,) place among the active cells.
-        valid: (n,) which of these are not padding, in order; None if all.
+        local: slice of the same rows among the active rows.
+        index: (R * most,) indices among the active cells.
+        valid: (n,) positions in `index` that are not padding, in order; None if all are valid.
         context: (R * cells of a row,) all cells of these rows.
     """
 
@@ -35,11 +37,11 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamPart:
-    """What is computed of a stream of tokens: the texts of all rows, one after the other, then the images.
+    """The computed part of a stream of tokens, which holds the texts of all rows, then the images.
 
     Attributes:
-        places: (n,) of these tokens in the stream.
-        rows: (n,) for each token the place of its row among the rows that are computed.
+        places: (n,) positions of the computed tokens in the stream.
+        rows: (n,) for each token, the index of its row among the computed rows.
     """
 
     places: Tensor
@@ -47,11 +49,11 @@ class StreamPart:
 
 
 class ActiveRows:
-    """All cells of some rows of a batch, at least one: a batch of their own, which needs nothing of the other rows.
+    """All cells of some rows of a batch, at least one: a batch of their own, independent of the other rows.
 
     Attributes:
-        tables: of the batch that they are part of.
-        own: tables of their own batch, whose cells keep their slots.
+        tables: tables of the batch that the rows are part of.
+        own: tables of the rows' own batch, whose cells keep their slots.
         rows: (R,) the rows, ascending.
         cells: (n,) their cells.
     """
@@ -66,14 +68,14 @@ class ActiveRows:
         self._streams: dict[int, StreamPart] = {}
 
     def tokens(self, level: int) -> Tensor:
-        """Their tokens in packed order, as their own batch has them."""
+        """Return the indices of these rows' tokens in the whole batch, in the packed order of their own batch."""
         if level not in self._tokens:
             tokens = np.concatenate([np.arange(*self.tables.token_span(row, level)) for row in self._numbers])
             self._tokens[level] = torch.from_numpy(tokens).to(self.tables.device)
         return self._tokens[level]
 
     def stream(self, length: int) -> StreamPart:
-        """Their part of a stream whose texts have so many tokens each."""
+        """Return the part of these rows in a stream whose texts have `length` tokens each."""
         if length not in self._streams:
             level = self.own.packing.levels[0]
             own = level.row_index.repeat_interleave(level.grain**2)
@@ -85,9 +87,9 @@ class ActiveSet:
     """Some cells of a batch.
 
     Args:
-        tables: of the batch.
-        cells: (n,) their numbers, ascending, at least one.
-        freezes_norms: GroupNorm counts what was kept of these cells, too, instead of what is computed.
+        tables: tables of the batch.
+        cells: (n,) numbers of the cells, ascending, at least one.
+        freezes_norms: whether GroupNorm uses the kept sums of these cells, too, instead of the computed values.
     """
 
     def __init__(self, tables: CellTables, cells: Integers, *, freezes_norms: bool = False) -> None:
@@ -105,16 +107,16 @@ class ActiveSet:
 
     @cached_property
     def rows(self) -> Tensor:
-        """(R,) rows with active cells. What is computed once per row is computed for these."""
+        """(R,) rows with active cells. Values that exist once per row are computed for these rows."""
         return self._tensor(self._rows)
 
     @cached_property
     def row_of_cell(self) -> Tensor:
-        """(n,) for each active cell the place of its row in `rows`."""
+        """(n,) for each active cell, the index of its row in `rows`."""
         return self._tensor(self._local)
 
     def row_index(self, level: int, is_by_token: bool) -> Tensor:
-        """The place in `rows` for each token, or for each cell where a packed tensor has one entry per cell."""
+        """Return the index in `rows` for each token, or for each cell if a packed tensor has one entry per cell."""
         if not is_by_token:
             return self.row_of_cell
         if ("rows", level) not in self._kept:
@@ -122,29 +124,29 @@ class ActiveSet:
         return self._kept["rows", level]
 
     def tokens(self, level: int) -> Tensor:
-        """(n * side * side,) their tokens in packed order."""
+        """Return (n * side * side,) the tokens of these cells in packed order."""
         return self._own(self.tables.tokens, level)
 
     def stream(self, length: int) -> StreamPart:
-        """Their part, and the texts of their rows, of a stream whose texts have so many tokens each."""
+        """Return the part of these cells and of their rows' texts in a stream whose texts have `length` tokens each."""
         if length not in self._streams:
             self._streams[length] = _stream_part(self, self.row_index(0, is_by_token=True), length)
         return self._streams[length]
 
     def slot_tokens(self, level: int) -> Tensor:
-        """(n * side * side,) their places in what operators keep."""
+        """Return (n * side * side,) the positions of these cells' tokens in the buffers of operators."""
         return self._own(self.tables.slot_tokens, level)
 
     def window(self, level: int, out_level: int) -> Tensor:
-        """(n * window side squared,), see `CellTables.window`."""
+        """Return (n * window side squared,), the rows of `CellTables.window` for these cells."""
         return self._own(self.tables.window, level, out_level)
 
     def taps(self, level: int, out_level: int) -> Tensor:
-        """(n * out side * out side * 9,), see `CellTables.taps`."""
+        """Return (n * out side * out side * 9,), the rows of `CellTables.taps` for these cells."""
         return self._own(self.tables.taps, level, out_level)
 
     def _own(self, table: Callable[..., Tensor], *levels: int) -> Tensor:
-        """The rows of a table that belong to these cells."""
+        """Return the rows of a table that belong to these cells."""
         key = table.__name__, *levels
         if key not in self._kept:
             self._kept[key] = table(*levels).index_select(0, self.cells).flatten()
@@ -152,12 +154,12 @@ class ActiveSet:
 
     @cached_property
     def slots(self) -> Tensor:
-        """(n,)"""
+        """(n,) slots of these cells."""
         return self._tensor(self.tables.slots[self._cells])
 
     @cached_property
     def context(self) -> tuple[Tensor, Tensor]:
-        """Slots of all cells of the rows with active cells, and for each the place of its row in `rows`."""
+        """Slots of all cells of the rows with active cells, and for each of them the index of its row in `rows`."""
         starts = self.tables.row_start
         cells = np.concatenate([np.arange(int(starts[row]), int(starts[row + 1])) for row in self._rows])
         local = np.repeat(np.arange(len(self._rows)), starts[self._rows + 1] - starts[self._rows])
@@ -165,13 +167,13 @@ class ActiveSet:
 
     @cached_property
     def num_cells_of_row(self) -> Tensor:
-        """(R,) cells of each row with active cells, float32."""
+        """(R,) number of cells of each row with active cells, float32."""
         starts = self.tables.row_start
         return self._tensor(starts[self._rows + 1] - starts[self._rows]).float()
 
     @cached_property
     def queries(self) -> list[QueryGroup]:
-        """How attention takes them, resolution by resolution."""
+        """Groups of queries for attention, one per resolution."""
         groups = []
         for first_row, num_rows, num_cells in self.tables.groups():
             start, end = np.searchsorted(self._rows, (first_row, first_row + num_rows))
@@ -210,4 +212,4 @@ def _stream_part(active: ActiveSet | ActiveRows, row_of_token: Tensor, length: i
 
 
 Active = ActiveSet | ActiveRows | None
-"""What goes through a block; None for all of the batch."""
+"""Cells that go through a block; None for all cells of the batch."""

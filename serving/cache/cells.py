@@ -1,8 +1,8 @@
-"""Where the cells of a batch lie. A cell is a patch of the cache in one row (conditional or unconditional) of a batch.
+"""Positions of the cells of a batch. A cell is a patch of the cache in one row (conditional or unconditional).
 
-Cells are numbered by row, then by their place in the image, line by line, whatever order the tokens of the packing
-have. A cell has a slot, which it keeps as long as its request is served; slots index what operators keep as context.
-Slot 0 belongs to no cell and holds zeros, which is what is read beyond the edge of an image.
+Cells are numbered by row, then by their position in the image, line by line, regardless of the order of tokens in the
+packing. A cell has a slot, which it keeps as long as its request is served; slots index the buffers that operators keep
+as context. Slot 0 belongs to no cell and holds the zeros that are read beyond the edge of an image.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,13 @@ Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 _SAMPLE_FROM_SIDE = 4
-"""The change of a cell of so many tokens on a side is told from every other token of every other line: comparing all of
-them took half of the cache's time."""
+"""Side in tokens from which the change of a cell is computed from every second token of every second line: comparing
+all tokens took half of the cache's time.
+"""
 
 
 def _kept_tensor(make: Callable[..., Integers]) -> Callable[..., Tensor]:
-    """Let a method of `CellTables` make each of its tables once, as a tensor on their device."""
+    """Make a method of `CellTables` compute each of its tables once, as a tensor on their device."""
 
     @wraps(make)
     def kept(self: "CellTables", *levels: int) -> Tensor:
@@ -39,17 +40,17 @@ def _kept_tensor(make: Callable[..., Integers]) -> Callable[..., Tensor]:
 class CellTables:
     """Index tables of one packing and one assignment of slots; built when the active set changes.
 
-    `cell_size` is the side of a cell in latent pixels, which divides all sides and suits all levels; `unit` that of a
-    token of the finest level, `owners` the request of every row.
+    `cell_size` is the side of a cell in latent pixels, which divides all sides and suits all levels; `unit` is the side
+    of a token of the finest level, and `owners` the request of every row.
 
     Attributes:
-        owners: requests that have these cells.
+        owners: requests of these cells.
         everyone: requests of the batch that these cells are part of.
         slots: (cells,) slot of every cell, from 1.
-        num_cells: cells of all rows.
-        row_of_cell: (cells,).
+        num_cells: number of cells in all rows.
+        row_of_cell: (cells,) row of every cell.
         row_start: (rows + 1,) first cell of each row, then the number of cells.
-        kept: the tables that were made, by name and levels.
+        kept: tables computed so far, by name and levels.
     """
 
     def __init__(
@@ -74,12 +75,12 @@ class CellTables:
         self.kept: dict[tuple[str | int, ...], Tensor] = {}
 
     def of_rows(self, rows: Sequence[int], slots: Integers) -> "CellTables":
-        """Tables of only these rows, whose cells have these slots."""
+        """Return tables of only these rows, whose cells have these slots."""
         owners = [self._row_owners[row] for row in rows]
         return CellTables(self.packing.of_rows(rows), self._cell_size, self._unit, slots, owners, self.everyone)
 
     def token_span(self, row: int, level: int) -> tuple[int, int]:
-        """First token of a row in packed order, and the one behind its last."""
+        """Return the first token of a row in packed order, and the end of its tokens (exclusive)."""
         for group in self.packing.levels[level].groups:
             if row < group.first_row + group.rows:
                 area = group.height * group.width
@@ -88,41 +89,41 @@ class CellTables:
         raise IndexError(f"the batch has no row {row}")
 
     def side(self, level: int) -> int:
-        """Tokens on the side of a cell at a level."""
+        """Return the number of tokens on the side of a cell at a level."""
         return self._sides[level]
 
     def level_of(self, num_tokens: int) -> Level:
-        """The level whose packed tensors have this many tokens."""
+        """Return the level whose packed tensors have this number of tokens."""
         return next(level for level in self.packing.levels if level.num_tokens == num_tokens)
 
     @_kept_tensor
     def tokens(self, level: int) -> Integers:
-        """(cells, side * side) tokens of each cell in packed order."""
+        """Return (cells, side * side) tokens of each cell in packed order."""
         return self._tokens(level)
 
     @_kept_tensor
     def sample(self, level: int) -> Integers:
-        """(cells, n) the tokens of each cell from which changes of it are told: the same ones in every packing."""
+        """Return (cells, n) the tokens of each cell from which its change is computed: the same in every packing."""
         side = self._sides[level]
         every = 2 if side >= _SAMPLE_FROM_SIDE else 1
         return self._tokens(level).reshape(-1, side, side)[:, ::every, ::every].reshape(self.num_cells, -1)
 
     @_kept_tensor
     def slot_tokens(self, level: int) -> Integers:
-        """(cells, side * side) places of a cell's tokens in what operators keep."""
+        """Return (cells, side * side) positions of each cell's tokens in the buffers of operators."""
         return self._slot_tokens(level)
 
     def window_side(self, level: int, out_level: int) -> int:
-        """Side of what a 3 x 3 convolution reads for the outputs of a cell; see `window`."""
+        """Return the side of the window that a 3 x 3 convolution reads for the outputs of a cell."""
         return (2 if out_level < level else 1) * self._sides[level] + 2
 
     @_kept_tensor
     def window(self, level: int, out_level: int) -> Integers:
-        """(cells, window side squared): the kept tokens that a 3 x 3 convolution reads for a cell, its border included.
+        """Return (cells, window side squared) the kept tokens that a 3 x 3 convolution reads for a cell and its border.
 
         Args:
-            level: of what is kept, the convolution's input (before up-sampling, if that comes first).
-            out_level: of the output: the same, the next coarser (stride 2) or the next finer (after up-sampling).
+            level: level of the kept tokens, the convolution's input (before up-sampling, if that comes first).
+            out_level: level of the output: the same, the next coarser (stride 2) or the next finer (after up-sampling).
         """
         side, kept, parts = self._sides[level], self._slot_tokens(level), []
         for group in self.packing.levels[level].groups:
@@ -140,7 +141,7 @@ class CellTables:
 
     @_kept_tensor
     def taps(self, level: int, out_level: int) -> Integers:
-        """(cells, out side * out side * 9): what `window` holds, for each output by itself."""
+        """Return (cells, out side * out side * 9) the tokens of `window` that each output reads."""
         side, stride = self.window_side(level, out_level), 2 if out_level > level else 1
         square = self.window(level, out_level).cpu().numpy().reshape(-1, side, side)
         taps = np.lib.stride_tricks.sliding_window_view(square, (3, 3), (1, 2))[:, ::stride, ::stride]
@@ -155,14 +156,14 @@ class CellTables:
         for group in self.packing.levels[level].groups:
             rows, height, width = group.rows, group.height, group.width
             numbers = np.arange(group.start, group.end)
-            # Within a patch of the packing line by line, and the patches line by line.
+            # Tokens of a patch of the packing go line by line, and so do the patches.
             patches = numbers.reshape(rows, height // grain, width // grain, grain, grain)
             raster = patches.transpose(0, 1, 3, 2, 4).reshape(rows, height // side, side, width // side, side)
             parts.append(raster.transpose(0, 1, 3, 2, 4).reshape(-1, side * side))
         return np.concatenate(parts)
 
     def groups(self) -> list[tuple[int, int, int]]:
-        """First row, number of rows and cells in a row of every resolution."""
+        """Return the first row, the number of rows and the number of cells in a row for every resolution."""
         starts = self.row_start
         return [
             (group.first_row, group.rows, int(starts[group.first_row + 1] - starts[group.first_row]))
@@ -171,7 +172,7 @@ class CellTables:
 
 
 class SlotTable:
-    """Which cell has which slot. Cells are known by keys that no other cell ever has."""
+    """Assignment of slots to cells. Cells are identified by unique keys, which are never used again."""
 
     def __init__(self) -> None:
         self._keys: Integers = np.empty(0, np.int64)
@@ -180,7 +181,7 @@ class SlotTable:
         self.num_slots = 1  # with slot 0
 
     def assign(self, keys: Integers) -> Integers:
-        """Give every cell its slot: the one it has, or a free one. The slots of cells that are gone become free."""
+        """Return the slot of every cell: its current one, or a free one. The slots of absent cells become free."""
         slots = np.zeros(len(keys), np.int64)
         here, there = match_keys(keys, self._keys)
         slots[here] = self._slots[there]
@@ -192,7 +193,7 @@ class SlotTable:
         if missing > 0:
             self._free.extend(range(self.num_slots, self.num_slots + missing))
             self.num_slots += missing
-        # The lowest first, so that what operators keep stays dense.
+        # Lowest slots first, so that the buffers of operators stay dense.
         self._free.sort(reverse=True)
         slots[is_new] = [self._free.pop() for _ in range(int(is_new.sum()))]
         self._keys, self._slots = keys, slots
@@ -200,9 +201,9 @@ class SlotTable:
 
 
 def match_keys(new: Integers, old: Integers) -> tuple[Integers, Integers]:
-    """The Common Set: places in `new` and in `old` of the keys that both have (PatchedServe section 5.2).
+    """Return the Common Set: the indices in `new` and in `old` of the keys that both have (PatchedServe section 5.2).
 
-    What is left of `new` is the New Set, what is left of `old` the Expired Set.
+    The other keys of `new` are the New Set, the other keys of `old` the Expired Set.
     """
     if not len(old):
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -1,6 +1,6 @@
-"""What a model would say at a step that a request skips, from what it said at the last two steps that it took.
+"""Forecast of a model's output at a skipped step, from its outputs at the request's last two computed steps.
 
-`training.cache.schedule.share_followed` says how far the line through both is followed.
+`training.cache.schedule.share_followed` determines how far the line through both is followed.
 """
 
 import numpy as np
@@ -14,15 +14,15 @@ from .store import BlockStore
 
 
 def with_previous(store: BlockStore, output: Tensor, active: Active) -> tuple[Tensor, Tensor]:
-    """A new output and the one before it, for `BlockStore.put`.
+    """Return a new output and the previous one, for `BlockStore.put`.
 
     Args:
-        store: what is kept of the model as a whole.
+        store: store of the model as one block.
         output: tokens [tokens, channels] of the finest level.
-        active: whose tokens these are.
+        active: cells of these tokens.
 
     Returns:
-        Both [tokens, channels]; they are equal where there was none before.
+        Both outputs, [tokens, channels]; they are equal where there is no previous one.
     """
     if not store.outputs:
         return output, output.clone()
@@ -33,14 +33,14 @@ def with_previous(store: BlockStore, output: Tensor, active: Active) -> tuple[Te
 
 
 def forecast(store: BlockStore) -> Tensor:
-    """[tokens, channels]: the outputs that `store` keeps, those of reused cells carried on to this step."""
+    """Return the outputs in `store`, [tokens, channels], with those of reused cells extrapolated to this step."""
     output, previous = store.outputs
     share = share_followed(store.reuses, store.gaps).astype(np.float32)
     return output.addcmul(output - previous, _by_token(store, share))
 
 
 def _by_token(store: BlockStore, values: Floats) -> Tensor:
-    """(tokens, 1): what each token's cell has in (cells,)."""
+    """Expand values (cells,) to (tokens, 1), by the cell of each token."""
     assert store.tables is not None
     places = store.tables.tokens(0)
     repeated = torch.from_numpy(values).to(places.device)[:, None].expand(places.shape).reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""How the cache is to work. Imports no torch, so that options are checked before anything heavy is loaded."""
+"""Options of the cache. Imports no torch, so that options are checked before anything heavy is loaded."""
 
 from dataclasses import asdict, dataclass, replace
 from math import gcd
@@ -16,33 +16,32 @@ CacheGrain = Literal["auto", "request", "patch"]
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """What the patch cache does; all but `mode` are without effect where it is off.
+    """Options of the patch cache. With `mode` at `off`, all others have no effect.
 
     Attributes:
-        mode: `schedule`: a list of steps, known in advance, is computed, and the others are forecast from them; no
-            other field but `schedule` matters then. `patch`: every patch of every block by itself. `image`: a block is
-            skipped only where all patches of the batch agree (the paper's whole-image variant). `interval`: all but the
-            outermost blocks are computed at
-            every `interval`-th step only (as DeepCache does). `accumulated`: a request skips all blocks until the
-            changes of its input, added up from step to step, exceed `threshold` (as TeaCache does).
-        threshold: largest mean squared change of a block's input since it was last computed, relative to the mean
-            square of that input, at which `patch` and `image` reuse, where no predictor is given; None asks the
-            predictor. For `accumulated` the largest sum of relative changes.
-        predictor: file of a trained cache predictor; None for the workspace's, or else the one that the model has.
-        patch_size: side of a patch of the cache in latent pixels; None for what suits the model (`default_patch_size`).
-        interval: see `mode`.
-        max_reuse: how many steps in a row a patch may reuse a block; None for as many as the predictor has learnt from,
-            and 4 where none decides.
-        warmup_steps: first steps of a request that are computed in full; so is its last step.
-        memory_mb: bound of what the cache keeps; a block that would exceed it runs uncached.
-        grain: what is computed or reused as one. `patch`: patches of a block by themselves, as in the paper.
-            `request`: a request whole; where a predictor or `accumulated` decides it takes all blocks of a step or
-            none, and what it would have got is forecast from its last two steps (`forecast`). `auto`: `request` where
-            these decide, which is faster and gives better images (docs/cache.md), else `patch`.
-        full_above: finer than `grain`: of the requests that have patches to compute, the share of these above which a
-            block computes all patches of these requests; at 0 they are computed whole or not at all, and of `patch` it
-            is 0.5. None for what `grain` says.
-        schedule: file of the list of steps; None for the workspace's, or else the one that the model has.
+        mode: `schedule`: the steps in a list, known in advance, are computed, and the others are forecast from them;
+            the only other field in use is `schedule`. `patch`: the decision is per patch and block. `image`: a block is
+            skipped only if all patches of the batch agree (the paper's whole-image variant). `interval`: all but the
+            outermost blocks are computed only at every `interval`-th step (as in DeepCache). `accumulated`: a request
+            skips all blocks until the sum of its input's changes over the steps reaches `threshold` (as in TeaCache).
+        threshold: for `patch` and `image`, the mean squared change of a block's input since it was last computed,
+            relative to the mean square of that input, below which it is reused; None to use the predictor. For
+            `accumulated`, the sum of relative changes at which a request is computed.
+        predictor: file of a trained cache predictor; None for that of the workspace, or else of the model.
+        patch_size: side of a patch of the cache in latent pixels; None for the model's default (`default_patch_size`).
+        interval: as described for `mode`.
+        max_reuse: largest number of steps in a row for which a patch may reuse a block; None for the number that the
+            predictor was trained on, or 4 without a predictor.
+        warmup_steps: number of first steps of a request that are computed in full. Its last step is computed, too.
+        memory_mb: memory bound of the cache; a block that would exceed it runs uncached.
+        grain: unit that is computed or reused as a whole. `patch`: single patches of a block, as in the paper.
+            `request`: whole requests; if a predictor or `accumulated` decides, a request takes all blocks of a step or
+            none, and its output at a skipped step is forecast from its last two steps (`forecast`). `auto`: `request`
+            if one of these decides, which is faster and gives better images (docs/cache.md), otherwise `patch`.
+        full_above: finer control than `grain`: of the requests with patches to compute, the share of patches to compute
+            above which a block computes all their patches. At 0, requests are computed whole or not at all; `patch`
+            stands for 0.5. None for the value of `grain`.
+        schedule: file of the list of steps; None for that of the workspace, or else of the model.
 
     Raises:
         UsageError: a value is not allowed.
@@ -95,12 +94,12 @@ class CacheOptions:
 
     @property
     def is_of_patches(self) -> bool:
-        """Whether it is decided step by step what the model computes, from what it is handed."""
+        """Whether the patches or requests to compute are decided at every step, from the model's inputs."""
         return self.mode not in ("off", "schedule")
 
     @property
     def file(self) -> Path | None:
-        """What decides, if that is a file."""
+        """File of the schedule or the predictor; None if none is given."""
         return self.schedule or self.predictor
 
     @property
@@ -109,18 +108,19 @@ class CacheOptions:
         return self.mode in ("patch", "image") and self.threshold is None
 
     def own_full_above(self, *, tells_of_steps: bool) -> float | None:
-        """`full_above`, or what `grain` stands for; None where a request takes all blocks of a step or none, as rules
-        allow that tell of all blocks as one.
+        """Return `full_above`, or the value of `grain`; None if a request takes all blocks of a step or none.
+
+        The latter is possible with rules that decide about all blocks as one (`tells_of_steps`).
         """
         if self.full_above is not None or (tells_of_steps and self.grain != "patch"):
             return self.full_above
         return 0.0 if self.grain == "request" else 0.5
 
     def with_file_of(self, *folders: Path) -> "CacheOptions":
-        """The same options with the predictor or the schedule of the first of these folders that has one, where they
-        need one and name none.
+        """Return the options with the predictor or the schedule of the first folder that has one, if they need one and
+        name none.
 
-        If none of them has one, the file is that of the first folder, so that errors say where it belongs.
+        If no folder has one, the path is in the first folder, so that error messages name the expected place.
         """
         if not (self.needs_predictor or self.mode == "schedule") or self.file is not None:
             return self
@@ -130,12 +130,12 @@ class CacheOptions:
         return replace(self, schedule=found) if is_scheduled else replace(self, predictor=found)
 
     def from_anywhere(self) -> "CacheOptions":
-        """The same options with absolute paths, for processes in other folders."""
+        """Return the options with absolute paths, for processes in other folders."""
         paths = {name: getattr(self, name) for name in ("predictor", "schedule")}
         return replace(self, **{name: path.absolute() for name, path in paths.items() if path is not None})
 
     def in_words(self) -> str:
-        """The mode and what decides, for tables."""
+        """Return the mode and the basis of its decisions in words, for tables."""
         if not self.is_on:
             return self.mode
         if self.mode == "schedule":
@@ -147,13 +147,14 @@ class CacheOptions:
         return f"{self.mode}, {decides}{grain}"
 
     def identity(self) -> dict[str, Any]:
-        """What decides images, as JSON: two equal ones reuse by the same rules.
+        """Return the options that affect images, as JSON: options with equal identities reuse by the same rules.
 
-        A predictor counts by its file's content, because training writes another one under the same name. Where the
-        cache is off, the rest has no effect and stands at what earlier versions had: sets of images are found by it.
+        A predictor or a schedule is identified by its file's content, because training writes another one under the
+        same name. If the cache is off, the other fields have no effect and keep the values of earlier versions, as sets
+        of images are looked up by this identity.
 
         Raises:
-            OSError: the predictor's file cannot be read.
+            OSError: the file cannot be read.
         """
         if self.mode == "schedule":
             assert self.schedule is not None, "whoever loads the model names the file"
@@ -171,16 +172,16 @@ class CacheOptions:
 
 
 def default_patch_size(model_side: int, num_levels: int, unit: int) -> int:
-    """Side of the cache's patches in latent pixels where the user names none.
+    """Return the default side of the cache's patches in latent pixels.
 
-    Of `patch` order, as on CUDA, the cache's patches are those of all layers, and a 3 x 3 convolution reads
-    (s + 2) ** 2 / s ** 2 times a patch of side s: 4 times at s = 2, 1.56 times at s = 8. So a patch has 8 x 8 tokens at
-    the deepest level, unless that is more than a quarter of the side that the model was trained for: the usual sizes,
-    one half, three quarters and all of it, have that in common, and a smaller image still has four patches.
+    In `patch` order, as on CUDA, the cache's patches are those of all layers, and a 3 x 3 convolution reads
+    (s + 2) ** 2 / s ** 2 times a patch of side s: 4 times at s = 2, 1.56 times at s = 8. A patch therefore has 8 x 8
+    tokens at the deepest level, unless that is more than a quarter of the side that the model was trained for. This
+    quarter divides the usual sizes, one half, three quarters and all of it, and a smaller image still has four patches.
 
     Args:
         model_side: latent side that the model was trained for.
-        num_levels: of the model.
+        num_levels: number of levels of the model.
         unit: side of a token of the finest level in latent pixels.
 
     Returns:

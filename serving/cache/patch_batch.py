@@ -1,4 +1,4 @@
-"""The requests of a batch as the cache sees them: their patches, and which of these must be computed at a step."""
+"""The requests of a batch as the cache sees them: their patches, and the patches that must be computed at a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,21 +13,23 @@ from .cells import CellTables, Integers, SlotTable
 from .rules import Booleans
 
 _KEPT = 16
-"""Sets of rows, and masks, whose index tables are kept while the batch lasts: blocks share them, and some recur."""
+"""Number of row sets, and of masks, whose index tables are kept while the batch lasts: blocks share them, and some
+recur.
+"""
 
 _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
 class CachedRequest:
-    """A request as the cache knows it.
+    """A request as the cache sees it.
 
     Attributes:
-        key: its own for ever.
-        num_rows: 2 with guidance, else 1.
-        num_steps: of its schedule.
+        key: unique key, which is never used again.
+        num_rows: 2 with guidance, otherwise 1.
+        num_steps: number of steps of its schedule.
         pixels: width times height of its image.
-        is_exact: whether all of its steps are computed, whatever the rule says.
+        is_exact: whether all its steps are computed, regardless of the rule.
     """
 
     key: int
@@ -38,15 +40,16 @@ class CachedRequest:
 
 
 class PatchBatch:
-    """The patches of the requests in a batch and their cells: one per row of the request.
+    """The patches of the requests in a batch, and their cells, one per row of the request.
 
     Attributes:
-        tables: of the cells.
-        keys: (cells,) what no other cell ever has.
-        request, patch: (patches,) place of the request in the batch, and number of the patch in its image.
-        first_cell, last_cell: (patches,) its cell in the first and in the last row of its request.
-        patch_of_cell: (cells,).
-        steps_done, is_forced: (patches,) of this step; whether it must be computed whatever the rule says.
+        tables: index tables of the cells.
+        keys: (cells,) unique keys of the cells, which are never used again.
+        request, patch: (patches,) index of the request in the batch, and number of the patch in its image.
+        first_cell, last_cell: (patches,) cell of the patch in the first and in the last row of its request.
+        patch_of_cell: (cells,) patch of each cell.
+        steps_done, is_forced: (patches,) number of steps done before this step, and whether the patch must be computed
+            regardless of the rule.
     """
 
     def __init__(
@@ -89,14 +92,16 @@ class PatchBatch:
         self.is_forced = (self.steps_done < warmup_steps) | (self.steps_done >= self.num_steps - 1) | self._is_exact
 
     def fill(self, reuse: Booleans, full_above: float) -> ActiveRows | None:
-        """Compute all patches of the requests that have any to compute, where that costs no more than a mask.
+        """Extend the patches to compute to whole requests, if that costs no more than a mask.
 
         Args:
-            reuse: (patches,) which are reused; changed in place.
-            full_above: share of these requests' patches to compute above which that is so.
+            reuse: (patches,) whether each patch is reused; modified in place.
+            full_above: of the requests with patches to compute, the share of patches to compute above which all their
+                patches are computed.
 
         Returns:
-            The rows to compute, if they are all of these requests'; None for all rows of the batch, none, or a mask.
+            The rows to compute, if they are whole requests but not all of the batch; None for all rows of the batch, no
+            rows, or a mask.
         """
         is_touched = np.logical_or.reduceat(~reuse, self.request_start)
         num_touched = int(self._counts[is_touched].sum())
@@ -110,7 +115,7 @@ class PatchBatch:
         return _kept(self._rows_kept, rows, lambda: ActiveRows(self.tables, np.flatnonzero(rows)))
 
     def mask(self, is_reused: Booleans) -> ActiveSet:
-        """The cells that are not reused, of (cells,)."""
+        """Return the cells that are not reused, given `is_reused` (cells,)."""
         return _kept(self._masks_kept, is_reused, lambda: ActiveSet(self.tables, np.flatnonzero(~is_reused)))
 
 

@@ -1,4 +1,4 @@
-"""The cache of one model: which patches are in the batch, which of them go through a block, and what that has saved."""
+"""The cache of one model: the patches of the batch, the decision which of them go through a block, and statistics."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,16 +23,17 @@ from .store import BlockStore
 
 Tokens = tuple[Tensor, ...]
 OnComputed = Callable[[int, Tokens, Tokens], None]
-"""Called with a block's number, input and output whenever it has run in full."""
+"""Called with a block's number, input and output each time the block has run in full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which cells go through a block.
+    """Cells that go through a block.
 
     Attributes:
-        kind: `whole` for all of them, `skipped` for none, `rows` for all of some requests, `masked` for any others.
-        active: these, where it is some.
+        kind: `whole` for all cells, `skipped` for none, `rows` for all cells of some requests, `masked` for any other
+            set.
+        active: these cells, for `rows` and `masked`.
     """
 
     kind: Literal["whole", "rows", "masked", "skipped"]
@@ -40,21 +41,21 @@ class Decision:
 
 
 class PatchCache:
-    """Decides and keeps for all blocks of one patched model. One thread at a time.
+    """Decides about reuse and stores tensors, for all blocks of one patched model. Not thread-safe.
 
-    `unit` is the side of the model's smallest token in latent pixels, `num_levels` its number of levels, `num_blocks`
-    that of its blocks.
+    `unit` is the side of the model's smallest token in latent pixels, `num_levels` its number of levels, and
+    `num_blocks` its number of blocks.
 
     Attributes:
-        stats: what it has done so far.
-        on_computed: called whenever a block has run in full.
+        stats: statistics so far.
+        on_computed: called each time a block has run in full; None for no call.
         patch_size: side of a patch in latent pixels.
-        max_reuse: of the options, or else of the rule.
-        is_whole: whether all blocks are one (`WHOLE_MODEL`): a request takes a step whole or not at all.
+        max_reuse: value of the options, or else of the rule.
+        is_whole: whether all blocks count as one (`WHOLE_MODEL`): a request takes a step whole or not at all.
         left_out: for each request of the batch, whether the last step has reused any of its patches in any block.
-        names, stores: of the blocks, in the order in which a step runs them.
-        wants_masks: of each block, whether some of its patches were ever wanted without the others of their request.
-            From then on its operators keep what they read.
+        names, stores: names and stores of the blocks, in the order in which a step runs them.
+        wants_masks: for each block, whether some of its patches have ever been computed without the others of their
+            request. From then on, its operators keep their inputs.
 
     Raises:
         UsageError: the patch size of the cache does not suit the model.
@@ -83,15 +84,15 @@ class PatchCache:
         self._previous = BlockStore()
         self.wants_masks: list[bool] = []
         self._has_inputs: list[bool] = []
-        """Whether operators of a block have kept what they read of all requests, as masks need it."""
+        """Whether the operators of a block have kept their inputs for all requests, as masks need."""
         self._bytes: list[int] = []
         self._bytes_per_cell: dict[int, tuple[float, float]] = {}
-        """What a block keeps of each cell: by itself, and for masks."""
+        """Bytes that a block keeps for each cell: in its store, and for masks."""
         self._batch: PatchBatch | None = None
         self._is_first_block = False
         self._step = 0
         self._maker: dict[int, BlockStore] = {}
-        """Which store keeps the tensor at an address: inputs of a block that others have made need no second look."""
+        """Store that keeps the tensor at an address, from which unchanged inputs of other blocks are recognised."""
 
     @property
     def tables(self) -> CellTables:
@@ -112,7 +113,9 @@ class PatchCache:
                 )
 
     def add_block(self, name: str, kept: list[SlotBuffer]) -> int:
-        """Register a block with what its operators keep, in the order in which the model runs them; its number."""
+        """Register a block with the buffers of its operators, in the order in which the model runs blocks; return its
+        number.
+        """
         self.names.append(name)
         self.stores.append(BlockStore(compares=self.rule.needs_change))
         self._kept.append(kept)
@@ -123,11 +126,11 @@ class PatchCache:
 
     @property
     def is_used(self) -> bool:
-        """Whether the batch has requests; a batch of rows for measurements alone has none."""
+        """Whether the batch has requests; a batch of rows that is only for measurements has none."""
         return self._batch is not None
 
     def begin(self, packing: Packing, requests: Sequence[CachedRequest]) -> None:
-        """Say which requests the next steps have, in the order of their rows; with none, blocks run uncached."""
+        """Set the requests of the next steps, in the order of their rows; with none, blocks run uncached."""
         if not requests:
             self._batch = None
             return
@@ -135,7 +138,7 @@ class PatchCache:
         self.left_out = np.zeros(len(requests), bool)
 
     def begin_step(self, steps_done: Sequence[int]) -> None:
-        """Say how far each request is, before every step."""
+        """Start a step, given the number of steps that each request has done. Called before every step."""
         self.batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
         self.left_out = np.zeros(len(self.batch.request_keys), bool)
         self._is_first_block = True
@@ -147,9 +150,9 @@ class PatchCache:
                 self._register(store)
 
     def decide(self, block: int, inputs: Tokens) -> Decision:
-        """Say which cells go through a block that is handed these tokens.
+        """Decide which cells go through a block with these input tokens.
 
-        The cells of new, first and last steps are always among them, and so are those which were reused too often.
+        New cells, cells in first and last steps, and cells that were reused too often are always computed.
         """
         started = time.perf_counter()
         batch, store = self.batch, self.stores[block]
@@ -174,10 +177,10 @@ class PatchCache:
                 self._let_go_of_inputs(block)
                 rows = batch.fill(reuse, 0.0)
             elif not self._has_inputs[block]:
-                # From now on operators keep what they read, beginning with all requests.
+                # From now on operators keep their inputs, beginning with those of all requests.
                 reuse[:] = False
         if not reuse.all() and not self._has_room(block):
-            # What is kept of others would be of no use: the block is about to be forgotten.
+            # Tensors kept for other cells are useless: the block is about to be discarded.
             reuse[:] = False
         num_active = batch.num_patches - int(reuse.sum())
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
@@ -200,7 +203,7 @@ class PatchCache:
         return Decision("masked", batch.mask(is_reused))
 
     def keep(self, block: int, inputs: Tokens, outputs: Tokens, row_outputs: Tokens, active: Active) -> None:
-        """Keep what a block has computed, if there is room."""
+        """Store what a block has computed, if there is room."""
         started = time.perf_counter()
         store = self.stores[block]
         if active is None and self.on_computed is not None:
@@ -214,7 +217,7 @@ class PatchCache:
         self._weigh(block)
         most = self.options.memory_mb * 1e6
         if self.num_bytes > most:
-            # Only now it is known how much this block keeps: without what masks need, if that is enough, or nothing.
+            # The size of this block is known only now: drop the inputs kept for masks or, if that is not enough, all.
             self._let_go_of_inputs(block)
             if active is None and self.num_bytes > most:
                 self._run_uncached(block)
@@ -222,16 +225,16 @@ class PatchCache:
         self.stats.overhead_s += time.perf_counter() - started
 
     def hold(self, block: int, outputs: Tokens, row_outputs: Tokens) -> None:
-        """Keep what is kept of a block in these tensors, which have the same values: the next block is handed them."""
+        """Replace the stored outputs of a block by these tensors of the same values, which the next block receives."""
         store = self.stores[block]
         self._unregister(store)
         store.outputs, store.row_outputs = outputs, row_outputs
         self._register(store)
 
     def keeps_inputs(self, block: int, active: Active) -> bool:
-        """Whether the operators of a block that is about to run for whole requests shall keep what they read.
+        """Return whether the operators of a block that is about to run for whole requests keep their inputs.
 
-        They do from the first mask on, and only as long as there is room.
+        They do from the first mask on, as long as there is room.
         """
         if self.wants_masks[block]:
             if not self._has_room(block, for_masks=True):
@@ -241,13 +244,13 @@ class PatchCache:
         return self._has_inputs[block]
 
     def _has_room(self, block: int, *, for_masks: bool = False) -> bool:
-        """Whether what a block keeps fits into the memory bound beside what the others keep now."""
+        """Return whether the tensors of a block fit into the memory bound beside those of the other blocks."""
         own, inputs = self._bytes_per_cell.get(block, (0.0, 0.0))
         wanted = (own + inputs * for_masks) * self.tables.num_cells
         return self.num_bytes - self._bytes[block] + wanted <= self.options.memory_mb * 1e6
 
     def _weigh(self, block: int) -> None:
-        """Note how much a block keeps."""
+        """Update the number of bytes that a block keeps."""
         num_cells, store = self.tables.num_cells, self.stores[block]
         inputs = sum(kept.bytes_per_cell(num_cells) for kept in self._kept[block])
         _, before = self._bytes_per_cell.get(block, (0.0, 0.0))
@@ -266,7 +269,7 @@ class PatchCache:
         self._forget(block)
 
     def forget(self) -> None:
-        """Let go of everything, for example after a failure half way through a step."""
+        """Discard everything, for example after a failure in the middle of a step."""
         for block in range(len(self.stores)):
             self._forget(block)
         self._previous.clear()
@@ -285,11 +288,13 @@ class PatchCache:
 
     @property
     def num_bytes(self) -> int:
-        """What all blocks keep."""
+        """Number of bytes that all blocks keep."""
         return sum(self._bytes)
 
     def _ask(self, block: int, inputs: Tokens, must: Booleans) -> Booleans:
-        """Which patches the rule lets be reused before a block; what it says of those that `must` has no meaning."""
+        """Return the patches that the rule allows to be reused before a block; values for patches in `must` are
+        meaningless.
+        """
         batch, store, change = self.batch, self.stores[block], None
         if self.rule.needs_change:
             makers = [self._maker.get(tensor.data_ptr()) for tensor in inputs]
@@ -302,7 +307,7 @@ class PatchCache:
         return self.rule.may_reuse(PatchView(number, self.num_blocks, change, *known))
 
     def _observe(self, batch: PatchBatch, inputs: Tokens) -> None:
-        """Let the rule see how far every request's input has moved since the last step."""
+        """Pass the rule the change of every request's input since the last step."""
         store, tables = self._previous, batch.tables
         store.move_to(tables, batch.keys)
         changes = np.full(len(batch.request_keys), np.inf)

@@ -1,4 +1,4 @@
-"""The rules by which patches are reused.
+"""Rules that decide which patches are reused.
 
 A rule sees the patches of requests, not of rows: both rows of a guided request are treated alike, because guidance
 multiplies their difference.
@@ -27,13 +27,13 @@ class PatchView:
     """Patches of all active requests before one block; arrays are (patches,).
 
     Attributes:
-        block: which block it is, from 0; `num_blocks` for all of them as one.
-        num_blocks: how many there are.
+        block: number of the block, from 0; `num_blocks` for all blocks as one.
+        num_blocks: number of blocks.
         change: relative mean squared change of the block's input since it was last computed (the larger one of a
-            guided request's two rows), float32 on the model's device; None unless the rule wants it.
-        request: place of the patch's request in the batch, ascending.
-        steps_done, num_steps: of that request.
-        reuses: how often in a row this block was reused for the patch.
+            guided request's two rows), float32 on the model's device; None unless the rule needs it.
+        request: index of the patch's request in the batch, ascending.
+        steps_done, num_steps: number of steps done by that request, and of all its steps.
+        reuses: number of times in a row that this block was reused for the patch.
         pixels: width times height of the request's image.
     """
 
@@ -48,13 +48,13 @@ class PatchView:
 
 
 class ReuseRule(Protocol):
-    """Says which patches may be reused before a block; new ones, first and last steps are not up to it.
+    """Decides before a block which patches may be reused. New patches, first and last steps are always computed.
 
     Attributes:
-        needs_change: whether it wants `PatchView.change`.
-        observes: whether it wants `observe` before the first block of every step.
-        is_whole: whether it decides about all blocks of a model as one, where the options do not say (`full_above`).
-        max_reuse: how often in a row it lets a patch be reused, where the options do not say.
+        needs_change: whether the rule needs `PatchView.change`.
+        observes: whether `observe` is called before the first block of every step.
+        is_whole: whether the rule decides about all blocks of a model as one, unless the options set `full_above`.
+        max_reuse: largest number of reuses of a patch in a row, unless the options set it.
     """
 
     needs_change: bool = False
@@ -63,29 +63,29 @@ class ReuseRule(Protocol):
     max_reuse: int = 4
 
     def observe(self, keys: Sequence[int], changes: NDArray[np.float64], is_forced: Booleans) -> None:
-        """Take note of how the input of a step has changed.
+        """Record how the input of a step has changed.
 
         Args:
-            keys: of the requests of the batch.
-            changes: (requests,) root of the mean squared difference of the first block's input to the step before,
+            keys: keys of the requests in the batch.
+            changes: (requests,) root of the mean squared difference of the first block's input from the previous step,
                 relative to that step; infinite for a new request.
-            is_forced: (requests,) whether all of a request is computed at this step, whatever the rule says.
+            is_forced: (requests,) whether all of a request is computed at this step, regardless of the rule.
         """
 
     def may_reuse(self, view: PatchView) -> Booleans:
-        """(patches,) True where the output of the last computation still serves."""
+        """Return (patches,) True where the output of the last computation may be reused."""
         ...
 
 
 class NeverReuse(ReuseRule):
-    """Computes everything, and lets everything be kept: for profiles and tests."""
+    """Computes everything, while everything is still kept, for profiles and tests."""
 
     def may_reuse(self, view: PatchView) -> Booleans:
         return np.zeros(len(view.request), bool)
 
 
 class InputThreshold(ReuseRule):
-    """Reuses what has changed less than a threshold; at 0 nothing, since the comparison is strict."""
+    """Reuses patches that have changed less than a threshold; none at 0, since the comparison is strict."""
 
     needs_change = True
 
@@ -98,16 +98,17 @@ class InputThreshold(ReuseRule):
 
 
 class Predicted(ReuseRule):
-    """Asks the trained predictor, which is on the model's device (PatchedServe sections 5.1 and 7).
+    """Uses the trained predictor, which is on the model's device (PatchedServe sections 5.1 and 7).
 
-    Unless the options say otherwise, a request takes a step whole or not at all, because old borders, sums and outputs
-    of blocks do harm beside new ones: with emoji-xl at equal savings the SSIM to images without a cache rose from 0.934
-    to 0.965 where requests took each block whole, and to 0.980 where they took all blocks from the first one that was
-    computed. A request then goes by the mean vote of its patches: with emoji-3 the SSIM was 0.983 at 64 % saved, and
-    0.978 at 63 % where every patch had to agree. `psctl reproduce patchedserve --figure 15` shows patch by patch.
+    Unless the options say otherwise, a request takes a step either whole or not at all, because mixing old borders,
+    sums and outputs of blocks with new ones does harm: with emoji-xl, at equal savings, the SSIM to images without a
+    cache rose from 0.934 to 0.965 if requests took each block whole, and to 0.980 if they took all blocks from the
+    first computed one on. The mean vote of its patches then decides for a request: with emoji-3, the SSIM was 0.983 at
+    64 % saved, and 0.978 at 63 % if every patch had to agree. `psctl reproduce patchedserve --figure 15` shows the
+    decision patch by patch.
 
     Raises:
-        UsageError: patches may be reused more often in a row than the predictor has seen.
+        UsageError: the options allow more reuses in a row than the predictor was trained on.
     """
 
     needs_change = True
@@ -135,7 +136,7 @@ class Predicted(ReuseRule):
 
 
 class Interval(ReuseRule):
-    """Computes all blocks at every n-th step of a request, and only the outermost two at the others (DeepCache)."""
+    """Computes all blocks at every n-th step of a request, and only the outermost two at other steps (DeepCache)."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
@@ -146,7 +147,7 @@ class Interval(ReuseRule):
 
 
 class Accumulated(ReuseRule):
-    """A request skips all blocks until the changes of its input add up to more than a threshold (TeaCache)."""
+    """Lets a request skip all blocks until the sum of its input's changes reaches a threshold (TeaCache)."""
 
     observes = True
     is_whole = True
@@ -157,7 +158,7 @@ class Accumulated(ReuseRule):
         self._skips: Booleans = np.empty(0, bool)
 
     def observe(self, keys: Sequence[int], changes: NDArray[np.float64], is_forced: Booleans) -> None:
-        """Add the changes up, and decide for the step; what is computed counts from 0 again."""
+        """Add up the changes and decide for the step; the sum of a computed request restarts at 0."""
         sums = np.array([self._sums.get(key, 0.0) for key in keys]) + changes
         self._skips = sums < self.threshold
         self._sums = dict(zip(keys, np.where(self._skips & ~is_forced, sums, 0.0).tolist(), strict=True))
@@ -167,10 +168,10 @@ class Accumulated(ReuseRule):
 
 
 def load_rule(options: CacheOptions, facts: BlockFacts, device: torch.device, kernels: str = "auto") -> ReuseRule:
-    """The rule that the options ask for; a predictor must have been trained for `facts`, and goes to `device`.
+    """Return the rule that the options select. A predictor must have been trained for `facts`, and goes to `device`.
 
     Raises:
-        UsageError: no predictor was given, its file is damaged, or it was trained for another model, scheduler or patch
+        UsageError: no predictor is given, its file is damaged, or it was trained for another model, scheduler or patch
             size.
     """
     if options.mode == "interval":

@@ -1,7 +1,8 @@
-"""What operators keep of their input for the patches that are not computed: PatchedServe section 5.1, DESIGN.md.
+"""Buffers in which operators keep their inputs, as context for passes that compute only some patches.
 
-A computed patch refreshes its place, a reused one leaves it stale. What a pass over whole requests has seen is kept as
-it is, and only sorted into slots when some patches are computed without the others: until then it costs nothing more.
+Source: PatchedServe section 5.1, DESIGN.md. A computed patch refreshes its slot, a reused one leaves it stale. The
+tensors of a pass over whole requests are kept as they are, and sorted into slots only when some patches are computed
+without the others: until then they cost nothing more.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +16,12 @@ from .active import ActiveSet
 from .cells import CellTables
 
 Placed = Callable[[Tensor, CellTables, int], tuple[Tensor, Tensor]]
-"""Tokens of a full pass, tables and level -> places in the buffer (n,), and what belongs there [n, ...]."""
+"""Tokens of a full pass, tables and level -> positions in the buffer (n,), and the values for them [n, ...]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pass:
-    """What a pass over whole requests has seen, and where: tokens [tokens, ...] in packed order, tables and level."""
+    """Inputs of a pass over whole requests: tokens [tokens, ...] in packed order, with their tables and level."""
 
     number: int
     tokens: Tensor
@@ -29,7 +30,7 @@ class _Pass:
 
 
 class SlotBuffer:
-    """Rows for every slot, into which passes over whole requests are put, as `placed` says, when first needed."""
+    """Buffer with rows for every slot. Passes over whole requests are sorted into it by `placed` when first needed."""
 
     def __init__(self, placed: Placed) -> None:
         self._placed = placed
@@ -37,20 +38,20 @@ class SlotBuffer:
         self._per_slot = 1
         self._passes = count()
         self._pending: dict[int, _Pass] = {}
-        """The last pass of each request that is not yet put into its rows, by the request's key."""
+        """Last pass of each request that has not been sorted into rows yet, by the request's key."""
         self._pending_bytes = 0
         self._parts: Callable[[], Sequence[Tensor]] | None = None
 
     def keep(self, tokens: Tensor, tables: CellTables, level: int) -> None:
-        """Take over the tokens [tokens, ...] of a pass, in packed order. They must not change afterwards."""
+        """Keep the tokens [tokens, ...] of a pass, in packed order. They must not be modified afterwards."""
         self._pending |= dict.fromkeys(tables.owners, _Pass(next(self._passes), tokens, tables, level))
         if len(self._pending) > len(tables.everyone):
             self._pending = {key: last for key, last in self._pending.items() if key in tables.everyone}
-        # A view holds all of its storage.
+        # A view keeps its whole storage alive.
         self._pending_bytes = sum(last.tokens.untyped_storage().nbytes() for last in set(self._pending.values()))
 
     def rows(self, tables: CellTables, per_slot: int) -> Tensor:
-        """What is kept, [slots * per_slot or more, ...]; slot 0 and new ones hold zeros."""
+        """Return the rows of all slots, [slots * per_slot or more, ...]; slot 0 and new slots hold zeros."""
         if self._parts is not None:
             parts, self._parts = self._parts(), None
             self._rows = torch.cat([parts[0].new_zeros(1, *parts[0].shape[1:]), *parts]).flatten(0, 1)
@@ -65,8 +66,8 @@ class SlotBuffer:
         return self._reach((int(tables.slots.max()) + 1) * per_slot, self._rows)
 
     def taken(self) -> Tensor | None:
-        """What the last pass has seen, [cells, entries of a cell, ...] in the order of its tables; None for nothing. It
-        is not kept any longer.
+        """Return and discard the values of the last pass, [cells, entries of a cell, ...] in the order of its tables;
+        None if there are none.
         """
         if not self._pending:
             return None
@@ -76,8 +77,10 @@ class SlotBuffer:
         return values.view(last.tables.num_cells, -1, *values.shape[1:])
 
     def put(self, parts: Callable[[], Sequence[Tensor]]) -> None:
-        """Take over what `taken` has given, of cells whose slots count from 1 on, in any number of parts. They are
-        asked for when rows are first needed, so that a pass waits for them only there; what that raises, `rows` raises.
+        """Set the contents from values of `taken`, in any number of parts, for cells whose slots count from 1.
+
+        `parts` is called when rows are first needed, so that a pass waits for them only there. Its errors are raised by
+        `rows`.
         """
         self.clear()
         self._parts = parts
@@ -85,7 +88,7 @@ class SlotBuffer:
     def _reach(self, count: int, like: Tensor) -> Tensor:
         old = self._rows
         if old is None or len(old) < count:
-            # Half as many again, so that a growing batch does not copy at every join.
+            # Grow by at least half, so that a growing batch does not copy at every join.
             grown = like.new_zeros(count if old is None else max(count, len(old) * 3 // 2), *like.shape[1:])
             if old is not None:
                 grown[: len(old)] = old
@@ -93,30 +96,30 @@ class SlotBuffer:
         return old
 
     def bytes_per_cell(self, num_cells: int) -> float:
-        """What is held for each of the cells of the batch; the rows of free slots do not count."""
+        """Return the bytes held for each cell of the batch; the rows of free slots do not count."""
         rows = 0.0 if self._rows is None else self._rows.nbytes * self._per_slot / len(self._rows)
         return rows + self._pending_bytes / num_cells
 
     @property
     def num_bytes(self) -> int:
-        """What is held now."""
+        """Bytes held now."""
         return self._pending_bytes + (0 if self._rows is None else self._rows.nbytes)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self._rows = self._parts = None
         self._pending.clear()
         self._pending_bytes = 0
 
 
 class TokenSlots:
-    """The tokens that a convolution or an attention has read last, for all slots."""
+    """Tokens that a convolution or an attention has last read, for all slots."""
 
     def __init__(self) -> None:
         self.buffer = SlotBuffer(_placed_tokens)
 
     def write(self, values: Tensor, active: ActiveSet, level: int) -> Tensor:
-        """Refresh the places of the active cells; returns what is kept of all, [slots * side * side, ...]."""
+        """Refresh the slots of the active cells, and return the tokens of all slots, [slots * side * side, ...]."""
         rows = self.buffer.rows(active.tables, active.tables.side(level) ** 2)
         return rows.index_copy_(0, active.slot_tokens(level), values)
 
@@ -129,16 +132,19 @@ class NormSlots:
         self.buffer = SlotBuffer(self._placed_sums)
 
     def statistics(self, values: Tensor, active: ActiveSet, eps: float) -> tuple[Tensor, Tensor]:
-        """Refresh the sums of the active cells; mean and reciprocal deviation of each row, (rows, groups) float32.
+        """Refresh the sums of the active cells; return mean and reciprocal deviation of each row, (rows, groups)
+        float32.
 
         Args:
             values: float32 [active cells, tokens of a cell, channels].
+            active: the active cells.
+            eps: added to the variance.
         """
         sums = self.buffer.rows(active.tables, 1)
         if not active.freezes_norms:
             sums.index_copy_(0, active.slots, self._sum(values))
         slots, local = active.context
-        # Doubles, because the mean of squares less the square of the mean loses digits.
+        # In double precision, because the mean of squares minus the square of the mean loses digits.
         total = sums.new_zeros(len(active.rows), 2, self.num_groups, dtype=torch.float64)
         total.index_add_(0, local, sums.index_select(0, slots).double())
         count = active.num_cells_of_row * (values.shape[1] * (values.shape[2] // self.num_groups))

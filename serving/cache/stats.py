@@ -1,4 +1,4 @@
-"""What the cache has done, in figures."""
+"""Statistics of the cache."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 
 @dataclass(slots=True)
 class CacheStats:
-    """What the cache has done since it was made.
+    """Statistics of the cache since its creation.
 
     Attributes:
-        patches, skipped: patches of requests over all blocks and steps, and how many of them were reused; their
-            quotient is the saved computation of PatchedServe, section 8. Of a schedule whole steps.
-        by_block: the same two for every block.
-        whole, rows, masked, skipped_blocks: how often a block ran in full, for some whole requests, for some cells, and
-            not at all.
-        refused: patches that were computed because the rule said so; the other ones had to be.
-        expired: patches that were computed because they had been reused `max_reuse` times in a row.
-        uncached: by block, how often it ran without the cache because of the memory bound.
-        peak_bytes: the most that was kept.
-        overhead_s: seconds spent on deciding and keeping, without the blocks themselves.
+        patches, skipped: number of patches of requests over all blocks and steps, and number of these that were reused;
+            their quotient is the saved computation of PatchedServe, section 8. With a schedule, whole steps count.
+        by_block: the same two numbers for every block.
+        whole, rows, masked, skipped_blocks: number of times that a block ran in full, for some whole requests, for some
+            cells, and not at all.
+        refused: number of patches that were computed by decision of the rule; all others had to be computed.
+        expired: number of patches that were computed because they had been reused `max_reuse` times in a row.
+        uncached: number of times that a block ran without the cache because of the memory bound, by block.
+        peak_bytes: largest number of bytes kept.
+        overhead_s: seconds spent on decisions and storage, without the blocks themselves.
     """
 
     patches: int = 0
@@ -39,7 +39,7 @@ class CacheStats:
         return self.skipped / self.patches if self.patches else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The figures by name, with the saved share of all and of every block."""
+        """Return the statistics by name, with the saved share overall and for every block."""
         return {
             "saved_computation": self.saved_share,
             "saved_by_block": {name: skipped / patches for name, (patches, skipped) in self.by_block.items()},
@@ -56,7 +56,7 @@ class CacheStats:
         }
 
     def count(self, name: str, patches: int, skipped: int) -> None:
-        """Note one pass over one block."""
+        """Count one pass over one block."""
         self.patches += patches
         self.skipped += skipped
         both = self.by_block.setdefault(name, [0, 0])

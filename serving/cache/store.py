@@ -1,4 +1,4 @@
-"""What the cache keeps of one block: input and output when each cell was last computed (PatchedServe section 5.2)."""
+"""Store of one block: its input and output when each cell was last computed (PatchedServe section 5.2)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,25 +12,25 @@ from .active import Active
 from .cells import CellTables, Integers, match_keys
 
 LEAST_SQUARE = 1e-12
-"""Mean square of an input that is zero everywhere, so that relative changes of it are finite."""
+"""Lower bound on the mean square of an input, so that its relative change is finite even if it is zero everywhere."""
 
 
 class BlockStore:
-    """What is kept of one block for all cells of a batch, in packed order.
+    """Stored tensors of one block for all cells of a batch, in packed order.
 
-    Of inputs only samples are kept, and only if it `compares`, to tell how far they have changed. Steps are counted by
-    the cache, over all batches.
+    Inputs are stored only as samples, and only if the store `compares`, to measure how far they have changed. The cache
+    counts steps over all batches.
 
     Attributes:
-        keys: (cells,) of the cells, in the order of `tables`.
+        keys: (cells,) keys of the cells, in the order of `tables`.
         outputs: tokens [tokens, channels], of any levels.
         row_outputs: tensors with one entry per row: text tokens [rows, length, channels].
         samples: for every input, [cells, sampled tokens * channels] when each cell was last computed.
         square: (cells,) mean square of the samples, float32, never 0.
         is_known: (cells,) whether a cell has been computed.
-        reuses: (cells,) how often in a row a cell was reused.
-        gaps: (cells,) how many steps before the last computation of a cell the one before it was; 1 for the first.
-        changed_at: (cells,) the step at which each cell of the outputs was last computed.
+        reuses: (cells,) number of times in a row that a cell was reused.
+        gaps: (cells,) number of steps between the last two computations of a cell; 1 after the first.
+        changed_at: (cells,) step at which each cell of the outputs was last computed.
     """
 
     def __init__(self, *, compares: bool = True) -> None:
@@ -38,7 +38,7 @@ class BlockStore:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self.keys: Integers = np.empty(0, np.int64)
         self.tables: CellTables | None = None
         self.outputs: tuple[Tensor, ...] = ()
@@ -49,7 +49,7 @@ class BlockStore:
         self.reuses: Integers = np.empty(0, np.int64)
         self.gaps: Integers = np.empty(0, np.int64)
         self.changed_at: Integers = np.empty(0, np.int64)
-        # Of each input: by cell, sum of the squared change, and the step at whose end that was so.
+        # For each input, by cell: the sum of the squared change, and the step at which it was measured.
         self._moved: list[Tensor] = []
         self._told_at: list[Integers] = []
 
@@ -59,7 +59,7 @@ class BlockStore:
         return sum(unique.values())
 
     def move_to(self, tables: CellTables, keys: Integers) -> None:
-        """Bring what is kept into the order of a new batch: the Common Set moves, the Expired Set is let go.
+        """Reorder the stored tensors for a new batch: the Common Set moves, the Expired Set is discarded.
 
         Cells of the New Set are unknown until they have been computed.
         """
@@ -109,10 +109,10 @@ class BlockStore:
         self.tables, self.keys = tables, keys
 
     def fit_text(self, length: int) -> None:
-        """Let `row_outputs` have so many tokens, as the text of the batch now has.
+        """Resize `row_outputs` to `length` tokens, the current length of the batch's texts.
 
-        What texts of a batch have in common at the end is left out of them (`serving.patched.text`): padding, or copies
-        of the last token. So what is cut off here is one of these, and what is added is the last token.
+        The common end of a batch's texts is left out of them (`serving.patched.text`): padding, or copies of the last
+        token. Tokens that are cut off here belong to this end, and added tokens are copies of the last one.
         """
         self.row_outputs = tuple(
             text[:, torch.arange(length, device=text.device).clamp_(max=text.shape[1] - 1)]
@@ -122,12 +122,12 @@ class BlockStore:
         )
 
     def count(self, is_reused: NDArray[np.bool_]) -> None:
-        """Begin a step at which these cells (cells,) are reused, and the others computed."""
+        """Count a step at which these cells (cells,) are reused and the others are computed."""
         self.gaps = np.where(is_reused, self.gaps, self.reuses + 1)
         self.reuses = np.where(is_reused, self.reuses + 1, 0)
 
     def check_mask(self, is_reused: NDArray[np.bool_]) -> None:
-        """Raise RuntimeError if a mask (cells,) points to a cell that is not in the Common Set (section 5.2)."""
+        """Raise RuntimeError if a mask (cells,) reuses a cell that is not in the Common Set (section 5.2)."""
         if not self.is_known[is_reused].all():
             missing = np.flatnonzero(is_reused & ~self.is_known)
             raise RuntimeError(f"the mask reuses cells that are not in the cache: {missing[:8].tolist()}")
@@ -135,13 +135,14 @@ class BlockStore:
     def look(
         self, inputs: Sequence[Tensor], changed_at: Sequence[Integers | None], now: int, asked: NDArray[np.bool_]
     ) -> None:
-        """See how far the input has changed.
+        """Measure how far the input has changed.
 
         Args:
             inputs: tokens [tokens, channels] of all cells.
-            changed_at: for each input, the step at which each cell of it was last computed; None if that is not known.
-            now: this step.
-            asked: (cells,) for which `moved` must hold. What has not changed there is not looked at again.
+            changed_at: for each input, the step at which each cell of it was last computed; None if it is not known.
+            now: the current step.
+            asked: (cells,) cells for which `moved` must be up to date. An input that has not changed in these cells is
+                not measured again.
         """
         assert self.tables is not None
         for number, (tensor, stamps) in enumerate(zip(inputs, changed_at, strict=True)):
@@ -151,11 +152,11 @@ class BlockStore:
                 self._told_at[number][:] = now
 
     def moved(self) -> Tensor:
-        """(cells,): mean squared change of the input since a cell was last computed, as far as it was looked at."""
+        """Return (cells,) the mean squared change of the input since a cell was last computed, as last measured."""
         return torch.stack(self._moved).sum(0).div_(self._sample_size)
 
     def change(self) -> Tensor:
-        """(cells,): what `moved` says, relative to the mean square of the input."""
+        """Return (cells,) the change from `moved`, relative to the mean square of the input."""
         assert self.square is not None
         return self.moved().div_(self.square)
 
@@ -171,10 +172,10 @@ class BlockStore:
         active: Active,
         now: int = 0,
     ) -> None:
-        """Keep what was computed at step `now`: of all cells, or of the active ones.
+        """Store the tensors of step `now`, for all cells or for the active ones.
 
-        `inputs` are those of all cells in either case, `outputs` those of the cells that were computed, `row_outputs`
-        those of their rows. Outputs are never changed in place, because the pass that is under way reads them.
+        `inputs` are those of all cells in either case, `outputs` those of the computed cells, `row_outputs` those of
+        their rows. Outputs are never modified in place, because the current pass reads them.
         """
         tables = self.tables
         assert tables is not None
@@ -216,7 +217,7 @@ class BlockStore:
 
 
 def sampled(tensor: Tensor, tables: CellTables, cells: Tensor | None = None) -> Tensor:
-    """[cells, sampled tokens * channels] of tokens [tokens, channels] of any level: of some cells, or of all."""
+    """Sample tokens [tokens, channels] of any level, for some cells or all, to [cells, sampled tokens * channels]."""
     places = tables.sample(tables.level_of(len(tensor)).index)
     places = places if cells is None else places.index_select(0, cells)
     return tensor.index_select(0, places.flatten()).view(len(places), -1)

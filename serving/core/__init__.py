@@ -1,1 +1,1 @@
-"""What all stages of serving share: state and record of a request, prepared requests, step rows, figures of a run."""
+"""Foundations of all stages of serving: state and record of a request, prepared requests, step rows, run metrics."""

@@ -1,7 +1,7 @@
-"""Adapters (LoRA) that are not fused into the weights: each row of a batch has its own, beside the layers all share.
+"""Adapters (LoRA) that are not fused into the weights: each row of a batch has its own, and all rows share the layers.
 
-An adapter adds scale * up(down(x)) to what a layer makes of x, where `down` has few outputs (Hu et al., LoRA, section
-4.1). All entries of a batch that have one adapter go through it together; nothing is computed for the others.
+An adapter adds scale * up(down(x)) to a layer's output for x, where `down` has few outputs (Hu et al., LoRA, section
+4.1). All entries of a batch with the same adapter go through it together; nothing is computed for the others.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from .prepared import PreparedRequest
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one layer: up(scaling * down(x)), of linear layers or of convolutions without bias."""
+    """Change of one layer by one adapter: up(scaling * down(x)), with linear layers or convolutions, without bias."""
 
     down: nn.Linear | nn.Conv2d
     up: nn.Linear | nn.Conv2d
@@ -27,12 +27,12 @@ class LowRank:
 
 
 class Entries(NamedTuple):
-    """Where rows are in the input of a layer.
+    """Position of a batch's rows in the input of a layer.
 
     Attributes:
-        key: the same for inputs of the same form.
-        rows: says the row of each entry.
-        are_tokens: whether entries are those of all dimensions but the last; else those of the first.
+        key: key that is equal for inputs of the same form.
+        rows: returns the row of each entry.
+        are_tokens: whether entries range over all dimensions but the last; otherwise over the first.
     """
 
     key: Hashable
@@ -45,24 +45,24 @@ Place = Callable[[Tensor], Entries]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The entries of a layer's input that have one adapter, and its scale at each of them; no entries: all have it."""
+    """Entries of a layer's input that have one adapter, with its scale at each of them. `entries` is None if all do."""
 
     entries: Tensor | None
     scales: Tensor
     are_tokens: bool
 
     def of(self, x: Tensor) -> Tensor:
-        """Of a layer's input, or of what was made of it, these entries."""
+        """Return these entries of a layer's input, or of a tensor computed from it."""
         flat = x.flatten(0, -2) if self.are_tokens else x
         return flat if self.entries is None else flat.index_select(0, self.entries)
 
     def scaled(self, reduced: Tensor, scaling: float) -> Tensor:
-        """What `down` gives of them, with their scales."""
+        """Return the output of `down` for these entries, multiplied by their scales."""
         factors = (self.scales * scaling).view(-1, *[1] * (reduced.ndim - 1))
         return (reduced * factors).to(reduced.dtype)
 
     def add(self, out: Tensor, change: Tensor) -> None:
-        """Add what `up` gives of them to the layer's output, in place."""
+        """Add the output of `up` for these entries to the layer's output, in place."""
         flat = out.view(-1, out.shape[-1]) if self.are_tokens else out
         if self.entries is None:
             flat.add_(change)
@@ -71,12 +71,12 @@ class Part:
 
 
 class RowAdapters:
-    """Which rows of a batch have which adapters.
+    """Adapters of the rows of a batch.
 
     Args:
-        adapters: of each row.
-        device: of the model.
-        place: says where rows are in the input of a layer. None: along its first dimension.
+        adapters: adapters of each row.
+        device: device of the model.
+        place: returns the position of rows in the input of a layer. None: along its first dimension.
     """
 
     def __init__(self, adapters: Sequence[Adapters], device: torch.device, place: Place | None = None) -> None:
@@ -94,7 +94,7 @@ class RowAdapters:
         return Entries("rows", lambda: self._rows, are_tokens=False)
 
     def part(self, name: str, x: Tensor) -> Part | None:
-        """The entries of a layer's input that have this adapter; None if no row has it."""
+        """Return the entries of a layer's input that have this adapter; None if no row has it."""
         if name not in self._scales:
             return None
         key, rows, are_tokens = self._place(x)
@@ -109,15 +109,15 @@ class RowAdapters:
 def adapters_of(
     requests: Sequence[PreparedRequest], device: torch.device, place: Place | None = None
 ) -> RowAdapters | None:
-    """What the rows of these requests have; None where none has an adapter."""
+    """Return the adapters of these requests' rows; None if no request has an adapter."""
     rows = [prepared.request.adapters for prepared in requests for _ in range(prepared.num_rows)]
     return RowAdapters(rows, device, place) if any(rows) else None
 
 
 class AdaptedLayers:
-    """The layers of one model that adapters change. Without `on`, they are as without adapters, to the bit.
+    """Layers of one model that adapters change. Outside `on`, their results are bit for bit those without adapters.
 
-    Copies of the model share it, so one of them may run at a time.
+    Copies of the model share this object, so only one of them may run at a time.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class AdaptedLayers:
 
     @contextmanager
     def on(self, rows: RowAdapters | None) -> Iterator[None]:
-        """Let the rows of the passes within have their adapters."""
+        """Apply the adapters of these rows to the passes within the context."""
         before, self.rows = self.rows, rows
         try:
             yield
@@ -133,26 +133,26 @@ class AdaptedLayers:
             self.rows = before
 
     def adapt(self, layer: nn.Module, pairs: Mapping[str, LowRank]) -> None:
-        """Let adapters change a linear layer or a convolution from now on: those of these names."""
+        """Let the adapters with these names change a linear layer or a convolution from now on."""
         layer.adapted = adapted = AdaptedLayer(self, pairs)  # type: ignore[assignment]  it is no module
         layer.register_forward_hook(adapted)
 
 
 class AdaptedLayer:
-    """What adapters change of one layer, as `adapted_of` finds it, and the hook of its module's calls."""
+    """Changes of one layer by adapters, which `adapted_of` returns, and the forward hook of its module."""
 
     def __init__(self, model: AdaptedLayers, pairs: Mapping[str, LowRank]) -> None:
         self.model, self.pairs = model, pairs
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Copies of a model share their weights, and these."""
+        """Return itself: copies of a model share their weights and adapters."""
         return self
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         self.add(inputs[0], out)
 
     def add(self, x: Tensor, out: Tensor) -> None:
-        """Add what adapters say of the input to the layer's output, in place."""
+        """Add the change by all adapters for input `x` to the layer's output, in place."""
         rows = self.model.rows
         if rows is None:
             return
@@ -161,8 +161,8 @@ class AdaptedLayer:
                 part.add(out, pair.up(part.scaled(pair.down(part.of(x)), pair.scaling)))
 
     def add_reduced(self, name: str, tokens: Tensor, reduced: Callable[[], Tensor]) -> None:
-        """The same of one adapter, with what its `down` gives of all tokens [tokens, rank], which is asked for only if
-        a row has the adapter; `tokens` are [tokens, channels].
+        """Add the change by one adapter to `tokens` [tokens, channels], in place. `reduced` returns the output of the
+        adapter's `down` for all tokens, [tokens, rank]; it is called only if a row has the adapter.
         """
         assert self.model.rows is not None
         pair, part = self.pairs[name], self.model.rows.part(name, tokens)
@@ -171,5 +171,5 @@ class AdaptedLayer:
 
 
 def adapted_of(layer: nn.Module) -> AdaptedLayer | None:
-    """What adapters change of a layer, for who computes with its weights without calling it."""
+    """Return the changes of a layer by adapters, for code that uses its weights without calling it; None if none."""
     return getattr(layer, "adapted", None)

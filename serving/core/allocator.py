@@ -1,4 +1,4 @@
-"""The C library's allocator, set for steps that free and ask for the same memory again and again."""
+"""Settings of the C library's allocator for steps that repeatedly free and allocate the same memory."""
 
 import ctypes
 import os
@@ -9,17 +9,17 @@ _KEPT_BYTES, _LARGEST_BYTES = 1 << 30, 32 << 20
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep what is freed for what is asked for next, rather than give it back to the kernel.
+    """Let the allocator keep freed memory for later allocations instead of returning it to the kernel.
 
-    glibc gives back what is free at the end of a heap, and threads have heaps of their own, of at most 64 MB: a server
-    had 0.8 to 1.8 million page faults in 48 images of up to 256 px, and spent 2 to 3.6 s of 25 s in the kernel. With
-    one heap that is kept they are less than 0.2 million and 0.8 s. What a process has once needed it keeps then.
-    Does nothing without glibc, or where the environment says otherwise (`MALLOC_TRIM_THRESHOLD_`).
+    glibc returns free memory at the end of a heap, and threads have heaps of their own, of at most 64 MB: a server had
+    0.8 to 1.8 million page faults in 48 images of up to 256 px, and spent 2 to 3.6 s of 25 s in the kernel. With one
+    heap that is kept, these are less than 0.2 million and 0.8 s. In return, a process keeps its peak memory. Does
+    nothing without glibc, or if the environment sets `MALLOC_TRIM_THRESHOLD_`.
     """
     if platform.libc_ver()[0] != "glibc" or "MALLOC_TRIM_THRESHOLD_" in os.environ:
         return
     library = ctypes.CDLL(None)
-    # Larger pieces have mappings of their own, as glibc has it at the most.
+    # Larger allocations get mappings of their own; this is the largest threshold that glibc accepts.
     library.mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
     library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
     library.mallopt(_ARENA_MAX, 1)

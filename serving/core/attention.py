@@ -1,4 +1,4 @@
-"""What attention has in common wherever tokens lie: projections as one, heads, norms of queries and keys."""
+"""Parts of attention that do not depend on the layout of tokens: fused projections, heads, norms, rotary angles."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -13,12 +13,14 @@ from .adapters import adapted_of
 from .derived import Derived
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines (tokens, width of a head)."""
+"""Cosines and sines, each (tokens, width of a head)."""
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers on the same input as one; the weights are put together at first use, unless they are
-    quantised: then each layer is left as it is. Adapters change what each layer gives of it.
+    """Several linear layers on the same input, run as one.
+
+    The weights are concatenated at first use, unless they are quantised: then each layer runs separately. Adapters
+    change each layer's part of the output.
     """
 
     def __init__(self, *layers: nn.Linear) -> None:
@@ -35,7 +37,7 @@ class FusedLinear(nn.Module):
         return _together([layer.weight for layer in self._layers]), bias
 
     def fuse(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of all layers, put together where that has not been done for this dtype and device."""
+        """Return weight and bias of all layers, concatenated once for each dtype and device."""
         return self._fused.of(self._layers[0].weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,13 +50,15 @@ class FusedLinear(nn.Module):
 
 
 def _together(parts: list[Tensor]) -> Tensor:
-    # A parameter, as sizes of other tensors are symbols to the compiler.
+    # A parameter, as the compiler makes the sizes of other tensors symbols.
     return nn.Parameter(torch.cat(parts), requires_grad=False)
 
 
 def constant(number: int) -> Callable[[], int]:
-    """A function that returns the number: a default value is a constant to the compiler, an integer of a module would
-    be a symbol (`core.compiled`).
+    """Return a function that returns the number.
+
+    The compiler treats a default value as a constant, while an integer attribute of a module would become a symbol
+    (`core.compiled`).
     """
 
     def given(number: int = number) -> int:
@@ -64,7 +68,7 @@ def constant(number: int) -> Callable[[], int]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, bias: Tensor | None = None) -> Tensor:
-    """Attention of [rows, tokens, heads, width] -> the same, contiguous where torch gives it so.
+    """Attention of [rows, tokens, heads, width] -> the same, contiguous if torch returns it so.
 
     Scores are multiplied by `scale`; None for 1 / sqrt(width).
     """
@@ -78,8 +82,9 @@ def heads_of(packed: Tensor, count: int, heads: int) -> Tensor:
 
 
 def normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None, rotary: Rotary | None = None) -> Tensor:
-    """Norms of queries and keys [..., 3, heads, width], where the model has them; then, of [tokens, 3, heads, width],
-    each token's turn by its rotary angles, if they are given.
+    """Normalise queries and keys [..., 3, heads, width] if the model has norms for them.
+
+    With `rotary`, also rotate each token's queries and keys by its angles, for [tokens, 3, heads, width].
     """
     if norm_q is None and norm_k is None and rotary is None:
         return qkv

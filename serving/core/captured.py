@@ -1,12 +1,12 @@
-"""`--cuda-graphs`: whole forward passes recorded once and played back, so that the host launches one thing per step.
+"""`--cuda-graphs`: whole forward passes recorded once and replayed, so that the host makes one launch per step.
 
-A pass is recorded for each composition of rows: attention runs once per resolution, so a number of patches alone would
-not say which kernels run. The first pass of a patched batch runs eagerly; it works out what the batch keeps (text keys
-and values), which is then copied to where the recorded pass reads it. The plain model keeps its conditions, and has
-nothing to work out.
+A pass is recorded for each composition of rows: attention runs once per resolution, so that the number of patches alone
+does not determine the kernels. The first pass of a patched batch runs eagerly; it computes the tensors that the batch
+keeps (text keys and values), which are then copied to where the recorded pass reads them. The plain model keeps its
+conditions and has nothing to compute beforehand.
 
-Recording stops the device, and there are hundreds of compositions. So a pass is recorded for batches that stay for a
-while, and for those that come back; and what recorded passes hold is bounded.
+Recording stalls the device, and there are hundreds of compositions. Passes are therefore recorded only for batches that
+stay for a while and for compositions that recur, and the memory of recorded passes is bounded.
 """
 
 from collections import OrderedDict
@@ -21,13 +21,13 @@ from .prepared import describe
 
 Forward = Callable[[dict[str, Any], dict[Any, Any]], Tensor]
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
-"""Records work; returns what plays it back on the same memory, and the tensor that then holds its result."""
+"""Records work; returns a function that replays it on the same memory, and the tensor that then holds its result."""
 PATIENCE = 4
-"""Passes of a composition that run eagerly before it is recorded, in one batch or in several."""
+"""Number of passes of a composition that run eagerly before it is recorded, in one batch or in several."""
 MEMORY_BYTES = 4_000_000_000
-"""Of inputs, text keys and values, and results of all recorded passes; they share their working memory."""
+"""Largest size of the inputs, text keys and values, and results of all recorded passes, which share working memory."""
 _NUM_COUNTED = 4096
-"""Compositions whose passes are counted."""
+"""Number of compositions whose passes are counted."""
 
 
 class CudaRecorder:
@@ -36,13 +36,13 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
-        # Of high priority: torch hands out such streams apart from those of the stages, which run meanwhile.
+        # High priority: torch takes such streams from another pool than those of the stages, which run meanwhile.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """See `Recorder`."""
+        """Record work in a graph; return its replay function, and the tensor that then holds the result."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads encode prompts and decode images meanwhile; their allocations are none of the graph's business.
+        # Other threads encode prompts and decode images meanwhile; their allocations do not belong to the graph.
         with (
             torch.cuda.device(self._device),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
@@ -53,7 +53,7 @@ class CudaRecorder:
 
 @dataclass(slots=True, eq=False)
 class _Recorded:
-    """A pass and the memory that it reads and writes. `held` is kept alive only."""
+    """A recorded pass and the memory that it reads and writes. `held` is only kept alive."""
 
     play: Callable[[], object]
     inputs: dict[str, Any]
@@ -69,25 +69,25 @@ class _Recorded:
 
 @dataclass(slots=True, eq=False)
 class PassBatch:
-    """Rows that stay together for some passes, and keep the same things meanwhile.
+    """Rows that stay together for some passes, with the tensors that they keep.
 
     Attributes:
-        is_complete: whether all that is kept is there. If not, the first pass works it out, and runs eagerly.
+        is_complete: whether all kept tensors are present. If not, the first pass computes them, and runs eagerly.
     """
 
     is_complete: bool = False
 
 
 class CapturedPasses:
-    """Runs passes eagerly or by playing them back. One thread at a time.
+    """Runs passes eagerly, or replays recorded ones. Not thread-safe.
 
-    The first `patience` passes of a composition run eagerly. Recorded passes hold `memory_bytes` at the most; those
-    that have not been used for longest are dropped, and have to wait as long again.
+    The first `patience` passes of a composition run eagerly. Recorded passes hold at most `memory_bytes`; the least
+    recently used ones are dropped, and must wait for `patience` passes again.
 
     Attributes:
-        recorder: records them.
-        failure: why a pass could not be recorded: the device or a kernel does not allow it. From then on all run
-            eagerly, and what has been recorded is played back.
+        recorder: records the passes.
+        failure: why a pass could not be recorded: the device or a kernel does not allow it. From then on, recorded
+            passes are replayed and all others run eagerly.
     """
 
     def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -98,7 +98,7 @@ class CapturedPasses:
         self.failure: str | None = None
 
     def clear(self) -> None:
-        """Forget all recorded passes, as what they do has changed."""
+        """Discard all recorded passes, after a change of what they do."""
         self._recorded.clear()
         self._num_bytes = 0
 
@@ -111,15 +111,15 @@ class CapturedPasses:
         inputs: dict[str, Any],
         held: object = None,
     ) -> Tensor:
-        """Do one pass.
+        """Run one pass.
 
         Args:
-            batch: whose pass it is.
-            key: what decides which kernels run, besides the shapes of the inputs.
-            kept: what the batch keeps from pass to pass; the first pass fills it, unless the batch is complete.
-            forward: the pass, of inputs and `kept`. It must not wait for the device.
+            batch: batch of the pass.
+            key: determines, with the shapes of the inputs, which kernels run.
+            kept: tensors that the batch keeps from pass to pass; the first pass fills it, unless the batch is complete.
+            forward: computes the pass from the inputs and `kept`. It must not wait for the device.
             inputs: tensors by name, or dicts of such.
-            held: what a recorded pass reads and must keep alive itself (index tensors of the layout).
+            held: other objects that a recorded pass reads and must keep alive (index tensors of the layout).
 
         Returns:
             The result; later passes leave it unchanged.
@@ -151,13 +151,13 @@ class CapturedPasses:
         own_inputs, own_kept = _cloned(inputs), _cloned(kept)
         try:
             play, result = self.recorder(lambda: forward(own_inputs, own_kept))
-        except Exception as error:  # noqa: BLE001  whatever it was, the pass itself may well run
+        except Exception as error:  # noqa: BLE001  the pass itself may still run eagerly
             self.failure = describe("recording a pass", error)
             return None
         return _Recorded(play, own_inputs, own_kept, result, held, batch)
 
     def _is_due(self, place: Hashable) -> bool:
-        """Count one more pass of a composition; whether it has run often enough to be recorded."""
+        """Count one more pass of a composition; return whether it has run often enough to be recorded."""
         count = self._num_eager.pop(place, 0)
         self._num_eager[place] = count + 1
         if len(self._num_eager) > _NUM_COUNTED:
@@ -174,7 +174,7 @@ class CapturedPasses:
 
 
 def _cloned(value: Any) -> Any:
-    """The same with tensors of its own, in dicts and tuples too."""
+    """Clone all tensors of a value, also in dicts and tuples."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -183,7 +183,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in it, in order."""
+    """Iterate over all tensors of a value, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | tuple):
@@ -192,6 +192,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Copy the tensors of one into those of the other, all in few launches."""
+    """Copy the tensors of one value into those of another, in few launches."""
     if targets := list(_tensors(target)):
         torch._foreach_copy_(targets, list(_tensors(source)))

@@ -1,4 +1,4 @@
-"""The active requests between two changes of the active set, however a model sees them: latents, guidance, sampler."""
+"""The active requests between two changes of the active set, for any packing: latents, guidance, sampler."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,11 +14,11 @@ from .known_area import KnownAreas
 from .prepared import PreparedRequest, describe
 
 Predict = Callable[[Tensor, Tensor], Tensor]
-"""(what the model sees of all rows, in its dtype; timesteps (rows,)) -> its prediction for every row."""
+"""(inputs of the model for all rows, in its dtype; timesteps (rows,)) -> its prediction for every row."""
 
 
 def join_conditioning(requests: Sequence[PreparedRequest]) -> dict[str, Tensor]:
-    """The conditioning tensors of all rows of the requests, one after another; masked text as long as the longest."""
+    """Concatenate the conditioning tensors of all rows of the requests; masked text is padded to the longest."""
     parts = {key: [each.conditioning[key] for each in requests] for key in requests[0].conditioning}
     if "mask" not in parts:
         return {key: torch.cat(each) for key, each in parts.items()}
@@ -33,11 +33,11 @@ class DenoiseBatch:
     conditional) in the packing that the model sees.
 
     Args:
-        requests: in the order of the packing.
-        packing, row_packing: of the requests, and of the rows that the model sees.
+        requests: requests in the order of the packing.
+        packing, row_packing: packing of the requests, and packing of the rows that the model sees.
         sampler: updates all of them at once, or calls each request's own scheduler.
-        predict: the model, with the text of the batch.
-        dtype: of the model.
+        predict: calls the model with the text of the batch.
+        dtype: data type of the model.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class DenoiseBatch:
 
     @property
     def latents(self) -> Tensor:
-        """As after the last step, in patches of the packing."""
+        """Latents after the last step, in patches of the packing."""
         return self._sampler.latents
 
     def holds(self, active: Sequence[PreparedRequest]) -> bool:
-        """Whether these are the requests of this batch, in any order."""
+        """Return whether these are the requests of this batch, in any order."""
         return set(map(id, active)) == self._ids
 
     def has(self, prepared: PreparedRequest) -> bool:
-        """Whether this is a request of the batch."""
+        """Return whether this is a request of the batch."""
         return id(prepared) in self._ids
 
     def step(self) -> None:
-        """Take one denoising step of every request. If the model fails, none has taken it."""
+        """Take one denoising step of every request. If the model fails, no request has taken it."""
         sampler = self._sampler
         prediction = self._predict(*self.inputs())
         sampler.step(self._guide.combine(prediction.float()), self._draw_noise)
@@ -95,12 +95,12 @@ class DenoiseBatch:
             sampler.latents = self._known.restored(sampler.latents)
 
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """What the model sees at the next step, of all rows in the row packing and its dtype; timesteps (rows,)."""
+        """Return the model's inputs for the next step, in the row packing and its dtype, and the timesteps (rows,)."""
         rows = self._guide.repeat(self._sampler.model_input()).to(self._dtype)
         return rows, self._sampler.timesteps().index_select(0, self._row_request)
 
     def failures(self) -> dict[int, str]:
-        """The requests whose last step failed, by id, with the reason. Waits for the device."""
+        """Return the reasons by id of the requests whose last step failed. Waits for the device."""
         errors = self._sampler.errors if isinstance(self._sampler, PerRequestBatch) else {}
         found = {
             self.requests[index].request.request_id: describe("denoising", error) for index, error in errors.items()
@@ -113,8 +113,9 @@ class DenoiseBatch:
         return found
 
     def x0_of(self, prepared: PreparedRequest) -> Tensor | None:
-        """The clean latents (1, channels, height, width) that the last step predicts of one of these requests; None
-        before the first step, or where the request's own scheduler is called, which does not tell.
+        """Return the clean latents (1, channels, height, width) that the last step predicts for one of these requests.
+
+        None before the first step, or if requests call their own schedulers, which do not provide them.
         """
         sampler = self._sampler
         if isinstance(sampler, PerRequestBatch) or sampler.last is None:
@@ -126,20 +127,20 @@ class DenoiseBatch:
         return clean if known is None else torch.where(known.mask, clean, known.clean)
 
     def outputs(self) -> list[Tensor]:
-        """What the model has said in the last step of each request, guided: (channels, height, width)."""
+        """Return the guided prediction of the last step for each request: (channels, height, width)."""
         assert isinstance(self._sampler, SamplerBatch), "requests that call their own schedulers keep no outputs"
         assert self._sampler.last is not None, "nothing was said yet"
         return [self._packing.unpack(self._sampler.last[1], index) for index in range(len(self.requests))]
 
     def unpack(self) -> None:
-        """Give every request its latents, and what its next step reads of this one."""
+        """Store in every request its latents, and the history that its next step reads."""
         for index, prepared in enumerate(self.requests):
             prepared.latents = self._packing.unpack(self._sampler.latents, index)[None]
             if self._sampler.history is not None:
                 prepared.history = self._packing.unpack(self._sampler.history, index)[None]
 
     def _draw_noise(self) -> Tensor:
-        """What diffusers draws in the step: from each request's own generator, in the dtype of the model's output."""
+        """Draw the noise of the step as diffusers does: from each request's own generator, in the model's dtype."""
         drawn = []
         for prepared in self.requests:
             generator = prepared.state.step_kwargs.get("generator")
@@ -181,7 +182,7 @@ class _Guidance:
         """Predictions of rows -> guided predictions of requests."""
         if self._sources is None:
             return prediction
-        # Requests without guidance have one row, which is both; their scale then does nothing.
+        # A request without guidance has one row, which serves as both; its scale then has no effect.
         base = prediction.index_select(0, self._unconditional)
         guided = torch.addcmul(base, prediction.index_select(0, self._conditional).sub_(base), self._scale)
         if not any(self._norms):
@@ -189,9 +190,9 @@ class _Guidance:
         return self._rescaled(guided, prediction.index_select(0, self._conditional))
 
     def _rescaled(self, guided: Tensor, conditional: Tensor) -> Tensor:
-        """Where a family wants it, parts of an image as large as in the conditional prediction.
+        """Rescale parts of an image to their norm in the conditional prediction, for families that do so.
 
-        Nothing is left of a part of which nothing was computed.
+        A part with a norm of 0 becomes 0.
         """
         images = []
         for index, norm in enumerate(self._norms):

@@ -1,4 +1,4 @@
-"""How diffusers' denoising models are found, called and copied: the same way for U-Nets and transformers."""
+"""Access to diffusers' denoising models: finding, calling and copying, alike for U-Nets and transformers."""
 
 import copy
 from collections.abc import Callable
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from ..families import transformer_of
 
 Conditions = Callable[[dict[str, Tensor]], dict[str, Any]]
-"""Names conditioning tensors (rows, ...) as the denoising model's own forward does."""
+"""Maps conditioning tensors (rows, ...) to keyword arguments of the denoising model's forward."""
 
 
 def denoiser_of(pipe: Any) -> Any:
-    """The denoising model of a diffusers pipeline."""
+    """Return the denoising model of a diffusers pipeline."""
     return pipe.unet if hasattr(pipe, "unet") else pipe.transformer
 
 
 def denoise(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
     """Predict for latents [rows, channels, height, width] in the model's dtype, at timesteps (rows,) or one for all.
 
-    `conditions` are named as the model's own forward names them, see `Family.conditions`.
+    `conditions` are keyword arguments of the model's forward, as from `Family.conditions`.
     """
     transformer = transformer_of(model)
     if transformer is not None:
@@ -29,5 +29,5 @@ def denoise(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str
 
 
 def copy_modules(model: nn.Module) -> nn.Module:
-    """A copy of a model whose modules are its own and whose tensors are the same."""
+    """Return a copy of a model with modules of its own that share the tensors of the original."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

@@ -1,4 +1,4 @@
-"""Measurements that are made once for the same circumstances and kept in the workspace."""
+"""Measurements that are made once per set of circumstances and kept in the workspace."""
 
 import hashlib
 import json
@@ -20,10 +20,10 @@ def load_or_measure(
     kind: Callable[..., Point],
     measure: Callable[[], Sequence[Point]],
 ) -> list[Point]:
-    """What was measured in the same circumstances, each of which has a JSON file `name-*.json` in `folder`.
+    """Load the measurements for these circumstances from `folder`, or make them.
 
-    The fields of the dataclass `kind` are the columns of the file; `measure` is called if there is none yet, or it is
-    damaged, which is warned of.
+    Each set of circumstances has a JSON file `name-*.json`, whose columns are the fields of the dataclass `kind`.
+    `measure` is called if the file does not exist, or if it is damaged, which gives a warning.
     """
     digest = hashlib.sha256(json.dumps([_VERSION, circumstances]).encode()).hexdigest()[:8]
     path = folder / f"{name}-{digest}.json"
@@ -34,7 +34,7 @@ def load_or_measure(
             put_aside(path, str(path), error)
     rows: list[Any] = [asdict(point) for point in measure()]  # type: ignore[call-overload]
     write_json(path, {"version": _VERSION, "context": circumstances, "rows": rows})
-    # Read back right after measuring, too, so that later runs choose the same.
+    # Read back after measuring, too, so that later runs make the same choices.
     return _read(path, kind)
 
 

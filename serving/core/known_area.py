@@ -1,4 +1,4 @@
-"""What an edit keeps: latents outside its mask follow the noised image, step by step, as in diffusers' inpainting."""
+"""Known areas of edits: latents outside a mask follow the noised image step by step, as in diffusers' inpainting."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,9 +11,9 @@ from .prepared import KnownArea, PreparedRequest
 
 
 class KnownAreas:
-    """What all requests of a batch keep, packed; those that edit nothing may change everywhere.
+    """Known areas of all requests of a batch, packed. Requests that are no edits may change everywhere.
 
-    Made anew whenever a request joins or leaves; each call of `restored` follows a step of all of them.
+    Created again whenever a request joins or leaves; each call of `restored` follows a step of all requests.
     """
 
     def __init__(self, requests: Sequence[PreparedRequest], packing: Packing | WholeImages) -> None:
@@ -24,7 +24,7 @@ class KnownAreas:
             for each, mask, zeros in zip(requests, everywhere, nothing, strict=True)
         ]
         device = requests[0].latents.device
-        # Kernels that cut images into patches know no booleans.
+        # Kernels that cut images into patches do not support booleans.
         self._may_change = packing.pack([area.mask[0].float() for area in areas]).bool()
         self._areas, self._packing = areas, packing
         self._next = [each.state.steps_done for each in requests]
@@ -40,7 +40,7 @@ class KnownAreas:
         self._rows = torch.tensor(rows, device=device)[packing.row_index]
 
     def restored(self, latents: Tensor) -> Tensor:
-        """Latents (P, channels, side, side) after a step, with what is known in its place."""
+        """Return the latents (P, channels, side, side) after a step, with the known areas put back."""
         self._rows += 1
         if self._has_trajectories:
             self._next = [step + 1 for step in self._next]

@@ -1,4 +1,4 @@
-"""Figures of one run, from its request records. Key names follow the benchmark clients of vllm-omni and SGLang."""
+"""Metrics of one run, from its request records. Key names follow the benchmark clients of vllm-omni and SGLang."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,13 +21,13 @@ def summarize(
 
     Latency is from arrival to the finished image, over completed requests; queueing is from arrival to joining the
     active queue, over requests that joined. Percentiles interpolate linearly. SLO attainment counts all requests that
-    have an SLO; those that failed, were discarded or cancelled have missed it. Goodput is images within their SLO per
-    second. `slo_scale` (the multiple of the standalone latency that made the SLOs), `model` and `dataset` are included
-    as given.
+    have an SLO; requests that failed, were discarded or were cancelled have missed it. Goodput is the number of images
+    within their SLO per second. `slo_scale` (the multiple of the standalone latency that defines the SLOs), `model` and
+    `dataset` are included as given.
 
     Returns:
-        The figures, times in seconds, with `per_resolution` from the smallest resolution to the largest. A figure
-        without anything to measure is None, never NaN, so the result is plain JSON.
+        The metrics, with times in seconds, and `per_resolution` from the smallest resolution to the largest. A metric
+        without data is None, never NaN, so the result is plain JSON.
 
     Raises:
         RuntimeError: a request has not ended.
@@ -68,7 +68,7 @@ def summarize(
 
 
 def slo_attainment_rate(records: Iterable[RequestRecord]) -> float | None:
-    """Share of the requests with an SLO whose image came in time; None if no request has an SLO."""
+    """Return the share of requests with an SLO whose image was in time; None if no request has an SLO."""
     met = [record.slo_met for record in records if record.slo_met is not None]
     return sum(met) / len(met) if met else None
 

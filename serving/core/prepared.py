@@ -1,4 +1,4 @@
-"""A request between its prepare and postprocess stages, as both engines hold it."""
+"""A request between its prepare and postprocess stages, as all steppers hold it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from ..samplers.single import SamplerState
 
 @dataclass(frozen=True, slots=True)
 class KnownArea:
-    """What one edit keeps of its image.
+    """Area of an image that an edit keeps.
 
     Attributes:
         mask: (1, 1, h, w) bool, true where latents may change.
         clean: (1, channels, h, w) float32, the latents of the image.
-        noise: shaped so, float32; what the image is noised with.
+        noise: (1, channels, h, w) float32, the noise added to the image.
         levels: (num_steps + 1, 2) float32 on the CPU: the factors of image and noise before each step and at the end.
         trajectory: (num_steps + 1, channels, h, w) float32: the latents to keep at each of these times, in place of the
-            image and its noise; None: those are kept.
+            noised image; None to keep the noised image.
     """
 
     mask: torch.Tensor
@@ -31,25 +31,26 @@ class KnownArea:
 
 
 Seen = Mapping[str, torch.Tensor]
-"""What operators have seen of one row, by the operator's name: [cells, entries of a cell, ...]."""
+"""Values that operators have seen for one row, by operator name: [cells, entries of a cell, ...]."""
 
 
 class Template(Protocol):
-    """The record of a template: what masked passes read in place of what they do not compute."""
+    """Record of a template, which masked passes read in place of the values that they do not compute."""
 
     def seen(self, step: int, units: Sequence[str]) -> Sequence[Seen]:
-        """At a step of the whole schedule, of each row of a request, by the operator's name; on the model's device.
-        Only operators of these units (`data.templates.unit_of`) are asked for, in this order; each is waited for then.
+        """Return the values of a step of the whole schedule, for each row of a request, on the model's device.
+
+        Only operators of these units (`data.templates.unit_of`) are read, in this order. Waits until each has loaded.
         """
         ...
 
     def expect(self, step: int, units: Sequence[str]) -> None:
-        """Say what `seen` will be asked soon; beyond the last step that is nothing."""
+        """Announce the next call of `seen`, so that it can be loaded ahead; ignored beyond the last step."""
         ...
 
 
 OnPass = Callable[[int, torch.Tensor, Sequence[Seen]], None]
-"""Told of a step: its number, the latents before it (1, channels, h, w), and of each row what operators have seen."""
+"""Called with a step's number, the latents before it (1, channels, h, w), and the values seen for each row."""
 
 
 @dataclass(slots=True)
@@ -57,20 +58,21 @@ class PreparedRequest:
     """A request between its prepare and postprocess stages.
 
     Attributes:
-        request: what was asked for.
+        request: the request.
         latents: current latents, (1, channels, height / 8, width / 8); in the model's dtype on the plain engine, in
             float32 on the patch engine.
         conditioning: the family's tensors; 2 rows (unconditional, conditional) if `is_guided`, else 1.
         state: the request's own place in its denoising schedule.
         is_guided: whether classifier-free guidance is applied.
-        history: what the next step of a batched multistep sampler reads of those before, (1, k * channels, ...).
-        key: what a stepper that keeps things of requests knows it by; no other request of it has the same.
-        known: what an edit keeps of its image; None for a new image.
-        template: whose record an edit reads outside its mask, after its first `full_steps`; None where all of it is
+        history: values of earlier steps that the next step of a batched multistep sampler reads,
+            (1, k * channels, ...).
+        key: unique key under which a stepper keeps state of the request.
+        known: area of the image that an edit keeps; None for a new image.
+        template: record that an edit reads outside its mask, after its first `full_steps`; None if the whole image is
             computed.
-        on_pass: told of each of its passes, which are recorded; None where they are not.
-        guided_norm, neutral_scale: see `Family`.
-        steps_reused: how many of its steps have reused anything, from the cache or from the record of a template.
+        on_pass: called with each pass of a request that is being recorded; None for all others.
+        guided_norm, neutral_scale: as in `Family`.
+        steps_reused: number of its steps that have reused anything, from the cache or from the record of a template.
     """
 
     request: Request
@@ -94,7 +96,7 @@ class PreparedRequest:
 
     @property
     def is_masked(self) -> bool:
-        """Whether its next step reads the template's record, and computes the rest."""
+        """Whether its next step reads the template's record and computes only the rest."""
         edit = self.request.edit
         return self.template is not None and edit is not None and self.state.steps_done >= edit.full_steps
 
@@ -105,6 +107,6 @@ class PreparedRequest:
 
 
 def describe(stage: str, error: Exception) -> str:
-    """Return one line that says which stage failed and why."""
+    """Return a one-line message with the stage that failed and the reason."""
     lines = str(error).strip().splitlines()
     return f"{stage}: {type(error).__name__}" + (f": {lines[0]}" if lines else "")

@@ -1,4 +1,4 @@
-"""Processes that psctl starts beside its own, on the same machine: workers, ranks and stages. No torch."""
+"""Processes that psctl starts on the same machine: workers, ranks and stages. No torch."""
 
 import contextlib
 import multiprocessing
@@ -17,40 +17,40 @@ from .garbage import imports_are_no_garbage
 
 _PRELOADED = "patchedserve.serving.preload"
 _MOST_LETTERS = 15
-"""Of a process's name, as Linux has it."""
+"""Longest process name on Linux."""
 _starting = threading.Lock()
 
 
 def start_process(entry: str, *arguments: Any, device: str, name: str) -> BaseProcess:
-    """Start a process, which must not outlive this one: it looks at `parent_lives`, or at a connection.
+    """Start a process, which must not outlive this one: it polls `parent_lives` or watches a connection.
 
-    It has a session of its own, so that Ctrl-C is this process's to handle.
+    It has a session of its own, so that only this process receives Ctrl-C.
 
     Args:
-        entry: what it does, as `module:function`, which returns the exit code, or None for 0. Threads that are left
-            then are not waited for.
-        arguments: of the function; they are pickled, and may be sockets and connections.
-        device: what it computes on; "none" for one that needs no torch.
-        name: what it is called, also by the system's tools.
+        entry: function to run, as `module:function`. It returns the exit code, or None for 0. Threads that remain are
+            not waited for.
+        arguments: arguments of the function. They are pickled, and may be sockets and connections.
+        device: device that the process computes on; "none" if it needs no torch.
+        name: name of the process, also in the system's tools.
     """
     process = _context_for(device).Process(target=_begin, args=(entry, name, *arguments), name=name, daemon=True)
-    # Of two threads at once, one would take the other's stand-in for the script.
+    # Without the lock, a second thread would save the first one's stand-in as the script.
     with _starting, _without_script():
         process.start()
     return process
 
 
 def parent_lives() -> bool:
-    """Whether the process is still there that has started this one."""
+    """Return whether the process that has started this one is still alive."""
     parent = multiprocessing.parent_process()
     return parent is None or parent.is_alive()
 
 
 def _context_for(device: str) -> ForkServerContext | SpawnContext:
-    """How processes are begun: never as forks of this one, whose threads of torch they would have in no usable state.
+    """Return the start method for a device. Processes are never forks of this one, whose torch threads do not survive.
 
-    On a CPU they are forks of one that has done nothing but import: the first takes as long as ever, and those beside
-    it and after it take 4 CPU seconds less. A fork has no use of CUDA if any package has asked for devices.
+    On a CPU they are forks of a process that has only imported packages: the first start takes as long as without it,
+    and all others take 4 CPU seconds less. A fork cannot use CUDA if any package has queried the devices.
     """
     if device != "cpu":
         return multiprocessing.get_context("spawn")
@@ -61,8 +61,10 @@ def _context_for(device: str) -> ForkServerContext | SpawnContext:
 
 @contextlib.contextmanager
 def _without_script() -> Iterator[None]:
-    """Let processes that are started meanwhile know nothing of this one's main module, which Python would import again
-    in each: of users' scripts, that would run what stands outside of `if __name__ == "__main__"`.
+    """Hide the main module from processes that are started in this context.
+
+    Python would import it again in each of them, which would run any code of a user's script outside
+    `if __name__ == "__main__"`.
     """
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -82,5 +84,5 @@ def _begin(entry: str, name: str, *arguments: Any) -> None:
     code = run(*arguments) or 0
     sys.stdout.flush()
     sys.stderr.flush()
-    # Taking torch down would take a second or more on a busy machine, in which the process outlives its parent.
+    # Shutting torch down takes a second or more on a busy machine, for which the process would outlive its parent.
     os._exit(code)

@@ -4,12 +4,12 @@ import logging
 import os
 
 _LOGGERS = ("torchao", "torch.utils._pytree")
-"""The second is told of torchao's own enumerations."""
+"""The second one logs torchao's registration of its enumerations."""
 _VERBOSITY = ("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY")
 
 
 def quiet_imports() -> None:
-    """Keep notices of imports out of our own output, unless the environment asks for them; errors are still told."""
+    """Suppress notices that imports print, unless the environment enables them; errors are still shown."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in _VERBOSITY:

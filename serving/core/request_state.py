@@ -1,4 +1,4 @@
-"""The life of a request: what policies see of it, where it is while it is open, and its record.
+"""The life of a request: the view that policies see, the state while it is open, and its record.
 
 All times are in seconds from the start of the trace, on the engine's (or the simulator's) clock.
 """
@@ -16,16 +16,17 @@ from ...data.work import Work, work_of
 Status = Literal["pending", "completed", "failed", "discarded", "cancelled"]
 FINAL_STATUSES: tuple[str, ...] = tuple(status for status in get_args(Status) if status != "pending")
 Stage = Literal["waiting", "joining", "active", "decoding"]
-"""Where an open request is: not admitted yet, admitted but not prepared, taking steps, done with its steps."""
+"""Stage of an open request: not admitted yet; admitted but not prepared; taking steps; done with its steps."""
 _DERIVED = ("deadline_s", "queueing_s", "latency_s", "slo_met")
 
 
 class RecordId(NamedTuple):
-    """Which record of a template an edit reads, as far as it says so without its model.
+    """Identity of the template record that an edit reads, as far as it is known without the model.
 
     Attributes:
-        image: its name in a trace; else a checksum of its pixels and of what else tells templates apart.
-        resolution, num_inference_steps: of the edit.
+        image: name of the image in a trace; otherwise a checksum of its pixels and of the other properties that
+            distinguish templates.
+        resolution, num_inference_steps: resolution and number of steps of the edit.
     """
 
     image: str
@@ -34,12 +35,12 @@ class RecordId(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> Self | None:
-        """The record of an edit; None: it reads none. Of an image with pixels, these are looked at."""
+        """Return the record that an edit reads; None if it reads none. Hashes the pixels of an image that has them."""
         edit = request.edit
         if request.traced is not None:
             image = request.traced.image
         elif edit is not None and edit.template is not None:
-            # A generation has one guidance scale; a noised image only knows whether there is any.
+            # A trajectory depends on the guidance scale; a noised image only on whether there is guidance.
             scale = request.guidance_scale
             about = edit.template, scale if edit.template.kind == "trajectory" else scale > 1
             image = hashlib.sha256(edit.image.tobytes() + repr(about).encode()).hexdigest()
@@ -49,18 +50,18 @@ class RecordId(NamedTuple):
 
 
 class RequestView(NamedTuple):
-    """What a policy may know of a request. Immutable, so no policy can change the engine's state.
+    """View of a request for policies. Immutable, so that no policy can change the engine's state.
 
     Attributes:
         request_id: number of the request.
         resolution: size of its image in pixels.
-        arrival_s: when it arrived.
-        deadline_s: when its image must be there; None without an SLO.
-        num_steps: number of denoising steps that are computed of it in all.
-        steps_done: how many of them are done; 0 while it waits.
-        standalone_s: its latency when it is served alone; None when not measured.
-        active_share: share of its image that steps compute; below 1 of an edit that reads the rest from a record.
-        record: which record that is, where it has to be read first.
+        arrival_s: time of its arrival.
+        deadline_s: time by which its image must be finished; None without an SLO.
+        num_steps: total number of denoising steps that are computed for it.
+        steps_done: number of these steps that are done; 0 while it waits.
+        standalone_s: its latency when served alone; None when not measured.
+        active_share: share of its image that steps compute; below 1 for an edit that reads the rest from a record.
+        record: that record, which has to be loaded first; None if it reads none.
     """
 
     request_id: int
@@ -81,8 +82,13 @@ class RequestView(NamedTuple):
         active_share: float = 1.0,
         num_computed: int | None = None,
     ) -> Self:
-        """A request that has just arrived; `standalone_s` if its latency alone is known, `num_computed` of its steps
-        are computed (None: all).
+        """Return the view of a request that has just arrived.
+
+        Args:
+            request: the request.
+            standalone_s: its latency when served alone; None if not known.
+            active_share: share of its image that steps compute.
+            num_computed: number of its steps that are computed; None for all.
         """
         return cls(
             request.request_id,
@@ -98,29 +104,30 @@ class RequestView(NamedTuple):
 
     @property
     def work(self) -> Resolution | Work:
-        """What a step does for it."""
+        """Work of a step of the request."""
         return work_of(self.resolution, self.active_share)
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The record of one request: what it asked for, when each thing happened, how it ended.
+    """Record of one request: its parameters, the times of its events, and how it ended.
 
-    Times are filled in as things happen, and `close` is called once. What follows from them (deadline, queueing time,
-    latency, whether the SLO was met) is computed, so it cannot contradict them.
+    Times are filled in as events happen, and `close` is called once. Derived values (deadline, queueing time, latency,
+    whether the SLO was met) are computed from them, so they cannot contradict the times.
 
     `status` is "pending" until the request has ended, then "completed" (it has an image), "failed" (`reason` is the
-    error), "discarded" (`reason` says why the policy dropped it) or "cancelled" (the run was stopped first).
+    error), "discarded" (`reason` is the policy's reason for dropping it) or "cancelled" (the run was stopped first).
 
-    Of a cascade, `served_by` is the model whose image it has, and `confidence` that of its light image, which was
-    compared with `threshold`; None where nobody looked.
+    For a cascade, `served_by` is the model whose image was returned, and `confidence` the confidence of the light image
+    (None if it was not assessed), which was compared with `threshold`.
 
-    Of an edit, `mask_ratio` is the share of its pixels in the mask, `active_share` that of its cells, and `reused` says
-    whether the others were read from the record of its template; the latter two are known when it is prepared.
+    For an edit, `mask_ratio` is the share of its pixels in the mask, `active_share` the share of its cells that are
+    computed, and `reused` whether the other cells were read from the record of its template. The latter two are known
+    once the request is prepared.
 
-    `lora` names the adapters that it was drawn with, as `data.adapters.adapters_text` does. `steps_reused` is how many
-    of its steps have reused anything, from the cache or from the record of a template, known when they are done: with 0
-    the image is exact.
+    `lora` names the adapters that were used, as `data.adapters.adapters_text` formats them. `steps_reused` is the
+    number of its steps that have reused anything, from the cache or from the record of a template; it is known when
+    all steps are done. If it is 0, the image is exact.
     """
 
     request_id: int
@@ -152,7 +159,7 @@ class RequestRecord:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """A pending record of `request`, with no time filled in but its arrival."""
+        """Return a pending record of `request`, in which the only time is its arrival."""
         edit = request.edit or request.traced
         return cls(
             request_id=request.request_id,
@@ -173,7 +180,7 @@ class RequestRecord:
         """Record how and when the request ended.
 
         Raises:
-            RuntimeError: it has ended before, or `status` is not a final one.
+            RuntimeError: the request has already ended, or `status` is not final.
         """
         if self.status != "pending":
             raise RuntimeError(f"request {self.request_id} has already ended as {self.status}")
@@ -188,30 +195,32 @@ class RequestRecord:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the image must be there; None without an SLO."""
+        """Time by which the image must be finished; None without an SLO."""
         return None if self.slo_s is None else self.arrival_s + self.slo_s
 
     @property
     def queueing_s(self) -> float | None:
-        """From arrival to joining the active queue (preparation included); None if it never joined."""
+        """Seconds from arrival to joining the active queue (preparation included); None if it never joined."""
         return None if self.admitted_s is None else self.admitted_s - self.arrival_s
 
     @property
     def latency_s(self) -> float | None:
-        """From arrival to the finished image; None if there is no image."""
+        """Seconds from arrival to the finished image; None if there is no image."""
         if self.status != "completed" or self.finish_s is None:
             return None
         return self.finish_s - self.arrival_s
 
     @property
     def slo_met(self) -> bool | None:
-        """Whether the image came within the SLO; False if it never came, None without an SLO or while pending."""
+        """Whether the image was finished within the SLO; False if there is no image, None without an SLO or while
+        pending.
+        """
         if self.slo_s is None or self.status == "pending":
             return None
         return self.latency_s is not None and self.latency_s <= self.slo_s
 
     def to_row(self) -> dict[str, Any]:
-        """One row of the records table (`data.tables.RECORDS`), computed columns included.
+        """Return a row of the records table (`data.tables.RECORDS`), computed columns included.
 
         Raises:
             RuntimeError: the request has not ended yet.
@@ -222,23 +231,23 @@ class RequestRecord:
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Self:
-        """The record that `to_row` made `row` of; the computed columns are computed anew."""
+        """Restore a record from its `to_row`; computed columns are ignored."""
         return cls(**{field.name: row[field.name] for field in fields(cls)})
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """An open request: what was asked, its record, and where it is. Only the `Scheduler` changes it. No tensors.
+    """An open request with its record and its stage. Only the `Scheduler` modifies it. No tensors.
 
     Attributes:
-        request: what was asked.
+        request: the request.
         record: its record.
-        view: what policies see of it before its first step.
-        num_iterations: steps that it takes in the batch; other than what was asked for with a sampler of second order,
-            where some are skipped, or where it has taken some before it had to wait again.
-        stage: where it is.
+        view: its view for policies before its first step.
+        num_iterations: number of steps that it takes in the batch. It differs from the requested number with a sampler
+            of second order, if some steps are skipped, or if it took some before it had to wait again.
+        stage: its current stage.
         is_prepared: whether its text is encoded and its latents are drawn.
-        first_step: how many steps the scheduler had counted when it became active.
+        first_step: number of steps that the scheduler had counted when the request became active.
     """
 
     request: Request
@@ -251,25 +260,25 @@ class RequestState:
 
     @classmethod
     def of(cls, request: Request, view: RequestView) -> Self:
-        """The state of a request that has just arrived, and is seen so."""
+        """Return the state of a request that has just arrived, with its view."""
         return cls(request, RequestRecord.of(request), view, view.num_steps)
 
     def view_at(self, step: int) -> RequestView:
-        """What policies may see of it when the scheduler has counted `step` steps."""
+        """Return its view for policies when the scheduler has counted `step` steps."""
         view = self.view
         if self.stage != "active" or step == self.first_step:
             return view
         return view._replace(steps_done=(step - self.first_step) * view.num_steps // self.num_iterations)
 
     def wait_again(self, step: int) -> None:
-        """Leave the batch when the scheduler has counted `step` steps, to join it later as one of fewer steps."""
+        """Leave the batch when the scheduler has counted `step` steps, to join it later with the remaining steps."""
         left = self.num_iterations - (step - self.first_step)
         self.view = self.view._replace(num_steps=max(1, self.view.num_steps * left // self.num_iterations))
         self.num_iterations, self.stage = left, "waiting"
 
 
 class ActiveViews(Sequence[RequestView]):
-    """What policies see of admitted requests when `step` steps are counted; made only if one looks at them."""
+    """Views of admitted requests when the scheduler has counted `step` steps, created only on access."""
 
     __slots__ = ("_states", "_step")
 

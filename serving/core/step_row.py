@@ -1,4 +1,4 @@
-"""One denoising iteration, as it is written down."""
+"""Record of one denoising iteration."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ class StepRow:
 
     Attributes:
         step: number of the iteration, from 0.
-        start_s, duration_s: when the step started on the engine's clock and how long it took, in seconds.
+        start_s, duration_s: start of the step on the engine's clock and its duration, in seconds.
         active, waiting: number of requests in the batch, and of requests that have arrived and are not in it.
         resolutions: number of active requests of each resolution, by its name ("128x128").
-        computed: of these, the requests that the model ran for; the others reuse what it said of steps before. None:
+        computed: number of these for which the model ran; the others reuse its predictions from earlier steps. None:
             all.
-        schedule_s: how long the policy took since the step before, in seconds.
+        schedule_s: seconds that the policy took since the previous step.
     """
 
     step: int
@@ -42,16 +42,16 @@ class StepRow:
         schedule_s: float = 0.0,
         computed: Sequence[Resolution] | None = None,
     ) -> Self:
-        """The row of a step of `batch`, while `num_waiting` requests had arrived and were not in it."""
+        """Return the row of a step of `batch`, while `num_waiting` requests had arrived and were not in it."""
         resolutions = dict(Counter(map(str, batch)))
         ran = None if computed is None else dict(Counter(map(str, computed)))
         return cls(step, start_s, duration_s, len(batch), num_waiting, resolutions, schedule_s, ran)
 
     @property
     def ran(self) -> dict[str, int]:
-        """Number of requests that the model ran for, by resolution."""
+        """Number of requests for which the model ran, by resolution."""
         return self.resolutions if self.computed is None else self.computed
 
     def to_row(self) -> dict[str, Any]:
-        """One row of the steps table."""
+        """Return a row of the steps table."""
         return {each.name: getattr(self, each.name) for each in fields(self)}

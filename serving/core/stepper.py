@@ -1,4 +1,4 @@
-"""The seam between the engine and whatever denoises: plain diffusers, patches, and the systems to come."""
+"""Interface between the engine and the implementations of the denoise stage, such as plain diffusers and patches."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from .prepared import PreparedRequest
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What a denoise stage is to be fast for.
+    """Workload that a denoise stage is tuned for.
 
     Attributes:
         sizes: (height, width) of the latents.
-        folder: where measurements are kept.
-        fingerprint: of the model's files.
+        folder: directory of the measurements.
+        fingerprint: fingerprint of the model's files.
         examples: prepares a request of each size.
     """
 
@@ -28,7 +28,7 @@ class Tuning:
     examples: Callable[[], Sequence[PreparedRequest]]
 
     def circumstances(self, model: Any) -> dict[str, Any]:
-        """What the times of the denoising model depend on."""
+        """Return the facts on which the times of the denoising model depend."""
         return {
             "fingerprint": self.fingerprint,
             "sizes": sorted([list(size) for size in set(self.sizes)]),
@@ -40,30 +40,30 @@ class Tuning:
 
 
 class Stepper(Protocol):
-    """The denoise stage. One instance serves one model; one thread at a time calls `step`."""
+    """The denoise stage. One instance serves one model; only one thread at a time may call `step`."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def forecast(self) -> Collection[int]:
-        """The requests, by id, that took the last step without the model, by what it said of steps before."""
+        """Ids of the requests that took the last step without the model, from its predictions in earlier steps."""
         ...
 
     def tune(self, target: Tuning) -> None:
-        """Measure what is faster for such requests, or read what was measured before. Raises as `ServedModel.tune`."""
+        """Measure the alternatives for such requests, or load earlier measurements. Raises as `ServedModel.tune`."""
         ...
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
-        """Raise UsageError if the engine cannot take the steps of this schedule, or latents of this (height, width)."""
+        """Raise UsageError if the engine does not support this schedule, or latents of this (height, width)."""
         ...
 
     def prepare(self, prepared: PreparedRequest) -> None:
-        """Get a request ready for its first `step`; called from the prepare stage, beside the denoise loop."""
+        """Prepare a request for its first `step`; called from the prepare stage, concurrently with the denoise loop."""
         ...
 
     def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:
-        """Take one denoising step of every active request, each at its own timestep; moves their states on.
+        """Take one denoising step of every active request, each at its own timestep, and advance their states.
 
         The latents of a request are up to date in its `latents` once it has finished, failed, or left the active set
         and another step was taken.
@@ -74,11 +74,11 @@ class Stepper(Protocol):
         ...
 
     def peek(self, prepared: PreparedRequest) -> torch.Tensor | None:
-        """The clean latents (1, channels, height / 8, width / 8) that the last step predicts of a request of its batch,
-        in float32 and in memory of their own; None where that cannot be told. Called between two steps.
+        """Return the clean latents (1, channels, height / 8, width / 8) that the last step predicts for a request of
+        its batch, in float32 and in memory of their own; None if they are not available. Called between two steps.
         """
         ...
 
     def close(self) -> None:
-        """Let go of what outlives the calls, such as other processes; no step is taken afterwards."""
+        """Release long-lived resources, such as other processes; no step is taken afterwards."""
         ...

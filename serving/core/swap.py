@@ -1,7 +1,7 @@
-"""Puts other leaves into an unmodified diffusers model, whose own `forward` runs, and takes them out again.
+"""Replacement of leaves in an unmodified diffusers model, whose own `forward` runs, and its reversal.
 
-Every module must be of a class known to work on parts of images: one that could read beyond its part without our
-knowing is refused by name.
+Every module must be of a class that is known to work on parts of images. A module that might read beyond its part is
+refused by name.
 """
 
 from abc import ABC, abstractmethod
@@ -27,14 +27,14 @@ _SWAPPED = {"Conv2d", "GroupNorm", "Attention", "Upsample2D", "Timesteps"}
 
 
 class Swap(ABC):
-    """The leaves that were put into one model, until `undo`.
+    """Puts other leaves into one model, until `undo`.
 
     Args:
-        model: swapped in place; nothing is changed if it is refused.
-        what, instead, models: see `check_model`.
+        model: model, modified in place; nothing is changed if it is refused.
+        what, instead, models: as in `check_model`.
 
     Raises:
-        UsageError: as `check_model`.
+        UsageError: the model is refused, as in `check_model`.
     """
 
     def __init__(self, model: nn.Module, what: str, instead: str, models: Sequence[str]) -> None:
@@ -53,10 +53,10 @@ class Swap(ABC):
 
     @abstractmethod
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
-        """Put the leaves into a transformer where its family says."""
+        """Put the leaves into a transformer, at the places that its family defines."""
 
     def put(self, parent: nn.Module, name: str, leaf: Any) -> None:
-        """Put a leaf where a child of `parent` was, or something that is no module where none was."""
+        """Replace a child module of `parent` by a leaf, or an attribute that is no module by another value."""
         self._undo.append((parent, name, getattr(parent, name)))
         # ModuleList names its children by number, and setattr takes that.
         setattr(parent, name, leaf)
@@ -69,22 +69,22 @@ class Swap(ABC):
 
 
 def parent_of(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
-    """The parent of a module, and what the module is called there, by its name in the model."""
+    """Return the parent of a module and the module's attribute name there, given its name in the model."""
     parent, _, attribute = name.rpartition(".")
     return modules[parent], attribute
 
 
 def check_model(model: nn.Module, what: str, instead: str, models: Sequence[str]) -> None:
-    """Refuse a model of whose leaves one could look beyond a part of an image without our knowing.
+    """Refuse a model with a module that might read beyond a part of an image.
 
     Args:
-        model: the unmodified model.
-        what: is to run it on parts of images.
-        instead: what users can do.
-        models: names of the classes that it is known to run.
+        model: unmodified model.
+        what: name of the engine or option that runs it on parts of images.
+        instead: what users can do instead.
+        models: names of the supported model classes.
 
     Raises:
-        UsageError: naming the class or the module, and `instead`.
+        UsageError: the model is refused; the message names the class or the module, and `instead`.
     """
 
     def refusal(problem: str) -> UsageError:
@@ -148,7 +148,7 @@ def _attention_problems(attention: Any, processor: str | None) -> Iterator[str]:
     if getattr(attention, "residual_connection", False) or getattr(attention, "rescale_output_factor", 1) != 1:
         yield "adds a residual or rescales its output"
     kind, is_own = type(attention.processor).__name__, type(attention).__name__ != "Attention"
-    # diffusers' own `Attention` says nothing once its projections have been parted again; its processor does.
+    # diffusers' own `Attention` does not show whether its projections have been unfused again; its processor does.
     if kind.startswith("Fused") or (is_own and attention.fused_projections):
         yield f"has fused projections ({kind}); undo them first (unfuse_qkv_projections)"
     elif kind not in ("AttnProcessor", "AttnProcessor2_0", processor):

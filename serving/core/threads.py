@@ -1,4 +1,4 @@
-"""Threads that compute with torch beside the denoise loop, on one processor each."""
+"""Threads that compute with torch beside the denoise loop, each on one processor."""
 
 import threading
 from collections.abc import Callable
@@ -8,18 +8,18 @@ import torch
 
 
 def compute_alone() -> None:
-    """Let the operators of the calling thread have no workers of OpenMP.
+    """Let the operators of the calling thread run without OpenMP workers.
 
-    Where all threads together have more workers than there are processors, none of them spins from one parallel region
-    to the next, but sleeps (libgomp): a step of the denoise loop then took 52 ms instead of 18 ms on 2 cores.
+    If all threads together have more workers than there are processors, workers sleep between parallel regions instead
+    of spinning (libgomp): a step of the denoise loop then took 52 ms instead of 18 ms on 2 cores.
     """
-    # A thread's first query sets its number to the process's; ours must come after that, or it is lost.
+    # A thread's first query sets its number to the process's; our setting must come after that, or it is lost.
     torch.get_num_threads()
     torch.set_num_threads(1)
 
 
 class LoneThread(threading.Thread):
-    """One that computes alone, and that no process waits for at its end. Arguments are those of `threading.Thread`."""
+    """A daemon thread that computes without OpenMP workers. Arguments are those of `threading.Thread`."""
 
     def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
@@ -31,11 +31,11 @@ class LoneThread(threading.Thread):
         super().start()
         self._is_ready.wait()
         # `set_num_threads` is per thread with OpenMP, but threads started later inherit the last value that any
-        # thread has set. Set ours again so that nobody else inherits the lone thread's.
+        # thread has set. Set ours again so that no other thread inherits the lone thread's.
         torch.set_num_threads(num_threads)
 
     def run(self) -> None:
-        """See `threading.Thread`."""
+        """Run the target without OpenMP workers."""
         compute_alone()
         self._is_ready.set()
         super().run()

@@ -1,4 +1,4 @@
-"""Waiting for a device, and timing alternatives against each other on it."""
+"""Waiting for a device, and timing alternatives on it."""
 
 import statistics
 import time
@@ -11,19 +11,19 @@ _WARMUP = 2
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done its work; nothing on a CPU."""
+    """Wait until the device has done its work; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def finish_stream(device: torch.device) -> None:
-    """Wait until all that this thread has launched is done, before tensors go to a thread with another stream."""
+    """Wait until all work that this thread has launched is done, before tensors go to a thread with another stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def medians_us(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Median times in microseconds, to a tenth, by name; the runs take turns, so that disturbances meet all of them."""
+    """Return median times in microseconds, to a tenth, by name. Runs take turns, so that disturbances affect all."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(_WARMUP + _REPEATS):
         for name, run in runs.items():

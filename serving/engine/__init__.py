@@ -1,1 +1,1 @@
-"""The three-stage engine (prepare, denoise, postprocess) on the wall clock, and the replay of traces on it."""
+"""The three-stage engine (prepare, denoise, postprocess) on the wall clock, and the replay of traces with it."""

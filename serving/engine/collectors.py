@@ -1,4 +1,4 @@
-"""Collectors: where the records of a run go. The engine itself keeps only what belongs to open requests."""
+"""Collectors, which receive the records of a run. The engine itself keeps only the state of open requests."""
 
 import json
 from collections import Counter
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
 
 
 class Collector(Protocol):
-    """Takes what a run leaves behind, as it comes.
+    """Receives the results of a run as they are produced.
 
-    The engine calls it from one thread, which is none of its stages, in the order in which things happen: no collector
-    needs a lock, and a slow one delays no request, but what it has not taken yet stays in memory. Every submitted
-    request is told exactly once, also after Ctrl-C. An error ends the run, which raises it.
+    The engine calls a collector from one thread, separate from its stages, in the order of events. A collector needs no
+    lock, and a slow one delays no request, although events that it has not received yet stay in memory. Every submitted
+    request is reported exactly once, also after Ctrl-C. An error of the collector ends the run, which raises it.
     """
 
     def on_finish(self, record: RequestRecord, image: "Image | None", latents: "Tensor | None") -> None:
-        """A request has ended: its record, which is final, and if it has been completed its image and its final latents
-        (1, channels, height / 8, width / 8).
+        """Receive the final record of a request that has ended, with its image and its final latents (1, channels,
+        height / 8, width / 8) if it was completed.
         """
 
     def on_step(self, row: StepRow) -> None:
-        """A denoising step has been taken."""
+        """Receive the row of a denoising step."""
 
     def on_decision(self, decision_s: float) -> None:
-        """The policy was asked, and has taken so many seconds of real time."""
+        """Receive the seconds of real time that a decision of the policy took."""
 
 
 class InMemory(Collector):
-    """Keeps everything in memory: for runs whose length is known.
+    """Keeps everything in memory, for runs of bounded length.
 
     Args:
         keep_images, keep_latents: whether images and final latents are kept, too.
 
     Attributes:
-        records: in the order in which the requests ended.
+        records: records in the order in which the requests ended.
         steps: one row per denoising step.
-        decision_times_s: how long each decision of the policy took.
-        images, latents: by request id, as far as they are kept.
+        decision_times_s: seconds that each decision of the policy took.
+        images, latents: images and final latents by request id, if they are kept.
     """
 
     def __init__(self, *, keep_images: bool = False, keep_latents: bool = False) -> None:
@@ -70,13 +70,13 @@ class InMemory(Collector):
 
 
 class JsonLines(Collector):
-    """Appends each record to a file as it comes: a line of JSON with the columns of the records table.
+    """Appends each record to a file: a line of JSON with the columns of the records table.
 
-    A line is written at once, so that the file holds whole lines only, whatever ends the process. It is opened for each
-    record and may be moved away meanwhile; the next record starts a new one.
+    A line is written in one operation, so that the file holds only whole lines however the process ends. The file is
+    opened for each record and may be moved away in between; the next record then starts a new file.
 
     Raises:
-        OSError: the file cannot be written; where, while the engine runs, ends the run.
+        OSError: the file cannot be written. While the engine runs, this ends the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class JsonLines(Collector):
         with path.open("ab+") as file:
             file.seek(max(0, file.tell() - 1))
             if file.read() not in (b"", b"\n"):
-                # The disk was full or the machine went down within the last line.
+                # The last line is incomplete: the disk was full or the machine went down.
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -97,15 +97,15 @@ class JsonLines(Collector):
 
 @dataclass(slots=True)
 class Counters(Collector):
-    """Counts and adds up, and keeps nothing else: for servers that run for ever.
+    """Keeps only counts and sums, for long-lived servers.
 
     Attributes:
-        ended: requests by final status.
-        num_with_slo, num_slo_met: ended requests that have an SLO, and those whose image came in time.
-        latency_s: sum over completed requests, from arrival to the image.
-        num_steps, step_s: denoising steps, and how long they took in all.
-        request_steps: sum over steps of the requests that took them.
-        num_decisions, decision_s: how often the policy was asked, and how long it took in all.
+        ended: number of requests by final status.
+        num_with_slo, num_slo_met: number of ended requests with an SLO, and of those whose image was in time.
+        latency_s: sum over completed requests of the seconds from arrival to the image.
+        num_steps, step_s: number of denoising steps, and their total seconds.
+        request_steps: sum over steps of the number of requests in the batch.
+        num_decisions, decision_s: number of decisions of the policy, and their total seconds.
     """
 
     ended: Counter[str] = field(default_factory=Counter)

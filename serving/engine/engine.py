@@ -1,14 +1,14 @@
 """The engine: prepare, denoise and postprocess stages, scheduled at the level of single denoising steps.
 
     submit -> waiting -> (policy) -> joining -> active -> [postprocess thread] -> record
-                 `-- [prepare thread] --^          `-- one step of all active requests, again and again
+                 `-- [prepare thread] --^          `-- one step of all active requests, repeatedly
 
 The thread that calls `Engine.run` denoises. Between any two steps the `Scheduler` asks the policy which requests join;
 a request leaves as soon as its own last step is done (PatchedServe sections 6.1.1 and 7; ORCA's iteration level). The
-policy is asked between steps, not during one: on a CPU it would take cores from the step, and on a GPU the decision
-would be about a batch that no longer exists when the step ends. `Collector.on_decision` is told what that costs.
+policy runs between steps, not during one: on a CPU it would take cores from the step, and on a GPU the decision would
+be about a batch that no longer exists when the step ends. `Collector.on_decision` receives its cost.
 
-Only what belongs to open requests is kept here. Who has ended goes to a collector, so that a run may last for weeks.
+The engine keeps only the state of open requests. Ended requests go to a collector, so that a run may last for weeks.
 """
 
 import time
@@ -32,7 +32,7 @@ from .stages import is_stalled
 from .watch import Watch
 
 _CTRL_C_S = 0.5
-"""How often an engine that has nothing to do wakes, as Ctrl-C wakes only the thread that the system hands it to."""
+"""Interval at which an idle engine wakes, as Ctrl-C wakes only the thread to which the system delivers it."""
 
 
 class Engine:
@@ -41,23 +41,24 @@ class Engine:
     Args:
         model: the loaded model.
         policy, predictor, max_batch_size, max_prepared_ahead: as for `Scheduler`.
-        collector: takes what the run leaves behind; None keeps records and steps in memory, for the result.
-        image_path: where to save each image (atomically; the suffix sets the format); None does not save it.
-        on_finish: called with each record when it has become final, from the collector's thread.
-        on_step: called after each denoising iteration, likewise. An error of either ends nothing
-            (`callback_failures`), while one of the collector ends the run: what it was to keep would be lost.
+        collector: receives the results of the run; None keeps records and steps in memory, for the result.
+        image_path: returns the path for each image (written atomically; the suffix sets the format), or None for an
+            image that is not saved; None saves no images.
+        on_finish: called with each final record, from the collector's thread.
+        on_step: called after each denoising iteration, from the same thread. Errors of `on_finish` and `on_step` are
+            only counted (`callback_failures`), while an error of the collector ends the run: its data would be lost.
         on_image: called with each image before its record closes, in the thread that decodes; an error fails the
             request.
-        preview: draws the partial images of those who watch, as soon as it can; None: they are decoded.
-        records_templates: whether templates of edits that have no record are recorded, in free places of the batch.
-        most_failed: so many steps in a row that failed for all of their requests end the run with a RunError, as do so
-            many requests in a row that could not be prepared, or decoded; None: the run goes on with the next ones.
+        preview: draws partial images for watches, as soon as it has learnt enough; None: they are decoded.
+        records_templates: whether missing templates of edits are recorded, in free places of the batch.
+        most_failed: number of failures in a row that end the run with a RunError: of steps that failed for all of their
+            requests, or of requests that could not be prepared, or decoded; None: the run continues.
 
     Attributes:
-        collector: the collector.
+        collector: collector of the run.
 
     Raises:
-        UsageError: as `Scheduler`.
+        UsageError: the arguments are not valid, as in `Scheduler`.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Engine:
         self._model = model
         self.collector = collector or InMemory()
         self._on_step = on_step
-        # How long the policy has taken since the last step.
+        # Seconds that the policy has taken since the last step.
         self._decided_s = 0.0
         self._scheduler = Scheduler(
             policy,
@@ -106,27 +107,27 @@ class Engine:
         self._is_closed = self._is_aborted = False
         self._cancelled: list[tuple[RequestState, str]] = []
         self._zero: float | None = None
-        # When the last step has ended, or the batch was last empty; how long that step took.
+        # Time at which the last step ended or the batch was last empty, and the seconds that the last step took.
         self._progress_s, self._last_step_s = time.monotonic(), 0.0
 
     @property
     def callback_failures(self) -> Failures:
-        """How often a callback or a `Watch` has failed, and why the first time; its traceback went to stderr."""
+        """Number of failures of callbacks and watches, and the first reason, whose traceback went to stderr."""
         return self._stages.callback_failures
 
     @property
     def num_active(self) -> int:
-        """Requests in the batch."""
+        """Number of requests in the batch."""
         return len(self._scheduler.active)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch yet."""
+        """Number of requests that are not in the batch yet."""
         return self._scheduler.num_waiting
 
     @property
     def max_batch_size(self) -> int:
-        """Largest number of requests in the batch; it may be changed at any time, but for those that are there."""
+        """Largest number of requests in the batch. It may be changed at any time; requests in the batch stay."""
         return self._scheduler.max_batch_size
 
     @max_batch_size.setter
@@ -138,18 +139,18 @@ class Engine:
 
     @property
     def pixel_steps(self) -> int:
-        """Pixels times steps that are still to be taken."""
+        """Pixels times remaining steps, summed over all requests."""
         return self._scheduler.pixel_steps
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the next step of the batch, or preparing or decoding one request, takes very much longer than the
-        last one (`stages.STALLED_S`); any thread may ask.
+        """Whether the current step of the batch, or preparing or decoding one request, takes far longer than the
+        previous one (`stages.STALLED_S`). Thread-safe.
         """
         return self._stages.is_stalled or (self.num_active > 0 and is_stalled(self._progress_s, self._last_step_s))
 
     def start(self) -> None:
-        """Start the stage threads and set the engine's clock to 0. `run` does it if it has not been done.
+        """Start the stage threads and set the engine's clock to 0. `run` calls this if it has not been called.
 
         Raises RuntimeError if the engine was started before.
         """
@@ -165,15 +166,15 @@ class Engine:
         return time.perf_counter() - self._zero
 
     def submit(self, request: Request, *, standalone_s: float | None = None, watch: Watch | None = None) -> None:
-        """Hand in a request; any thread may, also while the engine runs.
+        """Submit a request. Thread-safe, also while the engine runs.
+
+        An id is in use until its request is reported to the collector as ended. It is free again from then on, in
+        `on_finish` already, and the engine keeps nothing about its previous use.
 
         Args:
-            request: what to draw. Its `arrival_s` is when its latency starts to count on the engine's clock.
-            standalone_s: its latency when served alone, for policies that ask for it.
-            watch: told how far it has come.
-
-        An id is taken until the collector is told that its request has ended, and free again from then on: in
-        `on_finish` already, and without a memory of who had it before.
+            request: the request. Its `arrival_s` is the time on the engine's clock from which its latency counts.
+            standalone_s: its latency when served alone, for policies that use it.
+            watch: receives its progress.
 
         Raises:
             UsageError: if the model cannot serve it, or an open request has its id.
@@ -193,15 +194,15 @@ class Engine:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Say that no more requests will come; `run` returns when the submitted ones have ended."""
+        """Accept no more requests; `run` returns when the submitted ones have ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def cancel(self, request_id: int, reason: str) -> bool:
-        """End an open request as "cancelled" before the next step, whatever stage it is in; any thread may.
+        """End an open request as "cancelled" before the next step, in whatever stage it is. Thread-safe.
 
-        Returns whether there is an open request of this id. It may still be completed meanwhile.
+        Returns whether there is an open request with this id. It may still be completed meanwhile.
         """
         with self._changed:
             state = self._stages.open.get(request_id)
@@ -211,7 +212,7 @@ class Engine:
         return state is not None
 
     def take_back(self) -> list[Request]:
-        """Give up all requests that wait for the batch, of which nobody is told any more; any thread may."""
+        """Remove and return all requests that wait for the batch. They are not reported anywhere. Thread-safe."""
         with self._changed:
             requests = self._scheduler.take_back()
             for request in requests:
@@ -220,7 +221,7 @@ class Engine:
         return requests
 
     def abort(self) -> None:
-        """End the run before the next step, from any thread: all requests that are open then are "cancelled"."""
+        """End the run before the next step; all requests that are open then are "cancelled". Thread-safe."""
         with self._changed:
             self._is_closed = self._is_aborted = True
             self._changed.notify_all()
@@ -229,10 +230,10 @@ class Engine:
         """Serve until the engine is closed and every request has ended; blocks the calling thread.
 
         Ctrl-C ends the run: images whose denoising is done are still written, all other requests are "cancelled", and
-        the result is returned with `was_interrupted`. A second Ctrl-C gives up the images that are not written yet, as
-        `abort` does at once.
+        the result is returned with `was_interrupted`. A second Ctrl-C discards the images that are not written yet, as
+        `abort` does immediately.
 
-        Raises RunError: everything fails (`most_failed`). Requests that are open then are "cancelled".
+        Raises RunError if everything fails (`most_failed`). Requests that are open then are "cancelled".
         """
         if self._zero is None:
             self.start()
@@ -266,7 +267,7 @@ class Engine:
                 ended = self._end_cancelled()
                 if not scheduler.active:
                     self._progress_s = time.monotonic()
-                # What is due between steps comes first, so that who has been prepared may take the next one.
+                # Inline stages run first, so that requests prepared in them can take the next step.
                 if not (is_due := stages.is_due):
                     ended += scheduler.decide(self.now_s())
                     stages.prepare_next()
@@ -281,7 +282,7 @@ class Engine:
             if can_step:
                 self._step(batch, num_waiting)
             if may_record and stages.recorder is not None:
-                # Beside others one at a time, as a step of one more request would delay them.
+                # One at a time while requests are active, as more passes would delay their steps.
                 stages.recorder.take_passes(1 if batch else self.max_batch_size)
 
     @property
@@ -290,16 +291,16 @@ class Engine:
 
     @property
     def _may_record(self) -> bool:
-        """Whether passes of a template are due, and a place is free for them. None are while the last requests end."""
+        """Whether passes of a template are pending and a place is free for them; never once the engine is closed."""
         recorder, scheduler = self._stages.recorder, self._scheduler
         is_free = len(scheduler.active) < scheduler.max_batch_size
         return recorder is not None and recorder.is_due and is_free and not self._is_closed
 
     def _end_cancelled(self) -> list[RequestState]:
-        """Close what is to be cancelled and has not ended meanwhile. The lock is held."""
+        """Close the cancelled requests that have not ended meanwhile. The caller holds the lock."""
         cancelled, self._cancelled = self._cancelled, []
         now_s = self.now_s()
-        # Another request may have the id by now, so that the record says whether it is still this one.
+        # Another request may have the id by now, so the record shows whether it is still the same request.
         return [
             state
             for state, reason in cancelled

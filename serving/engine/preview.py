@@ -1,4 +1,4 @@
-"""Partial images at a hundredth of what the decoder takes: a linear map learnt from images that it has drawn."""
+"""Partial images at a hundredth of the decoder's cost: a linear map learnt from images that it has decoded."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -17,24 +17,25 @@ _RIDGE = 1e-3
 
 
 class Preview:
-    """Draws latents roughly: each of their positions with its eight neighbours is mapped linearly to its own pixels.
+    """Approximate decoder: maps each position of the latents, with its eight neighbours, linearly to its pixels.
 
-    The map is the least-squares fit to final latents and what the model's decoder has made of them, so that it suits
-    any autoencoder. It learns from the first images that are drawn, those of a warm-up among them.
+    The map is the least-squares fit to final latents and the images that the model's decoder has made of them, so that
+    it suits any autoencoder. It learns from the first images that are decoded, including those of a warm-up.
 
-    Decoding partial images takes as long as decoding the last one: three for every request would quadruple that stage.
+    Decoding a partial image takes as long as decoding the final one: with three for every request, the decoder would
+    have four times the work.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_images = self._num_positions = 0
-        # X^T X and X^T Y of the normal equations, and what solves them; None: not solved yet.
+        # X^T X and X^T Y of the normal equations, and their solution; None: not solved yet.
         self._gram = self._moments = torch.zeros(0)
         self._map: torch.Tensor | None = None
 
     @torch.inference_mode()
     def learn(self, latents: torch.Tensor, image: "Image") -> None:
-        """Learn from the final latents (1, channels, height, width) of an image; does nothing once it knows enough."""
+        """Learn from an image and its final latents (1, channels, height, width); does nothing after 64 images."""
         if self._num_images >= _MOST_IMAGES:
             return
         pixels = VaeImageProcessor.numpy_to_pt(VaeImageProcessor.pil_to_numpy(image))
@@ -54,7 +55,10 @@ class Preview:
 
     @torch.inference_mode()
     def draw(self, latents: torch.Tensor) -> "Image | None":
-        """Draw latents (1, channels, height, width). None: it has not learnt enough, or they are not finite."""
+        """Return the image of latents (1, channels, height, width).
+
+        None if too few images have been learnt, or if the pixels are not finite.
+        """
         with self._lock:
             enough = _TIMES_UNKNOWNS * len(self._gram)
             if self._num_images < _LEAST_IMAGES or self._num_positions < enough:
@@ -73,7 +77,7 @@ class Preview:
 
 
 def _inputs_of(latents: torch.Tensor) -> torch.Tensor:
-    """Of each position the latents of its 3 x 3 neighbourhood, and a 1: (positions, 9 channels + 1)."""
+    """Return for each position the latents of its 3 x 3 neighbourhood, and a 1: (positions, 9 channels + 1)."""
     padded = F.pad(latents.float().cpu(), (1, 1, 1, 1), mode="replicate")
     inputs = F.unfold(padded, 3)[0].T
     return F.pad(inputs, (0, 1), value=1.0)

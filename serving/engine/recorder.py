@@ -1,4 +1,4 @@
-"""Templates that edits have missed, recorded in the free places of the engine's batch (InstGenIE section 3.1)."""
+"""Recording of missing templates in the free places of the engine's batch (InstGenIE section 3.1)."""
 
 import queue
 import threading
@@ -20,15 +20,15 @@ _Seen = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
 class TemplateRecorder:
-    """Records templates, one after the other, and each once, however many edits have missed it.
+    """Records templates, one after the other, and each only once, however many edits have missed it.
 
-    A thread of its own prepares a template and writes what was seen. The passes between are taken by the thread of the
-    engine: between two steps of the batch, and not more than it has free places for. Never is more in memory than what
-    one batch of passes has seen, and what the store keeps. What ends before it is complete leaves nothing.
+    A separate thread prepares a template and writes its record. The engine's thread runs the passes, between two steps
+    of the batch and at most as many as the batch has free places. Memory holds at most the values of one batch of
+    passes, besides those that the store keeps. A recording that is not completed leaves nothing behind.
 
     Args:
-        model: with the store of its templates.
-        changed: notified when passes are due.
+        model: model with a store of templates.
+        changed: condition that is notified when passes are ready to run.
         on_error: called if the thread ends by a defect.
     """
 
@@ -43,12 +43,12 @@ class TemplateRecorder:
 
     @property
     def error(self) -> BaseException | None:
-        """What has ended the thread: a defect."""
+        """Defect that has ended the thread; None if there is none."""
         return self._thread.error
 
     @property
     def is_due(self) -> bool:
-        """Whether there are passes to take."""
+        """Whether there are passes to run."""
         return bool(self._due)
 
     def start(self) -> None:
@@ -56,10 +56,10 @@ class TemplateRecorder:
         self._thread.start()
 
     def want(self, request: Request) -> None:
-        """Have the template of an edit recorded that had to do without; one thread at a time calls this.
+        """Request the recording of the template that an edit has missed. Not thread-safe.
 
-        Not if that is under way or has failed before, if it is of a generation, which is over, if no edit could read
-        the record or should, or if many others wait: then a later edit asks again.
+        Does nothing if the template is being recorded or has failed before, if it belongs to a generation, which is
+        over, if no edit could or should read the record, or if many others wait; a later edit then requests it again.
         """
         edit = request.edit
         if (
@@ -76,15 +76,15 @@ class TemplateRecorder:
         self._thread.put((request, key))
 
     def take_passes(self, num_free: int) -> None:
-        """Take passes that are due, in one batch, for as many requests as it has places for; in the engine's thread."""
+        """Run pending passes, at most `num_free`, in one batch; called from the engine's thread."""
         passes, self._due = self._due[:num_free], ()
         try:
             self._taken.put(self._model.reuse.record(passes))
-        except Exception as error:  # noqa: BLE001  the requests in the batch know nothing of it
+        except Exception as error:  # noqa: BLE001  requests in the batch are not affected
             self._taken.put(error)
 
     def finish(self) -> None:
-        """End the thread; what it has not completed is given up."""
+        """End the thread; unfinished recordings are discarded."""
         self._thread.discard_queued()
         self._taken.put(None)
         self._thread.finish()
@@ -97,7 +97,7 @@ class TemplateRecorder:
                 self._store.add(key, self._seen(request), self._model.device)
         except _StoppedError:
             return
-        except Exception as error:  # noqa: BLE001  edits are exact without it
+        except Exception as error:  # noqa: BLE001  edits are exact without a record
             self._given_up.append(key.digest)
             warnings.warn(f"template {key.digest} could not be recorded, and is not tried again: {error}", stacklevel=1)
         finally:
@@ -119,4 +119,4 @@ class TemplateRecorder:
 
 
 class _StoppedError(Exception):
-    """The engine ends."""
+    """Raised in the recorder's thread when the engine ends."""

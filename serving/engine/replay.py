@@ -1,4 +1,4 @@
-"""Replay of a trace on the wall clock: every request is handed to the engine when it arrives."""
+"""Replay of a trace on the wall clock: every request is submitted to the engine at its arrival time."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,15 +12,15 @@ from .run_result import RunResult
 def replay(
     engine: Engine, requests: Sequence[Request], *, standalone_s: Callable[[Request], float | None] | None = None
 ) -> RunResult:
-    """Serve a trace; `arrival_s` of each request is honoured on the engine's clock, which starts now.
+    """Serve a trace. Each request is submitted at its `arrival_s` on the engine's clock, which starts now.
 
     A thread sleeps until each arrival and submits it. It does nothing else, so a busy denoise loop delays a submission
     by no more than the interpreter's switch interval; latencies count from `arrival_s` in any case.
 
     Args:
         engine: a new engine.
-        requests: the trace, in order of arrival, with ids that differ.
-        standalone_s: latency of a request when served alone, if known, for policies that ask for it.
+        requests: the trace, in order of arrival, with unique ids.
+        standalone_s: returns the latency of a request when served alone, if known, for policies that use it.
 
     Returns:
         The engine's result; after Ctrl-C the requests that had not arrived are "cancelled" as well.
@@ -38,7 +38,7 @@ def replay(
                     return
                 engine.submit(request, standalone_s=None if standalone_s is None else standalone_s(request))
                 num_submitted += 1
-        except BaseException as error:  # noqa: BLE001  handed to the caller's thread below
+        except BaseException as error:  # noqa: BLE001  raised in the caller's thread below
             errors.append(error)
         finally:
             engine.close()

@@ -14,16 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run of the engine ended, and what its collector has kept.
+    """Outcome of a run of the engine, and the contents of its collector.
 
-    Only `InMemory`, which collects unless the caller chose another, keeps what the properties give; with any other they
-    raise RuntimeError.
+    The properties need an `InMemory` collector, which is the default; with any other they raise RuntimeError.
 
     Attributes:
-        duration_s: from the engine's start until the last request ended, in seconds.
-        was_interrupted: whether Ctrl-C ended the run; unfinished requests are then "cancelled".
+        duration_s: seconds from the engine's start until the last request ended.
+        was_interrupted: whether Ctrl-C or `abort` ended the run; unfinished requests are then "cancelled".
         max_prepared: largest number of requests that held encoded text and latents at the same time, before decoding.
-        collector: what has collected.
+        collector: collector of the run.
     """
 
     duration_s: float
@@ -50,15 +49,15 @@ class RunResult:
 
     @property
     def decision_times_s(self) -> list[float]:
-        """How long each decision of the policy took, in seconds."""
+        """Seconds that each decision of the policy took."""
         return self.kept.decision_times_s
 
     @property
     def images(self) -> "dict[int, Image]":
-        """Images by request id, if the collector was asked to keep them."""
+        """Images by request id, if the collector keeps them."""
         return self.kept.images
 
     @property
     def latents(self) -> "dict[int, torch.Tensor]":
-        """Final latents by request id, (1, channels, height / 8, width / 8), likewise."""
+        """Final latents (1, channels, height / 8, width / 8) by request id, if the collector keeps them."""
         return self.kept.latents

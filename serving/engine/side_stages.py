@@ -1,4 +1,4 @@
-"""The two stages beside the denoise loop, prepare and postprocess, and the thread of the collector."""
+"""The stages beside the denoise loop, prepare and postprocess, and the thread of the collector."""
 
 import threading
 import time
@@ -32,34 +32,35 @@ if TYPE_CHECKING:
 
 _LAG_S = 0.05
 MOST_FAILED = 8
-"""Tries of one stage in a row that fail before a service takes its engine for broken. An error that sticks, such as one
-of CUDA, fails all of them, and each is an error for a client; that so many requests in a row fail for reasons of their
-own is possible and rare.
+"""Number of consecutive failures of one stage after which a service considers its engine broken. A persistent error,
+such as one of CUDA, fails every try, and each failure is an error for a client. That this many requests in a row fail
+for reasons of their own is possible but rare.
 """
 ImagePath = Callable[[Request], Path | None]
 OnImage = Callable[[Request, "Image"], object]
 Peek = Callable[[PreparedRequest], torch.Tensor | None]
-"""`core.stepper.Stepper.peek`."""
+"""Signature of `core.stepper.Stepper.peek`."""
 
 
 class SideStages:
-    """Prepares requests in one thread, decodes and saves their images in another, and tells the collector in a third.
-    With the option `stages` at `inline`, it does the first two between steps, in the thread that denoises.
+    """Prepares requests in one thread, decodes and saves their images in another, and calls the collector in a third.
 
-    A request that fails in the first two ends as "failed" with its reason, and the others continue. Arguments are those
-    of `Engine`.
+    With the option `stages` set to `inline`, the first two run between steps, in the thread that denoises. A request
+    that fails in one of them ends as "failed" with its reason, and the others continue. The arguments are those of
+    `Engine`.
 
-    The collector has a thread of its own because Ctrl-C may come anywhere in the one that denoises, and only there: so
-    no request is told twice or forgotten.
+    The collector has a thread of its own because Ctrl-C can interrupt the thread that denoises at any point, and only
+    that thread: no request is reported twice or lost.
 
     Attributes:
-        changed: guards the scheduler, `open` and `prepared`; notified when the denoise loop may have something to do.
-        open: requests of which the collector has not been told yet, by id.
+        changed: condition that guards the scheduler, `open` and `prepared`; notified when the denoise loop may have
+            something to do.
+        open: requests that have not been reported to the collector yet, by id.
         prepared: encoded text and latents by request id, from the end of preparing until the last step.
-        watches: who is told how far a request has come, by its id; those of open requests.
-        recorder: of templates that edits have missed, if they are recorded.
-        callback_failures: errors of callbacks, which end nothing.
-        last_end_s: when the last of those requests ended of which the collector has been told; None if there is none.
+        watches: watches of open requests, by request id.
+        recorder: records missing templates; None when recording is off.
+        callback_failures: errors of callbacks, which do not end the run.
+        last_end_s: time at which the last of the requests reported to the collector ended; None if there is none.
     """
 
     def __init__(
@@ -116,13 +117,14 @@ class SideStages:
 
     @property
     def error(self) -> BaseException | None:
-        """What has ended one of the threads, a defect or an error of a callback; or that everything fails (`tried`)."""
+        """Error that has ended one of the threads, or the RunError of a stage in which everything fails (`tried`)."""
         recording = None if self.recorder is None else self.recorder.error
         return self._prepare.error or self._postprocess.error or self._collect.error or recording or self._broken
 
     def tried(self, stage: str, failure: str | None) -> None:
-        """Count what fails in a row in a stage, of which one thread at a time tells; a success, which has no failure,
-        resets the count. After `most_failed` of them `error` is set.
+        """Record a try of a stage, and count consecutive failures; a success, with `failure` None, resets the count.
+
+        After `most_failed` failures in a row, `error` is set. Only one thread at a time may call this for a stage.
         """
         self._failed_in_a_row[stage] = num_failed = 0 if failure is None else self._failed_in_a_row[stage] + 1
         if num_failed == self._most_failed:
@@ -131,7 +133,7 @@ class SideStages:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether preparing or decoding one request, or a callback, stands still."""
+        """Whether preparing or decoding one request, or a callback, is stalled."""
         return any(stage.pulse.is_stalled for stage in (self._prepare, self._postprocess, self._collect))
 
     @property
@@ -140,12 +142,12 @@ class SideStages:
         return any(stage.is_due for stage in self._inline)
 
     def serve(self) -> None:
-        """Prepare and postprocess what is due, where that is the denoise loop's to do."""
+        """Run the queued work of stages that run inline, between steps of the denoise loop."""
         for stage in self._inline:
             stage.serve()
 
     def start(self) -> None:
-        """Start the threads, and to prepare what was submitted before."""
+        """Start the threads, and begin to prepare requests that are already submitted."""
         for stage in (self._prepare, self._postprocess, self._collect, self.recorder):
             if stage is not None:
                 stage.start()
@@ -154,22 +156,22 @@ class SideStages:
             self.prepare_next()
 
     def prepare_next(self) -> None:
-        """Give the prepare thread its next request, if one is due. The lock is held."""
+        """Queue the next request to prepare, if there is one. The caller holds the lock."""
         state = self._scheduler.next_to_prepare(self._now_s()) if self._is_running else None
         if state is not None:
             self._prepare.put(state.request)
 
     def postprocess(self, state: RequestState) -> None:
-        """Queue a denoised request for its image."""
+        """Queue a denoised request for decoding."""
         with self.changed:
             prepared = self.prepared.pop(state.request.request_id)
         assert prepared.state.is_finished, "the stepper and the scheduler count steps differently"
         state.record.steps_reused = prepared.steps_reused
-        # The latents are all that decoding needs; the rest, mostly the encoded text, would wait with them.
+        # Decoding needs only the latents; anything else, mostly the encoded text, would stay in memory meanwhile.
         self._postprocess.put(partial(self._postprocess_one, state, prepared.latents))
 
     def collect(self, tell: Callable[[], None], *, may_lag: bool = False) -> None:
-        """Have something told in the collector's thread, in the order of the calls; what may lag, some time later."""
+        """Queue a call for the collector's thread, in order. With `may_lag` it may be made some time later."""
         self._told.append(tell)
         now_s = time.perf_counter()
         if not may_lag or now_s - self._handed_over_s > _LAG_S:
@@ -181,28 +183,28 @@ class SideStages:
             self._told.popleft()()
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Call what others have given, whose errors are counted, and warned of once."""
+        """Call a user's callback. Its errors are counted, and the first one is printed."""
         try:
             callback()
-        except Exception as error:  # noqa: BLE001  whoever looks on must not be able to end the run
+        except Exception as error:  # noqa: BLE001  an observer must not be able to end the run
             if not self.callback_failures.count:
                 traceback.print_exc()
             self.callback_failures.note(describe("callback", error))
 
     def let_go(self, state: RequestState, image: "Image | None" = None, latents: torch.Tensor | None = None) -> None:
-        """Release the tensors of a request that has ended, and tell the collector; any thread may."""
+        """Release the tensors of a request that has ended, and report it to the collector. Thread-safe."""
         with self.changed:
             self.prepared.pop(state.request.request_id, None)
         self.collect(partial(self._tell, state, image, latents))
 
     def forget(self, request_id: int) -> None:
-        """Let go of a request that was given up, of which the collector is not told. The lock is held."""
+        """Discard a withdrawn request without reporting it to the collector. The caller holds the lock."""
         del self.open[request_id]
         self.prepared.pop(request_id, None)
         self.watches.pop(request_id, None)
 
     def show_progress(self, batch: Sequence[PreparedRequest], peek: Peek) -> None:
-        """Tell those who watch requests of a batch that has taken a step, and have their partial images drawn."""
+        """Notify the watches of a batch that has taken a step, and queue their partial images."""
         for prepared in batch:
             watch = self.watches.get(prepared.request.request_id)
             if watch is None:
@@ -211,16 +213,16 @@ class SideStages:
             self.collect(partial(self.call, partial(watch.on_step, steps_done)), may_lag=watch.may_lag)
             if watch.is_due(steps_done, prepared.state.num_wanted) and (latents := peek(prepared)) is not None:
                 watch.taken()
-                # The thread that draws them works on another stream.
+                # The thread that decodes them works on another stream.
                 finish_stream(latents.device)
                 self._postprocess.put(
                     partial(self._draw_partial, self.open[prepared.request.request_id], watch, latents)
                 )
 
     def stop(self, *, at_once: bool = False) -> bool:
-        """End the threads and close every open record. Returns whether Ctrl-C came meanwhile.
+        """End the threads and close every open record. Return whether Ctrl-C was pressed meanwhile.
 
-        Images whose denoising is done are still written, unless Ctrl-C comes or it is to be `at_once`.
+        Images whose denoising is done are still written, unless Ctrl-C is pressed or `at_once` is set.
         """
         with self.changed:
             self._is_running = False
@@ -253,7 +255,7 @@ class SideStages:
 
     def _tell(self, state: RequestState, image: "Image | None", latents: torch.Tensor | None) -> None:
         with self.changed:
-            # Where Ctrl-C came right after it was handed over, `stop` has done so again.
+            # If Ctrl-C came right after the request was queued here, `stop` has queued it again.
             if self.open.get(state.request.request_id) is not state:
                 return
             del self.open[state.request.request_id]
@@ -269,7 +271,7 @@ class SideStages:
         is_refused = False
         with self.changed:
             if (waiting := self.open.get(request.request_id)) is not None:
-                # Between steps its turn comes some time after it was put here.
+                # An inline stage prepares it some time after it was queued.
                 waiting.record.prepare_start_s = self._now_s()
         try:
             prepared = self._model.prepare(request)
@@ -305,7 +307,7 @@ class SideStages:
                 image = self._model.decode(latents)
             if state.request.edit is not None:
                 image = pasted(image, state.request.edit)
-        except Exception:  # noqa: BLE001  its last image is decoded alike, and tells what is wrong
+        except Exception:  # noqa: BLE001  decoding the final image reports the same error
             return
         self.collect(partial(self.call, partial(watch.show, image)))
 
@@ -334,7 +336,7 @@ class SideStages:
             image = None
         status = "completed" if failure is None else "failed"
         with self.changed:
-            # It may have been cancelled while it was decoded, and another request may have its id by now.
+            # The request may have been cancelled during decoding, and another request may have its id by now.
             is_open = state.record.status == "pending"
             if is_open:
                 self._scheduler.end(request.request_id, status, self._now_s(), failure)
@@ -343,7 +345,7 @@ class SideStages:
         if is_open:
             self.let_go(state, image, latents if failure is None else None)
         if self.recorder is not None and state.record.reused is False:
-            # Not before, or its own steps would wait for those of the record.
+            # Not earlier, or the edit's own steps would wait for the passes of the record.
             self.recorder.want(request)
 
     def _wake(self) -> None:

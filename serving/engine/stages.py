@@ -1,4 +1,4 @@
-"""What runs beside the denoise loop: prepare and postprocess in a thread each, or between its steps."""
+"""Stages beside the denoise loop, each in a thread of its own or between the steps of the loop."""
 
 import contextlib
 import functools
@@ -18,16 +18,16 @@ Taken = TypeVar("Taken", contravariant=True)
 
 @functools.cache
 def _stream_of(name: str, device: torch.device) -> torch.cuda.Stream:
-    """The stream of a stage. One for all engines: torch hands out 32 of a device in turn, and then the same again."""
+    """Return the stream of a stage. All engines share it, as torch cycles through a pool of 32 streams per device."""
     return torch.cuda.Stream(device)
 
 
 STALLED_S, STALLED_TIMES = 30.0, 20.0
-"""What takes longer than so many seconds, and so many times as long as the last time, stands still."""
+"""Work is stalled if it takes longer than this many seconds and this many times its previous duration."""
 
 
 class Pulse:
-    """Whether work goes on: how long the present item takes, beside the one before. Any thread may ask."""
+    """Progress of a stage: how long the current item takes, compared with the previous one. Thread-safe to read."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
@@ -42,13 +42,13 @@ class Pulse:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the present item stands still."""
+        """Whether work on the current item is stalled."""
         since_s = self._since_s
         return since_s is not None and is_stalled(since_s, self._last_s)
 
 
 def is_stalled(since_s: float, last_s: float) -> bool:
-    """Whether what has begun at that time, by `time.monotonic`, stands still; the last time it took `last_s`."""
+    """Return whether work that began at `since_s`, by `time.monotonic`, is stalled, given its previous duration."""
     return time.monotonic() - since_s > max(STALLED_S, STALLED_TIMES * last_s)
 
 
@@ -56,28 +56,28 @@ class Stage(Protocol[Taken]):
     """Serves items one by one, first come, first served.
 
     Attributes:
-        error: what has ended it.
-        pulse: of its work.
+        error: error that has ended the stage; None if there is none.
+        pulse: progress of its work.
     """
 
     error: BaseException | None
     pulse: Pulse
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start to serve items."""
 
     def put(self, item: Taken) -> None:
-        """Queue an item; any thread may."""
+        """Queue an item. Thread-safe."""
 
     def discard_queued(self) -> None:
-        """Let go of the items that have not been started."""
+        """Discard the items that have not been started."""
 
     def finish(self) -> None:
-        """Return when all queued items are served; it serves no others then."""
+        """Serve all queued items, then end. Blocks until it is done."""
 
 
 class InlineStage(Generic[Item]):
-    """See `Stage`: serves in the thread that calls `serve`, to which `work` raises.
+    """A `Stage` that serves in the thread that calls `serve`, in which errors of `work` are raised.
 
     Args:
         work: called with each item.
@@ -95,36 +95,36 @@ class InlineStage(Generic[Item]):
         return bool(self._queue)
 
     def start(self) -> None:
-        """See `Stage`."""
+        """Do nothing: `serve` does the work."""
 
     def put(self, item: Item) -> None:
-        """See `Stage`."""
+        """Queue an item."""
         self._queue.append(item)
 
     def discard_queued(self) -> None:
-        """See `Stage`."""
+        """Discard the queued items."""
         self._queue.clear()
 
     def serve(self) -> None:
-        """Serve what is queued, and what is queued meanwhile."""
+        """Serve all queued items, including those that are queued meanwhile."""
         while self._queue:
             with self.pulse:
                 self._work(self._queue.popleft())
 
     def finish(self) -> None:
-        """See `Stage`."""
+        """Serve all queued items."""
         self.serve()
 
 
 class StageThread(Generic[Item]):
-    """See `Stage`: serves in a thread of its own.
+    """A `Stage` that serves in a thread of its own.
 
-    `work` must handle its own errors: whatever it raises is a defect. It is kept in `error` and ends the thread.
+    `work` must handle its own errors: an exception that it raises is a defect, is kept in `error` and ends the thread.
 
     Args:
         name: thread name.
         work: called with each item.
-        device: where the work runs. On CUDA the thread gets its own stream, so that its kernels do not queue up
+        device: device of the work. On CUDA the thread gets its own stream, so that its kernels do not queue up
             between the kernels of a denoising step.
         on_error: called, from the stage's thread, after `error` was set.
     """
@@ -147,19 +147,19 @@ class StageThread(Generic[Item]):
         self._thread = LoneThread(target=self._serve, name=name)
 
     def start(self) -> None:
-        """See `Stage`."""
+        """Start the thread."""
         self._thread.start()
 
     def put(self, item: Item) -> None:
-        """See `Stage`."""
+        """Queue an item. Thread-safe."""
         self._queue.put(item)
 
     def discard_queued(self) -> None:
-        """See `Stage`."""
+        """Discard all items that have not been started, now and later."""
         self._is_discarding = True
 
     def finish(self) -> None:
-        """See `Stage`. The thread ends."""
+        """Serve all queued items, then end the thread. Blocks until it has ended."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -172,7 +172,7 @@ class StageThread(Generic[Item]):
                     continue
                 with self.pulse, torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                     self._work(item)
-        except BaseException as error:  # noqa: BLE001  handed to the engine's thread, which raises it
+        except BaseException as error:  # noqa: BLE001  passed to the engine's thread, which raises it
             self.error = error
             if self._on_error is not None:
                 self._on_error()

@@ -1,4 +1,4 @@
-"""Who follows one request while it is drawn."""
+"""Progress and partial images of one request while it is served."""
 
 import math
 from collections.abc import Callable
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Follows a request: told of each of its steps, and given partial images, which are spread evenly over its steps.
+    """Follows a request: receives each of its steps, and partial images that are spread evenly over its steps.
 
-    A partial image shows the clean latents that a step predicts. Where the scheduler does not tell them there are none.
+    A partial image shows the clean latents that a step predicts. There are none if the scheduler does not provide them.
 
     Args:
-        num_partials: partial images that are wanted.
+        num_partials: number of partial images.
         on_step: called with the number of steps done, from the collector's thread.
-        may_lag: whether `on_step` may be called some time later: waking that thread at every step takes time from it.
+        may_lag: whether `on_step` may be called some time later, as waking that thread at every step slows the step.
         on_partial: called with the number of a partial image, from 0, and the image, from the collector's thread.
     """
 
@@ -32,7 +32,7 @@ class Watch:
         self._num_partials, self._num_taken, self._num_drawn = num_partials, 0, 0
 
     def is_due(self, steps_done: int, num_steps: int) -> bool:
-        """Whether a partial image is to be made of this step."""
+        """Return whether to make a partial image of this step."""
         if self._num_taken >= self._num_partials or steps_done >= num_steps:
             return False
         return steps_done >= math.ceil(num_steps * (self._num_taken + 1) / (self._num_partials + 1))
@@ -42,6 +42,6 @@ class Watch:
         self._num_taken += 1
 
     def show(self, image: "Image") -> None:
-        """Hand out a partial image."""
+        """Call `on_partial` with a partial image."""
         self._num_drawn += 1
         self.on_partial(self._num_drawn - 1, image)

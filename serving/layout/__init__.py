@@ -1,1 +1,1 @@
-"""Where every patch of a batch of mixed resolutions lies (PatchedServe section 4.1), at each level of a model."""
+"""Positions of the patches of a batch of mixed resolutions (PatchedServe section 4.1), at each level of a model."""

@@ -1,11 +1,11 @@
-"""Where the patches of a batch lie at each level of a model.
+"""Packing of a batch: the positions of its patches at each level of a model.
 
 A batch is one tensor [patches, channels, side, side], channels-last in memory, so that it is also the packed tokens
 [patches * side * side, channels] of all images. Two orders of these tokens exist:
 
-`image`  a patch is one position (of the model's smallest unit), so the tokens of an image lie in raster order and the
+`image`  a patch is one position (of the model's smallest unit), so the tokens of an image are in raster order and the
          images of a resolution are a view: regrouping them copies nothing. After down-sampling there are fewer patches.
-`patch`  patches of the layout's size (PatchedServe 4.1). After down-sampling there are as many, with shorter sides.
+`patch`  patches of the layout's size (PatchedServe 4.1). Down-sampling keeps their number and shortens their sides.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ class Group:
     """The rows of one resolution at one level.
 
     Attributes:
-        rows, first_row: how many they are, and which is the first.
-        height, width: of each image, in tokens.
-        start, end: their tokens.
+        rows, first_row: number of rows, and the first of them.
+        height, width: size of each image, in tokens.
+        start, end: range of their tokens.
     """
 
     rows: int
@@ -57,11 +57,11 @@ class Level:
         side: side of a patch in the tensors of this level.
         grain: tokens on a side of a patch; less than `side` only where a token covers several latent pixels (SD3).
         groups: rows by resolution, in order.
-        num_patches: P.
+        num_patches: number of patches, P.
         row_index: (P,) row of each patch.
-        neighbours: (P, 8), see `PatchLayout`; None in image order.
+        neighbours: (P, 8) as in `PatchLayout`; None in image order.
         row_tokens: (rows, 1) number of tokens of each row, float32.
-        num_tokens: of all rows.
+        num_tokens: number of tokens of all rows.
     """
 
     index: int
@@ -81,9 +81,10 @@ class Level:
         self.num_tokens = self.num_patches * self.grain**2
 
     def windows(self, stride: int) -> Tensor:
-        """Image order: for each output of a 3 x 3 convolution with padding 1, the 9 tokens it reads, (outputs * 9,).
+        """Return, in image order, the 9 tokens that each output of a 3 x 3 convolution with padding 1 reads,
+        (outputs * 9,).
 
-        Taps go row by row. What lies beyond the edge of the image reads token P, a row of zeros behind the last one.
+        Taps go row by row. Taps beyond the edge of the image read token P, a row of zeros after the last token.
         """
         name = f"windows{stride}"
         if name not in self._tables:
@@ -91,13 +92,13 @@ class Level:
         return self._tables[name]
 
     def sources_of(self, finer: "Level") -> Tensor:
-        """Image order: the token of this level that nearest up-sampling puts at each token of the next finer level."""
+        """Return, in image order, the token of this level that nearest up-sampling copies to each token of `finer`."""
         if "sources" not in self._tables:
             parts = []
             for here, there in zip(self.groups, finer.groups, strict=True):
                 number = torch.arange(here.height * here.width, dtype=torch.float64)
                 image = number.view(1, 1, here.height, here.width)
-                # torch's own interpolation of the numbers decides, so that odd sizes agree with it.
+                # torch's own interpolation of the token numbers is used, so that odd sizes agree with it.
                 taken = torch.nn.functional.interpolate(image, size=(there.height, there.width), mode="nearest")
                 rows = torch.arange(here.rows)[:, None] * (here.height * here.width) + here.start
                 parts.append((rows + taken.long().view(1, -1)).flatten())
@@ -118,14 +119,14 @@ class Level:
 
 @dataclass(slots=True, eq=False)
 class Packing:
-    """The places of all rows of a batch; rows are sorted by resolution. Build it with `pack_rows`.
+    """Positions of all rows of a batch, which are sorted by resolution. Build it with `pack_rows`.
 
     Attributes:
-        order: which tokens follow each other, see above.
-        layout: the patch layout of the rows.
+        order: order of the tokens, `image` or `patch`.
+        layout: patch layout of the rows.
         sizes: (height, width) of the latents of each row.
-        levels: from the latents down.
-        kernels: one of `kernels.launch.KERNELS`, for cutting and joining.
+        levels: levels of the model, from the latents down.
+        kernels: one of `kernels.launch.KERNELS`, for cutting and joining patches.
         starts: (rows + 1,) first patch of each row, then P.
     """
 
@@ -150,25 +151,25 @@ class Packing:
         return self.levels[0].row_index
 
     def of_rows(self, rows: Sequence[int]) -> "Packing":
-        """Where the patches of only these rows lie, ascending: a batch of their own, cut as this one is."""
+        """Return the packing of only these rows, ascending: a batch of their own, cut in the same way."""
         finest, size = self.levels[0], self.layout.patch_size
         device, unit = finest.row_index.device, finest.side // finest.grain
         sizes = tuple(self.sizes[row] for row in rows)
         return _pack_rows(sizes, self.order, size, len(self.levels), unit, device, self.kernels)
 
     def pack(self, images: Sequence[Tensor]) -> Tensor:
-        """Patches [P, channels, side, side] of one image [channels, height, width] per row."""
+        """Cut one image [channels, height, width] per row into patches [P, channels, side, side]."""
         return patch_split([image[None] for image in images], self.levels[0].side, kernels=self.kernels)
 
     def unpack(self, patches: Tensor, row: int) -> Tensor:
-        """The image [channels, height, width] of a row; a copy."""
+        """Return a copy of the image [channels, height, width] of a row."""
         side, (height, width) = self.levels[0].side, self.sizes[row]
         own = patches[self.starts[row] : self.starts[row + 1]]
         return patch_join(own, height // side, width // side, kernels=self.kernels)[0].contiguous()
 
 
 class WholeImages:
-    """The places of rows of one resolution, each kept whole: what plain diffusers takes. See `Packing`."""
+    """Packing of rows of one resolution that keeps each image whole, for plain diffusers."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.starts = list(range(num_rows + 1))
@@ -179,7 +180,7 @@ class WholeImages:
         return torch.stack(tuple(images))
 
     def unpack(self, images: Tensor, row: int) -> Tensor:
-        """The image of a row; a copy."""
+        """Return a copy of the image of a row."""
         return images[row].clone()
 
 
@@ -193,13 +194,13 @@ def pack_rows(
     device: torch.device,
     kernels: str = "auto",
 ) -> Packing:
-    """Say where the patches of these rows lie. Recent results are kept.
+    """Return the packing of these rows. Recent packings are cached.
 
     Args:
         sizes: (height, width) of each row's latents, sorted as `PatchLayout` sorts (fewest pixels, height, width).
         order, num_levels, device, kernels: as in `Packing` and its levels.
         patch_size: side of a patch in latent pixels; None for the largest that divides all sides.
-        unit: latent pixels on a side of the smallest thing that the model keeps apart (SD3: its patch size).
+        unit: side, in latent pixels, of the smallest unit that the model distinguishes (SD3: its patch size).
 
     Raises:
         UsageError: if the patch size does not divide a side, or is too small for the model's levels.
@@ -209,10 +210,10 @@ def pack_rows(
 
 
 def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_levels: int, unit: int) -> None:
-    """Refuse a patch size that a model with these levels cannot work on, or that does not divide a size.
+    """Refuse a patch size that does not suit a model with these levels, or that does not divide a size.
 
     Raises:
-        UsageError: saying what would be allowed.
+        UsageError: the patch size is refused; the message lists the allowed ones.
     """
     multiple = unit << (num_levels - 1)
     common = patch_size_of(sizes)
@@ -248,7 +249,7 @@ def _pack_rows(
 
 
 def index_tensors(layout: PatchLayout, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """What kernels read of a layout: `request_index` (P,) and `neighbours` (P, 8), int64, in one transfer."""
+    """Copy the tables for kernels to the device: `request_index` (P,), `neighbours` (P, 8), int64; one transfer."""
     # Concatenating copies, so the tensors do not share the layout's read-only memory.
     packed = torch.from_numpy(np.concatenate([layout.request_index, layout.neighbours.reshape(-1)])).to(device)
     request_index, neighbours = packed.split([layout.num_patches, 8 * layout.num_patches])
@@ -269,12 +270,12 @@ def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.devic
     )
     lengths = [group.height * group.width for group in groups for _ in range(group.rows)]
     row_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
-    # The latents of a model whose smallest unit is larger than a pixel (SD3) come in patches of that side.
+    # Latents of a model whose smallest unit is larger than a pixel (SD3) are in patches of that side.
     return Level(index, unit if index == 0 else 1, 1, groups, len(row_index), row_index, None)
 
 
 def _groups(layout: PatchLayout, sizes: list[tuple[int, int]]) -> tuple[Group, ...]:
-    """The groups of a level whose images have these sizes in tokens, one for each resolution."""
+    """Return the groups of a level, one for each resolution, whose images have these sizes in tokens."""
     groups, start = [], 0
     for (height, width), (first_row, end_row) in zip(sizes, pairwise(layout.resolution_offset.tolist()), strict=True):
         end = start + (end_row - first_row) * height * width

@@ -1,9 +1,9 @@
-"""The patch layout: where every patch of a batch of mixed resolutions lies (PatchedServe section 4.1).
+"""The patch layout: the position of every patch of a batch of mixed resolutions (PatchedServe section 4.1).
 
-It is the paper's Offset Based Compression. Requests are sorted by resolution and their patches are stored one after the
-other, row by row; offsets say where each request and each resolution begins, and every patch knows its request and its
-neighbours. Nothing here depends on the level of the U-Net: after down-sampling only the side of a patch is smaller.
-No torch.
+This is the paper's Offset Based Compression. Requests are sorted by resolution and their patches are stored one after
+the other, row by row. Offsets mark where each request and each resolution begins; tables hold the request and the
+neighbours of every patch. Nothing here depends on the level of the U-Net: down-sampling only shortens the side of a
+patch. No torch.
 """
 
 import math
@@ -39,14 +39,14 @@ def patch_size_of(latent_sizes: Sequence[tuple[int, int]]) -> int:
 class PatchLayout:
     """The patches of all active requests, as one list. Built once per change of the active set; read-only.
 
-    n requests, m resolutions, P patches. A request's place below is its position in sorted order; `order` translates.
-    What there is for each patch is worked out when it is first asked for: in image order nobody does, and sizes without
-    a common divisor have as many patches as positions.
+    n requests, m resolutions, P patches. Requests below are numbered in sorted order; `order` maps this to the given
+    order. Tables with an entry per patch are computed on first use: image order never uses them, and sizes without a
+    common divisor have as many patches as positions.
 
     Attributes:
         patch_size: side of a patch in latent pixels.
         order: (n,) request indices as given to `build`, sorted by resolution (fewest pixels first, then height, then
-            width); requests of one resolution keep the order they were given in.
+            width); requests of one resolution keep their given order.
         resolutions: m latent sizes (height, width) in sorted order.
         resolution_offset: (m + 1,) the first request of each resolution, then n.
         resolution_patch_offset: (m + 1,) the first patch of each resolution, then P.
@@ -68,7 +68,7 @@ class PatchLayout:
 
         Args:
             latent_sizes: (height, width) of the latent of each active request.
-            patch_size: side of a patch in latent pixels; it must divide every side (see `patch_size_of`).
+            patch_size: side of a patch in latent pixels; it must divide every side, as `patch_size_of` does.
 
         Raises:
             UsageError: there is no size, a side is not a positive whole number, or the patch size does not divide it.
@@ -136,12 +136,12 @@ class PatchLayout:
 
     @property
     def _place(self) -> Integers:
-        """(P,) the number of each patch in its image."""
+        """(P,) number of each patch in its image."""
         return np.arange(self.num_patches) - self.request_offset[self.request_index]
 
     @property
     def _grid_cols(self) -> Integers:
-        """(P,) columns of the grid that each patch is in."""
+        """(P,) number of columns in the grid of each patch's request."""
         return self.grid[self.request_index, 1]
 
 

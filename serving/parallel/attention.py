@@ -1,6 +1,6 @@
-"""Attention of a strip's tokens to those of the whole image: queries are a rank's own, keys and values everyone's.
+"""Attention of a strip's tokens to those of the whole image: queries of one rank, keys and values of all ranks.
 
-Strips are in raster order, and so are their keys, one rank's behind the other's. Source: DistriFusion figure 4.
+Strips are in raster order, and so are their keys, concatenated by rank. Source: DistriFusion figure 4.
 """
 
 from itertools import pairwise
@@ -15,7 +15,7 @@ from .exchange import RowName
 
 
 def keys_values_of_all(context: StripContext, key: nn.Module, own: Tensor, factor: int) -> Tensor:
-    """Keys and values [rows, tokens of the image, 2, heads, width] of the strips', in raster order."""
+    """Gather the keys and values of all strips, [rows, tokens of the image, 2, heads, width], in raster order."""
     heights = context.heights(factor)
     width = own.shape[1] // heights[context.place]
     shapes = [(own.shape[0], height * width, *own.shape[2:]) for height in heights]
@@ -41,7 +41,7 @@ class StripSelfAttention(nn.Module):
 
 
 class StripCrossAttention(nn.Module):
-    """Attention of image tokens to the text of their row, whose keys and values are computed once a request."""
+    """Attention of image tokens to the text of their row, whose keys and values are computed once per request."""
 
     def __init__(self, attention: Any, context: StripContext) -> None:
         super().__init__()
@@ -59,12 +59,12 @@ class StripCrossAttention(nn.Module):
         self.text |= dict(zip(rows, torch.stack([key, value], 2), strict=True))
 
     def keep(self, rows: set[RowName]) -> None:
-        """Forget the text of all other rows."""
+        """Discard the text of all other rows."""
         self.text = {row: kept for row, kept in self.text.items() if row in rows}
         self._joined = None
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> Tensor:
-        """[rows, tokens, channels] -> the same. The text itself is not looked at, but what `learn` has made of it."""
+        """[rows, tokens, channels] -> the same. The keys and values from `learn` are used in place of the text."""
         attention, rows = self.attention, self.context.now.rows
         check_unused(unused)
         if self._joined is None or self._joined[0] != rows:
@@ -79,7 +79,8 @@ class StripCrossAttention(nn.Module):
 class StripJointAttention(nn.Module):
     """SD3's joint attention: the tokens of an image and of its text attend to both.
 
-    Every rank has the whole text, or its part: then keys are those of all strips, and behind them those of all parts.
+    Every rank has either the whole text or a part of it. With parts, the keys of all strips come first, then those of
+    all parts of the text.
     """
 
     def __init__(self, attention: Any, context: StripContext, factor: int) -> None:
@@ -107,7 +108,7 @@ class StripJointAttention(nn.Module):
         return out, None if attention.context_pre_only else attention.to_add_out(attended[:, hidden_states.shape[1] :])
 
     def _keys_values(self, image: Tensor, text: Tensor) -> Tensor:
-        """Keys and values [rows, tokens of image and text, 2, heads, width] of all ranks, from this one's."""
+        """Gather keys and values of all ranks, [rows, tokens of image and text, 2, heads, width], given this rank's."""
         context = self.context
         if not context.now.text_starts:
             return torch.cat([keys_values_of_all(context, self, image, self._factor), text], 1)

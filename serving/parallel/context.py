@@ -1,4 +1,4 @@
-"""What the leaves of one rank's model share while it runs: the strips, and how they reach other ranks' parts."""
+"""State that the leaves of one rank's model share during a call: the strips, and the exchange with other ranks."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,8 +18,8 @@ class Team:
     """Ranks that draw the same rows of a batch, in the order of their strips.
 
     Attributes:
-        end: of this rank.
-        members: ranks of the group; this one is among them.
+        end: end of this rank.
+        members: ranks of the team, this one included.
     """
 
     end: Communicator
@@ -27,7 +27,7 @@ class Team:
 
     @property
     def place(self) -> int:
-        """Of this rank, and of its strip."""
+        """Index of this rank, and of its strip."""
         return self.members.index(self.end.rank)
 
 
@@ -36,14 +36,14 @@ class Pass:
     """A model call on one strip.
 
     Attributes:
-        team: of the rank.
-        strips: of its members.
-        rows: in the order of the batch.
-        is_displaced: which of them read what the other ranks had in their call before.
-        is_last: which of them have no call after this one.
-        is_alone: whether each strip is an image of its own, for the unmodified model.
-        text_starts: where each rank's part of the text stream starts, and the end; empty where each has all of it.
-        norms: what GroupNorm of displaced rows goes by.
+        team: team of the rank.
+        strips: strips of its members.
+        rows: rows in the order of the batch.
+        is_displaced: for each row, whether it reads what the other ranks had in its previous call.
+        is_last: for each row, whether no call follows this one.
+        is_alone: whether each strip is treated as a separate image, by the unmodified model.
+        text_starts: start of each rank's part of the text stream, then the end; empty if each rank has all of it.
+        norms: statistics that GroupNorm uses for displaced rows.
     """
 
     team: Team
@@ -61,11 +61,11 @@ class Pass:
 
     @property
     def is_exact(self) -> bool:
-        """Whether ranks wait for each other, and keep nothing."""
+        """Whether ranks wait for each other and keep nothing for a next call."""
         return not any(self.is_displaced) and all(self.is_last)
 
     def to_facts(self) -> dict[str, Any]:
-        """As `of_facts` reads it on another rank."""
+        """Return the call as plain values, from which `of_facts` restores it on another rank."""
         names = ("rows", "is_displaced", "is_last", "is_alone", "text_starts")
         shared = {name: getattr(self, name) for name in names}
         return {
@@ -77,7 +77,7 @@ class Pass:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any], end: Communicator, unit: int) -> "Pass":
-        """What `to_facts` gave, for the rank of `end`."""
+        """Restore a call from `to_facts`, for the rank of `end`."""
         return cls(
             Team(end, tuple(facts["members"])),
             Strips(tuple(facts["starts"]), unit),
@@ -91,7 +91,7 @@ class Pass:
 
 
 class StripContext:
-    """What the leaves of one rank's model share while it runs. Not for two threads at a time."""
+    """State that the leaves of one rank's model share during a call. Not thread-safe."""
 
     def __init__(self) -> None:
         self.exchange = Exchange()
@@ -99,7 +99,7 @@ class StripContext:
 
     @property
     def now(self) -> Pass:
-        """The call that runs."""
+        """The current call."""
         assert self._pass is not None, "a model of strips runs inside StripModel only"
         return self._pass
 
@@ -109,23 +109,24 @@ class StripContext:
 
     @property
     def place(self) -> int:
-        """Of this rank's strip."""
+        """Index of this rank's strip."""
         return self.now.team.place
 
     def heights(self, factor: int) -> tuple[int, ...]:
-        """Rows of every strip where images are smaller by a factor."""
+        """Return the number of rows of every strip where images are smaller by a factor."""
         return self.now.strips.heights(factor)
 
     def gather(
         self, key: Hashable, own: Tensor, shapes: Sequence[Sequence[int]], *, at_once: bool = False
     ) -> tuple[list[Tensor], Tensor]:
-        """What every rank of the team has, in the order of strips, and what this one had when the others had that.
+        """Return the tensors of all ranks of the team in the order of strips, and this rank's tensor from the same
+        calls as those of the others.
 
         Args:
-            key: of the leaf.
-            own: what this rank has.
-            shapes: of what each has.
-            at_once: whether displaced rows wait for the others, too.
+            key: key of the leaf.
+            own: tensor of this rank.
+            shapes: shape of each rank's tensor.
+            at_once: whether displaced rows, too, wait for the others.
         """
         team, place = self.now.team, self.place
         others = {rank: index for index, rank in enumerate(team.members) if index != place}
@@ -135,8 +136,10 @@ class StripContext:
         return found, swapped.before
 
     def halos(self, key: Hashable, x: Tensor, *, with_lower: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The row above and the row below a strip [rows, channels, height, width]; None beyond the image, and for what
-        is below where it is not asked for (the rank above is not sent anything then).
+        """Return the row above and the row below a strip [rows, channels, height, width].
+
+        A row beyond the image is None. Without `with_lower`, the row below is None and nothing is sent to the rank
+        above.
         """
         team, place = self.now.team, self.place
         members, shape = team.members, (*x.shape[:2], 1, x.shape[3])
@@ -151,15 +154,15 @@ class StripContext:
             sends[below] = x[:, :, -1:]
             if with_lower:
                 shapes[below] = shape
-        # Nobody asks for what this rank had before.
+        # `before` is not used here, so the rank's own tensor is empty.
         others = self._swap(key, x[:, :0, :0, :0], sends, shapes).others
-        # A rank's number differs from every other's, so that None is nobody's.
+        # None is no rank's number, so `get` returns None for it.
         return others.get(above), others.get(below)  # type: ignore[arg-type]
 
     def gather_with_halos(
         self, key: Hashable, own: Tensor, x: Tensor
     ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-        """`gather` of what all ranks have alike, and `halos` of `x`, in one go; of an exact call."""
+        """Run `gather` of a tensor of the same shape on all ranks and `halos` of `x` in one swap, in an exact call."""
         team, place = self.now.team, self.place
         edges = {place - 1: x[:, :, :1], place + 1: x[:, :, -1:]}
         common = _bytes(own)
@@ -197,10 +200,10 @@ class StripContext:
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """[rows, channels, height, width] as [rows, height, width, channels], which is how channels-last lies in memory."""
+    """Permute [rows, channels, height, width] to [rows, height, width, channels], the memory order of channels-last."""
     return x.permute(0, 2, 3, 1)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """[rows, ...] as bytes [rows, bytes of a row]."""
+    """View [rows, ...] as bytes [rows, bytes of a row]."""
     return tensor.flatten(1).contiguous().view(torch.uint8)

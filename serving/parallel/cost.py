@@ -1,4 +1,4 @@
-"""What one call of a denoising model costs, in closed form: MACs, what ranks send each other, slots. No torch.
+"""Cost of one call of a denoising model, in closed form: MACs, communication between ranks, and slots. No torch.
 
 Source: DistriFusion section 5, tables 1 and 2.
 """
@@ -19,9 +19,9 @@ class Call:
     """A call of the model.
 
     Attributes:
-        height, width: of the latents.
-        text_length: tokens of the text.
-        rows: of the batch; with guidance, a request has two.
+        height, width: size of the latents.
+        text_length: number of text tokens.
+        rows: number of rows in the batch; with guidance, a request has two.
     """
 
     height: int
@@ -32,12 +32,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank does of a call.
+    """One rank's share of a call.
 
     Attributes:
-        strips: of all ranks.
-        place: of this one.
-        text_starts: where each rank's part of SD3's text stream starts, and the end; empty where each has all of it.
+        strips: strips of all ranks.
+        place: index of this rank's strip.
+        text_starts: start of each rank's part of SD3's text stream, then the end; empty if each rank has all of it.
     """
 
     strips: Strips
@@ -45,11 +45,11 @@ class Share:
     text_starts: tuple[int, ...] = ()
 
     def text(self, length: int) -> int:
-        """Tokens of the text stream that are this rank's."""
+        """Return the number of tokens of the text stream that belong to this rank."""
         return self._own(self.text_starts) if self.text_starts else length
 
     def rows(self, factor: int) -> int:
-        """Of the strip, where images are smaller by a factor."""
+        """Return the number of rows of the strip where images are smaller by a factor."""
         return self._own(self.strips.at(factor))
 
     def _own(self, starts: tuple[int, ...]) -> int:
@@ -59,12 +59,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Elements that a rank receives in a call from the others' leaves. Latents and predictions are not among them.
+    """Number of elements that a rank receives from the others' leaves in a call, without latents and predictions.
 
     Attributes:
-        key_values: keys and values of other strips.
-        halos: rows beside a strip.
-        statistics: of GroupNorms; always float32.
+        key_values: elements of keys and values of other strips.
+        halos: elements of the rows beside a strip.
+        statistics: elements of GroupNorm statistics, which are always float32.
     """
 
     key_values: int
@@ -72,25 +72,27 @@ class Received:
     statistics: int
 
     def num_bytes(self, per_element: int) -> int:
-        """With so many bytes for an element of the model."""
+        """Return the number of bytes, given the bytes per element of the model."""
         return per_element * (self.key_values + self.halos) + 4 * self.statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a model. Ranks receive the same in every call, `sync` or `displaced`; but for a displaced request's last one
-    nothing follows, so that it has none then.
+    """Cost of a model's calls.
+
+    Ranks receive the same amount in every call, `sync` or `displaced`. The exception is the last call of a displaced
+    request: no call follows it, so nothing is sent.
     """
 
     levels: Levels
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Cost":
-        """See `Levels.of`."""
+        """Return the cost of a model that runs in strips, from its config."""
         return cls(Levels.of(config))
 
     def macs(self, call: Call) -> int:
-        """MACs of the unmodified model."""
+        """Return the MACs of the unmodified model."""
         levels, text = self.levels, call.text_length
         total = levels.per_row + text * (levels.per_text_once + levels.per_text)
         for level, height, width in self._sizes(call):
@@ -101,7 +103,7 @@ class Cost:
         return call.rows * total
 
     def strip_macs(self, call: Call, share: Share) -> int:
-        """MACs of one rank of several; without `text_macs`."""
+        """Return the MACs of one of several ranks, without `text_macs`."""
         levels, text, own_text = self.levels, call.text_length, share.text(call.text_length)
         total = levels.per_row + own_text * levels.per_text
         for factor, (level, height, width) in zip(levels.by_factor, self._sizes(call), strict=True):
@@ -112,15 +114,16 @@ class Cost:
         return call.rows * total
 
     def text_macs(self, call: Call) -> int:
-        """MACs of a rank, once a request: keys and values of its text."""
+        """Return the MACs of a rank that occur once per request: the keys and values of its text."""
         return call.rows * call.text_length * self.levels.per_text_once
 
     def received(self, call: Call, share: Share, halos: Halos = "neighbours") -> Received:
-        """What a rank receives in a call.
+        """Return the number of elements that a rank receives in a call.
 
         Args:
-            call, share: of the rank.
-            halos: `neighbours`: the row above the strip and the one below it, as we send them. `all`: the first and the
+            call: the call of the model.
+            share: the rank's share of it.
+            halos: `neighbours`: the row above the strip and the row below it, as we send them. `all`: the first and the
                 last row of every other strip, as an all-gather does (DistriFusion's code).
         """
         others, is_first = share.strips.count - 1, share.place == 0
@@ -137,17 +140,17 @@ class Cost:
         return Received(call.rows * key_values, call.rows * rows, call.rows * statistics)
 
     def most_received(self, call: Call, num_ranks: int, halos: Halos = "neighbours") -> Received:
-        """What the rank that receives most does of a call that all ranks share evenly; see `received`."""
+        """Return what the rank that receives most gets in a call that all ranks share evenly, as `received` counts."""
         strips = Strips.of(call.height, self.levels.unit, (1.0,) * num_ranks)
         every = [self.received(call, Share(strips, place), halos) for place in range(num_ranks)]
         return max(every, key=lambda received: received.key_values + received.halos)
 
     def slots(self, call: Call) -> int:
-        """Elements of keys and values that a rank keeps of a displaced call for the next one."""
+        """Return the elements of keys and values that a rank keeps from a displaced call for the next one."""
         pixels = ((level, height * width) for level, height, width in self._sizes(call))
         return call.rows * sum(count * level.key_values for level, count in pixels)
 
     def _sizes(self, call: Call) -> Iterator[tuple[Level, int, int]]:
-        """Every level, with height and width there."""
+        """Iterate over the levels, with the height and width of the images there."""
         for factor, level in self.levels.by_factor.items():
             yield level, -(-call.height // factor), -(-call.width // factor)

@@ -1,7 +1,7 @@
 """An autoencoder's decoder on strips of rows: every rank decodes the latents of its strip, exactly.
 
-Decoding has no steps, so that ranks always wait for each other. They have a group of their own for it, since it runs
-beside the denoise loop. What a rank needs of memory falls with the number of ranks.
+Decoding has no steps, so ranks always wait for each other. They use a separate group for it, since it runs concurrently
+with the denoise loop. The memory that a rank needs decreases with the number of ranks.
 """
 
 import sys
@@ -30,7 +30,7 @@ _KNOWN = {
 
 
 class StripImageAttention(nn.Module):
-    """Self attention of pixels, with the norm before it and the sum behind it, as a decoder's middle has it."""
+    """Self attention of pixels in the middle block of a decoder, with the norm before it and the sum after it."""
 
     def __init__(self, attention: nn.Module, context: StripContext, factor: int) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class StripDecoder:
     """Decodes a strip of latents, together with the other ranks of a team. A team of one runs the unmodified model.
 
     Args:
-        autoencoder: unmodified; it is not changed, and its weights are shared.
+        autoencoder: unmodified autoencoder. It is not changed, and its weights are shared.
 
     Attributes:
-        factor: by how much images are larger than latents.
+        factor: factor by which images are larger than latents.
 
     Raises:
-        UsageError: if some part of it could look beyond a strip without our knowing.
+        UsageError: if the autoencoder has a module that might read beyond a strip.
     """
 
     def __init__(self, autoencoder: nn.Module) -> None:
@@ -67,7 +67,7 @@ class StripDecoder:
         self._plain, self._context = autoencoder, StripContext()
         self._strip = copy_modules(autoencoder)
         assert isinstance(self._strip, AutoencoderKL)
-        # Both would cut what is cut already.
+        # Both would cut the strips again.
         self._strip.disable_tiling()
         self._strip.disable_slicing()
         self.factor = 2 ** (len(autoencoder.config["block_out_channels"]) - 1)
@@ -86,7 +86,7 @@ class StripDecoder:
         feed_convolutions(self._strip.decoder)
 
     def _leaf_of(self, name: str, module: nn.Module) -> nn.Module | None:
-        """What takes the place of a module."""
+        """Return the replacement of a module; None if it stays."""
         if isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1):
             return StripConv(module, self._context)
         if isinstance(module, nn.GroupNorm) and not name.endswith(".group_norm"):
@@ -97,18 +97,18 @@ class StripDecoder:
         return None
 
     def strips(self, height: int, shares: Sequence[float]) -> Strips:
-        """Rows of the image by rank, for latents of this height. Raises UsageError: it is too low."""
+        """Return the strips of the image for latents of this height. Raises UsageError if it is too low."""
         rows = Strips.of(height, 1, shares)
         return Strips(tuple(self.factor * start for start in rows.starts), self.factor)
 
     @torch.inference_mode()
     def decode_whole(self, latents: Tensor) -> Tensor:
-        """Latents [rows, channels, height, width], scaled as the autoencoder takes them -> images."""
+        """Decode latents [rows, channels, height, width], scaled for the autoencoder, to images."""
         return self._plain.decode(latents, return_dict=False)[0]  # type: ignore[arg-type]  any tensor of numbers
 
     @torch.inference_mode()
     def decode(self, call: Pass, latents: Tensor) -> Tensor:
-        """As `decode_whole`, the strip of this rank: [rows, 3, factor x its height, factor x width] of the image."""
+        """Decode the strip of this rank to its part of the image: [rows, 3, factor x its height, factor x width]."""
         if call.strips.count == 1:
             return self.decode_whole(latents)
         self._context.begin(call)
@@ -116,11 +116,11 @@ class StripDecoder:
 
 
 class SharedDecoder:
-    """Rank 0's side of decoding: on all ranks while their group stands, else alone. Any thread may decode.
+    """Rank 0's side of decoding: on all ranks while their group lasts, otherwise alone. Thread-safe.
 
     Args:
-        decoder: of this rank.
-        shares: of every rank in an image.
+        decoder: decoder of this rank.
+        shares: share of every rank in an image.
     """
 
     def __init__(self, decoder: StripDecoder, shares: Sequence[float]) -> None:
@@ -134,14 +134,14 @@ class SharedDecoder:
             self._end = end
 
     def __call__(self, latents: Tensor) -> Tensor:
-        """As `StripDecoder.decode_whole`."""
+        """Decode latents [rows, channels, height, width] to images, like `StripDecoder.decode_whole`."""
         with self._lock:
             if self._end is not None:
                 try:
                     with self._end:
                         return self._in_strips(self._end, latents)
                 except GroupError as error:
-                    # Whoever denoises notices as well, forms a group of those that are left, and hands its end here.
+                    # The denoise loop notices as well, forms a group of the remaining ranks, and passes its end here.
                     self._end = None
                     sys.stderr.write(f"Warning: images are decoded by rank 0 until the ranks meet again: {error}\n")
         return self._decoder.decode_whole(latents)
@@ -159,7 +159,7 @@ class SharedDecoder:
 
 
 def follow_decoding(end: Communicator, decoder: StripDecoder) -> None:
-    """What a rank other than 0 does beside denoising, until its group ends. Raises GroupError."""
+    """Decode strips for rank 0 until the group ends, on a rank other than 0. Raises GroupError."""
     while True:
         message = end.hear(0, is_idle=True)
         if message.kind == "stop":

@@ -1,7 +1,8 @@
-"""What the leaves of different ranks send each other: at once, or for the next call of the model.
+"""Exchange of tensors between the leaves of different ranks: for the current call of the model, or for the next one.
 
-A displaced row reads what the others had in its call before, which has travelled while the rest of that call ran. Rows
-stand for themselves: those of one batch may be in both states. Source: DistriFusion section 4, figures 3 and 4.
+A displaced row reads the tensors that the other ranks had in its previous call. They were sent while the rest of that
+call ran. Each row has its own state, so that a batch may mix both kinds. Source: DistriFusion section 4, figures 3 and
+4.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -13,15 +14,15 @@ from torch import Tensor
 from .group import Communicator, Pending
 
 RowName = tuple[int, int]
-"""A row of a batch: the request's key, and 0, or with guidance 1 for its conditional row."""
+"""A row of a batch: the request's key and the row's number, which with guidance is 1 for the conditional row."""
 
 
 class Slot:
-    """What the ranks had in a call, of some rows.
+    """Tensors of some rows that the ranks had in a call.
 
     Args:
-        own: what this rank had.
-        found: what the others had, by rank, or are still sending.
+        own: tensor of this rank.
+        found: tensors of the others by rank, or a pending swap of them.
     """
 
     def __init__(self, own: Tensor, found: dict[int, Tensor] | Pending) -> None:
@@ -29,7 +30,7 @@ class Slot:
 
     @property
     def found(self) -> dict[int, Tensor]:
-        """Of the others; waits for it. Raises GroupError."""
+        """Tensors of the other ranks. Waits until they have arrived. Raises GroupError."""
         if not isinstance(self._found, dict):
             self._found = self._found.wait()
         return self._found
@@ -37,11 +38,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """What a leaf works with.
+    """Tensors that a leaf works with.
 
     Attributes:
-        others: by rank: of this call, or for displaced rows of their call before.
-        before: this rank's own, from the same calls as `others`.
+        others: tensors of the other ranks: from this call or, for displaced rows, from their previous call.
+        before: this rank's own tensor, from the same calls as `others`.
     """
 
     others: dict[int, Tensor]
@@ -49,7 +50,7 @@ class Swapped:
 
 
 class Exchange:
-    """One rank's side, with the slots of all its leaves."""
+    """One rank's side of the exchange, with the slots of all its leaves."""
 
     def __init__(self) -> None:
         self._slots: dict[Hashable, dict[RowName, tuple[Slot, int]]] = {}
@@ -65,17 +66,17 @@ class Exchange:
         sends: Mapping[int, Tensor],
         shapes: Mapping[int, Sequence[int]],
     ) -> Swapped:
-        """Give others what they need of this rank, and get what this one needs of them.
+        """Send the tensors that other ranks need of this one, and return those that this rank needs of them.
 
         Args:
-            end: of this rank.
-            rows: of the batch; the first dimension of every tensor.
-            is_displaced: which of them read what others had in their call before.
-            is_last: which of them have no call after this one.
-            key: of the leaf.
-            own: what this rank has.
-            sends: what others need of it, by rank.
-            shapes: of what they have, by rank.
+            end: end of this rank.
+            rows: rows of the batch, which are the first dimension of every tensor.
+            is_displaced: for each row, whether it reads what others had in its previous call.
+            is_last: for each row, whether no call follows this one.
+            key: key of the leaf.
+            own: tensor of this rank.
+            sends: tensors that other ranks need, by rank.
+            shapes: shapes of the tensors that other ranks send, by rank.
 
         Raises:
             GroupError: another rank does not answer.
@@ -84,7 +85,7 @@ class Exchange:
         now = [index for index, displaced in enumerate(is_displaced) if not displaced]
         later = [index for index, displaced in enumerate(is_displaced) if displaced]
         stale = self._read(slots, [rows[index] for index in later]) if later else None
-        # Sending comes first for rows that wait; what the next call needs follows.
+        # Tensors of rows that wait are sent first, then those for the next call.
         fresh = None
         if now:
             fresh = self._begin(end, now, len(rows), sends, shapes, own.dtype).wait()
@@ -107,12 +108,12 @@ class Exchange:
         return Swapped(others, _merged(len(rows), {tuple(now): own[now], tuple(later): stale.before}))
 
     def keep(self, rows: set[RowName]) -> None:
-        """Forget what belongs to other rows."""
+        """Discard the tensors of all other rows."""
         for slots in self._slots.values():
             self._forget(slots, [row for row in slots if row not in rows])
 
     def clear(self) -> None:
-        """Forget everything, without waiting for anything."""
+        """Discard everything, without waiting for pending tensors."""
         self._slots.clear()
 
     @staticmethod
@@ -129,7 +130,7 @@ class Exchange:
 
     @staticmethod
     def _read(slots: Mapping[RowName, tuple[Slot, int]], rows: Sequence[RowName]) -> Swapped:
-        """What the ranks had of some rows in their calls before."""
+        """Return the tensors of some rows from their previous calls."""
         places = [slots[row] for row in rows]
         first = places[0][0]
         if all(slot is first and index == place for place, (slot, index) in enumerate(places)):
@@ -142,19 +143,19 @@ class Exchange:
 
     @staticmethod
     def _forget(slots: dict[RowName, tuple[Slot, int]], rows: Sequence[RowName]) -> None:
-        """Take rows out; what is still on its way to them has to arrive first."""
+        """Remove rows, after waiting for their pending tensors."""
         for row in rows:
             if row in slots:
                 slots.pop(row)[0].found  # noqa: B018
 
 
 def _part(tensor: Tensor, index: list[int], count: int) -> Tensor:
-    """Some rows of a tensor that has `count`."""
+    """Return some rows of a tensor of `count` rows."""
     return tensor if len(index) == count else tensor[index]
 
 
 def _merged(count: int, parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """Rows of several tensors, each at its places."""
+    """Merge the rows of several tensors, each at its indices, into one tensor of `count` rows."""
     first = next(iter(parts.values()))
     whole = first.new_empty(count, *first.shape[1:])
     for index, tensor in parts.items():

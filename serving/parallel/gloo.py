@@ -1,4 +1,4 @@
-"""Tensors between processes over TCP, by torch's gloo."""
+"""Transport of tensors between processes over TCP, by torch's gloo."""
 
 import contextlib
 import re
@@ -13,11 +13,11 @@ from torch import Tensor
 from .group import GroupError
 
 _NEVER = 1 << 24
-"""The tag of what nobody sends."""
+"""A tag that is never sent."""
 
 
 class Gloo:
-    """See `Transport`; arguments as of `meet`. Raises GroupError: a rank does not come."""
+    """A `Transport` over gloo. Arguments as in `meet`. Raises GroupError if a rank does not connect."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> None:
         self._rank, self._size = rank, size
@@ -31,23 +31,23 @@ class Gloo:
             raise GroupError(f"ranks do not meet: {in_short(error)}") from error
 
     def send(self, rank: int, tensor: Tensor, tag: int) -> "GlooTransfer":
-        """See `Transport`."""
+        """Start to send a CPU tensor. Raises GroupError."""
         tensor = tensor.contiguous()
         return GlooTransfer(self._begin(self._group.send, rank, tensor, tag), rank, tensor)
 
     def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, tag: int) -> "GlooTransfer":
-        """See `Transport`."""
+        """Start to receive a tensor. Raises GroupError."""
         tensor = torch.empty(tuple(shape), dtype=dtype)
         return GlooTransfer(self._begin(self._group.recv, rank, tensor, tag), rank, tensor)
 
     def break_off(self) -> None:
-        """See `Transport`."""
-        # The one way that gloo has: a wait that takes too long closes what the group has open.
+        """Close all connections. Thread-safe."""
+        # The only way with gloo: a wait that times out closes all connections of the group.
         with contextlib.suppress(GroupError):
             self.receive((self._rank + 1) % self._size, (1,), torch.uint8, _NEVER).wait(timedelta(milliseconds=1))
 
     def look(self, rank: int) -> None:
-        """See `Transport`: gloo says so of what is sent only."""
+        """Do nothing: gloo reports a lost rank only when something is sent or received."""
 
     @staticmethod
     def _begin(what: Any, rank: int, tensor: Tensor, tag: int) -> Any:
@@ -58,13 +58,13 @@ class Gloo:
 
 
 class GlooTransfer:
-    """See `Transfer`; the tensor is kept until it has been sent."""
+    """A `Transfer` over gloo, which keeps the tensor alive until it has been sent."""
 
     def __init__(self, work: Any, rank: int, tensor: Tensor) -> None:
         self._work, self._rank, self._tensor = work, rank, tensor
 
     def wait(self, timeout: timedelta) -> Tensor:
-        """See `Transfer`."""
+        """Wait for the transfer and return the tensor. Raises GroupError."""
         try:
             self._work.wait(timeout)
         except RuntimeError as error:
@@ -73,5 +73,5 @@ class GlooTransfer:
 
 
 def in_short(error: RuntimeError) -> str:
-    """What torch says has failed, without the place in its sources before it and the advice behind."""
+    """Return torch's error message without the source location before it and the advice after it."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]

@@ -1,4 +1,4 @@
-"""How ranks talk: orders from rank 0 to the others, and tensors between any of them.
+"""Communication between ranks: messages between rank 0 and the others, and tensors between any of them.
 
 `VirtualGroup` has its ranks in one process, as threads of which one runs at a time: the same code, shapes and order of
 messages as with processes, on any machine.
@@ -17,21 +17,21 @@ from ...data.errors import PsctlError
 
 
 class GroupError(PsctlError):
-    """A rank of the group has failed or gone; nothing of this call can be relied on."""
+    """A rank of the group has failed or gone; the results of this call are invalid."""
 
 
 class RankError(PsctlError):
-    """A rank could not do what it was asked for; the group stands again."""
+    """A rank has failed to carry out a request; the group has recovered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What ranks tell each other besides parts of images.
+    """A message between ranks. Leaves exchange their tensors without messages.
 
     Attributes:
-        kind: says what is to be done, or was.
-        facts: plain values, as JSON can hold them.
-        tensors: by name.
+        kind: name of the task, or of its result.
+        facts: plain values that JSON can represent.
+        tensors: tensors by name.
     """
 
     kind: str
@@ -40,10 +40,10 @@ class Message:
 
 
 class Pending(Protocol):
-    """Tensors that are on their way."""
+    """A swap of tensors that has been started."""
 
     def wait(self) -> dict[int, Tensor]:
-        """They, by the rank that they come from. Raises GroupError."""
+        """Wait for the tensors and return them by the rank that sent them. Raises GroupError."""
         ...
 
 
@@ -51,7 +51,7 @@ class Communicator(Protocol):
     """One rank's end of the group. Messages from one rank to another arrive in the order in which they are sent.
 
     Attributes:
-        rank, size: of the group.
+        rank, size: rank in the group, and size of the group.
     """
 
     rank: int
@@ -62,24 +62,25 @@ class Communicator(Protocol):
         ...
 
     def hear(self, rank: int, *, is_idle: bool = False) -> Message:
-        """Wait for the next message of a rank, for as long as it takes if this one has nothing to do. Raises
-        GroupError.
-        """
+        """Wait for the next message of a rank, without a timeout if this rank is idle. Raises GroupError."""
         ...
 
     def swap(self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype) -> Pending:
-        """Send a tensor to some ranks, and await one of a known shape of some. Returns at once. Raises GroupError."""
+        """Start to send a tensor to each of some ranks, and to receive one of a known shape from each of some.
+
+        Returns at once. Raises GroupError.
+        """
         ...
 
 
 class VirtualGroup:
-    """Ranks in one process, of which one runs at a time: whoever waits for a message lets another run.
+    """Ranks in one process, of which one runs at a time: a rank that waits for a message lets another run.
 
     A rank's thread holds the baton (`with end:`) while it computes.
 
     Args:
         size: number of ranks.
-        news: of the group that this one follows, whose baton it has then.
+        news: condition of the group that this one replaces, so that both have the same baton.
     """
 
     def __init__(self, size: int, news: threading.Condition | None = None) -> None:
@@ -90,22 +91,22 @@ class VirtualGroup:
         self._posted: dict[tuple[Any, ...], Any] = {}
 
     def end(self, rank: int) -> "VirtualEnd":
-        """The end of a rank."""
+        """Return the end of a rank."""
         return VirtualEnd(self, rank)
 
     def abort(self, error: BaseException) -> None:
-        """Let every rank that waits, or is going to, raise GroupError; the baton is held."""
+        """Let every rank that waits, now or later, raise GroupError. The caller holds the baton."""
         self.error = error
         self.news.notify_all()
 
     def post(self, address: tuple[Any, ...], what: Any) -> None:
-        """Send; the baton is held."""
+        """Send an object to an address. The caller holds the baton."""
         self._check()
         self._posted[address] = what
         self.news.notify_all()
 
     def take(self, address: tuple[Any, ...]) -> Any:
-        """Wait for what is sent to an address; the baton is held again when it is there."""
+        """Wait for the object sent to an address and return it. The caller holds the baton, except during the wait."""
         self.news.wait_for(lambda: address in self._posted or self.error is not None)
         self._check()
         return self._posted.pop(address)
@@ -116,7 +117,7 @@ class VirtualGroup:
 
 
 class VirtualEnd:
-    """A rank's end of a `VirtualGroup`, and its baton: `with end:` around all that the rank does."""
+    """A rank's end of a `VirtualGroup`, and its baton: all work of the rank happens inside `with end:`."""
 
     def __init__(self, group: VirtualGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
@@ -130,34 +131,34 @@ class VirtualEnd:
         self.group.news.release()
 
     def tell(self, rank: int, message: Message) -> None:
-        """See `Communicator`."""
+        """Send a message. Raises GroupError."""
         tensors = {name: tensor.clone() for name, tensor in message.tensors.items()}
         address = self._next("message", self.rank, rank)
         self.group.post(address, Message(message.kind, message.facts, tensors))
 
     def hear(self, rank: int, *, is_idle: bool = False) -> Message:
-        """See `Communicator`."""
+        """Wait for the next message of a rank. Raises GroupError."""
         return self.group.take(self._next("message", rank, self.rank))
 
     def swap(
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
     ) -> "VirtualPending":
-        """See `Communicator`."""
+        """Send copies of the tensors, and return the swap that receives the others. Raises GroupError."""
         for rank, tensor in sends.items():
             assert tensor.dtype == dtype
-            # As with processes, what the sender does to its tensor later is not seen.
+            # As with processes, the receiver does not see later changes to the tensor.
             self.group.post(self._next("tensor", self.rank, rank), tensor.clone())
         addresses = {rank: self._next("tensor", rank, self.rank) for rank in shapes}
         return VirtualPending(self.group, addresses, shapes)
 
     def _next(self, *channel: Any) -> tuple[Any, ...]:
-        """The address of the next of a kind between two ranks: both of them count alike."""
+        """Return the address of the next item on a channel between two ranks; both ranks count alike."""
         self._numbers[channel] += 1
         return *channel, self._numbers[channel]
 
 
 class VirtualPending:
-    """See `Pending`."""
+    """A `Pending` swap of a `VirtualGroup`."""
 
     def __init__(
         self, group: VirtualGroup, addresses: Mapping[int, tuple[Any, ...]], shapes: Mapping[int, Sequence[int]]
@@ -165,7 +166,7 @@ class VirtualPending:
         self._group, self._addresses, self._shapes = group, addresses, shapes
 
     def wait(self) -> dict[int, Tensor]:
-        """See `Pending`."""
+        """Wait for the tensors and return them by the rank that sent them. Raises GroupError."""
         found = {rank: self._group.take(address) for rank, address in self._addresses.items()}
         for rank, shape in self._shapes.items():
             given = found[rank].shape

@@ -1,4 +1,4 @@
-"""How long a step takes on several devices, from what it takes without communication and a model of the link. No torch.
+"""Step latency on several devices, from the latency without communication and a model of the link. No torch.
 
 Source: fitted to DistriFusion's table 2 (8 A100s); its table 1 and figure 6 are held out.
 """
@@ -15,12 +15,12 @@ Waiting = Literal["nocomm", "sync", "displaced"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What ranks wait for each other.
+    """Cost of communication between ranks.
 
     Attributes:
-        sync_s: in every step that waits for all, whatever is sent.
-        bytes_per_s: that a device receives.
-        displaced_share: of that time that a displaced step still takes: NCCL's kernels use the same cores.
+        sync_s: seconds that every synchronous step waits, regardless of the bytes sent.
+        bytes_per_s: bytes that a device receives per second.
+        displaced_share: share of this time that a displaced step still takes, as NCCL's kernels use the same cores.
     """
 
     sync_s: float = 0.010
@@ -36,7 +36,7 @@ class Link:
             raise UsageError(f"--displaced-share is {self.displaced_share:g}, but it must be a share from 0 to 1")
 
     def waiting_s(self, waiting: Waiting, num_ranks: int, num_bytes: float) -> float:
-        """Seconds that communication adds to a step in which a device receives so many bytes."""
+        """Return the seconds that communication adds to a step in which a device receives `num_bytes`."""
         if waiting == "nocomm" or num_ranks == 1:
             return 0.0
         waited_s = self.sync_s + num_bytes / self.bytes_per_s
@@ -45,12 +45,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLatency:
-    """Latency of a step of one batch on n devices: a + b / n, and what communication adds.
+    """Latency of a step of one batch on n devices: a + b / n, plus the cost of communication.
 
     Attributes:
-        serial_s: a, which every device takes.
-        shared_s: b, which devices share.
-        link: between them.
+        serial_s: a, the part that every device repeats.
+        shared_s: b, the part that devices share.
+        link: link between the devices.
     """
 
     serial_s: float
@@ -59,10 +59,10 @@ class ParallelLatency:
 
     @classmethod
     def fit(cls, nocomm_s: Mapping[int, float], link: Link | None = None) -> "ParallelLatency":
-        """Through what a step takes without communication, by number of devices; the least squares of more than two.
+        """Fit a and b to step latencies without communication, by number of devices; by least squares if more than two.
 
         Raises:
-            UsageError: there are fewer than two numbers of devices.
+            UsageError: fewer than two numbers of devices were measured.
         """
         if len(nocomm_s) < 2:
             raise UsageError(f"steps were measured on {len(nocomm_s)} number of devices, but it must be two or more")
@@ -70,9 +70,9 @@ class ParallelLatency:
         return cls(line.intercept, line.slope, link or Link())
 
     def step_s(self, waiting: Waiting, num_ranks: int, num_bytes: float) -> float:
-        """Seconds of a step in which a device receives so many bytes."""
+        """Return the seconds of a step in which a device receives `num_bytes`."""
         return self.serial_s + self.shared_s / num_ranks + self.link.waiting_s(waiting, num_ranks, num_bytes)
 
     def displaced_saves(self, num_ranks: int, num_bytes: float) -> float:
-        """Share of a `sync` step that `displaced` saves."""
+        """Return the share of a `sync` step that `displaced` saves."""
         return 1 - self.step_s("displaced", num_ranks, num_bytes) / self.step_s("sync", num_ranks, num_bytes)

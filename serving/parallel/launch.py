@@ -1,4 +1,4 @@
-"""Starts the ranks of `--parallel N` as processes on this machine, and forms them into groups, again if one fails."""
+"""Starts the ranks of `--parallel N` as processes on this machine, and forms their group, again after a failure."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ Process = BaseProcess | RemoteProcess
 
 
 def loopback_store() -> dist.TCPStore:
-    """A store on a free port of loopback. By itself torch would listen on all addresses, whatever host it is given."""
+    """Create a store on a free loopback port. By default, torch listens on all addresses, regardless of the host."""
     with socket.create_server((LOOPBACK, 0)) as listening:
         port = listening.getsockname()[1]
         return dist.TCPStore(
@@ -48,12 +48,12 @@ def loopback_store() -> dist.TCPStore:
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=60),
-            master_listen_fd=listening.detach(),  # the store's from here on
+            master_listen_fd=listening.detach(),  # now owned by the store
         )
 
 
 class Children:
-    """Starts ranks as processes of this one, which hosts the store where they meet."""
+    """Starts ranks as child processes. This process hosts the store where they meet."""
 
     host = LOOPBACK
 
@@ -68,24 +68,24 @@ class Children:
 
 
 class ProcessRanks:
-    """The ranks of a group: this process, and those that it or torchrun has started. See `RankGroup`.
+    """A `RankGroup` of processes: this one, and those that it or torchrun has started.
 
     Args:
-        model: rank 0's, unmodified.
-        fingerprint: of its files.
-        folder: where they are.
-        options: of all ranks.
-        autoencoder: rank 0's, unmodified, if all ranks are to decode.
+        model: unmodified model of rank 0.
+        fingerprint: fingerprint of its files.
+        folder: directory of these files.
+        options: options of all ranks.
+        autoencoder: unmodified autoencoder of rank 0, if all ranks are to decode.
 
     Attributes:
-        model: rank 0's.
-        processes: of the other ranks that are left, by number.
-        losses: what has befallen those that are not.
+        model: model of rank 0.
+        processes: processes of the other remaining ranks, by number.
+        losses: descriptions of the lost ranks.
 
     Raises:
-        RunError: if a rank does not come up.
-        UsageError: if there are not so many devices or processes, or a rank has something else than rank 0; both are
-            named.
+        RunError: if a rank does not start.
+        UsageError: if there are too few devices or the wrong number of processes, or if a fact of a rank differs from
+            that of rank 0; the message names both.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ProcessRanks:
             rank: self._launcher.start(replace(settings, rank=rank, device=devices[rank]))
             for rank in range(1, options.count)
         }
-        # Children end without rank 0, too, but only after a moment.
+        # Children also end by themselves when rank 0 has ended, but only after a moment.
         self._end_all = weakref.finalize(self, _end, self.processes)
         try:
             self._meet(facts)
@@ -131,18 +131,18 @@ class ProcessRanks:
             raise
 
     def use(self, options: ParallelOptions) -> None:
-        """See `RankGroup`."""
+        """Use other options with the same number of ranks, as in `RankGroup`."""
         self.ranks.keep(())
         self._options = options
         self.ranks = Ranks(self.end, self.model, options, [0, *self.processes])
 
     def recover(self, error: Exception) -> Exception | None:
-        """See `RankGroup`. A rank that does not answer in time is killed."""
+        """Form the group again, as in `RankGroup`. A rank that does not answer in time is killed."""
         for end in (self.end, self._decoding):
             if isinstance(end, ProcessEnd):
                 end.break_off()
         self._store.set(key_of("over", self._number), "")
-        # Nobody computes for longer without a word to others; who waits for them notices within a moment.
+        # No rank computes for longer than this without sending to others; a waiting rank notices within a moment.
         told_s = self.end.told_s if isinstance(self.end, ProcessEnd) else 0.0
         until = max(told_s + self._options.timeout_s, time.monotonic() + _END_S)
         told = {
@@ -153,7 +153,7 @@ class ProcessRanks:
         lost = [rank for rank, reason in told.items() if reason is None]
         for rank in lost:
             self.losses.append(f"rank {rank} {_what_befell(self.processes[rank])}: {error}")
-            # At once and wherever it is served: a summary comes late, and a server has none.
+            # Printed immediately, in every kind of run: a summary comes late, and a server has none.
             sys.stderr.write(f"Warning: {self.losses[-1]}; its work is done without it\n")
             _end({rank: self.processes.pop(rank)})
         self._number += 1
@@ -167,7 +167,7 @@ class ProcessRanks:
         return None if lost else error
 
     def close(self) -> None:
-        """See `RankGroup`. Children have nothing to lose; torchrun waits for what it has started."""
+        """End the other ranks. Children are killed, as they have nothing to save; torchrun waits for its own."""
         if isinstance(self._launcher, TorchRun):
             with suppress(GroupError):
                 self.ranks.stop()
@@ -176,7 +176,7 @@ class ProcessRanks:
             self.end.close()
 
     def _meet(self, facts: dict[str, object]) -> None:
-        """Wait until every rank is ready, and compare what it has."""
+        """Wait until every rank is ready, and compare its facts with those of rank 0."""
         until = time.monotonic() + _START_S
         for rank, process in self.processes.items():
             told = self._wait_for(key_of("has", rank), process, until)
@@ -196,7 +196,7 @@ class ProcessRanks:
                     raise UsageError(f"rank {rank} has {name} {theirs.get(name)}, but rank 0 has {own}")
 
     def _form(self) -> None:
-        """Make a group of the ranks that are left."""
+        """Form a group of the remaining ranks."""
         members = [0, *self.processes]
         self._store.set(key_of("group", self._number), json.dumps(members))
         if len(members) == 1:
@@ -210,30 +210,30 @@ class ProcessRanks:
         self.ranks = Ranks(self.end, self.model, self._options, members)
 
     def _end_of(self, what: GroupKind, size: int) -> ProcessEnd:
-        """Rank 0's end of a group, as soon as the others come."""
+        """Connect to the other ranks and return rank 0's end of a group."""
         settings = replace(self._settings, timeout_s=self._options.timeout_s)
         return end_of(what, self._number, settings, self._store, 0, size)
 
     def _wait_for(self, key: str, process: Process, until: float) -> str | None:
-        """What a rank puts in the store; None if its process ends before, or it does not until then."""
+        """Return the value that a rank puts in the store; None if its process ends first, or `until` has passed."""
         while not self._store.check([key]):
             if process.exitcode is not None or time.monotonic() > until:
                 return None
-            # The store's own waiting writes to stderr when time is up.
+            # The store's own `wait` writes to stderr when it times out.
             time.sleep(_LOOK_EVERY_S)
         return self._store.get(key).decode()
 
 
 def devices_of(device: torch.device, options: ParallelOptions, *, is_here: bool = True) -> list[str]:
-    """The device of every rank.
+    """Return the device of every rank.
 
     Args:
-        device: of rank 0's model.
-        options: of the ranks.
-        is_here: whether all of them are on this machine, where their devices are known.
+        device: device of rank 0's model.
+        options: options of the ranks.
+        is_here: whether all ranks are on this machine, where the devices are known.
 
     Raises:
-        UsageError: there are not so many, the first is not the model's, or NCCL cannot go between them.
+        UsageError: there are too few devices, the first is not the model's, or NCCL cannot connect them.
     """
     devices = _devices_of(device, options, is_here)
     if options.backend == "nccl":
@@ -273,7 +273,7 @@ def _devices_of(device: torch.device, options: ParallelOptions, is_here: bool) -
 
 
 def _what_befell(process: Process) -> str:
-    """To a rank that has left no word."""
+    """Describe what happened to a rank that gave no reason."""
     return "does not answer" if process.exitcode is None else f"has ended with code {process.exitcode}"
 
 

@@ -1,4 +1,4 @@
-"""Replacements of a model's leaf modules that compute on a strip of rows: convolutions, norms, SD3's embedding.
+"""Replacements of a model's leaf modules that work on a strip of rows: convolutions, norms, SD3's embedding.
 
 Each leaf holds the module that it replaces, with its weights. Source: DistriFusion section 4 and figure 4.
 """
@@ -17,14 +17,14 @@ from .options import NormOptions
 
 
 class StripConv(nn.Module):
-    """A convolution of 3 x 3 with padding 1 and stride 1 or 2: a row of each neighbour's input is all that it lacks.
+    """A convolution of 3 x 3 with padding 1 and stride 1 or 2, which needs one row of each neighbour's input.
 
     Args:
-        conv: what it replaces.
-        has_halo: whether its input comes with the neighbours' rows, as that of a model's first layer does.
+        conv: replaced convolution.
+        has_halo: whether its input includes the neighbours' rows, as that of a model's first layer does.
 
     Attributes:
-        is_fed: whether its input does in exact calls; see `feed_convolutions`.
+        is_fed: whether its input includes these rows in exact calls; set by `feed_convolutions`.
     """
 
     def __init__(self, conv: nn.Conv2d, context: StripContext, *, has_halo: bool = False) -> None:
@@ -40,13 +40,13 @@ class StripConv(nn.Module):
         return F.conv2d(x, conv.weight, conv.bias, conv.stride, (0, 1))
 
     def _with_halos(self, x: Tensor) -> Tensor:
-        """With the rows around it that are read, or zeros beyond the image."""
+        """Return the strip with the neighbouring rows that the convolution reads, or zeros beyond the image."""
         context, is_whole = self.context, self.conv.stride[0] == 1
         is_first, is_last = context.place == 0, context.place + 1 == context.now.strips.count
         if self._has_halo:
             return F.pad(x, (0, 0, int(is_first), int(is_last)))
-        # With stride 2, the last row that is read is the strip's own, as strips end after an even row; but for the last
-        # strip, behind which the image ends.
+        # With stride 2, the last row that is read belongs to the strip itself, as strips have an even number of rows;
+        # the exception is the last strip, after which the image ends.
         above, below = context.halos(self, x, with_lower=is_whole)
         return _between(x, above, below, with_lower=is_whole or is_last)
 
@@ -60,14 +60,15 @@ def _between(
     *,
     with_lower: bool = True,
 ) -> Tensor:
-    """A strip [rows, channels, height, width] with a row on either side, or above it only; of zeros where there is
-    none. It has the memory format of `x`.
+    """Return a strip [rows, channels, height, width] with a row on either side, or above it only.
+
+    The result has the memory format of `x`.
 
     Args:
         x: the strip.
-        above, below: the rows.
-        scale, shift: of all that is there, [rows, channels, 1, 1], in float32; None for as it is.
-        with_lower: whether there is a row below.
+        above, below: the rows; None for zeros.
+        scale, shift: affine map of the strip and the given rows, [rows, channels, 1, 1], in float32; None for none.
+        with_lower: whether to add a row below.
     """
     rows, channels, height, width = x.shape
     memory_format = torch.channels_last if is_channels_last(x) else torch.contiguous_format
@@ -85,9 +86,9 @@ def _between(
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether the channels of each pixel of [rows, channels, height, width] lie side by side, and nothing between.
+    """Return whether [rows, channels, height, width] is dense in memory with the channels of each pixel contiguous.
 
-    By the strides themselves: torch's own question takes a tensor with sides of 1 for either format.
+    This compares strides, as torch's own check accepts a tensor with sides of 1 for either format.
     """
     _, channels, height, width = x.shape
     return x.stride() == (channels * height * width, 1, width * channels, channels)
@@ -96,11 +97,11 @@ def is_channels_last(x: Tensor) -> bool:
 class StripGroupNorm(nn.Module):
     """GroupNorm with the statistics of the whole image, of each row and group, as far as they are known.
 
-    Ranks tell each other mean and biased variance of their strips in float32, and combine them in float64 in the order
-    of strips. How displaced rows do it says `NormOptions`; the others wait for all ranks.
+    Ranks exchange mean and biased variance of their strips in float32, and combine them in float64 in the order of
+    strips. `NormOptions` determines the statistics of displaced rows; the other rows wait for all ranks.
 
     Attributes:
-        feeds: whether only a convolution reads what comes out, and behind an activation; see `feed_convolutions`.
+        feeds: whether the output is read only by a convolution, after an activation; set by `feed_convolutions`.
     """
 
     def __init__(self, norm: nn.GroupNorm, context: StripContext, factor: int) -> None:
@@ -110,11 +111,11 @@ class StripGroupNorm(nn.Module):
         self._affine = Derived(lambda: [part.float().view(1, norm.num_groups, -1) for part in (norm.weight, norm.bias)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, channels, height, width] -> the same, or in an exact call with the neighbours' rows if it `feeds`."""
+        """[rows, channels, height, width] -> the same, in an exact call with the neighbours' rows if it `feeds`."""
         context, num_groups = self.context, self.norm.num_groups
         now = context.now
         options = now.norms
-        # Rows come first, as in all that ranks send each other.
+        # Rows are the first dimension, as in all tensors that ranks exchange.
         own = torch.stack(statistics(x, num_groups), 1)
         if self.feeds and now.is_exact:
             parts, above, below = context.gather_with_halos(self, own, x)
@@ -134,7 +135,7 @@ class StripGroupNorm(nn.Module):
         return torch.addcmul(shift, x, scale).to(x.dtype)
 
     def _scale_shift(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, channels, 1, 1] in float32, from mean and variance [rows, groups]."""
+        """Return scale and shift [rows, channels, 1, 1] in float32, from mean and variance [rows, groups]."""
         weight, bias = self._affine.of(self.norm.weight)
         scale = weight * (variance + self.norm.eps).rsqrt().float()[:, :, None]
         shift = bias - scale * mean.float()[:, :, None]
@@ -142,16 +143,18 @@ class StripGroupNorm(nn.Module):
 
 
 def feed_convolutions(model: nn.Module) -> int:
-    """Let norms whose result only a convolution reads, behind an activation, ask for its halos with their statistics,
-    so that in exact calls ranks wait for each other once and not twice. Returns how many convolutions are fed.
+    """Let norms request the halos of the convolution after them together with their statistics.
+
+    This applies to norms whose output is read only by a convolution, after an activation. In exact calls, ranks then
+    wait for each other once instead of twice. Returns the number of convolutions that are fed.
 
     Args:
-        model: with leaves of strips.
+        model: model with leaves for strips.
     """
     fed = 0
     for module in model.modules():
         for norm, act, conv in _chains(module):
-            # Beyond the image there are zeros, which stay zeros behind the activation.
+            # The activation must keep the zeros beyond the image.
             if isinstance(norm, StripGroupNorm) and isinstance(conv, StripConv) and not act(torch.zeros(1)).any():
                 norm.feeds = conv.is_fed = True
                 fed += 1
@@ -159,7 +162,7 @@ def feed_convolutions(model: nn.Module) -> int:
 
 
 def _chains(module: Any) -> list[tuple[Any, Any, Any]]:
-    """Norm, activation and convolution that diffusers' forward of a module calls one after the other."""
+    """Return the norms, activations and convolutions that diffusers' forward of a module calls in sequence."""
     if type(module).__name__ == "ResnetBlock2D":
         act = module.nonlinearity
         first = [(module.norm1, act, module.conv1)] if module.upsample is None and module.downsample is None else []
@@ -170,17 +173,17 @@ def _chains(module: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def statistics(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance [rows, groups] of [rows, channels, height, width], in float32."""
+    """Return mean and biased variance [rows, groups] of [rows, channels, height, width], in float32."""
     rows, channels, height, width = x.shape
-    # What it makes of `x` is not needed; its moments are stable, and take a quarter of the time of `torch.var_mean`. On
-    # a GPU it reads one format only.
+    # The normalised output is not needed. The moments are numerically stable and take a quarter of the time of
+    # `torch.var_mean`. On a GPU, only one format is supported.
     x = x.float() if x.device.type == "cpu" and is_channels_last(x) else x.float().contiguous()
     _, mean, rstd = torch.native_group_norm(x, None, None, rows, channels, height * width, num_groups, 0.0)
     return mean, rstd.pow(-2)
 
 
 def combined(parts: Sequence[Tensor], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Mean and variance [rows, groups] in float64 of strips [rows, 2, groups] with these shares of the pixels:
+    """Combine strips [rows, 2, groups] with these shares of the pixels to mean and variance [rows, groups] in float64:
     m = sum w_j m_j, var = sum w_j (v_j + (m_j - m)^2).
     """
     means, variances = torch.stack(list(parts)).double().unbind(2)
@@ -198,20 +201,21 @@ def displaced(
     options: NormOptions,
     num_values: int,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance [rows, groups] in float64 of rows that know the other strips of the call before.
+    """Return mean and variance [rows, groups] in float64 of rows that know the other strips from the previous call.
 
-    `separate`: of the own strip. `corrected` (DistriFusion section 4, equation 2): what all strips had in the call
-    before, and what has changed in the own one since: m = sum w_j m'_j + (m_i - m'_i), q the same of the mean squares,
-    var = q - m^2. Where that is negative, or less than `guard` of it, the variance is the own strip's.
+    `separate`: statistics of the rank's own strip. `corrected` (DistriFusion section 4, equation 2): statistics of all
+    strips in the previous call, plus the change in the rank's own strip since: m = sum w_j m'_j + (m_i - m'_i), q
+    likewise for the mean squares, var = q - m^2. If var is less than `guard` times the variance of the rank's own
+    strip, the latter is used instead.
 
     Args:
-        own: this strip's mean and biased variance, [rows, 2, groups].
-        parts: those of all strips, the own one in its place.
-        before: the own one's in the call from which those of the others are.
-        place: of the own strip.
-        weights: of the strips.
+        own: mean and biased variance of the rank's own strip, [rows, 2, groups].
+        parts: those of all strips, with the rank's own at its index.
+        before: those of the rank's own strip in the call that the other parts come from.
+        place: index of the rank's own strip.
+        weights: share of each strip in the pixels.
         options: `mode`, `bessel` and `guard`.
-        num_values: of a group in the own strip, for `bessel`.
+        num_values: number of values per group in the rank's own strip, for `bessel`.
     """
     own_mean, own_variance = own.double().unbind(1)
     if options.mode == "separate":
@@ -234,7 +238,7 @@ def _shares(weights: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 class StripPatchEmbed(nn.Module):
-    """SD3's embedding of latents: positions are cropped for the whole image, then those of the strip are taken."""
+    """SD3's embedding of latents: positions are cropped for the whole image, then sliced for the strip."""
 
     def __init__(self, embed: Any, context: StripContext) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""What a denoising model computes and its ranks tell each other, by level, from its configuration. No torch.
+"""Computation and communication of a denoising model by level, from its configuration. No torch.
 
-A level is where images are smaller than latents by one factor. Multiply-accumulates (MACs) are those of matrix
-products, convolutions and attention; norms, activations and the like are not counted, as everywhere.
+A level consists of the layers whose images are smaller than the latents by the same factor. Multiply-accumulates (MACs)
+are those of matrix products, convolutions and attention; norms, activations and the like are not counted, as is
+customary.
 """
 
 from collections import defaultdict
@@ -12,15 +13,15 @@ from typing import Any
 
 @dataclass(slots=True)
 class Level:
-    """Of one row of a batch.
+    """Counts of one level, for one row of a batch.
 
     Attributes:
-        per_pixel: MACs of a pixel.
+        per_pixel: MACs per pixel.
         per_pair: MACs of a pixel with each pixel that it attends to.
         per_text_pair: MACs of a pixel with each text token that it attends to.
         key_values: elements of a pixel's keys and values that other ranks need.
         above, below: channels of the rows above and below a strip that its convolutions need.
-        groups: of all GroupNorms.
+        groups: number of groups in all GroupNorms.
     """
 
     per_pixel: int = 0
@@ -34,15 +35,16 @@ class Level:
 
 @dataclass(slots=True)
 class Levels:
-    """A model: its levels by factor, and what has no place in the image. All of one row of a batch.
+    """Counts of a model for one row of a batch: its levels by factor, and the parts that belong to no place in the
+    image.
 
     Attributes:
-        by_factor: the levels.
-        per_row: MACs that depend on nothing, such as those of the timestep.
+        by_factor: the levels, by the factor between latents and images.
+        per_row: MACs that depend neither on the image nor on the text, such as those of the timestep.
         per_text_once: MACs of a text token that are the same in every call: U-Nets' keys and values of the text.
         per_text: MACs of a token of SD3's text stream.
         per_text_query: MACs of such a token with each token of text and image that it attends to.
-        per_idle_query: the part of those whose result nothing reads, which strips leave out.
+        per_idle_query: the part of `per_text_query` whose result is never read, which strips leave out.
         text_key_values: elements of keys and values of such a token.
     """
 
@@ -56,16 +58,16 @@ class Levels:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Levels":
-        """Of a model that works in strips (`check_model`), with every key that diffusers' `model.config` has."""
+        """Count the levels of a model that runs in strips, from a config with all keys of diffusers' `model.config`."""
         return _UNet(config).levels if "down_block_types" in config else _transformer(config)
 
     @property
     def unit(self) -> int:
-        """Rows of latents that stay together."""
+        """Number of rows of latents that must stay together."""
         return max(self.by_factor)
 
     def attention(self, factor: int, channels: int) -> None:
-        """Pixels attend to pixels: projections, products, and what other ranks need."""
+        """Add a self attention of pixels: its projections, its products, and the elements that other ranks need."""
         level = self.by_factor[factor]
         level.per_pixel += 4 * channels**2
         level.per_pair += 2 * channels
@@ -73,7 +75,7 @@ class Levels:
 
 
 class _UNet:
-    """Walks through `UNet2DConditionModel` as its constructor does."""
+    """Counts the levels of `UNet2DConditionModel`, in the order of its constructor."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.levels, self._groups = Levels(), config["norm_num_groups"]
@@ -88,7 +90,7 @@ class _UNet:
         self._embedding(first)
         if config["addition_embed_type"] is not None:
             self._embedding(config["projection_class_embeddings_input_dim"])
-        # The neighbours' rows of latents come with the latents.
+        # The neighbours' rows of latents are sent with the latents.
         self.levels.by_factor[1].per_pixel += 9 * config["in_channels"] * first
         skips = [first]
         for index, kind in enumerate(config["down_block_types"]):
@@ -98,7 +100,7 @@ class _UNet:
                 self._transformer(factor, own, _each(blocks[index], counts[index])[number], widths[index], kind)
                 skips.append(own)
             if index + 1 < depth:
-                # What stride 2 reads last is a strip's own.
+                # The last row that stride 2 reads belongs to the strip itself.
                 self.levels.by_factor[factor].above += own
                 self.levels.by_factor[2 * factor].per_pixel += 9 * own**2
                 skips.append(own)
@@ -123,7 +125,7 @@ class _UNet:
         self.levels.per_row += (width + self._time) * self._time
 
     def _conv(self, factor: int, channels: int, out: int) -> None:
-        """3 x 3."""
+        """Add a convolution of 3 x 3."""
         level = self.levels.by_factor[factor]
         level.per_pixel += 9 * channels * out
         level.above += channels
@@ -152,7 +154,7 @@ class _UNet:
 
 
 def _transformer(config: Mapping[str, Any]) -> Levels:
-    """`SD3Transformer2DModel`."""
+    """Count the levels of `SD3Transformer2DModel`."""
     levels, factor, count = Levels(), config["patch_size"], config["num_layers"]
     width = config["num_attention_heads"] * config["attention_head_dim"]
     dual = config["dual_attention_layers"]
@@ -178,5 +180,5 @@ def _transformer(config: Mapping[str, Any]) -> Levels:
 
 
 def _each(value: Any, count: int) -> Sequence[Any]:
-    """One value for all, or a sequence of them."""
+    """Return a sequence as it is, and a single value repeated `count` times."""
     return value if isinstance(value, Sequence) else (value,) * count

@@ -1,4 +1,4 @@
-"""Tensors between the GPUs of ranks by NCCL: they do not go through the memory of the host."""
+"""Swaps of tensors between the GPUs of ranks by NCCL, without a copy through host memory."""
 
 import contextlib
 import os
@@ -19,19 +19,19 @@ _LOOK_EVERY_S = 1e-3
 
 
 class Nccl:
-    """One rank's GPU among those of its group, each of which is another one.
+    """One rank's end of an NCCL group, in which every rank has a GPU of its own.
 
-    All ranks that send each other something must do so in the same order, as those do that run the same model.
+    All ranks must start their swaps in the same order, as ranks that run the same model do.
 
     Args:
-        store: where the ranks find each other.
-        rank, size: of the group.
-        timeout: for each of them to come.
-        device: this rank's.
-        look: raises GroupError where a rank is known to have gone. NCCL itself would wait for it.
+        store: store through which the ranks find each other.
+        rank, size: rank in the group, and size of the group.
+        timeout: longest wait for each rank to connect.
+        device: GPU of this rank.
+        look: raises GroupError if a rank is known to have gone. NCCL itself would wait for that rank.
 
     Raises:
-        GroupError: a rank does not come.
+        GroupError: a rank does not connect.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class Nccl:
         look: Callable[[int], None],
     ) -> None:
         self._device, self._look, self._over = device, look, threading.Event()
-        # Otherwise a thread of torch's ends the whole process where another rank has gone. It is read with each group.
+        # Otherwise a thread of torch ends the whole process when another rank has gone. torch reads this variable for
+        # each group.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         nccl: Any = dist.ProcessGroupNCCL  # torch's stubs leave out most of it
         options = nccl.Options()
@@ -58,7 +59,7 @@ class Nccl:
     def swap(
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
     ) -> tuple[dict[int, "NcclTransfer"], list["NcclTransfer"]]:
-        """Begin to receive from some ranks and to send to some, in one go. Raises GroupError."""
+        """Start to send to some ranks and to receive from some, in one operation. Raises GroupError."""
         sent = {rank: tensor.contiguous() for rank, tensor in sends.items()}
         received = {rank: torch.empty(tuple(shape), dtype=dtype, device=self._device) for rank, shape in shapes.items()}
         if not sent and not received:
@@ -70,7 +71,7 @@ class Nccl:
                     self._group.send([tensor], rank, 0)
                 for rank, tensor in received.items():
                     self._group.recv([tensor], rank, 0)
-            finally:  # what is begun in a thread is begun for its next group, too
+            finally:  # coalescing that is left open in a thread would apply to its next group, too
                 work = self._group._end_coalescing()
         except RuntimeError as error:
             raise GroupError(f"GPUs of other ranks cannot be reached: {in_short(error)}") from error
@@ -79,28 +80,28 @@ class Nccl:
         return awaited, [NcclTransfer(swap, tensor) for tensor in sent.values()]
 
     def break_off(self) -> None:
-        """Let whoever waits here raise GroupError, and stop what the GPU still waits for; any thread may."""
+        """Let every thread that waits here raise GroupError, and abort the GPU's pending operations. Thread-safe."""
         self._over.set()
-        with contextlib.suppress(RuntimeError):  # which has been broken off before
+        with contextlib.suppress(RuntimeError):  # the group was aborted before
             self._group.abort()
 
 
 class NcclSwap:
-    """What is sent and received in one go.
+    """Tensors that are sent and received in one operation.
 
     Args:
-        work: of NCCL.
-        ranks: with whom.
-        look: raises GroupError where one of them is known to have gone.
-        over: is set where the group has been broken off.
+        work: NCCL's handle on the operation.
+        ranks: ranks that take part, besides this one.
+        look: raises GroupError if one of them is known to have gone.
+        over: set once the group has been aborted.
     """
 
     def __init__(self, work: Any, ranks: Collection[int], look: Callable[[int], None], over: threading.Event) -> None:
         self._work, self._ranks, self._look, self._over = work, ranks, look, over
 
     def wait(self, timeout: timedelta) -> None:
-        """Until the GPU has done it. Raises GroupError."""
-        # To let the GPU wait by itself would save a moment, but leave nobody to notice that a rank has gone.
+        """Wait until the GPU has completed the operation. Raises GroupError."""
+        # Letting the GPU wait by itself would save a moment, but then nothing would notice that a rank has gone.
         until_s = time.monotonic() + timeout.total_seconds()
         look_s = time.monotonic() + _LOOK_EVERY_S
         while not (self._over.is_set() or self._work.is_completed()):
@@ -111,7 +112,7 @@ class NcclSwap:
                 for rank in self._ranks:
                     self._look(rank)
             time.sleep(0)  # lets other threads go on
-        # What is broken off counts as completed, too.
+        # An aborted operation counts as completed, too.
         if self._over.is_set():
             raise GroupError(f"{self._whom} have been broken off")
         try:
@@ -125,12 +126,12 @@ class NcclSwap:
 
 
 class NcclTransfer:
-    """See `Transfer`; the tensor is kept until it is there."""
+    """The `Transfer` of one tensor of a swap, which keeps the tensor alive until the swap has completed."""
 
     def __init__(self, swap: NcclSwap, tensor: Tensor) -> None:
         self._swap, self._tensor = swap, tensor
 
     def wait(self, timeout: timedelta) -> Tensor:
-        """See `Transfer`."""
+        """Wait for the swap and return the tensor. Raises GroupError."""
         self._swap.wait(timeout)
         return self._tensor

@@ -1,4 +1,4 @@
-"""How several devices draw one image. No torch."""
+"""Options for drawing one image on several devices. No torch."""
 
 import re
 from dataclasses import asdict, dataclass, field
@@ -16,14 +16,16 @@ Backend = Literal["auto", "gloo", "nccl"]
 
 @dataclass(frozen=True, slots=True)
 class NormOptions:
-    """What GroupNorm of displaced rows goes by (DistriFusion section 4, figure 8).
+    """Statistics that GroupNorm uses for displaced rows (DistriFusion section 4, figure 8).
 
     Attributes:
-        mode: `corrected`: what all strips had in the call before, corrected by the own strip's change. `sync`: waits
-            for all. `stale`: the own strip's as it is, of the others as they were. `separate`: the own strip's alone.
+        mode: `corrected`: statistics of all strips in the previous call, corrected by the change in the rank's own
+            strip. `sync`: current statistics of all strips, for which ranks wait. `stale`: current statistics of the
+            rank's own strip with those of the others from the previous call. `separate`: statistics of the rank's own
+            strip alone.
         bessel: multiplies the variance by N / (N - 1), as the authors' code does; for comparisons only.
-        guard: share of the own strip's variance below which the corrected one is not trusted. At 0, as the paper has
-            it, images of small strips break (`psctl eval parallel`, figure 8).
+        guard: share of the own strip's variance below which the corrected variance is not used. At 0, as in the paper,
+            images of small strips break (`psctl eval parallel`, figure 8).
     """
 
     mode: NormMode = "corrected"
@@ -38,28 +40,29 @@ class NormOptions:
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
-    """How several devices draw one image.
+    """Options for drawing one image on several devices.
 
     Attributes:
-        ranks: how many: "3", or "virtual:3" for threads of this process of which one runs at a time.
+        ranks: number of ranks: "3", or "virtual:3" for threads of this process of which one runs at a time.
         mode: `sync`: every rank waits for the others, and images are exact. `displaced`: after `warmup` + 1 calls of
-            the model, ranks go by what the others had in the call before. `naive`: the unmodified model on rows, then
-            on columns, by turns (DistriFusion section 5.1). `auto`: displaced where that is expected to pay.
-        norms: see there.
-        warmup: calls after the first in which a request waits for all.
-        cfg_split: whether half of the ranks take the rows without the text, where a call has both; auto where the
+            the model, ranks use what the others had in the previous call. `naive`: the unmodified model on strips of
+            rows and strips of columns, in turn (DistriFusion section 5.1). `auto`: displaced if it is expected to pay.
+        norms: options of GroupNorm.
+        warmup: number of calls after the first in which a request waits for all ranks.
+        cfg_split: whether half of the ranks take the rows without the text, if a call has both kinds; `auto`: if the
             number of ranks is even.
-        shares: of the ranks in an image, separated by commas; None for even ones.
-        text: whether every rank computes the whole text stream of a model that has one, or its part of it.
-        from_pixels: smaller images are drawn whole, by one rank each; "auto": those that are drawn sooner so, together
-            with the others of the step, as measured at the start.
+        shares: shares of the ranks in an image, separated by commas; None for equal shares.
+        text: whether every rank computes the whole text stream of a model that has one, or a part of it.
+        from_pixels: number of pixels below which an image is drawn whole by one rank; "auto": an image is drawn whole
+            if the step, with its other images, then ends sooner according to measurements at the start.
         may_use_fewer: whether images that are too low for all ranks are drawn by fewer, instead of being refused.
-        decode: whether rank 0 turns latents into images, or all ranks do so in strips.
-        backend: what carries tensors between processes: `auto`: memory that they share on one machine, else gloo;
-            `nccl`: as auto, but those of leaves go from GPU to GPU.
-        devices: of the ranks, separated by commas; None for the model's, and on GPUs one each.
-        timeout_s: how long ranks may keep each other waiting in a call.
-        memory_mb: most that a rank keeps of the others for displaced calls; beyond it calls are synchronous.
+        decode: whether rank 0 alone decodes images, or all ranks do so in strips.
+        backend: transport of tensors between processes. `auto`: shared memory on one machine, otherwise gloo. `nccl`:
+            as auto, but tensors of leaves go from GPU to GPU.
+        devices: devices of the ranks, separated by commas; None for the model's device, or one GPU each on GPUs.
+        timeout_s: longest time that ranks may keep each other waiting in a call.
+        memory_mb: most memory that a rank uses for tensors of the others in displaced calls; beyond it, calls are
+            synchronous.
 
     Raises:
         UsageError: if a value is not allowed.
@@ -125,32 +128,32 @@ class ParallelOptions:
 
     @property
     def count(self) -> int:
-        """Of the ranks."""
+        """Number of ranks."""
         return int(self.ranks.removeprefix("virtual:"))
 
     @property
     def is_on(self) -> bool:
-        """Whether there is more than one rank, real or not."""
+        """Whether there is more than one rank, virtual or not."""
         return self.count > 1
 
     @property
     def divides_by_time(self) -> bool:
-        """Whether it is measured, and decided in each step, which images are drawn in strips."""
+        """Whether each step decides, from measured times, which images are drawn in strips."""
         return self.from_pixels == "auto"
 
     @property
     def least_pixels(self) -> int:
-        """Of images that are drawn in strips, where that is given."""
+        """Smallest number of pixels of images that are drawn in strips; 0 if measured times decide."""
         return 0 if self.divides_by_time else int(self.from_pixels)
 
     @property
     def device_names(self) -> list[str] | None:
-        """Of the devices that are named."""
+        """Names of the given devices; None if none are given."""
         return None if self.devices is None else [name.strip() for name in self.devices.split(",")]
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Share of every rank in an image, not normalized. Raises UsageError: these are not positive numbers."""
+        """Share of every rank in an image, not normalised. Raises UsageError if a share is not a positive number."""
         if self.shares is None:
             return (1.0,) * self.count
         try:
@@ -162,13 +165,13 @@ class ParallelOptions:
         return weights
 
     def identity(self) -> dict[str, Any]:
-        """What decides the images that are drawn."""
+        """Return the options that affect the resulting images."""
         names = ("mode", "norms", "warmup", "cfg_split", "shares", "text", "from_pixels", "decode")
         found = asdict(self)
         return {"ranks": self.count, **{name: found[name] for name in names}}
 
     def splits_guidance(self, count: int) -> bool:
-        """Whether half of so many ranks take the rows without the text."""
+        """Return whether half of `count` ranks take the rows without the text."""
         return self.cfg_split != "off" and count % 2 == 0
 
 

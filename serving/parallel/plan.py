@@ -1,4 +1,4 @@
-"""Which images all ranks draw together, and which one rank each draws whole: whatever takes less time. No torch."""
+"""Division of a step: images that all ranks draw in strips and images that one rank draws whole. No torch."""
 
 import math
 from collections.abc import Sequence
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from ...data.resolution import RESOLUTION_MULTIPLE
 
 _MOST_TRIED = 16
-"""Of the largest requests, how many at most are thought of in strips: the rest of a batch is for the ranks to share."""
+"""Largest number of requests, the largest ones, that are considered for strips. Ranks share out the rest as wholes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTimes:
-    """What a call takes for latents of one size.
+    """Measured time of a call for latents of one size.
 
     Attributes:
-        height, width: of the latents.
-        rows: of the batch that was measured: those of one request.
-        whole_us: on one rank.
-        strips_us: on all of them, in strips; None where the image is too low to be shared.
+        height, width: size of the latents.
+        rows: number of rows in the measured batch: those of one request.
+        whole_us: microseconds on one rank.
+        strips_us: microseconds on all ranks, in strips; None if the image is too low to be shared.
     """
 
     height: int
@@ -33,9 +33,9 @@ class Work:
     """A request in a step.
 
     Attributes:
-        rows: that it takes in a batch; ranks may have one each.
-        row_us: of one of them, on one rank.
-        strips_us: of all of them, on all ranks in strips.
+        rows: number of its rows in a batch; each may go to a different rank.
+        row_us: microseconds of one row, on one rank.
+        strips_us: microseconds of all its rows, on all ranks in strips.
     """
 
     rows: int
@@ -45,12 +45,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What was measured, for any size: those of the nearest one, by the number of pixels."""
+    """Measured times, applied to any size: those of the nearest measured size, scaled by the number of pixels."""
 
     sizes: Sequence[SizeTimes]
 
     def work(self, height: int, width: int, rows: int) -> Work:
-        """Of a request with latents of this size."""
+        """Return the work of a request with latents of this size."""
         pixels = height * width
         near = min(self.sizes, key=lambda each: abs(math.log(each.height * each.width / pixels)))
         scale = pixels / (near.height * near.width)
@@ -58,7 +58,7 @@ class Times:
         return Work(rows, near.whole_us * scale / near.rows, strips_us)
 
     def gains(self) -> dict[str, float]:
-        """How much faster than one rank all of them draw an image in strips, by its width and height in pixels."""
+        """Return the speed-up of all ranks in strips over one rank, by width and height of the image in pixels."""
         return {
             _in_pixels(each.height, each.width): round(each.whole_us / each.strips_us, 2)
             for each in self.sizes
@@ -71,7 +71,7 @@ def _in_pixels(height: int, width: int) -> str:
 
 
 def shared_out(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
-    """A rank for each of the costs: the longest first, each where it is done soonest (Graham 1969)."""
+    """Assign a rank to each cost: the largest cost first, each to the rank that finishes it soonest (Graham 1969)."""
     ends, found = [0.0] * len(speeds), [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         rank = min(range(len(speeds)), key=lambda rank: ends[rank] + costs[index] / speeds[rank])
@@ -81,7 +81,7 @@ def shared_out(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
 
 
 def duration(costs: Sequence[float], speeds: Sequence[float]) -> float:
-    """Until the last rank has done what it has by `shared_out`."""
+    """Return the time until the last rank has finished its costs, as assigned by `shared_out`."""
     ends = [0.0] * len(speeds)
     for cost, rank in zip(costs, shared_out(costs, speeds), strict=True):
         ends[rank] += cost / speeds[rank]
@@ -89,14 +89,14 @@ def duration(costs: Sequence[float], speeds: Sequence[float]) -> float:
 
 
 def in_strips(works: Sequence[Work], speeds: Sequence[float]) -> list[bool]:
-    """Which requests all ranks draw in strips, so that the step is over soonest.
+    """Choose the requests that all ranks draw in strips, so that the step ends soonest.
 
-    Ranks that draw in strips wait for each other in every layer, so that strips begin when all whole images are done.
-    The largest requests come first; a request is whole where both take the same time.
+    Ranks that draw in strips wait for each other in every layer, so strips begin when all whole images are done. The
+    largest requests are considered for strips first; on a tie, the request is drawn whole.
 
     Args:
-        works: of every request.
-        speeds: of the ranks, relative to the one that was measured.
+        works: work of every request.
+        speeds: speed of every rank, relative to the rank that was measured.
     """
     order = sorted(range(len(works)), key=lambda index: (-works[index].rows * works[index].row_us, index))
     best, best_us, strips_us = 0, math.inf, 0.0

@@ -1,4 +1,4 @@
-"""Ranks as processes: what they say to each other, over whatever connects them."""
+"""Communication between ranks in separate processes, over any transport."""
 
 import json
 import time
@@ -16,27 +16,27 @@ from .nccl import Nccl
 from .transport import Transfer, Transport
 
 FOR_EVER = timedelta(days=365)
-"""How long a rank without work waits for some; one that has gone is noticed at once, as its connection closes."""
+"""How long a rank without work waits for some. A lost rank is noticed at once, as its connection closes."""
 _MESSAGES = 0
-"""The tag of messages; those of tensors count up, so that they may be awaited in any order."""
+"""The tag of messages. The tags of tensors count up, so that tensors may be awaited in any order."""
 _MOST_TAGS = 1 << 20
 
 
 class ProcessEnd:
-    """See `Communicator`.
+    """A `Communicator` between processes.
 
     Args:
-        transport: to the other ranks.
-        rank, size: of the group.
-        timeout_s: how long the ranks of a call may keep each other waiting.
-        device: of the tensors that are received.
-        threads: that torch computes with while the end is held (`with end:`); None for as many as before.
-        nccl: carries tensors of leaves, if the transport is not to.
+        transport: connections to the other ranks.
+        rank, size: rank in the group, and size of the group.
+        timeout_s: longest time that the ranks of a call may keep each other waiting.
+        device: device of the received tensors.
+        threads: number of threads that torch uses while the end is held (`with end:`); None to leave it unchanged.
+        nccl: carries tensors of leaves; None to use the transport.
 
     Attributes:
         timeout, device: as given.
-        told_s: when it last had something to tell, on the monotonic clock.
-        waited_s: for others, in all calls so far.
+        told_s: time of the last message sent, on the monotonic clock.
+        waited_s: seconds spent waiting for others, in all calls so far.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ProcessEnd:
             torch.set_num_threads(self._threads_before)
 
     def tell(self, rank: int, message: Message) -> None:
-        """See `Communicator`."""
+        """Send a message. Raises GroupError."""
         self.told_s = time.monotonic()
         specs = [[name, list(each.shape), str(each.dtype)[6:]] for name, each in message.tensors.items()]
         number = self._next("message", self.rank, rank)
@@ -78,7 +78,7 @@ class ProcessEnd:
             self._transport.send(rank, tensor.cpu(), _MESSAGES).wait(self.timeout)
 
     def hear(self, rank: int, *, is_idle: bool = False) -> Message:
-        """See `Communicator`."""
+        """Wait for the next message of a rank, without a timeout if this rank is idle. Raises GroupError."""
         start_s = time.perf_counter()
 
         def receive(shape: Sequence[int], dtype: torch.dtype, timeout: timedelta = self.timeout) -> Tensor:
@@ -96,7 +96,7 @@ class ProcessEnd:
     def swap(
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
     ) -> "ProcessPending":
-        """See `Communicator`."""
+        """Start to send and receive tensors. Raises GroupError."""
         if self._nccl is not None:
             return ProcessPending(self, *self._nccl.swap(sends, shapes, dtype))
         begin = self._transport
@@ -105,33 +105,33 @@ class ProcessEnd:
         return ProcessPending(self, awaited, sent)
 
     def break_off(self) -> None:
-        """See `Transport`."""
+        """Close all connections, so that every rank that waits on this end gets a GroupError. Thread-safe."""
         self._transport.break_off()
         self.close()
 
     def close(self) -> None:
-        """Swap nothing any more: the others have been told that it is over, or have gone."""
+        """End swaps over NCCL, once the others have been notified of the end or have gone."""
         if self._nccl is not None:
             self._nccl.break_off()
 
     def _tag(self, source: int, target: int) -> int:
-        """Of the next tensor between two ranks."""
+        """Return the tag of the next tensor between two ranks."""
         return _MESSAGES + 1 + self._next("tensor", source, target) % _MOST_TAGS
 
     def _next(self, *channel: Any) -> int:
-        """The number of the next of a kind between two ranks: both of them count alike."""
+        """Return the number of the next item on a channel between two ranks; both ranks count alike."""
         self._numbers[channel] += 1
         return self._numbers[channel]
 
 
 class ProcessPending:
-    """See `Pending`."""
+    """A `Pending` swap between processes."""
 
     def __init__(self, end: ProcessEnd, awaited: Mapping[int, Transfer], sent: Sequence[Transfer]) -> None:
         self._end, self._awaited, self._sent = end, awaited, sent
 
     def wait(self) -> dict[int, Tensor]:
-        """See `Pending`."""
+        """Wait for the tensors and return them by the rank that sent them. Raises GroupError."""
         end, start_s = self._end, time.perf_counter()
         found = {rank: transfer.wait(end.timeout).to(end.device) for rank, transfer in self._awaited.items()}
         for transfer in self._sent:

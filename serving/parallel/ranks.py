@@ -1,4 +1,4 @@
-"""Rank 0's side of the group: it has the batch, hands strips out, takes its own, and puts the predictions together."""
+"""Rank 0's side of the group: it holds the batch, distributes strips, computes its own and joins the predictions."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,9 @@ from .whole import stacked, unstacked
 
 _LINK_BYTES = 16 << 20
 _MOST_TEXT = 1.1
-"""Tokens of all ranks, relative to those of one, up to which each of them has the whole text (auto)."""
+"""Largest ratio of the tokens that all ranks compute with whole texts to those without repetition, at which each rank
+gets the whole text (`auto`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,10 @@ class Part:
     """Rows of a call that a team of ranks draws.
 
     Attributes:
-        index: of the rows in the batch.
+        index: indices of the rows in the batch.
         members: ranks, in the order of their strips.
-        strips: theirs.
-        axis: of the latents that is cut: 2, or for strips of columns 3.
+        strips: strips of the members.
+        axis: axis of the latents that is cut: 2, or 3 for strips of columns.
     """
 
     index: tuple[int, ...]
@@ -43,7 +45,7 @@ class Part:
     axis: int = 2
 
     def own(self, place: int, latents: Tensor, halo: int) -> Tensor:
-        """A strip of these rows, with so many rows or columns around it."""
+        """Return a strip of these rows, with `halo` rows or columns around it."""
         start, end = self.strips.starts[place : place + 2]
         start = max(start - halo, 0)
         length = min(end + halo, latents.shape[self.axis]) - start
@@ -54,10 +56,10 @@ class Ranks:
     """All ranks of a group, of which this process is the first.
 
     Args:
-        end: of rank 0.
-        model: of rank 0.
-        options: of all ranks; `auto` modes count as `sync`.
-        names: of the ranks, as the options count them; None for all of them.
+        end: end of rank 0.
+        model: model of rank 0.
+        options: options of all ranks; mode `auto` counts as `sync`.
+        names: numbers of the ranks in the options; None for all of them.
     """
 
     def __init__(
@@ -77,21 +79,23 @@ class Ranks:
 
     @property
     def mode(self) -> str:
-        """In which calls are made."""
+        """Mode of the calls."""
         return "sync" if self._options.mode == "auto" else self._options.mode
 
     @property
     def speeds(self) -> Sequence[float]:
-        """Of every rank, in proportion to its share of strips; 1 on average."""
+        """Speed of every rank, in proportion to its share of strips; 1 on average."""
         mean = sum(self._shares) / len(self._shares)
         return [share / mean for share in self._shares]
 
     def draws_whole(self, height: int, width: int) -> bool:
-        """Whether images of this size of latents are too small for strips, by what is given."""
+        """Return whether images with latents of this size are below the given number of pixels for strips."""
         return RESOLUTION_MULTIPLE**2 * height * width < self._options.least_pixels
 
     def count_for(self, height: int, width: int) -> int:
-        """How many ranks draw strips of images of this size of latents. Raises UsageError: it is too low for all."""
+        """Return the number of ranks that share an image with latents of this size. Raises UsageError if the image is
+        too low for all ranks and the options do not allow fewer.
+        """
         least = min(height, width) if self.mode == "naive" else height
         units = -(-least // self._model.unit)
         if units < self.size and not (self._options.may_use_fewer or self._options.divides_by_time):
@@ -99,21 +103,21 @@ class Ranks:
         return min(self.size, units)
 
     def splits_guidance(self, height: int, width: int) -> bool:
-        """Whether guided requests of this size are drawn by two halves of the ranks."""
+        """Return whether two halves of the ranks draw guided requests of this size."""
         return self._options.splits_guidance(self.count_for(height, width))
 
     def measure_link(self, device: torch.device) -> Link:
-        """What ranks on this device wait for each other; they share nothing but the link."""
+        """Measure the link between ranks on this device, which share nothing else."""
         large = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device)
         return measure_link(self._end, self._model.num_exchanges, large, Link().displaced_share)
 
     def received_bytes(self, height: int, width: int, num_rows: int) -> int:
-        """By a rank in a call with so many rows of latents of this size."""
+        """Return the most bytes that a rank receives in a call with `num_rows` rows of latents of this size."""
         call = Call(height, width, self._model.text_length, num_rows)
         return self._model.cost.most_received(call, self.size).num_bytes(self._model.element_size)
 
     def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
-        """Tell every rank the conditions of rows, as far as it does not know them: tensors (rows, ...) by name."""
+        """Send every rank the conditions of the rows that it does not know yet: tensors (rows, ...) by name."""
         new = [index for index, row in enumerate(rows) if row not in self._known]
         if not new:
             return
@@ -124,7 +128,7 @@ class Ranks:
         self._known.update(names)
 
     def keep(self, rows: Sequence[RowName]) -> None:
-        """Let every rank forget the conditions of all other rows."""
+        """Let every rank discard the conditions of all other rows."""
         if self._known - set(rows):
             self._tell_all(Message("keep", {"rows": list(rows)}))
             self._model.keep(rows)
@@ -135,13 +139,13 @@ class Ranks:
     def predict(
         self, rows: Sequence[RowName], latents: Tensor, timesteps: Tensor, ending: Collection[RowName] = ()
     ) -> Tensor:
-        """Predict for rows of one resolution, all of them known.
+        """Predict for rows of one resolution, whose conditions are known.
 
         Args:
-            rows: with guidance, a request's two stand beside each other.
+            rows: names of the rows; with guidance, the two rows of a request are adjacent.
             latents: [rows, channels, height, width].
             timesteps: (rows,).
-            ending: those of which no call follows.
+            ending: rows for which no call follows.
         """
         predicted: dict[int, Tensor] = {}
         for parts in self._turns(rows, *latents.shape[2:]):
@@ -152,14 +156,14 @@ class Ranks:
         return torch.stack([predicted[index] for index in range(len(rows))])
 
     def draw_alone(self, rows: Sequence[RowName], images: Sequence[Tensor], timesteps: Tensor) -> list[Tensor]:
-        """As `draw`, on this rank alone."""
+        """Predict like `draw`, on this rank alone."""
         return self._model.draw(rows, images, timesteps)
 
     def draw(self, rows: Sequence[RowName], images: Sequence[Tensor], timesteps: Tensor) -> list[Tensor]:
-        """Predict for rows of any resolution, all of them known, each of which one rank draws whole.
+        """Predict for rows of any resolution, whose conditions are known, each of which one rank draws whole.
 
         Args:
-            rows: of the batch.
+            rows: names of the rows.
             images: latents [channels, height, width] of each row, sorted by size.
             timesteps: (rows,).
         """
@@ -184,13 +188,13 @@ class Ranks:
         return [found[index] for index in range(len(rows))]
 
     def stop(self) -> None:
-        """Let the other ranks end."""
+        """Send "stop" to the other ranks, which then end."""
         self._tell_all(Message("stop"))
 
     def _together(
         self, parts: Sequence[Part], passes: Sequence[Pass], latents: Tensor, timesteps: Tensor
     ) -> list[Tensor]:
-        """What teams that work at the same time predict; rank 0 is in the first."""
+        """Return the predictions of teams that work at the same time; rank 0 is in the first team."""
         halo = 1 if self._model.reads_halo and self.mode != "naive" else 0
         for part, call in zip(parts, passes, strict=True):
             for place, rank in enumerate(part.members):
@@ -210,9 +214,9 @@ class Ranks:
         ]
 
     def _pass_of(self, part: Part, rows: Sequence[RowName], latents: Tensor, ending: Collection[RowName]) -> Pass:
-        """What the ranks of a part are told of a call."""
+        """Return the call that the ranks of a part make."""
         own = tuple(rows[index] for index in part.index)
-        # Who gets slots in this call has nothing to read from them yet.
+        # A row that gets slots in this call has nothing to read from them yet.
         displaced = tuple(row in self._slots and self._calls[row] > self._options.warmup for row in own)
         keeps = [self._has_slots(row, part, latents) and row not in ending for row in own]
         return Pass(
@@ -227,7 +231,7 @@ class Ranks:
         )
 
     def _turns(self, rows: Sequence[RowName], height: int, width: int) -> list[list[Part]]:
-        """Who draws what; rank 0 is in the first part of each turn."""
+        """Divide the rows into parts, which are drawn in turns; rank 0 is in the first part of each turn."""
         count, everything = self.count_for(height, width), tuple(range(len(rows)))
         everyone, shares = tuple(range(count)), self._shares
         if self.mode == "naive" and count > 1:
@@ -250,7 +254,9 @@ class Ranks:
         ]
 
     def _has_slots(self, row: RowName, part: Part, latents: Tensor) -> bool:
-        """Whether the ranks keep what the next call of a row reads: not of exact calls, nor beyond their memory."""
+        """Return whether the ranks keep slots for the next call of a row: only in displaced mode, and within their
+        memory limit.
+        """
         if self.mode != "displaced" or part.strips.count == 1:
             return False
         if row not in self._slots:
@@ -262,7 +268,7 @@ class Ranks:
         return True
 
     def _text_starts(self, part: Part, width: int) -> tuple[int, ...]:
-        """Where each rank's part of the text stream starts; empty where each computes all of it."""
+        """Return the start of each rank's part of the text stream, then the end; empty if each computes all of it."""
         count, length = part.strips.count, self._model.text_length
         if self._options.text == "replicate" or self.mode == "naive" or not 1 < count <= length:
             return ()
@@ -278,7 +284,7 @@ class Ranks:
 
 
 def follow(end: Communicator, model: StripModel) -> None:
-    """What a rank other than 0 does until it is told to stop."""
+    """Carry out rank 0's messages until it sends "stop", on a rank other than 0."""
     while True:
         message = end.hear(0, is_idle=True)
         rows = [(key, row) for key, row in message.facts.get("rows", ())]

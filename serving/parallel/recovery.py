@@ -1,4 +1,4 @@
-"""What a group of ranks is for whoever steps requests: one that stands again after whatever has befallen it."""
+"""Interface of a group of ranks that recovers from failures, and repetition of work after a lost rank."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,13 +12,13 @@ Found = TypeVar("Found")
 
 
 class RankGroup(Protocol):
-    """Rank 0's hold on a group.
+    """Rank 0's handle on a group.
 
     Attributes:
-        end: held (`with group.end:`) while the ranks are asked for something.
-        ranks: those of now.
-        losses: which ranks are done without, and why.
-        decoder: decodes on all ranks of now; None where that is rank 0's to do.
+        end: rank 0's end, held (`with group.end:`) during requests to the ranks.
+        ranks: current ranks.
+        losses: descriptions of the lost ranks and of the reasons.
+        decoder: decodes on all current ranks; None if rank 0 decodes alone.
     """
 
     @property
@@ -34,14 +34,14 @@ class RankGroup(Protocol):
     def decoder(self) -> SharedDecoder | None: ...
 
     def use(self, options: ParallelOptions) -> None:
-        """Work otherwise from now on, with as many ranks; held (`with group.end:`). Raises GroupError."""
+        """Use other options with the same number of ranks. The caller holds `end`. Raises GroupError."""
         ...
 
     def recover(self, error: Exception) -> Exception | None:
-        """Form the group anew, of the ranks that are left, after one of them or rank 0 itself has failed.
+        """Form the group again of the remaining ranks, after one of them or rank 0 itself has failed.
 
-        Nothing of the ranks' memory is left. Returns what the request is to blame for, such as an error on some rank
-        that may come again; None if a rank was lost, and what was asked may be asked again.
+        The ranks' memory is cleared. Returns the error that the request has caused, such as an error on some rank that
+        may recur; None if a rank was lost, so that the work can be repeated.
         """
         ...
 
@@ -51,11 +51,11 @@ class RankGroup(Protocol):
 
 
 def persist(group: RankGroup, ask: Callable[[Ranks], Found]) -> Found:
-    """What the ranks give, asked again as often as one of them is lost.
+    """Return the result of `ask`, which is called again each time a rank is lost.
 
     Raises:
-        Exception: what `ask` raises on rank 0.
-        RankError: what has failed on another rank; the group stands again in both cases.
+        Exception: an error that `ask` raised on rank 0.
+        RankError: an error on another rank. In both cases the group has recovered.
     """
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Tensors between processes of one machine: bytes through memory that both have, a word about each through a socket.
+"""Transport between processes of one machine: tensors through shared memory, and a short record each through a socket.
 
-The sender copies into a block that the receiver has, too, and says so in 24 bytes; the receiver copies out and gives
-the block back. The memory has no name and goes with the processes. Nobody waits while sending.
+The sender copies a tensor into a block of shared memory and announces it in 24 bytes; the receiver copies it out and
+returns the block. The memory has no name and is freed with the processes. Sending never blocks.
 """
 
 import contextlib
@@ -27,34 +27,34 @@ from ...data.run_facts import usable_cores
 from .group import GroupError
 
 _WORD = struct.Struct("<IIQQ")
-"""Tag of what is sent; number of the memory, place in it and bytes. Of what comes back, the tag is `_BACK`."""
+"""Record of a block: tag, number of the memory, offset in it and number of bytes. A returned block has tag `_BACK`."""
 _BACK = (1 << 32) - 1
 _RANK = struct.Struct("<I")
-"""What a rank says first to one that it has called."""
+"""First record on a connection: the number of the rank that has connected."""
 _LEAST_BYTES = 4096
 _MEMORY_BYTES = 16 << 20
-"""Of which blocks are cut; the system provides only what is used."""
+"""Size of a memory from which blocks are cut. The system allocates only the pages that are used."""
 _MOST_FILES = 16
-"""That come with one word: one; the rest is room."""
+"""Largest number of files received at once. A record comes with at most one."""
 _LARGE_BYTES = 1 << 16
 _MOST_KEPT = 16
 _LOOK_S = 60.0
 _SPIN_S = 2e-4
-"""How long a processor that has nothing else to do asks again before it sleeps: waking it takes longer than that."""
+"""How long an idle processor polls before it sleeps, as waking it takes longer than that."""
 
 
 def is_available() -> bool:
-    """Whether processes of this system can hand each other memory."""
+    """Return whether processes of this system can pass memory to each other."""
     return hasattr(socket, "AF_UNIX") and hasattr(socket, "send_fds")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A place in shared memory.
+    """A block of shared memory.
 
     Attributes:
-        number, start: of the memory, and where in it.
-        bytes: what is there.
+        number, start: number of the memory, and offset in it.
+        bytes: contents of the block.
     """
 
     number: int
@@ -63,13 +63,13 @@ class Block:
 
 
 class Peer:
-    """What a rank has with another one.
+    """Connection of a rank to another one.
 
     Attributes:
-        rank, socket: of the other.
-        error: what has ended the connection.
-        arrived: by tag, and not taken yet.
-        unsaid: words, and files that go with them, for which there was no room yet.
+        rank, socket: number of the other rank, and socket to it.
+        error: error that has ended the connection; empty while it is open.
+        arrived: received blocks that have not been taken yet, by tag.
+        unsaid: records, with their files, that the socket had no room for yet.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -86,7 +86,7 @@ class Peer:
         self._left = b""
 
     def block_for(self, num_bytes: int) -> tuple[Block, int | None]:
-        """A block that nobody uses, and the file of its memory if the other does not have that yet."""
+        """Return a free block, and the file of its memory if the other rank does not have it yet."""
         size, file = max(_LEAST_BYTES, 1 << max(0, num_bytes - 1).bit_length()), None
         if not self._free[size]:
             self.read_all()
@@ -103,18 +103,18 @@ class Peer:
         return block, file
 
     def give_back(self, block: Block) -> None:
-        """Let the other use a block again: large ones at once, small ones a few at a time."""
+        """Return a block to the other rank for reuse: large blocks immediately, small ones a few at a time."""
         self._returned += _WORD.pack(_BACK, block.number, block.start, 0)
         if len(block.bytes) >= _LARGE_BYTES or len(self._returned) >= _MOST_KEPT * _WORD.size:
             self.go_on(whatever=True)
 
     def say(self, word: bytes, file: int | None = None) -> None:
-        """Send a word, and a file, which is closed then; now or as soon as the other has read some of what is there."""
+        """Send a record and, with it, a file, which is then closed: now, or when the socket has room again."""
         self.unsaid.append((word, file))
         self.go_on()
 
     def go_on(self, *, whatever: bool = False) -> None:
-        """Send what is unsaid, as far as there is room; then `whatever` there is to give back."""
+        """Send the unsent records while the socket has room; then, if `whatever`, the blocks to return."""
         while self.unsaid and not self.error:
             word, file = self.unsaid[0]
             if not (done := self._sent(word, file)):
@@ -125,14 +125,14 @@ class Peer:
         if whatever and self._returned and not self.error:
             done = self._sent(self._returned)
             if done % _WORD.size:
-                # The rest of a word comes before any other.
+                # The rest of a record must precede any other.
                 whole = -(-done // _WORD.size) * _WORD.size
                 self.unsaid.append((bytes(self._returned[done:whole]), None))
                 done = whole
             del self._returned[:done]
 
     def _sent(self, words: bytes | bytearray, file: int | None = None) -> int:
-        """Send words, and a file, which is closed then; returns for how many bytes there was room."""
+        """Send records and a file, which is then closed; return the number of bytes that there was room for."""
         try:
             done = self.socket.send(words) if file is None else socket.send_fds(self.socket, [words], [file])
         except BlockingIOError:
@@ -145,12 +145,12 @@ class Peer:
         return done
 
     def read_all(self) -> None:
-        """As `read`, until there is nothing."""
+        """Call `read` until nothing is left."""
         while not self.error and self.read():
             pass
 
     def read(self) -> bool:
-        """Take in what the other has said, as far as it is here; False if it is nothing."""
+        """Receive the records that have arrived; return False if there are none."""
         try:
             data, files, _, _ = socket.recv_fds(self.socket, 64 * _WORD.size, _MOST_FILES)
         except BlockingIOError:
@@ -177,7 +177,7 @@ class Peer:
 
 
 class SharedMemory:
-    """See `Transport`; arguments as of `meet`. Raises GroupError: a rank does not come."""
+    """A `Transport` over shared memory. Arguments as in `meet`. Raises GroupError if a rank does not connect."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         timeout_s = timeout.total_seconds()
@@ -207,10 +207,10 @@ class SharedMemory:
         finally:
             shutil.rmtree(folder)
 
-    # Blocks are views, which stay what they are only where all that writes to them is in inference mode.
+    # Blocks are views, which remain valid views only if all writes to them happen in inference mode.
     @torch.inference_mode()
     def send(self, rank: int, tensor: Tensor, tag: int) -> "Sent":
-        """See `Transport`."""
+        """Copy a CPU tensor into shared memory and announce it to a rank. Raises GroupError."""
         peer = self._peers[rank]
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         block, file = peer.block_for(flat.numel())
@@ -220,12 +220,12 @@ class SharedMemory:
         return Sent(self, rank, tensor)
 
     def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, tag: int) -> "Awaited":
-        """See `Transport`."""
+        """Return a transfer that receives a tensor of a rank."""
         return Awaited(self, rank, torch.empty(tuple(shape), dtype=dtype), tag)
 
     @torch.inference_mode()
     def take(self, rank: int, into: Tensor, tag: int, timeout_s: float) -> None:
-        """Wait for a tensor of a rank. Raises GroupError."""
+        """Wait for a tensor of a rank, and copy it. Raises GroupError."""
         peer = self._peers[rank]
         arrived = peer.arrived[tag]
         self._wait_until(lambda: bool(arrived), peer, timeout_s)
@@ -239,24 +239,24 @@ class SharedMemory:
         peer.give_back(block)
 
     def let_go(self, rank: int, timeout_s: float) -> None:
-        """Wait until a rank has been told of all that was sent to it. Raises GroupError."""
+        """Wait until the socket has accepted all records for a rank. Raises GroupError."""
         peer = self._peers[rank]
         self._wait_until(lambda: not peer.unsaid, peer, timeout_s)
 
     def look(self, rank: int) -> None:
-        """See `Transport`."""
+        """Raise GroupError if a rank is known to have gone. Does not wait."""
         peer = self._peers[rank]
         peer.read_all()
         self._check(peer)
 
     def break_off(self) -> None:
-        """See `Transport`."""
+        """Close all connections. Thread-safe."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.socket.shutdown(socket.SHUT_RDWR)
 
     def _wait_until(self, is_so: Callable[[], bool], peer: Peer, timeout_s: float) -> None:
-        """Until something of a peer is so; meanwhile listens to all of them."""
+        """Wait until a condition on a peer holds, and serve all peers meanwhile. Raises GroupError."""
         start_s = now_s = time.monotonic()
         while not is_so():
             self._check(peer)
@@ -270,7 +270,7 @@ class SharedMemory:
             now_s = time.monotonic()
 
     def _listen(self, timeout_s: float) -> None:
-        """Sleep until somebody says something, or has room for what is unsaid; read and say it."""
+        """Sleep until a peer has sent records or has room for unsent ones; then receive and send."""
         poll = select.poll()
         for peer in self._peers.values():
             peer.go_on(whatever=True)
@@ -289,31 +289,31 @@ class SharedMemory:
 
 
 class Sent:
-    """See `Transfer`: it has been copied."""
+    """The `Transfer` of a sent tensor, which has already been copied."""
 
     def __init__(self, transport: SharedMemory, rank: int, tensor: Tensor) -> None:
         self._transport, self._rank, self._tensor = transport, rank, tensor
 
     def wait(self, timeout: timedelta) -> Tensor:
-        """See `Transfer`."""
+        """Wait until the tensor has been announced, and return it. Raises GroupError."""
         self._transport.let_go(self._rank, timeout.total_seconds())
         return self._tensor
 
 
 class Awaited:
-    """See `Transfer`."""
+    """The `Transfer` of a tensor that is being received."""
 
     def __init__(self, transport: SharedMemory, rank: int, into: Tensor, tag: int) -> None:
         self._transport, self._rank, self._into, self._tag = transport, rank, into, tag
 
     def wait(self, timeout: timedelta) -> Tensor:
-        """See `Transfer`."""
+        """Wait for the tensor and return it. Raises GroupError."""
         self._transport.take(self._rank, self._into, self._tag, timeout.total_seconds())
         return self._into
 
 
 def _new_file(size: int) -> int:
-    """A file in memory without a name, or where there are none in the folder of temporary files."""
+    """Create an anonymous file in memory or, if the system has none, in the folder of temporary files."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("psctl")
     else:
@@ -324,14 +324,14 @@ def _new_file(size: int) -> int:
 
 
 def _mapped(file: int) -> Tensor:
-    """The memory behind a file, as bytes."""
+    """Map the memory of a file as a tensor of bytes."""
     return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
 
 
 def _place_of(store: dist.Store, rank: int, timeout_s: float) -> str:
-    """Where a rank listens. Raises OSError."""
+    """Wait for the address at which a rank listens, and return it. Raises OSError."""
     until_s = time.monotonic() + timeout_s
-    # The store's own waiting writes to stderr when time is up.
+    # The store's own `wait` writes to stderr when it times out.
     while not store.check([f"place/{rank}"]):
         if time.monotonic() > until_s:
             raise TimeoutError(f"rank {rank} does not come")

@@ -1,4 +1,4 @@
-"""The denoise stage on several devices: images in strips of all ranks, or whole by one rank each."""
+"""The denoise stage on several devices: images in strips on all ranks, or each whole on one rank."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,19 +35,19 @@ from .strip_model import flat
 
 
 class ParallelStepper(PlainStepper):
-    """Samplers, latents and text are rank 0's; the model runs on all ranks.
+    """Runs the model on all ranks; samplers, latents and text stay on rank 0.
 
-    In a step, images that are drawn whole come first, those of all resolutions at once; then each resolution that is
-    drawn in strips.
+    In a step, images that are drawn whole come first, all resolutions together; then each resolution that is drawn in
+    strips.
 
-    A rank that goes is done without: what it was asked for starts again with those that are left. What fails on a rank
-    fails the requests alone that it fails for.
+    When a rank is lost, its work is repeated on the remaining ranks. An error on a rank fails only the requests that
+    it occurs for.
 
     Args:
-        group: the ranks.
-        options: theirs.
-        models: the unmodified model, for what rank 0 draws when it is alone.
-        conditions, sampler, alone: see `PlainStepper`.
+        group: group of ranks.
+        options: options of the ranks.
+        models: unmodified model, with which rank 0 draws when it is alone.
+        conditions, sampler, alone: as in `PlainStepper`.
     """
 
     name = "parallel"
@@ -68,8 +68,8 @@ class ParallelStepper(PlainStepper):
         self._whole: set[int] = set()
 
     def tune(self, target: Tuning) -> None:
-        """See `PlainStepper.tune`, for images that are drawn by one rank; choose whether calls are displaced, and
-        measure what images take whole and in strips where that decides.
+        """Tune as `PlainStepper` for images that one rank draws. In `auto` mode, also choose whether calls are
+        displaced; with `--parallel-from auto`, measure how long images take whole and in strips.
         """
         ranks = self.group.ranks
         if any(not ranks.draws_whole(*size) and ranks.count_for(*size) == 1 for size in target.sizes):
@@ -90,7 +90,7 @@ class ParallelStepper(PlainStepper):
 
     @torch.inference_mode()
     def _measure(self, target: Tuning) -> list[SizeTimes]:
-        """What the first step of a request of each size takes on one rank, and on all of them in strips."""
+        """Measure the first step of a request of each size, on one rank and on all ranks in strips."""
         found = {}
         for prepared in target.examples():
             size = prepared.size
@@ -111,7 +111,7 @@ class ParallelStepper(PlainStepper):
 
     @torch.inference_mode()
     def _choose(self, target: Tuning) -> Choice:
-        """By the largest of the sizes."""
+        """Choose the mode from the largest of the sizes."""
         device, ranks = self.models.device, self.group.ranks
         if self._options.is_virtual:
             return Choice("sync", "virtual ranks run one at a time")
@@ -127,29 +127,32 @@ class ParallelStepper(PlainStepper):
         return choose(ParallelLatency(0.0, alone_s, link), ranks.size, num_bytes)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
-        """Raise UsageError where an image is drawn in strips, and too low to be shared by all ranks."""
+        """Raise UsageError if an image is drawn in strips but is too low to be shared by all ranks."""
         if not self._options.divides_by_time and not self.group.ranks.draws_whole(*size):
             self.group.ranks.count_for(*size)
 
     def prepare(self, prepared: PreparedRequest) -> None:
-        """See `PlainStepper.prepare`."""
+        """Prepare a request as `PlainStepper` does, and give it a key that names its rows."""
         super().prepare(prepared)
         prepared.key = next(self._keys)
 
     def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:
-        """See `PlainStepper.step`."""
+        """Take a step as `PlainStepper` does, after the ranks have discarded requests that are no longer active."""
         with self.group.end, torch.inference_mode():
             rows = [row for prepared in active for row in rows_of(prepared)]
-            # A group that stands again after a failure keeps nothing, and no request of now is to blame.
+            # A group that has recovered from a failure keeps nothing, and no active request is the cause.
             with suppress(GroupError, RankError):
                 persist(self.group, lambda ranks: ranks.keep(rows))
             return super().step(active)
 
     def groups_of(self, active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:
-        """See `PlainStepper`; what a displaced request reads must not depend on who shares its calls."""
+        """Group requests into batches: those drawn whole, then those in strips as `PlainStepper` groups them.
+
+        What a displaced request reads must not depend on the requests that share its calls.
+        """
         whole, before = self._whole_of(active), self._whole
         self._whole = {prepared.key for prepared in whole}
-        # Whoever was drawn whole and is not now, or the other way round, needs another batch.
+        # A request that changes between whole and strips needs another batch.
         moved = before ^ self._whole
         self._let_go([batch for batch in self._batches if any(each.key in moved for each in batch.requests)])
         shared = [prepared for prepared in active if prepared.key not in self._whole]
@@ -161,7 +164,7 @@ class ParallelStepper(PlainStepper):
         return [group for group in groups if group]
 
     def _whole_of(self, active: Sequence[PreparedRequest]) -> list[PreparedRequest]:
-        """The requests that one rank each draws whole in this step; none if there is but one rank."""
+        """Return the requests that are each drawn whole by one rank in this step; none if there is only one rank."""
         ranks = self.group.ranks
         if ranks.size == 1:
             return []
@@ -173,7 +176,7 @@ class ParallelStepper(PlainStepper):
         return [prepared for prepared, is_shared in zip(active, shared, strict=True) if not is_shared]
 
     def batch_of(self, group: Sequence[PreparedRequest], sampler: BatchedSampler | PerRequestSampler) -> DenoiseBatch:
-        """See `PlainStepper.batch_of`."""
+        """Create the batch of a group of requests, whose model calls run on the ranks."""
         if all(prepared.key in self._whole for prepared in group):
             return self._whole_batch(group, sampler)
         if self.group.ranks.count_for(*group[0].size) == 1:
@@ -197,7 +200,7 @@ class ParallelStepper(PlainStepper):
     def _whole_batch(
         self, group: Sequence[PreparedRequest], sampler: BatchedSampler | PerRequestSampler
     ) -> DenoiseBatch:
-        """Requests of any resolution, each row of which one rank draws whole."""
+        """Create the batch of requests of any resolution, each row of which one rank draws whole."""
         batch = sorted(group, key=lambda prepared: by_size(prepared.size))
         rows = [row for prepared in batch for row in rows_of(prepared)]
         conditions = flat(self.conditions(join_conditioning(batch)))
@@ -216,7 +219,7 @@ class ParallelStepper(PlainStepper):
         return DenoiseBatch(batch, packing, row_packing, sampler, predict, dtype=self.models.dtype)
 
     def facts(self) -> dict[str, Any]:
-        """What a summary says of the ranks."""
+        """Return the facts about the ranks for a summary."""
         ranks = self.group.ranks
         return {
             "ranks": self._options.ranks,
@@ -234,7 +237,7 @@ class ParallelStepper(PlainStepper):
         self.group.close()
 
     def _by_guidance(self, group: list[PreparedRequest]) -> list[list[PreparedRequest]]:
-        """Requests whose calls have two rows, and those with one, if half of the ranks may take one row each."""
+        """Separate requests with two rows in a call from those with one, if each half of the ranks may take one row."""
         ranks, size = self.group.ranks, group[0].size
         if self._options.mode != "displaced" or not ranks.splits_guidance(*size):
             return [group]
@@ -242,12 +245,12 @@ class ParallelStepper(PlainStepper):
 
 
 def rows_of(prepared: PreparedRequest) -> list[RowName]:
-    """The rows that a request takes in a call."""
+    """Return the names of a request's rows in a call."""
     return [(prepared.key, row) for row in range(prepared.num_rows)]
 
 
 def _packing(batch: Sequence[PreparedRequest], counts: Sequence[int]) -> Packing:
-    """Of so many rows of each request."""
+    """Return the packing for these numbers of rows of each request."""
     sizes = [prepared.size for prepared, count in zip(batch, counts, strict=True) for _ in range(count)]
     device = batch[0].latents.device
     return pack_rows(sizes, order="image", patch_size=None, num_levels=1, unit=1, device=device)

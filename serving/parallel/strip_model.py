@@ -1,4 +1,4 @@
-"""The denoising model of one rank: a diffusers model whose leaves work on a strip of rows, or on whole images."""
+"""The denoising model of one rank: a diffusers model whose leaves compute a strip of rows, or whole images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,23 +19,23 @@ from .whole import WholeModel
 class StripModel:
     """Predicts for a strip of some rows, together with the other ranks of a team.
 
-    A team of one runs the unmodified model, whose results it has bit by bit.
+    A team of one runs the unmodified model, so that its results are bit for bit the same.
 
     Args:
-        model: unmodified; it is not changed, and its weights are shared.
-        like: another one of the same model, whose weights are shared as far as strips need them in another form.
+        model: unmodified model. It is not changed, and its weights are shared.
+        like: another `StripModel` of the same model. Weights that strips need in another form are shared with it.
 
     Attributes:
-        unit: rows of latents that must stay together.
-        num_exchanges: how often ranks tell each other something in a call.
+        unit: number of rows of latents that must stay together.
+        num_exchanges: number of times that ranks exchange tensors in a call.
 
     Raises:
-        UsageError: see `StripSwap`.
+        UsageError: the model cannot run in strips, as in `StripSwap`.
     """
 
     def __init__(self, model: nn.Module, like: "StripModel | None" = None) -> None:
         self._plain = model
-        # Of a U-Net, strips are channels-last, in which a row and a token are one piece of memory.
+        # Strips of a U-Net are channels-last, so that a row and a token are each contiguous in memory.
         self._is_unet = isinstance(model, UNet2DConditionModel)
         own = channels_last_copy if self._is_unet else copy_modules
         self._strip = own(model) if like is None else copy_modules(like._form)
@@ -45,7 +45,7 @@ class StripModel:
         self._readers, self.num_exchanges = swap.text_readers, swap.num_exchanges
         self._conditions: dict[RowName, dict[str, Tensor]] = {}
         self._joined: tuple[tuple[tuple[RowName, ...], tuple[int, ...]], dict[str, Any]] | None = None
-        # Made when it is first asked for, as it keeps a copy of some weights.
+        # Created on first use, as it keeps a copy of some weights.
         self._whole: WholeModel | None = None
         self.unit = unit_of(model)
 
@@ -56,41 +56,43 @@ class StripModel:
 
     @property
     def text_length(self) -> int:
-        """Tokens of the text stream of the rows that it knows; 0 where the model has none."""
+        """Number of tokens in the text stream of the known rows; 0 if the model has no text stream."""
         if hasattr(self._plain, "conv_in") or not self._conditions:
             return 0
         return next(iter(self._conditions.values()))["encoder_hidden_states"].shape[0]
 
     def tokens(self, height: int, width: int) -> int:
-        """Of an image of this size of latents, in a model with a text stream."""
+        """Return the number of tokens of an image with latents of this size, in a model with a text stream."""
         return -(-height // self.unit) * -(-width // self.unit)
 
     @property
     def cost(self) -> Cost:
-        """Of its calls."""
+        """Cost of the model's calls."""
         return Cost.of(self._plain.config)  # type: ignore[arg-type]  diffusers' configuration is a dictionary
 
     @property
     def element_size(self) -> int:
-        """Bytes of a number."""
+        """Bytes of one element."""
         return next(self._plain.parameters()).element_size()
 
     def slot_bytes(self, height: int, width: int) -> int:
-        """What a rank keeps of a displaced call for the next one, of a row with latents of this size."""
+        """Return the bytes that a rank keeps from a displaced call for the next one, for a row with latents of this
+        size.
+        """
         return self.element_size * self.cost.slots(Call(height, width, self.text_length, rows=1))
 
     @torch.inference_mode()
     def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
-        """Take the conditions of new rows: tensors (rows, ...) by `flat` names."""
+        """Store the conditions of new rows: tensors (rows, ...) by `flat` names."""
         rows = tuple(rows)
         for index, row in enumerate(rows):
-            # A copy: what is given may be a part of something larger.
+            # Copied, as the tensor may be a view of a larger one.
             self._conditions[row] = {name: tensor[index].clone() for name, tensor in conditions.items()}
         for reader in self._readers:
             reader.learn(rows, conditions["encoder_hidden_states"])
 
     def keep(self, rows: Sequence[RowName]) -> None:
-        """Forget all other rows."""
+        """Discard everything kept for other rows."""
         kept = set(rows)
         self._conditions = {row: known for row, known in self._conditions.items() if row in kept}
         self._joined = None
@@ -105,7 +107,7 @@ class StripModel:
         """Predict for the strip of this rank.
 
         Args:
-            call: says which rows, and whose strips.
+            call: the rows of the batch, and the strips of the team.
             latents: [rows, channels, height, width] of the strip; with the rows around it if `reads_halo`.
             timesteps: (rows,).
         """
@@ -119,10 +121,10 @@ class StripModel:
 
     @torch.inference_mode()
     def draw(self, rows: Sequence[RowName], images: Sequence[Tensor], timesteps: Tensor) -> list[Tensor]:
-        """Predict for rows that this rank has to itself.
+        """Predict for rows that this rank computes alone.
 
         Args:
-            rows: all of them known.
+            rows: names of the rows, whose conditions are known.
             images: latents [channels, height, width] of each row, sorted by size.
             timesteps: (rows,).
         """
@@ -131,12 +133,12 @@ class StripModel:
         return self._whole.predict(tuple(rows), images, timesteps, lambda rows: nested(self._joined_of(rows)))
 
     def clear(self) -> None:
-        """Forget everything, without waiting for other ranks."""
+        """Discard everything, without waiting for other ranks."""
         self._context.exchange.clear()
         self.keep(())
 
     def _conditions_of(self, call: Pass) -> dict[str, Any]:
-        """As the model's forward names them, of all rows of a call."""
+        """Return the conditions of all rows of a call, as keyword arguments of the model's forward."""
         part = call.text_starts[call.team.place :][:2]
         if self._joined is None or self._joined[0] != (call.rows, part):
             joined = self._joined_of(call.rows)
@@ -151,7 +153,7 @@ class StripModel:
 
 
 def flat(conditions: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Conditions as a model's forward names them -> tensors by name, levels between dots; None is left out."""
+    """Flatten keyword arguments of a model's forward to tensors by dotted name; None values are left out."""
     found: dict[str, Tensor] = {}
     for name, value in conditions.items():
         if isinstance(value, Mapping):
@@ -162,7 +164,7 @@ def flat(conditions: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of `flat`."""
+    """Invert `flat`."""
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
         *path, last = name.split(".")

@@ -1,4 +1,4 @@
-"""Where the leaves that work on strips go in an unmodified diffusers model."""
+"""Replacement of the leaves of an unmodified diffusers model by leaves that work on strips."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ MODELS = ("UNet2DConditionModel", "SD3Transformer2DModel")
 
 
 class StripSwap(Swap):
-    """The leaves for strips in one model. The model works only through `StripModel` until `undo`.
+    """Puts the leaves for strips into one model. The model works only through `StripModel` until `undo`.
 
     Attributes:
-        text_readers: those that keep keys and values of the text.
+        text_readers: leaves that keep keys and values of the text.
 
     Raises:
-        UsageError: as `Swap`.
+        UsageError: the model is not supported, as in `Swap`.
     """
 
     def __init__(self, model: nn.Module, context: StripContext) -> None:
@@ -33,7 +33,7 @@ class StripSwap(Swap):
 
     @property
     def num_exchanges(self) -> int:
-        """How often ranks wait for each other in an exact call."""
+        """Number of times that ranks wait for each other in an exact call."""
         # The first layer gets its halo with the latents, or has none.
         return len(self._undo) - len(self.text_readers) - 1 - self._num_fed
 
@@ -64,7 +64,7 @@ class StripSwap(Swap):
 
 
 def factor_of(name: str, num_blocks: int) -> int:
-    """By how much images are smaller than latents where a norm or an attention of a U-Net works."""
+    """Return the factor by which images are smaller than latents at a norm or an attention of a U-Net."""
     stage, number, *_ = [*name.split("."), ""]
     if stage == "down_blocks" and number:
         return 2 ** int(number)
@@ -74,7 +74,7 @@ def factor_of(name: str, num_blocks: int) -> int:
 
 
 def unit_of(model: nn.Module) -> int:
-    """Rows of latents that must stay together: those of one row at the model's deepest level."""
+    """Return the number of rows of latents that must stay together: those of one row at the model's deepest level."""
     if isinstance(model, UNet2DConditionModel):
         return 2 ** (len(model.down_blocks) - 1)
     return model.config["patch_size"]  # type: ignore[index,return-value]  diffusers' configuration is a dictionary

@@ -1,6 +1,6 @@
-"""Ranks that torchrun has started: all run the same command, and those behind the first follow it.
+"""Ranks that torchrun has started: all run the same command, and all but the first follow rank 0.
 
-torchrun ends all of them when one fails, so that groups do not go on without a rank here.
+torchrun ends all of them when one fails, so here a group never continues without one of its ranks.
 """
 
 import os
@@ -19,12 +19,12 @@ from .worker import RankModels, RankSettings, serve_rank
 
 
 class TorchRun:
-    """What torchrun tells this process, and the store where its processes meet.
+    """This process's settings from torchrun, and the store where torchrun's processes meet.
 
     Attributes:
-        rank: among all processes.
-        host: where the other ranks reach this one.
-        store: a connection to torchrun's store.
+        rank: rank among all processes.
+        host: address at which the other ranks reach this one.
+        store: connection to torchrun's store.
     """
 
     def __init__(self, options: ParallelOptions) -> None:
@@ -35,20 +35,20 @@ class TorchRun:
 
     @classmethod
     def of_environment(cls, options: ParallelOptions) -> "TorchRun | None":
-        """None where torchrun has not started this process, or no ranks in processes are asked for."""
+        """Read the environment; None if torchrun has not started this process or no rank processes are requested."""
         if options.is_virtual or not options.is_on or "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         return cls(options)
 
     def start(self, settings: RankSettings) -> "RemoteProcess":
-        """As rank 0: tell a rank what it is. Raises UsageError: there are more of them, or fewer."""
+        """Send a rank its settings, as rank 0. Raises UsageError if the number of processes is not that of ranks."""
         if self._size != self._options.count:
             raise UsageError(f"torchrun has started {self._size} processes, but --parallel is {self._options.ranks}")
         self.store.set(_key_of(settings.rank), settings.to_json())
         return RemoteProcess()
 
     def follow(self, load: Callable[[RankSettings], RankModels]) -> int:
-        """As another rank: do what rank 0 says until the end; returns the exit code."""
+        """Follow rank 0 until it ends, as another rank; return the exit code."""
         # Without rank 0, torchrun ends this process.
         self.store.wait([_key_of(self.rank)], FOR_EVER)
         settings = RankSettings.from_json(self.store.get(_key_of(self.rank)).decode())
@@ -60,7 +60,7 @@ class TorchRun:
 
 
 def connect() -> dist.Store:
-    """A connection to torchrun's store, where nothing is read that a run before a restart has left."""
+    """Connect to torchrun's store, with a prefix that hides what a run before a restart has left."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
     return dist.PrefixStore(f"psctl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -71,16 +71,16 @@ def _key_of(rank: int) -> str:
 
 
 class RemoteProcess:
-    """A process that torchrun looks after; as much of `multiprocessing.Process` as a rank needs.
+    """A process that torchrun manages, with the part of `multiprocessing.Process` that a rank needs.
 
     Attributes:
-        exitcode: not known.
+        exitcode: None, as it is not known.
     """
 
     exitcode: int | None = None
 
     def kill(self) -> None:
-        """torchrun's to do."""
+        """Do nothing: torchrun ends the process."""
 
     def join(self) -> None:
-        """torchrun's to do."""
+        """Do nothing: torchrun waits for the process."""

@@ -1,4 +1,4 @@
-"""How tensors travel between processes: by shared memory on one machine, else over gloo."""
+"""Transport of tensors between processes: shared memory on one machine, otherwise gloo."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,47 +17,47 @@ LOOPBACK = "127.0.0.1"
 
 
 class Transfer(Protocol):
-    """One tensor on its way."""
+    """A tensor that is being sent or received."""
 
     def wait(self, timeout: timedelta) -> Tensor:
-        """The tensor, once it is here, or may be changed here. Raises GroupError."""
+        """Return the tensor once it has been received or, on the sender, may be modified. Raises GroupError."""
         ...
 
 
 class Transport(Protocol):
-    """One rank's connections to all others. What has the same tag arrives in the order in which it is sent."""
+    """Connections of one rank to all others. Tensors with the same tag arrive in the order in which they are sent."""
 
     def send(self, rank: int, tensor: Tensor, tag: int) -> Transfer:
-        """Begin to send a tensor of a CPU. Raises GroupError."""
+        """Start to send a CPU tensor. Raises GroupError."""
         ...
 
     def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, tag: int) -> Transfer:
-        """Begin to receive. Raises GroupError."""
+        """Start to receive a tensor. Raises GroupError."""
         ...
 
     def look(self, rank: int) -> None:
-        """Raises GroupError: a rank is known to have gone. Does not wait."""
+        """Raise GroupError if a rank is known to have gone. Does not wait."""
         ...
 
     def break_off(self) -> None:
-        """Close all connections: whoever waits for this rank, or on it, gets a GroupError; any thread may."""
+        """Close all connections: every thread that waits for this rank, or on it, gets a GroupError. Thread-safe."""
         ...
 
 
 def meet(
     store: dist.Store, rank: int, size: int, timeout: timedelta, host: str, backend: Backend = "auto"
 ) -> Transport:
-    """Connect a rank with the others of its group, in the fastest way that all of them have.
+    """Connect a rank to the others of its group, over the fastest transport that all of them have.
 
     Args:
-        store: where they find each other.
-        rank, size: of the group.
-        timeout: for each of them to come.
-        host: this machine, as the others reach it.
-        backend: see `ParallelOptions`; of NCCL, which carries tensors of GPUs only, the rest.
+        store: store through which the ranks find each other.
+        rank, size: rank in the group, and size of the group.
+        timeout: longest wait for each rank to connect.
+        host: address of this machine for the other ranks.
+        backend: as in `ParallelOptions`. With `nccl`, which carries only GPU tensors, this transport carries the rest.
 
     Raises:
-        GroupError: a rank does not come.
+        GroupError: a rank does not connect.
     """
     if backend != "gloo" and host == LOOPBACK and is_available():
         return SharedMemory(store, rank, size, timeout)

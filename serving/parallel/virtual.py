@@ -1,4 +1,4 @@
-"""N ranks in this process, one of which runs at a time, to try and to test what N devices do."""
+"""N ranks in this process, of which one runs at a time, to try out and test the behaviour of N devices."""
 
 import threading
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from .strip_model import StripModel
 
 
 class VirtualRanks:
-    """Ranks as threads that share the weights of one model. The caller holds the baton (`with ranks.end:`) in calls.
+    """A `RankGroup` of threads that share the weights of one model.
 
-    See `RankGroup`. Raises as `StripModel`.
+    The caller holds the baton (`with ranks.end:`) during calls. Raises the errors of `StripModel`.
     """
 
     losses: tuple[()] = ()
@@ -32,7 +32,7 @@ class VirtualRanks:
         self._form(VirtualGroup(options.count))
 
     def _form(self, group: VirtualGroup) -> None:
-        """Start the ranks."""
+        """Start the ranks of a group."""
         self._group, self.end = group, group.end(0)
         self.ranks = Ranks(self.end, self._models[0], self._options)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -62,17 +62,17 @@ class VirtualRanks:
                 what(end)
             except GroupError:
                 pass  # Another rank is the cause.
-            except BaseException as error:  # noqa: BLE001  told to rank 0, which waits
+            except BaseException as error:  # noqa: BLE001  passed to rank 0, which waits
                 group.abort(RankError(f"rank {end.rank}: {type(error).__name__}: {error}"))
 
     def use(self, options: ParallelOptions) -> None:
-        """See `RankGroup`."""
+        """Use other options with the same number of ranks, as in `RankGroup`."""
         self.ranks.keep(())
         self._options = options
         self.ranks = Ranks(self.end, self._models[0], options)
 
     def recover(self, error: Exception) -> Exception | None:
-        """See `RankGroup`. The baton is held, and stays so."""
+        """Form the group again, as in `RankGroup`. The caller holds the baton and keeps it."""
         cause = self._group.error
         if cause is None:
             self._group.abort(error)

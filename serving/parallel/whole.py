@@ -1,4 +1,4 @@
-"""What one rank draws whole beside the others: images of any sizes, in one batch of the patch engine."""
+"""Whole images on one rank: images of any sizes, in one batch of the patch engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -16,11 +16,11 @@ class WholeModel:
     """A rank's denoising model for whole images.
 
     Args:
-        model: unmodified; it is not changed, and its weights are shared.
+        model: unmodified model. It is not changed, and its weights are shared.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Patches of this order need not divide the images that happen to meet here.
+        # Patches of this order need not divide the images, whose sizes are arbitrary here.
         self._model = PatchedModel(model, order="image")
         self._now: tuple[tuple[RowName, ...], dict[str, Any]] | None = None
 
@@ -34,8 +34,9 @@ class WholeModel:
         """Predict for latents [channels, height, width] of each row, sorted by size, each at its own timestep.
 
         Args:
-            rows, images, timesteps: of the batch.
-            conditions_of: gives the conditions of rows as the model's forward names them; asked when rows change.
+            rows, images, timesteps: names, latents and timesteps of the batch.
+            conditions_of: returns the conditions of rows as keyword arguments of the model's forward; called when rows
+                change.
         """
         packing = self._model.pack([(image.shape[1], image.shape[2]) for image in images])
         if self._now is None or self._now[0] != rows:
@@ -49,16 +50,16 @@ class WholeModel:
         return [packing.unpack(predicted, row) for row in range(len(rows))]
 
     def clear(self) -> None:
-        """Keep nothing of the last batch."""
+        """Discard everything kept from the last batch."""
         self._now = None
 
 
 def stacked(images: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Images [channels, height, width] sorted by size -> those of a size in one tensor, by numbers."""
+    """Stack images [channels, height, width], sorted by size, into one tensor per size, keyed "0", "1", ...."""
     groups = [list(group) for _, group in groupby(images, key=lambda image: image.shape)]
     return {str(number): torch.stack(group) for number, group in enumerate(groups)}
 
 
 def unstacked(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The inverse of `stacked`."""
+    """Invert `stacked`."""
     return [image for number in range(len(tensors)) for image in tensors[str(number)]]

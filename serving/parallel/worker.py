@@ -1,4 +1,4 @@
-"""A rank in a process of its own: it loads the denoising model, meets the others, and follows rank 0 to the end."""
+"""A rank in its own process: it loads the denoising model, joins the others, and follows rank 0 until it ends."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from .strip_model import StripModel
 from .transport import LOOPBACK, meet
 
 GroupKind = Literal["meet", "decode"]
-"""What ranks do in a group: they call the model, or beside that decode images."""
+"""Purpose of a group: to call the model (`meet`) or, concurrently, to decode images (`decode`)."""
 
 _LOOK_EVERY_S = 0.2
 _END_S = 5.0
@@ -33,12 +33,12 @@ _END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankModels:
-    """What a rank holds of a model.
+    """Parts of a model that a rank holds.
 
     Attributes:
-        fingerprint: of the model's files.
-        denoiser: on its device.
-        autoencoder: the same, if the rank is to decode.
+        fingerprint: fingerprint of the model's files.
+        denoiser: denoising model, on the rank's device.
+        autoencoder: autoencoder on the same device, if the rank is to decode.
     """
 
     fingerprint: str
@@ -48,18 +48,18 @@ class RankModels:
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What a rank is told as it starts.
+    """Settings that a rank receives when it starts.
 
     Attributes:
-        rank: its number.
-        model: its directory.
-        device, dtype: of the model.
-        threads: that it computes with.
-        timeout_s: how long ranks may keep each other waiting in a call.
-        port: of the store on this machine where the ranks meet.
-        host: this machine, as other ranks reach it.
-        backend: see `ParallelOptions`.
-        decoder: the number format of its autoencoder, if it is to decode.
+        rank: number of the rank.
+        model: directory of the model.
+        device, dtype: device and data type of the model.
+        threads: number of threads that the rank computes with.
+        timeout_s: longest time that ranks may keep each other waiting in a call.
+        port: port of the store on this machine where the ranks meet.
+        host: address of this machine for other ranks.
+        backend: transport, as in `ParallelOptions`.
+        decoder: data type of the autoencoder, if the rank is to decode.
     """
 
     rank: int
@@ -74,17 +74,17 @@ class RankSettings:
     decoder: str | None = None
 
     def to_json(self) -> str:
-        """As `from_json` reads it."""
+        """Return the settings as JSON, for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "RankSettings":
-        """What `to_json` wrote."""
+        """Parse the settings from the JSON of `to_json`."""
         return cls(**json.loads(text))
 
 
 def facts_of(fingerprint: str, model: nn.Module) -> dict[str, Any]:
-    """What must be the same on all ranks."""
+    """Return the facts that must be the same on all ranks."""
     parameter = next(model.parameters())
     return {
         "psctl": __version__,
@@ -98,28 +98,32 @@ def facts_of(fingerprint: str, model: nn.Module) -> dict[str, Any]:
 
 
 def key_of(what: str, *of: int) -> str:
-    """Where the store has something: what a rank `has` that is ready or has failed, the members of a `group` by its
-    number, that this is `over`, and that a rank has `left` it."""
+    """Return a key of the store.
+
+    Keys: `has/RANK` holds the facts of a rank that is ready, or its error; `group/NUMBER` holds the members of a group;
+    `over/NUMBER` marks a group that has ended; `left/NUMBER/RANK` is set when a rank has left the group: to its error,
+    or empty if another rank is the cause.
+    """
     return "/".join([what, *map(str, of)])
 
 
 def end_of(what: GroupKind, number: int, settings: RankSettings, store: dist.Store, rank: int, size: int) -> ProcessEnd:
-    """A rank's end of a group, as soon as the others come.
+    """Connect to the other ranks of a group and return this rank's end.
 
     Args:
-        what: is done in the group.
-        number: of the group.
-        settings: of the rank.
-        store: where the ranks find each other.
-        rank, size: of the group.
+        what: purpose of the group.
+        number: number of the group.
+        settings: settings of the rank.
+        store: store through which the ranks find each other.
+        rank, size: rank in the group, and size of the group.
 
     Raises:
-        GroupError: a rank does not come.
+        GroupError: a rank does not connect.
     """
     own, timeout = dist.PrefixStore(key_of(what, number), store), timedelta(seconds=settings.timeout_s)
     transport = meet(own, rank, size, timeout, settings.host, settings.backend)
     nccl = None
-    # Images are decoded beside the model's calls, and two groups of NCCL that do not take turns may wait for ever.
+    # Decoding runs concurrently with the model's calls, and two NCCL groups that do not take turns may deadlock.
     if settings.backend == "nccl" and what == "meet":
         device = torch.device("cuda", torch.device(settings.device).index or 0)
         nccl = Nccl(dist.PrefixStore("nccl", own), rank, size, timeout, device, transport.look)
@@ -134,13 +138,13 @@ def serve_rank(
     is_wanted: Callable[[], bool],
     connect: Callable[[], dist.Store] | None = None,
 ) -> int:
-    """Be a rank; returns the exit code.
+    """Run a rank until it ends; return the exit code.
 
     Args:
-        settings: of the rank.
-        load: gives what the rank needs of the model.
-        is_wanted: whether the process is there without which this one ends.
-        connect: gives connections to the store where the ranks meet; None for that of rank 0.
+        settings: settings of the rank.
+        load: loads the parts of the model that the rank needs.
+        is_wanted: returns whether the process that this one depends on is alive; if not, this process ends.
+        connect: opens connections to the store where the ranks meet; None for the store of rank 0.
     """
     connect = connect or (lambda: _store_of(settings))
     watch = _Watch(is_wanted, connect)
@@ -150,14 +154,14 @@ def serve_rank(
         models = load()
         ours = StripModel(models.denoiser)
         decoder = None if models.autoencoder is None else StripDecoder(models.autoencoder)
-    except Exception as error:  # noqa: BLE001  told to rank 0, which says it to the user
+    except Exception as error:  # noqa: BLE001  sent to rank 0, which reports it to the user
         store.set(key_of("has", settings.rank), json.dumps({"error": f"{type(error).__name__}: {error}"}))
         return 1
     store.set(key_of("has", settings.rank), json.dumps(facts_of(models.fingerprint, models.denoiser)))
     try:
         _serve_groups(settings, store, ours, decoder, watch)
     except dist.DistError:
-        return 1  # The store has gone with rank 0.
+        return 1  # The store has ended with rank 0.
     watch.end()
     return 0
 
@@ -165,7 +169,7 @@ def serve_rank(
 def _serve_groups(
     settings: RankSettings, store: dist.Store, model: StripModel, decoder: StripDecoder | None, watch: "_Watch"
 ) -> None:
-    """Be a rank of one group after the other, until told to stop."""
+    """Run a rank in one group after the other, until rank 0 sends "stop"."""
     number = 0
     while settings.rank in (members := _members_of(store, number)):
         reason, beside = "", None
@@ -179,8 +183,8 @@ def _serve_groups(
             watch.follow(number, ends)
             follow(ends[0], model)
         except GroupError:
-            pass  # Rank 0 sees it as well.
-        except Exception as error:  # noqa: BLE001  told to rank 0, which blames the request
+            pass  # Rank 0 gets it as well.
+        except Exception as error:  # noqa: BLE001  sent to rank 0, which fails the request
             reason = f"rank {settings.rank}: {type(error).__name__}: {error}"
         else:
             ends[0].close()
@@ -195,12 +199,12 @@ def _serve_groups(
 
 
 def _decode_beside(end: ProcessEnd, decoder: StripDecoder) -> None:
-    """Decode while the group stands. What fails here ends decoding in it: rank 0 says so, and decodes alone."""
+    """Decode while the group lasts. A failure ends the group's decoding: rank 0 reports it and decodes alone."""
     try:
         follow_decoding(end, decoder)
     except GroupError:
         pass
-    except Exception as error:  # noqa: BLE001  told to the user; images are drawn without this
+    except Exception as error:  # noqa: BLE001  shown to the user; serving continues without this
         sys.stderr.write(f"Warning: rank {end.rank} cannot decode: {type(error).__name__}: {error}\n")
     finally:
         end.break_off()
@@ -211,14 +215,14 @@ def _store_of(settings: RankSettings) -> dist.TCPStore:
 
 
 def _members_of(store: dist.Store, number: int) -> list[int]:
-    """The ranks of a group, in order, as soon as rank 0 has chosen them."""
+    """Wait until rank 0 has chosen the ranks of a group, and return them in order."""
     # Without rank 0 the watch ends this process.
     store.wait([key_of("group", number)], FOR_EVER)
     return json.loads(store.get(key_of("group", number)))
 
 
 class _Watch:
-    """Ends this process when rank 0's has gone, and breaks off the group that rank 0 says is over."""
+    """Ends this process when rank 0's has ended, and disconnects from a group that rank 0 has marked as over."""
 
     def __init__(self, is_wanted: Callable[[], bool], connect: Callable[[], dist.Store]) -> None:
         self._is_wanted, self._connect = is_wanted, connect
@@ -229,12 +233,12 @@ class _Watch:
         self._thread.start()
 
     def follow(self, number: int, ends: Sequence[ProcessEnd]) -> None:
-        """Look after a group."""
+        """Watch a group."""
         with self._lock:
             self._now = number, ends
 
     def leave(self, number: int) -> None:
-        """Break a group off, if this process is still in it."""
+        """Disconnect from a group, if this process is still in it."""
         with self._lock:
             if self._now is not None and self._now[0] == number:
                 for end in self._now[1]:
@@ -242,7 +246,7 @@ class _Watch:
                 self._now = None
 
     def end(self) -> None:
-        """Look no more. An interpreter that ends would kill the thread within a call of torch, and abort of it."""
+        """Stop the watch. At exit, the interpreter would kill the thread inside a call of torch and abort."""
         self._is_over.set()
         self._thread.join()
 
@@ -256,5 +260,5 @@ class _Watch:
                 if self._is_over.wait(_LOOK_EVERY_S):
                     return
         finally:
-            if not self._is_over.is_set():  # rank 0 has gone, maybe with the store, which is its
+            if not self._is_over.is_set():  # rank 0 has ended, maybe with its store
                 os._exit(1)

@@ -1,1 +1,1 @@
-"""Who is served when: the policies and what they are told. The engine and the simulator drive them alike. No torch."""
+"""Scheduling policies and their inputs, shared by the engine and the simulator. No torch."""

@@ -1,33 +1,31 @@
-"""How requests have fared lately: what fair policies go by."""
+"""Recent SLO attainment, overall and by resolution, which fair policies read."""
 
 from ...data.resolution import Resolution
 from ..core.request_state import RequestRecord
 from .policies import ALL_IN_TIME, Lately
 
 _WINDOW = 100
-"""Requests after which one counts a third."""
+"""Number of later requests after which the weight of a request has fallen to about a third."""
 _BEHIND = 0.08
 _FEW = 4.0
 _FORGOTTEN = 0.05
 
 
 class RecentEnds:
-    """Shares of requests that met their deadline, of all and by resolution; older ones count less and less.
+    """Exponentially weighted shares of requests that met their deadline, overall and by resolution.
 
-    A resolution is behind where its share is 8 points below that of all; one of which few have ended is taken to be as
-    good as the others. At first all are taken to have been in time.
+    A resolution is behind if its share is more than 8 points below the overall share; the share of a resolution with
+    few ended requests is pulled towards the overall share. Initially, all requests are assumed to have been in time.
     """
 
     def __init__(self) -> None:
-        # By resolution: how many have ended, and how many of them in time, each by its weight.
+        # By resolution: the weights of the requests that ended, and of those that ended in time, summed.
         self._ended: dict[Resolution, tuple[float, float]] = {}
         self._before = float(_WINDOW)
         self._lately: Lately | None = ALL_IN_TIME
 
     def note(self, record: RequestRecord) -> None:
-        """Take note of a record that is closed. Those without a deadline do not count, nor those that were withdrawn
-        or failed.
-        """
+        """Count a closed record. Requests without a deadline, withdrawn requests and failed ones do not count."""
         if record.status not in ("completed", "discarded") or record.slo_met is None:
             return
         kept = 1 - 1 / _WINDOW
@@ -40,7 +38,7 @@ class RecentEnds:
 
     @property
     def lately(self) -> Lately:
-        """What has become of them."""
+        """Current shares, in the form that policies read."""
         if self._lately is None:
             ended, in_time = map(sum, zip(*self._ended.values(), strict=True))
             mean = in_time / ended

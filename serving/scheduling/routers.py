@@ -1,6 +1,6 @@
-"""Routers: which of several workers a request is sent to. No torch.
+"""Routers, which choose the worker that a request is sent to. No torch.
 
-InstGenIE (section 4.4) compares the number of requests and of tokens with its mask-aware costs; PatchedServe (section
+InstGenIE (section 4.4) compares its mask-aware costs with balancing by requests and by tokens; PatchedServe (section
 8.1) counts pixels times steps.
 """
 
@@ -15,12 +15,12 @@ from .policies.base import StepLatencyPredictor
 
 
 class WorkerView(Protocol):
-    """What a router may know of a worker. Requests count until their last step.
+    """State of a worker that a router may read. A request counts until its last step.
 
     Attributes:
-        num_requests: that were sent to it.
-        pixel_steps: pixels times remaining steps of them.
-        max_batch_size: of its batch.
+        num_requests: requests that were sent to the worker.
+        pixel_steps: pixels times remaining steps, summed over these requests.
+        max_batch_size: largest number of requests in its batch.
     """
 
     @property
@@ -31,30 +31,30 @@ class WorkerView(Protocol):
     def max_batch_size(self) -> int: ...
 
     def requests(self) -> Sequence[RequestView]:
-        """These requests: first those in the batch or about to join it, then the others in order of arrival."""
+        """Return these requests: those in the batch or about to join it first, then the others in order of arrival."""
         ...
 
     def load_s(self, view: RequestView) -> float:
-        """Seconds that a request would wait here for the record that it reads."""
+        """Return the seconds that a request would wait on this worker for the record that it reads."""
         ...
 
 
 class Router(Protocol):
-    """Chooses a worker for each request, in order of arrival, who keeps it.
+    """Chooses a worker for each request, in order of arrival. The request stays on that worker.
 
     Attributes:
-        name: what the user calls it (`--router`).
+        name: name of the router on the command line (`--router`).
     """
 
     name: ClassVar[str]
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> int:
-        """The place of its worker in `workers`, which holds at least one: the first of equals."""
+        """Return the index of the chosen worker in `workers`, which is not empty; of equal workers, the first."""
         ...
 
 
 class RoundRobin:
-    """One worker after the other."""
+    """Takes the workers in turn."""
 
     name: ClassVar[str] = "round-robin"
 
@@ -62,58 +62,60 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> int:
-        """See `Router`."""
+        """Choose the worker after the one chosen last."""
         place = self._next % len(workers)
         self._next = place + 1
         return place
 
 
 class LeastRequests:
-    """Where the fewest requests are (InstGenIE's request-granularity balance)."""
+    """Balances the number of requests (InstGenIE's request-granularity balance)."""
 
     name: ClassVar[str] = "least-requests"
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> int:
-        """See `Router`."""
+        """Choose the worker with the fewest requests."""
         return _least([worker.num_requests for worker in workers])
 
 
 class LeastTokens:
-    """Where the requests have the fewest tokens that are computed (InstGenIE's token-granularity balance): pixels times
-    active share, as all tokens of a model are of as many pixels.
+    """Balances the number of computed tokens (InstGenIE's token-granularity balance).
+
+    Tokens are counted as pixels times active share, since every token of a model covers the same number of pixels.
     """
 
     name: ClassVar[str] = "least-tokens"
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> int:
-        """See `Router`."""
+        """Choose the worker whose requests have the fewest computed tokens."""
         return _least(
             [sum(each.resolution.pixels * each.active_share for each in worker.requests()) for worker in workers]
         )
 
 
 class FewestPixels:
-    """Where the fewest pixels times steps are left to do (PatchedServe section 8.1)."""
+    """Balances the remaining pixels times steps (PatchedServe section 8.1)."""
 
     name: ClassVar[str] = "fewest-pixels"
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> int:
-        """See `Router`."""
+        """Choose the worker with the fewest remaining pixels times steps."""
         return _least([worker.pixel_steps for worker in workers])
 
 
 @dataclass(frozen=True, slots=True)
 class MaskAware:
-    """Where the request costs least (after InstGenIE's algorithm 2): when it ends, and what others end later for it.
+    """Minimises the time until the request ends plus the delay that it causes to others (after InstGenIE, algorithm 2).
 
-    The paper's cost of a worker is the latency of one step of its running batch with the request in it, asked of
-    workers with room in their batch. That forgets how many steps are left, who waits, and records that a worker lacks.
-    Here the worker's requests and the new one are taken through all their steps: the batch steps as long as predicted,
-    loses who is done, and is filled up in order of arrival; who reads a record joins when it is there. The cost is what
-    the request adds to the sum of the times in which the worker's requests end.
+    The paper's cost of a worker is the latency of one step of its running batch with the request in it, and only
+    workers with room in their batch are considered. That cost ignores the number of remaining steps, the waiting
+    requests, and records that the worker lacks. Here the worker's requests and the new one are simulated through all
+    their steps: each step lasts as long as predicted, requests leave when they are done, and waiting requests fill the
+    free places in order of arrival; a request that reads a record joins once the record has been loaded. The cost is
+    the amount by which the new request increases the sum of the end times of the worker's requests, its own included.
 
     Attributes:
-        predictor: of steps, with the active shares of edits.
+        predictor: step latencies, which account for the active shares of edits.
     """
 
     predictor: StepLatencyPredictor
@@ -121,7 +123,7 @@ class MaskAware:
     name: ClassVar[str] = "mask-aware"
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> int:
-        """See `Router`."""
+        """Choose the worker on which the request costs least."""
         return _least([self._cost_s(request, worker) for worker in workers])
 
     def _cost_s(self, request: RequestView, worker: WorkerView) -> float:
@@ -130,13 +132,13 @@ class MaskAware:
         return math.fsum(after.values()) - math.fsum(before.values())
 
     def _ends(self, views: Sequence[RequestView], worker: WorkerView) -> dict[int, float]:
-        """Seconds from now until each of them has taken its last step."""
+        """Return, by request id, the seconds from now until each request has taken its last step."""
         ends: dict[int, float] = {}
         queue = [(view, worker.load_s(view)) for view in views]
         running: list[tuple[int, RequestView]] = []
         now_s, steps = 0.0, 0
         while queue or running:
-            # Whose record is not there yet is overtaken.
+            # A request whose record has not been loaded yet is overtaken.
             late = []
             for view, ready_s in queue:
                 if len(running) < worker.max_batch_size and ready_s <= now_s:
@@ -164,11 +166,11 @@ class MaskAware:
 
 @dataclass(frozen=True, slots=True)
 class MaskAwareStep:
-    """InstGenIE's algorithm 2 to the letter: the least latency of one step of the running batch with the request in it,
-    among workers whose batch has room; if none has, among all.
+    """InstGenIE's algorithm 2 to the letter: minimises the latency of one step of the running batch with the request
+    in it, among the workers whose batch has room, or among all workers if none has.
 
     Attributes:
-        predictor: as of `MaskAware`.
+        predictor: step latencies, as in `MaskAware`.
     """
 
     predictor: StepLatencyPredictor
@@ -176,7 +178,7 @@ class MaskAwareStep:
     name: ClassVar[str] = "mask-aware-step"
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> int:
-        """See `Router`."""
+        """Choose the worker with the shortest next step, preferring workers with room in their batch."""
         costs = []
         for worker in workers:
             batch = [*worker.requests()[: worker.max_batch_size], request]
@@ -189,20 +191,20 @@ DEFAULT_ROUTER = FewestPixels.name
 _COUNTING = (RoundRobin, LeastRequests, LeastTokens, FewestPixels)
 _PREDICTING = (MaskAware, MaskAwareStep)
 PREDICTING_ROUTERS = tuple(each.name for each in _PREDICTING)
-"""Those that ask how long steps take."""
+"""Names of the routers that need a step latency predictor."""
 ROUTERS = (*(each.name for each in _COUNTING), *PREDICTING_ROUTERS)
 
 
 def check_router(name: str) -> None:
-    """Raise UsageError unless there is such a router."""
+    """Raise UsageError if no router has this name."""
     if name not in ROUTERS:
         raise UsageError(f"router is {name!r}, but it must be one of {', '.join(ROUTERS)}")
 
 
 def make_router(name: str, predictor: StepLatencyPredictor | None) -> Router:
-    """A router by its name, new each time; of `PREDICTING_ROUTERS` with a predictor.
+    """Create a router by its name. The predictor is used only by the routers in `PREDICTING_ROUTERS`.
 
-    Raises UsageError: there is no such router, or it needs a predictor.
+    Raises UsageError: no router has this name, or it needs a predictor and none is given.
     """
     check_router(name)
     counting: dict[str, Callable[[], Router]] = {each.name: each for each in _COUNTING}

@@ -1,4 +1,4 @@
-"""The scheduler: the one state machine of requests. The engine drives it with real time, the simulator with virtual."""
+"""The scheduler: the state machine of requests. The engine drives it with real time, the simulator with virtual."""
 
 import time
 from bisect import insort
@@ -24,13 +24,13 @@ from .policies import (
 from .waiting_room import WaitingRoom
 
 ONE_IN = 8
-"""Beside others, requests that yield have one place of the batch in so many, and one at least: so they get on where
-there is always somebody, and a policy that looks ahead may still refuse them.
+"""Beside other requests, those that yield get one place of the batch in this many, and at least one. They thus make
+progress even if other requests are always present; a policy that looks ahead may still refuse them.
 """
 
 
 class Scheduler:
-    """Knows every open request of one denoise loop and makes every transition between its stages.
+    """Holds every open request of one denoise loop and makes every transition between its stages.
 
         add -> waiting -> (policy) -> joining -> active -> decoding -> end
                             `-> dropped             `-> failed
@@ -40,42 +40,42 @@ class Scheduler:
     until they are prepared), then up to `max_prepared_ahead` waiting requests in order of arrival, so that policies
     which admit in that order find theirs ready. Only these, and one batch, hold tensors, however long the queue is.
 
-    Requests that yield (`Request.yields`) are not among these: they leave the batch, with the steps that they have
-    taken, as soon as any other request waits, and the policy is asked about them when none does. The batch then has few
-    places for them (`ONE_IN`) unless they are alone.
+    Requests that yield (`Request.yields`) are treated apart: they leave the batch, keeping the steps that they have
+    taken, as soon as any other request waits, and the policy considers them only while none does. The batch then has
+    few places for them (`ONE_IN`) unless they are alone.
 
-    The contract. The driver says what has happened, the scheduler what follows:
+    The contract. The driver reports events, and the scheduler decides what follows:
 
     * One call at a time: the scheduler has no lock. It reads no clock, except to measure how long the policy takes;
-      the driver states the time in seconds, and times do not decrease.
+      the driver passes the time in seconds, and times do not decrease.
     * `add`, `prepared` and `end` may be called at any time, also during a step. After each of them, and after `decide`,
       the driver calls `next_to_prepare`.
-    * `decide` is called only between two steps. If then `can_step`, the driver takes one step of all `active` requests
-      and calls `stepped`, with no `decide` between.
-    * It changes its own state, and the states and records that it has made; nobody else changes these (except
-      `image_path`, and of edits `active_share` and `reused`) while they are open. Of a request whose record is closed
-      it keeps nothing, once it is not being prepared any more.
+    * `decide` is called only between two steps. If `can_step` is true afterwards, the driver takes one step of all
+      `active` requests and calls `stepped`, without another `decide` in between.
+    * It modifies its own state and the states and records that it has made. No other component modifies these while
+      they are open (except `image_path` and, for edits, `active_share` and `reused`). It keeps nothing of a request
+      whose record is closed, once that request is no longer being prepared.
     * Only the constructor raises `UsageError`. Any other error is a defect of the policy or the driver; afterwards only
       `end_all` may be called.
 
     Args:
-        policy: asked between steps which requests join the batch and which are dropped.
-        predictor: step latencies, for policies that ask for them. If it can learn (`LearningPredictor`,
-            `EndPredictor`), it is told how long every step has taken, and the decoder for every request.
+        policy: decides between steps which requests join the batch and which are dropped.
+        predictor: step latencies, for policies that need them. If it can learn (`LearningPredictor`, `EndPredictor`),
+            it receives the measured latency of every step, and the decoder's time for every request.
         max_batch_size: largest number of requests that are active or joining.
         max_prepared_ahead: largest number of waiting requests that are prepared or being prepared; None for twice
             `max_batch_size`. A request that is not prepared when it is admitted misses a step.
-        on_decision: told after each decision how many seconds of real time the policy took.
+        on_decision: called after each decision with the seconds of real time that the policy took.
 
     Attributes:
-        works: what a step does for each active request, sorted: its resolution, or a part of that for an edit.
-        changed: resolutions of which a request has joined the batch or left it since the last step.
-        num_steps: steps that were taken.
-        num_prepared, max_prepared: prepared requests that still have steps to take, now and at the most.
-        pixel_steps: what is still to be denoised: pixels times remaining steps, over all requests.
+        works: work of a step for each active request, sorted: its resolution, or a part of that for an edit.
+        changed: resolutions of requests that have joined or left the batch since the last step.
+        num_steps: number of steps taken.
+        num_prepared, max_prepared: number of prepared requests that still have steps to take, now and at its peak.
+        pixel_steps: remaining denoising work: pixels times remaining steps, summed over all requests.
 
     Raises:
-        UsageError: a number is below 1, or the policy needs a predictor and there is none.
+        UsageError: a number is below 1, or the policy needs a predictor and none is given.
     """
 
     def __init__(
@@ -102,22 +102,22 @@ class Scheduler:
         self._open: dict[int, RequestState] = {}
         self._waiting, self._yielding = WaitingRoom(), WaitingRoom()
         self._joining: dict[int, RequestState] = {}
-        # Of the joining requests: those that have been prepared since the last decision.
+        # Joining requests that have been prepared since the last decision.
         self._ready: list[RequestState] = []
         self._active: list[RequestState] = []
         self._decoding = DecoderQueue(predictor if isinstance(predictor, EndPredictor) else None)
         self._ends = RecentEnds()
-        # When the last step ended, if requests were left in the batch.
+        # Time at which the last step ended, if requests were left in the batch.
         self._left_s: float | None = None
-        # Of the active requests: their pixels, and the count of steps at which the next of them leaves.
+        # Pixels of the active requests, and the value of `num_steps` at which the next of them leaves.
         self._batch_pixels = self._next_leave = 0
         self._preparing: RequestState | None = None
         self._has_news = False
 
     @property
     def max_batch_size(self) -> int:
-        """Largest number of requests that are active or joining; it may be changed between steps, but for those that
-        are there already.
+        """Largest number of requests that are active or joining. It may be changed between steps; requests that are
+        already active or joining stay.
         """
         return self._max_batch_size
 
@@ -129,27 +129,27 @@ class Scheduler:
 
     @property
     def active(self) -> Sequence[RequestState]:
-        """The requests that take the next step, in the order in which they became active. Not to be changed."""
+        """Requests that take the next step, in the order in which they became active. Do not modify."""
         return self._active
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that have arrived and not become active."""
+        """Number of requests that have arrived but are not active yet."""
         return len(self._waiting) + len(self._yielding) + len(self._joining)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits, joins or is active."""
+        """Whether no request is waiting, joining or active."""
         return not (self._waiting or self._yielding or self._joining or self._active)
 
     @property
     def can_step(self) -> bool:
-        """Whether there is a step to take. A batch that must be of one resolution takes its first step together."""
+        """Whether a step can be taken. A batch that must be of one resolution takes its first step together."""
         return bool(self._active) and not (self._joining and self._policy.requires_one_resolution)
 
     @property
     def is_due(self) -> bool:
-        """Whether `decide` may change anything or a step can be taken; if not, the driver waits for news."""
+        """Whether `decide` may change anything or a step can be taken; if not, the driver waits for the next event."""
         return self._has_news or self.can_step
 
     @property
@@ -159,14 +159,14 @@ class Scheduler:
 
     @property
     def views(self) -> Sequence[RequestView]:
-        """What policies and routers see of the requests that have steps to take: those in the batch or about to join
-        it, then those that wait, in order of arrival.
+        """Views, for policies and routers, of the requests that have steps to take: those in the batch or about to join
+        it, then the waiting ones in order of arrival.
         """
         admitted = [*self._active, *self._joining.values()]
         return [*ActiveViews(admitted, self.num_steps), *self._waiting.queue, *self._yielding.queue]
 
     def add(self, request: Request, view: RequestView | None = None) -> RequestState:
-        """A request has arrived; `view` is what policies see of it, None where they see what the request says.
+        """Add a request that has arrived. Policies see `view`; None for a view of the request as it is.
 
         Raises:
             ValueError: an open request has this id.
@@ -181,7 +181,9 @@ class Scheduler:
         return state
 
     def take_back(self) -> list[Request]:
-        """Give up all requests that wait; their records stay pending and are not kept. Who joins or is active stays."""
+        """Remove and return all waiting requests; joining and active ones stay. Their records stay pending and are not
+        kept.
+        """
         states = [state for state in self._open.values() if state.stage == "waiting"]
         for state in states:
             del self._open[state.request.request_id]
@@ -189,7 +191,7 @@ class Scheduler:
         return [state.request for state in states]
 
     def next_to_prepare(self, now_s: float) -> RequestState | None:
-        """Start to prepare a request: the one to prepare from now on; None if one is being prepared or none is due."""
+        """Return the request to prepare from now on; None if one is being prepared already or none should be."""
         if self._preparing is not None:
             return None
         state = None
@@ -208,16 +210,16 @@ class Scheduler:
     def prepared(
         self, request_id: int, now_s: float, *, num_iterations: int | None = None, failure: str | None = None
     ) -> RequestState | None:
-        """The request that `next_to_prepare` returned is prepared, or could not be.
+        """Report that the request from `next_to_prepare` is prepared, or that its preparation failed.
 
         Args:
-            request_id: its id.
-            now_s: the time.
-            num_iterations: steps that its sampler takes, where these are not those that were asked for.
-            failure: why it could not be prepared, which ends it as "failed"; None if it is prepared.
+            request_id: id of the request.
+            now_s: current time.
+            num_iterations: number of steps that its sampler takes, if it differs from the number requested.
+            failure: why the preparation failed, which ends the request as "failed"; None if it is prepared.
 
         Returns:
-            Its state; None if it has ended meanwhile, so that what was prepared is of no use.
+            The state of the request; None if it has ended meanwhile, so that the prepared tensors are not needed.
         """
         state = self._preparing
         assert state is not None, "this request is not being prepared"
@@ -240,7 +242,7 @@ class Scheduler:
         return state
 
     def decide(self, now_s: float) -> Sequence[RequestState]:
-        """Make active the joining requests that are ready, then ask the policy about those that wait, if any do.
+        """Make the joining requests that are ready active, then ask the policy about the waiting requests, if any.
 
         Returns:
             The requests that the policy has dropped; their records are closed as "discarded".
@@ -262,13 +264,13 @@ class Scheduler:
         return dropped
 
     def _ask(self, room: WaitingRoom, now_s: float) -> Sequence[RequestState]:
-        """Ask the policy about those who wait in a room, and do what it says; returns the requests that it drops."""
+        """Ask the policy about the requests in a waiting room and carry out its decision; return the dropped ones."""
         policy, queue = self._policy, room.queue
         admitted = [*self._active, *self._joining.values()] if self._joining else self._active
         max_batch_size = self._max_batch_size
         if room is self._yielding and (num_others := sum(not state.request.yields for state in admitted)):
             max_batch_size = min(max_batch_size, num_others + max(1, max_batch_size // ONE_IN))
-        # Where it has become smaller meanwhile, those who are there stay.
+        # If the limit has been lowered meanwhile, admitted requests stay.
         max_batch_size = max(max_batch_size, len(admitted))
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
@@ -300,15 +302,16 @@ class Scheduler:
         return dropped
 
     def stepped(self, end_s: float, step_s: float, failures: Mapping[int, str] | None = None) -> Sequence[RequestState]:
-        """A step of all active requests, which took `step_s` seconds, has ended.
+        """Report that a step of all active requests has ended.
 
         Args:
-            end_s: when it ended.
-            step_s: how long it took.
-            failures: by id, why requests could not take it, which ends them as "failed"; the others have taken it.
+            end_s: time at which it ended.
+            step_s: seconds that it took.
+            failures: reasons by id of the requests that failed in the step, which end as "failed"; the others have
+                taken the step.
 
         Returns:
-            The requests that have left the batch, in its order: those that failed, and those that have taken their
+            The requests that have left the batch, in batch order: those that failed, and those that have taken their
             last step, which are decoding until the driver calls `end`.
         """
         self.num_steps += 1
@@ -316,7 +319,7 @@ class Scheduler:
         is_first = bool(self.changed)
         self.changed.clear()
         self._has_news = True
-        # A step that failed is repeated in parts, so how long it took says nothing about other steps.
+        # A failed step is repeated in parts, so its duration says nothing about other steps.
         if self._learner is not None and not failures:
             between_s = 0.0 if self._left_s is None else max(0.0, end_s - step_s - self._left_s)
             self._learner.observe(self.works, step_s, is_first=is_first, between_s=between_s)
@@ -340,10 +343,10 @@ class Scheduler:
         return left
 
     def end(self, request_id: int, status: Status, now_s: float, reason: str | None = None) -> RequestState | None:
-        """Close the record of a request, whatever stage it is in; of an active one only between two steps.
+        """Close the record of a request in any stage; an active request can be ended only between two steps.
 
         Returns:
-            Its state; None if there is no open request of this id.
+            The state of the request; None if no open request has this id.
         """
         state = self._open.pop(request_id, None)
         if state is None:
@@ -358,7 +361,8 @@ class Scheduler:
         return state
 
     def end_all(self, status: Status, now_s: float, reason: str) -> list[RequestState]:
-        """Close all open records, wherever an interrupt or an error has left the scheduler; nothing may follow.
+        """Close all open records, in whatever state an interrupt or an error has left the scheduler. This must be the
+        last call.
 
         Returns:
             The states of the requests that were open.
@@ -393,7 +397,7 @@ class Scheduler:
         return self._yielding if state.request.yields else self._waiting
 
     def _send_back(self) -> None:
-        """Have all requests that yield wait again, and go on later where they are."""
+        """Move all yielding requests back to waiting; they resume later where they stopped."""
         for state in [*self._active, *self._joining.values()]:
             if not state.request.yields:
                 continue
@@ -406,7 +410,7 @@ class Scheduler:
             self._yielding.add(state.view, is_ahead=state.is_prepared or state is self._preparing)
 
     def _leave(self, state: RequestState) -> None:
-        """Take a request out of the stage that it is in, which is not decoding."""
+        """Remove a request from its current stage, which is not decoding."""
         request_id = state.request.request_id
         self.pixel_steps -= self._pixel_steps_of(state)
         self.num_prepared -= state.is_prepared

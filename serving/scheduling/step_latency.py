@@ -1,4 +1,4 @@
-"""Step latencies for schedulers and the simulator: from a measured table, per resolution, memoised. No torch."""
+"""Step latencies for schedulers and the simulator: interpolated from a table, per resolution, memoised. No torch."""
 
 import math
 from collections import Counter
@@ -13,28 +13,28 @@ from ...training.latency.least_squares import relative_line
 from .policies.base import StepLatencyPredictor
 
 Batch = tuple[Resolution | Work, ...]
-"""The works of a batch, with repeats, sorted."""
+"""Works of a batch, with repeats, sorted."""
 _NUM_NEIGHBOURS = 4
 _MOST_REMEMBERED = 200_000
 
 
 def batch_of(active: Sequence[Resolution | Work]) -> Batch:
-    """The batch as a key."""
+    """Return the batch as a dictionary key."""
     return tuple(sorted(active))
 
 
 class MemoisedLatency:
-    """Remembers the answers of a predictor that does not change, whatever the order of the resolutions."""
+    """Memoises a predictor that does not change. The order of the resolutions does not matter."""
 
     def __init__(self, predictor: StepLatencyPredictor) -> None:
         self._predictor = predictor
         self._known: dict[Batch, float] = {}
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
-        """See `StepLatencyPredictor`.
+        """Return the seconds of one step over `active`, from memory if known.
 
         Raises:
-            ValueError: the predictor says something that is no positive finite number.
+            ValueError: the predictor returns something other than a positive finite number.
         """
         key = tuple(active)
         latency_s = self._known.get(key)
@@ -63,30 +63,30 @@ class PerResolutionLatency:
         self._predictor = predictor
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
-        """See `StepLatencyPredictor`: the sum over batches of one resolution."""
+        """Return the seconds of one step over `active`: the sum over its batches of one resolution."""
         counts = Counter(active)
         return sum(self._predictor.step_latency_s((resolution,) * counts[resolution]) for resolution in sorted(counts))
 
 
 class TableLatency:
-    """Step latencies from measured batches: a measured batch has its own latency, others are interpolated.
+    """Step latencies from a table of measured batches. Batches that were not measured are interpolated.
 
     First a line is fitted to the table by non-negative least squares of relative errors,
 
         latency = a + b * (distinct resolutions) + sum over resolutions of c * (requests)
 
-    so that no batch gets faster by growing; what the table cannot tell apart counts once (`relative_line`). Then,
-    because batches do not grow along a line (small ones do not fill the device), its value is multiplied by how far the
-    table is off the line nearby: the mean of measured / fitted over the four nearest batches, weighted by the inverse
-    distance, which is the number of requests to add or remove.
+    so that no batch gets faster by growing; terms that the table cannot tell apart count once (`relative_line`).
+    Batches do not grow along a line (small ones do not fill the device). The fitted value is therefore multiplied by
+    the deviation of the table from the line nearby: the mean of measured / fitted over the four nearest batches,
+    weighted by the inverse distance. The distance is the number of requests to add or remove.
 
     Args:
         latencies: seconds of one step by batch; the order of a batch's resolutions does not matter.
 
     Attributes:
         max_batch_size: number of requests in the largest measured batch.
-        num_too_large: answers about batches with more requests than that.
-        num_measured: batches in the table.
+        num_too_large: number of predictions for batches with more requests than that.
+        num_measured: number of batches in the table.
 
     Raises:
         UsageError: the table is empty, has an empty batch, the same one twice, or a latency that is not above 0.
@@ -115,10 +115,10 @@ class TableLatency:
         self._off_line = measured_s / (self._features(self._counts) @ self._weights)
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
-        """See `StepLatencyPredictor`.
+        """Return the seconds of one step over `active`: measured if the table has the batch, otherwise interpolated.
 
         Raises:
-            UsageError: the table knows nothing of a resolution or of other numbers of requests, or the batch is empty.
+            UsageError: the table does not cover a resolution or this number of requests, or the batch is empty.
         """
         batch = batch_of(active)
         if batch in self._measured:
@@ -134,7 +134,7 @@ class TableLatency:
         self.num_too_large += len(batch) > self.max_batch_size
         counts = np.array(self._count(batch), dtype=float)
         distances = np.abs(self._counts - counts).sum(axis=1)
-        # Stable, so that equal distances are settled by the order of the table.
+        # Stable, so that ties are broken by the order of the table.
         nearest = np.argsort(distances, kind="stable")[:_NUM_NEIGHBOURS]
         # The distance is above 0: the batch itself is not in the table.
         near = 1 / distances[nearest]
@@ -142,7 +142,7 @@ class TableLatency:
         return self._line(counts) * factor
 
     def check(self, resolutions: Sequence[Resolution | Work]) -> None:
-        """Raise UsageError if the table has no batch with one of these resolutions."""
+        """Raise UsageError if the table has no batch with one of these resolutions in it."""
         unknown = sorted(set(resolutions) - set(self.resolutions))
         if unknown:
             known = ", ".join(map(str, self.resolutions))

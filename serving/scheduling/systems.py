@@ -1,4 +1,4 @@
-"""Systems: what papers compare, each a preset of engine, policy, cache and allocation under one name. No torch."""
+"""Systems that papers compare, each a preset of engine, policy, cache and allocation under one name. No torch."""
 
 import math
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ from .policies import get_policy
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Everything that decides how requests are served, under the name that papers use.
+    """A complete way of serving requests, under the name that papers use.
 
     Attributes:
-        name: what the user calls it (`--system`).
+        name: name of the system on the command line (`--system`).
         about: one line for help and tables.
         engine: `patched`, `plain` for one forward pass of unmodified diffusers per resolution, or `parallel` for
             devices that share each image.
         policy: name of the policy that schedules.
         cache: mode of the patch cache; `off` for none.
-        steps_share: share of the steps asked for that a request gets.
-        spans_gpus: whether all GPUs draw one request together, instead of each serving its own. Simulated only.
+        steps_share: share of the requested steps that a request gets.
+        spans_gpus: whether all GPUs serve one request together, instead of each serving its own. Simulated only.
 
     Raises:
         UsageError: the policy is unknown.
@@ -47,8 +47,8 @@ class System:
         policy: str | None = None,
         cache: str | None = None,
     ) -> Self:
-        """The same system with the parts that the user chose singly. Every engine has schedules, and the patch engine
-        alone other caches.
+        """Return the same system with the parts that the user overrides. Every engine supports the cache mode
+        `schedule`; only the patch engine supports the others.
         """
         engine = engine or self.engine
         return replace(
@@ -59,7 +59,7 @@ class System:
         )
 
     def adapt(self, request: Request) -> Request:
-        """The request with its share of steps, rounded up and at least 1; its SLO stays."""
+        """Return the request with its share of steps, rounded up and at least 1; its SLO is unchanged."""
         if self.steps_share == 1:
             return request
         # Less than a billionth of a step is a rounding error of the product.
@@ -129,21 +129,21 @@ SYSTEMS: Mapping[str, System] = {
     )
 }
 DEFAULT_SYSTEM = "patched-slack"
-"""Exact: what is lossy is asked for."""
+"""The default is exact; lossy systems must be requested."""
 COMPARED_SYSTEMS = ("diffusers", "bucketed", "nirvana", "patched-fcfs", "patched-slack", "patchedserve")
-"""What a comparison serves where nobody names systems."""
+"""Systems that a comparison serves by default."""
 
 
 def get_system(name: str, *, is_simulated: bool = False, has_ranks: bool = False) -> System:
-    """The system that the user calls `name`.
+    """Return the system with this name.
 
     Args:
-        name: one of `SYSTEMS`, or SYSTEM:POLICY for one with another policy.
-        is_simulated: it is for the simulator, which alone runs those that span GPUs.
-        has_ranks: it may be given several devices, as some need.
+        name: one of `SYSTEMS`, or SYSTEM:POLICY for a system with another policy.
+        is_simulated: whether the system is simulated; only the simulator runs systems that span GPUs.
+        has_ranks: whether the system may use several devices, which some systems need.
 
     Raises:
-        UsageError: there is none of this name, or it does not run here, or no such policy; the message lists the
+        UsageError: the system or the policy is unknown, or the system does not run here; the message lists the
             choices.
     """
     full_name, (name, _, policy) = name, name.partition(":")

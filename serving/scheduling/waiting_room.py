@@ -1,16 +1,16 @@
-"""Requests that wait for the batch, and how far they are with being prepared. No torch."""
+"""Requests that wait for the batch, and the progress of their preparation. No torch."""
 
 from ..core.request_state import RequestView
 from .policies import WaitingQueue
 
 
 class WaitingRoom:
-    """What the `Scheduler` knows of requests that wait, of one kind.
+    """Waiting requests of the `Scheduler`: all that yield, or all that do not.
 
     Attributes:
-        queue: their views, for the policy.
-        untouched: ids of those that are not being prepared yet, in order of arrival (a dict as an ordered set).
-        num_ahead: how many others there are: prepared, or being prepared.
+        queue: views of the requests, for the policy.
+        untouched: ids of requests whose preparation has not begun, in order of arrival (a dict as an ordered set).
+        num_ahead: number of other requests: those that are prepared or being prepared.
     """
 
     __slots__ = ("num_ahead", "queue", "untouched")
@@ -21,7 +21,7 @@ class WaitingRoom:
         self.num_ahead = 0
 
     def add(self, view: RequestView, *, is_ahead: bool = False) -> None:
-        """A request waits from now on. Raises ValueError: it does already."""
+        """Add a request. Raises ValueError if it is waiting already."""
         self.queue.add(view)
         if is_ahead:
             self.num_ahead += 1
@@ -29,7 +29,7 @@ class WaitingRoom:
             self.untouched[view.request_id] = None
 
     def remove(self, request_id: int) -> None:
-        """A request does not wait any more. Raises KeyError: it has not."""
+        """Remove a request. Raises KeyError if it is not waiting."""
         self.queue.remove(request_id)
         if request_id in self.untouched:
             del self.untouched[request_id]
@@ -37,7 +37,7 @@ class WaitingRoom:
             self.num_ahead -= 1
 
     def next_ahead(self, max_ahead: int) -> int | None:
-        """The request to prepare next, which is untouched no more; None where there is none, or enough are ahead."""
+        """Return the request to prepare next and count it as ahead; None if there is none, or enough are ahead."""
         if not self.untouched or self.num_ahead >= max_ahead:
             return None
         request_id = next(iter(self.untouched))

@@ -1,7 +1,7 @@
-"""DistriFusion as PatchedServe section 8 compares with it: one request at a time, on all GPUs. Simulated.
+"""DistriFusion as the baseline of PatchedServe section 8: one request at a time, on all GPUs. Simulated.
 
-How much faster many GPUs draw one image is taken from the DistriFusion paper (Li et al., CVPR 2024; SDXL, 50 steps,
-A100s), or from what was measured here.
+The speed-ups of several GPUs on one image are those of the DistriFusion paper (Li et al., CVPR 2024; SDXL, 50 steps,
+A100s), or our own measurements.
 """
 
 import math
@@ -15,29 +15,30 @@ from ...data.work import Work
 from ..scheduling.policies import StepLatencyPredictor
 
 Points = tuple[tuple[int, float], ...]
-"""Pixels of an image, rising, and how many times as fast it is drawn."""
+"""Pairs of an image's number of pixels, rising, and its speed-up."""
 
 ALONE: Points = ((1024 * 1024, 1.0),)
-"""Of one GPU, for all sizes."""
+"""Points of one GPU, for all sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speedups:
-    """How many times as fast several GPUs draw one image as one GPU.
+    """Speed-ups of several GPUs that draw one image, over one GPU.
 
     Attributes:
-        points: by number of GPUs.
-        source: whose figures they are, for messages.
+        points: points by number of GPUs.
+        source: name of the source of these figures, for messages.
     """
 
     points: Mapping[int, Points]
     source: str
 
     def of(self, resolution: Resolution, num_gpus: int) -> float:
-        """Linear in the logarithm of the pixels between the sizes that are known, and constant beyond them.
+        """Return the speed-up for a resolution: linear in the logarithm of the pixels between the known sizes, and
+        constant beyond them.
 
-        For images that are smaller than all of them that is in DistriFusion's favour: the smaller an image, the less
-        there is to share out.
+        For images smaller than all known sizes, this favours DistriFusion: the smaller an image, the less work there is
+        to share.
 
         Raises:
             UsageError: there are no figures for this number of GPUs.
@@ -51,7 +52,7 @@ class Speedups:
         return slow + share * (fast - slow)
 
     def check(self, num_gpus: int) -> Points:
-        """The points of a number of GPUs. Raises as `of`."""
+        """Return the points for a number of GPUs. Raises UsageError if there are none."""
         if num_gpus not in self.points:
             allowed = ", ".join(map(str, sorted(self.points)))
             raise UsageError(f"number of GPUs is {num_gpus}, but {self.source} knows speedups only for {allowed}")
@@ -72,14 +73,17 @@ PUBLISHED = Speedups(
 
 
 class DistriFusionLatency:
-    """Step latencies of one image at a time on many GPUs, from those of one. Raises UsageError as `Speedups.of`."""
+    """Step latencies of one image at a time on several GPUs, from those of one GPU.
+
+    Raises UsageError if there are no figures for the number of GPUs.
+    """
 
     def __init__(self, single: StepLatencyPredictor, num_gpus: int, speedups: Speedups = PUBLISHED) -> None:
         speedups.check(num_gpus)
         self._single, self._num_gpus, self._speedups = single, num_gpus, speedups
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
-        """See `StepLatencyPredictor`; the batch is one whole image. Raises ValueError for another."""
+        """Return the seconds of one step over one whole image. Raises ValueError for any other batch."""
         if isinstance(active[0], Work):
             raise ValueError(f"{active[0]} is to be drawn, but DistriFusion draws whole images")
         if len(active) != 1:

@@ -1,9 +1,9 @@
 """The simulator: the engine's stages and the same policy objects on a virtual clock, on any number of GPUs.
 
-Every GPU has its own three stages under a `Scheduler`, as an `Engine` has. Several GPUs serve in data parallel: on
-arrival a router sends a request to one, where it stays; unless another is named, to that with the fewest pixel-steps
-(pixels times remaining steps) of requests that were sent there and have not left the denoise stage (PatchedServe
-section 8.1), the first of equals. The same arguments always give the same result.
+Every GPU has its own three stages under a `Scheduler`, as in an `Engine`. Several GPUs serve in data parallel: on
+arrival, a router sends a request to one GPU, where it stays. The default router chooses the GPU with the fewest
+pixel-steps (pixels times remaining steps) of requests that were sent there and have not left the denoise stage
+(PatchedServe section 8.1), and the first of equal GPUs. The same arguments always give the same result.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,18 +29,18 @@ from .worker import SimulatedWorker, SimulationClock
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What a simulation leaves.
+    """Result of a simulation.
 
     Attributes:
         records: one record per request, by id, all in a final status.
-        duration_s: from 0 until the last request ended, on the virtual clock.
-        steps: one row per denoising iteration of the first GPU, if they were asked for.
-        gpu_of: the GPU of each request, by id; 0 for all where one request runs on all GPUs.
-        busy_s: seconds of denoising of each GPU.
-        num_steps: denoising iterations of all GPUs.
+        duration_s: seconds from 0 until the last request ended, on the virtual clock.
+        steps: one row per denoising iteration of the first GPU, if `keep_steps` was set.
+        gpu_of: GPU of each request, by id; 0 for all requests if each runs on all GPUs.
+        busy_s: seconds of denoising on each GPU.
+        num_steps: number of denoising iterations on all GPUs.
         max_prepared: largest number of prepared requests on one GPU at the same time, before decoding.
-        num_decisions: how often the policy was asked.
-        decision_s: how long it took in all, on the real clock: the only field that differs between equal runs.
+        num_decisions: number of decisions of the policy.
+        decision_s: total seconds of these decisions on the real clock, the only field that differs between equal runs.
     """
 
     records: list[RequestRecord]
@@ -75,30 +75,30 @@ def simulate(
     """Serve a trace on the virtual clock.
 
     Args:
-        requests: the trace, in order of arrival, with ids that differ.
+        requests: the trace, in order of arrival, with unique ids.
         policy, max_batch_size, max_prepared_ahead: as for `Scheduler`, on each GPU.
-        predictor: seconds of one step of a batch, on one GPU, as policies are told. It may not change meanwhile, unless
-            it learns (`LearningPredictor`): then it is told every step, as in `Engine`.
+        predictor: predicts the seconds of one step of a batch on one GPU, for policies. It must not change during the
+            simulation, unless it learns (`LearningPredictor`): then it receives every step, as in `Engine`.
         num_gpus: number of GPUs, all alike.
-        speedups: how many times as fast all GPUs draw one request together, as DistriFusion does; the policy must then
-            run one request at a time. None: each GPU serves its own.
-        times: seconds of the other stages; None: none.
-        router: name of what sends requests to GPUs (`scheduling.routers`).
-        edits: which edits of the trace are computed in part, and their records; None: none.
-        schedule: which steps of requests are computed; None: all.
-        durations: how long steps really last, where that is not what `predictor` says.
-        standalone_s: latency of a request when served alone, for policies that ask for it.
+        speedups: speed-ups of all GPUs that draw one request together, as in DistriFusion; the policy must then run one
+            request at a time. None: each GPU serves its own requests.
+        times: seconds of the other stages; None if they take no time.
+        router: name of the router (`scheduling.routers`).
+        edits: edits of the trace that are computed in part, and their records; None: none.
+        schedule: steps of requests that are computed; None: all.
+        durations: actual durations of steps, if they differ from the predictions.
+        standalone_s: returns the latency of a request when served alone, for policies that use it.
         keep_steps: whether the result holds the steps of the first GPU.
         on_finish: called with each record when it becomes final.
 
     Raises:
-        UsageError: the trace is empty or repeats an id, a number is below 1, or there is no such router.
-        ValueError: the trace is not in order of arrival, or the predictor gives no positive number.
+        UsageError: the trace is empty or repeats an id, a number is below 1, or the router is unknown.
+        ValueError: the trace is not in order of arrival, or the predictor returns a number that is not positive.
     """
     if not requests:
         raise UsageError("the trace is empty, but it must hold at least one request")
     require_counts({"number of GPUs": num_gpus})
-    # One that learns changes, so that nothing it says is remembered.
+    # A learning predictor changes, so its predictions are not memoised.
     latency = predictor if isinstance(predictor, LearningPredictor) else MemoisedLatency(predictor)
     durations = durations or StepDurations(ProfiledSteps(latency))
     num_workers = num_gpus

@@ -1,4 +1,4 @@
-"""How long the stages beside denoising take, for the simulator: given, or the means of a measured run."""
+"""Durations of the stages beside denoising, for the simulator: given, or the means of a measured run."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from ..scheduling.policies.base import StepLatencyPredictor
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of the prepare and postprocess stages by resolution; nothing given: they take no time.
+    """Seconds of the prepare and postprocess stages by resolution; by default they take no time.
 
-    A resolution that is not there takes as long as the one that is nearest in pixels.
+    A resolution without a time takes as long as the nearest one in pixels.
 
     Attributes:
         prepare_s: text encoding and first latents.
@@ -37,15 +37,16 @@ class StageTimes:
 
     @classmethod
     def constant(cls, resolutions: Iterable[Resolution], prepare_s: float, postprocess_s: float) -> Self:
-        """The same times for all of these resolutions."""
+        """Return the same times for all of these resolutions."""
         sizes = tuple(resolutions)
         return cls(dict.fromkeys(sizes, prepare_s), dict.fromkeys(sizes, postprocess_s))
 
     @classmethod
     def measured(cls, records: Iterable[RequestRecord]) -> Self:
-        """The means over the completed requests of a run.
+        """Return the means over the completed requests of a run.
 
-        Decoding is counted from when both the request and the stage were ready, as images are decoded one by one.
+        Decoding counts from the time at which both the request and the stage were ready, as images are decoded one by
+        one.
 
         Raises:
             RunError: no request was completed.
@@ -68,18 +69,18 @@ class StageTimes:
         )
 
     def prepare_of(self, resolution: Resolution) -> float:
-        """Seconds of the prepare stage."""
+        """Return the seconds of the prepare stage."""
         return _nearest(self.prepare_s, resolution)
 
     def postprocess_of(self, resolution: Resolution) -> float:
-        """Seconds of the postprocess stage."""
+        """Return the seconds of the postprocess stage."""
         return _nearest(self.postprocess_s, resolution)
 
 
 def standalone_latency_s(
     request: Request, predictor: StepLatencyPredictor, times: StageTimes, *, scale: float = 1.0
 ) -> float:
-    """Seconds that a request takes when served alone: all stages in turn, with steps `scale` times as long as told."""
+    """Return the seconds of a request served alone: all stages in turn, with predicted steps multiplied by `scale`."""
     steps_s = request.num_steps * (predictor.step_latency_s((request.resolution,)) * scale)
     return times.prepare_of(request.resolution) + steps_s + times.postprocess_of(request.resolution)
 

@@ -1,9 +1,9 @@
-"""How long steps last in the simulator beyond what a latency table says of a batch that stays the same. No torch.
+"""Durations of steps in the simulator, beyond the profiled latency of an unchanged batch. No torch.
 
-Four things make a served step longer than a profiled one: the first step after a request has joined or left packs the
-batch anew; the policy is asked and the books are kept between steps; preparing and decoding, which run beside the
-steps, share the processor with them; and the machine may be slower than when it was profiled, in large batches more
-than in small ones. `profiling.runs.calibration` measures them.
+Four effects make a served step longer than a profiled one: the first step after a request has joined or left packs the
+batch again; scheduling and bookkeeping take time between steps; preparing and decoding, which run concurrently with the
+steps, share the processor with them; and the machine may be slower than during profiling, in large batches more than in
+small ones. `profiling.runs.calibration` measures them.
 """
 
 import math
@@ -21,8 +21,8 @@ from ..scheduling.step_latency import MemoisedLatency, PerResolutionLatency
 STAGES = ("prepare", "step", "decode")
 PREPARE, STEP, DECODE = range(3)
 Slowdown = tuple[tuple[float, float, float], tuple[float, float, float], tuple[float, float, float]]
-"""By which share each of `STAGES` (rows) is prolonged by each (columns) that works beside it: 1 is twice as long. Two
-at once add up, and the diagonal does not count, as every stage does one thing at a time."""
+"""Slowdown of each of `STAGES` (rows) by each stage that works at the same time (columns), as a share: 1 doubles its
+time. The shares of two such stages add up. The diagonal is ignored, as a stage does one thing at a time."""
 UNDISTURBED: Slowdown = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
 SHARED: Slowdown = ((0.0, 1.0, 1.0), (1.0, 0.0, 1.0), (1.0, 1.0, 0.0))
 """All stages on one core."""
@@ -30,13 +30,13 @@ MAX_SLOWDOWN = 9.0
 
 
 class ProfiledSteps:
-    """What was profiled of an engine's steps.
+    """Profiled latencies of an engine's steps.
 
     Args:
-        steady: of a batch that is the same as in the step before.
-        first: of a batch that has changed, where that was profiled; else these are as long.
-        by_resolution: the engine takes a pass for each resolution (the plain one), so that only batches of one are
-            looked up, and only a resolution of which a request has joined or left has a first step.
+        steady: latencies of steps with the same batch as the previous step.
+        first: latencies of steps after a change of the batch, if profiled; None if they are as long as steady ones.
+        by_resolution: whether the engine runs one pass per resolution (the plain engine). Then only batches of one
+            resolution are looked up, and only a resolution whose requests have joined or left has a first step.
 
     Attributes:
         steady, first: as given.
@@ -47,15 +47,16 @@ class ProfiledSteps:
         self, steady: StepLatencyPredictor, first: StepLatencyPredictor | None = None, *, by_resolution: bool = False
     ) -> None:
         self.steady, self.first = steady, first
-        # One that learns changes, so that nothing it says is remembered.
+        # A learning predictor changes, so its predictions are not memoised.
         self._steady = steady if isinstance(steady, LearningPredictor) else MemoisedLatency(steady)
         self._first = None if first is None else MemoisedLatency(first)
         self._by_resolution = by_resolution
         self.told = MemoisedLatency(PerResolutionLatency(self._steady)) if by_resolution else self._steady
 
     def extra_s(self, batch: Sequence[Resolution | Work], changed: Collection[Resolution]) -> float:
-        """Seconds that a step takes longer than a steady one, where requests of some resolutions have joined or left
-        since the step before. Never negative, whatever the profile's noise. Raises as the predictors.
+        """Return the seconds that a step takes longer than a steady one, if requests of the `changed` resolutions have
+        joined or left since the previous step. Never negative, despite noise in the profile. Raises the predictors'
+        errors.
         """
         if self._first is None or not changed:
             return 0.0
@@ -67,14 +68,14 @@ class ProfiledSteps:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Which steps of a request the model runs for where the patch cache takes a request whole or not at all.
+    """Steps of a request that are computed, if the patch cache reuses a request either whole or not at all.
 
-    Which ones these are depends on the image; here all requests have as many, evenly spread.
+    In reality these steps depend on the image; here all requests have the same number of them, evenly spread.
 
     Attributes:
-        warmup_steps: the first steps of every request, which are all computed, as is the last.
-        interval: of the steps between, one of so many is computed.
-        aside_s: seconds that a step takes where requests reuse, besides those of the requests that are computed.
+        warmup_steps: number of first steps of every request that are all computed. The last step is computed, too.
+        interval: one in `interval` of the steps in between is computed.
+        aside_s: seconds that a step with reusing requests takes in addition to those of the computed requests.
 
     Raises:
         UsageError: a number is out of its range.
@@ -90,7 +91,7 @@ class Reuse:
                 raise UsageError(f"{name} of reuse is {getattr(self, name):g}, but it must be finite and {low} or more")
 
     def is_computed(self, steps_done: int, num_steps: int) -> bool:
-        """Whether the model runs for a request in its next step."""
+        """Return whether the model runs for a request in its next step."""
         between = steps_done - self.warmup_steps
         if between < 0 or steps_done >= num_steps - 1:
             return True
@@ -99,17 +100,17 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class StepDurations:
-    """How long steps last, and how stages that work at the same time slow each other.
+    """Durations of steps, and the slowdown of stages that work at the same time.
 
     Attributes:
-        steps: what was profiled.
-        scales: by number of requests in the batch, how many times as long steps last as was profiled; on straight
-            lines between these numbers, and constant beyond them.
-        first_scale: the same for what first steps take longer.
-        between_s: from the end of a step to the start of the next, while there is a batch.
-        slowdown: of steps and the other stages by each other.
-        reuse: which requests of a batch the model runs for; None: all of them.
-        is_inline: the other stages work between the steps (`--stages inline`), not beside them.
+        steps: profiled latencies.
+        scales: factors on profiled latencies by number of requests in the batch; linear between these numbers, and
+            constant beyond them.
+        first_scale: factor on the extra time of first steps.
+        between_s: seconds from the end of a step to the start of the next one, while the batch is not empty.
+        slowdown: slowdown of steps and the other stages by each other.
+        reuse: steps of requests that the model computes; None: all of them.
+        is_inline: whether the other stages run between the steps (`--stages inline`), not concurrently with them.
 
     Raises:
         UsageError: a number is out of its range.
@@ -138,11 +139,11 @@ class StepDurations:
 
     @property
     def is_as_told(self) -> bool:
-        """Whether steps last as long as was profiled of steady ones, so that there is nothing to learn."""
+        """Whether all steps last as long as profiled steady ones, so that a predictor has nothing to learn."""
         return self == StepDurations(self.steps) and self.steps.first is None
 
     def scale_of(self, num_requests: int) -> float:
-        """How many times as long as profiled a step of so many requests lasts."""
+        """Return the factor on the profiled latency of a step of `num_requests` requests."""
         if len(self.scales) == 1:
             return next(iter(self.scales.values()))
         sizes = list(self.scales)
@@ -154,9 +155,9 @@ class StepDurations:
     def undisturbed_s(
         self, batch: Sequence[Resolution | Work], changed: Collection[Resolution] = (), *, is_reusing: bool = False
     ) -> float:
-        """Seconds of a step that the model takes for this batch while no other stage works.
+        """Return the seconds of a step in which the model computes this batch while no other stage works.
 
-        `changed` is as for `ProfiledSteps.extra_s`. With `is_reusing`, other requests take the step by reuse.
+        `changed` is as in `ProfiledSteps.extra_s`. With `is_reusing`, other requests take the step by reuse.
         """
         aside_s = self.reuse.aside_s if is_reusing and self.reuse is not None else 0.0
         if not batch:

@@ -1,7 +1,7 @@
-"""One GPU of the simulator: a scheduler whose stages take virtual time. `simulate` hands it the events of the clock.
+"""One GPU of the simulator: a scheduler whose stages take virtual time. `simulate` passes it the events of the clock.
 
 Stages that work at the same time share the processor: each then runs at 1 / (1 + the sum of its slowdowns by the
-others) of its speed, and whenever one begins or ends, the ends of the others move.
+others) of its speed. Whenever a stage begins or ends, the end times of the others move.
 """
 
 from collections import deque
@@ -20,15 +20,15 @@ from .stage_times import StageTimes
 from .step_durations import DECODE, PREPARE, STEP, UNDISTURBED, StepDurations
 
 BETWEEN = 3
-"""The event that follows a step: the time between steps is over. The others are the ends of stages."""
+"""The event that ends the time between two steps. The other events are the ends of stages."""
 
 
 @dataclass(slots=True)
 class SimulationClock:
-    """The events to come, and what all workers have done: parts of the result of `simulate`.
+    """Pending events, and the results of all workers that become part of the result of `simulate`.
 
-    `events` is a heap of (time, what ends, index of the worker, number of the event). At equal times all of them happen
-    before the workers continue.
+    `events` is a heap of (time, kind of event, index of the worker, number of the event). All events of one time are
+    processed before the workers continue.
     """
 
     on_finish: Callable[[RequestRecord], None] | None
@@ -45,7 +45,7 @@ class SimulationClock:
         return self.num_events
 
     def close(self, record: RequestRecord) -> None:
-        """Keep a record that is final."""
+        """Store a final record."""
         self.records.append(record)
         if self.on_finish is not None:
             self.on_finish(record)
@@ -58,8 +58,11 @@ class SimulationClock:
 
 @dataclass(slots=True)
 class _Work:
-    """What a stage is at: `left_s` seconds of work at `since_s`, of which each takes `factor` seconds; `duration_s` in
-    all, and `event` is its end."""
+    """Current work of a stage.
+
+    At `since_s`, `left_s` seconds of work remained, each of which takes `factor` seconds. `duration_s` is the total
+    duration, and `event` the number of the event that ends it.
+    """
 
     request_id: int
     start_s: float
@@ -71,19 +74,19 @@ class _Work:
 
 
 class SimulatedWorker:
-    """One GPU with its three stages; all GPUs where one request runs on all of them.
+    """One GPU with its three stages, or all GPUs together if one request runs on all of them.
 
     Args:
-        index: its number, from 0.
-        clock: shared by all workers.
-        scheduler: its own.
-        durations, times: of its steps and of the other stages.
-        edits: that read records; None: all requests are computed whole.
+        index: number of the worker, from 0.
+        clock: clock shared by all workers.
+        scheduler: scheduler of this worker.
+        durations, times: durations of its steps, and of the other stages.
+        edits: costs of edits that read records; None: all requests are computed whole.
         keep_steps: whether `rows` are kept.
 
     Attributes:
         index, scheduler: as given.
-        rows: of its steps, if they are kept.
+        rows: rows of its steps, if they are kept.
         busy_s: seconds of denoising.
     """
 
@@ -106,7 +109,7 @@ class SimulatedWorker:
         self._keep_steps = keep_steps
         self._works: list[_Work | None] = [None, None, None]
         self._is_between = False
-        # What is prepared before the next step, where stages work between the steps.
+        # Requests to prepare before the next step, if stages run between the steps.
         self._due: deque[RequestState] = deque()
         self._held = None if edits is None else HeldRecords(edits)
         self._num_waiting = 0
@@ -116,41 +119,41 @@ class SimulatedWorker:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do: no request waits, is prepared, denoised or decoded."""
+        """Whether no request is waiting, or being prepared, denoised or decoded."""
         return self.scheduler.is_idle and not self._decoding and not any(self._works)
 
     @property
     def num_requests(self) -> int:
-        """See `scheduling.routers.WorkerView`."""
+        """Number of requests that still have steps to take."""
         return self.scheduler.num_waiting + len(self.scheduler.active)
 
     @property
     def pixel_steps(self) -> int:
-        """See `scheduling.routers.WorkerView`."""
+        """Pixels times remaining steps of these requests."""
         return self.scheduler.pixel_steps
 
     @property
     def max_batch_size(self) -> int:
-        """See `scheduling.routers.WorkerView`."""
+        """Largest number of requests in the batch."""
         return self.scheduler.max_batch_size
 
     def requests(self) -> Sequence[RequestView]:
-        """See `scheduling.routers.WorkerView`."""
+        """Return the requests that still have steps to take: those in the batch first, then the others by arrival."""
         return self.scheduler.views
 
     def load_s(self, view: RequestView) -> float:
-        """See `scheduling.routers.WorkerView`."""
+        """Return the seconds of loading the record that a request reads; 0 if it reads none or this worker holds it."""
         return 0.0 if view.record is None or self._held is None else self._held.missing_s(view.record)
 
     def arrive(self, request: Request, view: RequestView, now_s: float) -> None:
-        """A request was sent here, and is seen so."""
+        """Add a request that was sent to this worker, with its view."""
         state = self.scheduler.add(request, view)
         if self._held is not None and request.traced is not None:
             state.record.active_share, state.record.reused = view.active_share, view.active_share < 1
         self._prepare_next(now_s)
 
     def happened(self, what: int, number: int, now_s: float) -> bool:
-        """An event of the clock; returns whether it still counts, as ends of stages may have moved since."""
+        """Process an event of the clock; return False if it is obsolete, as the end of its stage has moved since."""
         if what == BETWEEN:
             self._is_between = False
             return True
@@ -191,7 +194,7 @@ class SimulatedWorker:
             self._serve_inline(now_s)
 
     def _computed(self) -> list[Resolution | Work]:
-        """What the model does for the active requests in the next step, without those that reuse, sorted."""
+        """Return the works that the model computes in the next step, without those of reusing requests, sorted."""
         reuse, scheduler = self._durations.reuse, self.scheduler
         if reuse is None:
             return scheduler.works
@@ -203,7 +206,7 @@ class SimulatedWorker:
         )
 
     def _stepped(self, work: _Work, now_s: float) -> None:
-        """A step is over: requests that have taken their last one are decoded."""
+        """End a step, and queue requests that have taken their last one for decoding."""
         scheduler, clock = self.scheduler, self._clock
         self.busy_s += work.duration_s
         if self._keep_steps:
@@ -241,7 +244,7 @@ class SimulatedWorker:
         self._begin(DECODE, request_id, self._times.postprocess_of(state.request.resolution), now_s)
 
     def _serve_inline(self, now_s: float) -> bool:
-        """Go on with what is due between steps, prepare before decode as in the engine; whether there is anything."""
+        """Run the next stage between steps, prepare before decode as in the engine; return False if none has work."""
         if self._works[PREPARE] is None and self._works[DECODE] is None:
             if self._due:
                 self._prepare(self._due.popleft(), now_s)
@@ -252,13 +255,13 @@ class SimulatedWorker:
         return True
 
     def _begin(self, stage: int, request_id: int, work_s: float, now_s: float) -> None:
-        """Let a stage work for what takes it `work_s` seconds alone."""
+        """Start work that takes a stage `work_s` seconds when it runs alone."""
         event = self._clock.push(now_s + work_s, stage, self.index)
         self._works[stage] = _Work(request_id, now_s, work_s, now_s, 1.0, work_s, event)
         self._share(now_s)
 
     def _share(self, now_s: float) -> None:
-        """Share the processor anew: the stages that work now are not those that did."""
+        """Recompute the end times of all stages, after the set of working stages has changed."""
         if self._durations.slowdown == UNDISTURBED:
             return
         for stage, work in enumerate(self._works):
@@ -270,7 +273,7 @@ class SimulatedWorker:
                     factor += slowdown[other]
             if factor == work.factor:
                 continue
-            # The event may be due at this very moment, give or take a rounding error.
+            # The end may be at this very moment, up to a rounding error.
             work.left_s = max(0.0, work.left_s - (now_s - work.since_s) / work.factor)
             work.since_s, work.factor = now_s, factor
             work.duration_s = (now_s - work.start_s) + work.left_s * factor

@@ -38,10 +38,10 @@ POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 
 
 def get_policy(name: str) -> Policy:
-    """The policy that the user calls `name`, one of `POLICY_NAMES`.
+    """Return the policy with this name, one of `POLICY_NAMES`.
 
     Raises:
-        UsageError: there is none of this name; the message lists all names.
+        UsageError: no policy has this name; the message lists all names.
     """
     if name not in _POLICIES:
         raise UsageError(f"policy is {name!r}, but it must be one of {', '.join(_POLICIES)}")

@@ -1,4 +1,4 @@
-"""What a policy is: which waiting requests join the denoise batch now, which are dropped, and which keep waiting."""
+"""Interface of policies: which waiting requests join the batch now, which are dropped and which keep waiting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from .waiting import as_queue, by_deadline
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy decided; a request named in neither field keeps waiting.
+    """Decision of a policy. A request that neither field names keeps waiting.
 
     Attributes:
         admit: ids of waiting requests that join the active queue, in the order in which they join.
-        drop: `(id, reason)` of waiting requests that are discarded; the reason is shown to the user.
+        drop: `(id, reason)` pairs of waiting requests that are discarded; the user sees the reason.
     """
 
     admit: tuple[int, ...] = ()
@@ -26,12 +26,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Lately:
-    """How requests with a deadline have fared lately.
+    """Recent SLO attainment of requests with a deadline.
 
     Attributes:
-        in_time: share of them that met it, from 0 to 1.
-        behind: resolutions of which clearly fewer did.
-        count: of how many it is the share.
+        in_time: share of these requests that met their deadline, from 0 to 1.
+        behind: resolutions whose share is clearly lower.
+        count: number of requests, by weight, that the share is taken over.
     """
 
     in_time: float = 1.0
@@ -39,7 +39,7 @@ class Lately:
     count: float = 100.0
 
     def in_time_with(self, late: int) -> float:
-        """The same share if so many more had ended late."""
+        """Return the share if `late` more requests had ended late."""
         return self.in_time * self.count / (self.count + late)
 
 
@@ -47,57 +47,66 @@ ALL_IN_TIME = Lately()
 
 
 class StepLatencyPredictor(Protocol):
-    """Says how long one denoising step of a batch takes (PatchedServe section 6, "Schedule Predictor")."""
+    """Predicts the latency of one denoising step of a batch (PatchedServe section 6, "Schedule Predictor")."""
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
-        """Seconds of one step over each work in `active` (with repeats, in any order): a whole image of a resolution,
-        or a part of one. Who knows whole images only raises UsageError for a part.
+        """Return the seconds of one step over all works in `active` (with repeats, in any order).
+
+        A work is a whole image of a resolution, or a part of one. A predictor that knows only whole images raises
+        UsageError for a part.
         """
         ...
 
 
 @runtime_checkable
 class LearningPredictor(StepLatencyPredictor, Protocol):
-    """A predictor that is told how long each step really took, and may correct itself."""
+    """A predictor that receives the measured latency of each step and may correct itself."""
 
     def observe(
         self, active: Sequence[Resolution | Work], measured_s: float, *, is_first: bool, between_s: float
     ) -> None:
-        """Take note that one step over `active` took `measured_s` seconds, whether it was the first of this batch, and
-        how long its requests had waited for it since the step before; called after every step, in order.
+        """Record one measured step. Called after every step, in order.
+
+        Args:
+            active: works of the step.
+            measured_s: seconds that it took.
+            is_first: whether it was the first step of this batch.
+            between_s: seconds that its requests had waited for it since the previous step.
         """
         ...
 
 
 @runtime_checkable
 class EndPredictor(Protocol):
-    """Knows from the requests that have ended how long the decoder, which takes one at a time, has for each: it is
-    decoded and saved. What a request waits for the decoder is another matter, which depends on who is ahead of it.
+    """Predicts, from requests that have ended, how long the decoder takes to decode and save one request.
+
+    The decoder takes one request at a time. The time that a request waits for the decoder is not included: it depends
+    on the requests ahead of it.
     """
 
     def after_steps_s(self, resolution: Resolution) -> float | None:
-        """Seconds that the decoder has for a request of this resolution; None if none has ended yet."""
+        """Return the seconds that the decoder takes for a request of this resolution; None if none has ended yet."""
         ...
 
     def observe_end(self, resolution: Resolution, after_s: float) -> None:
-        """Take note that the decoder had this long for a request, from when both were ready."""
+        """Record the seconds that the decoder took for a request, counted from when both were ready."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a policy decides from.
+    """Inputs of a policy's decision.
 
     Attributes:
-        now_s: the time, in seconds from the start of the trace, on the same clock as `arrival_s` and `deadline_s`.
-        waiting: requests that have arrived and may join, in order of arrival (equal arrivals: by id). Whether they are
-            prepared already is no concern of a policy.
-        active: requests that were admitted and have not left, in the order in which they were.
+        now_s: current time in seconds from the start of the trace, on the same clock as `arrival_s` and `deadline_s`.
+        waiting: requests that have arrived and may join, in order of arrival (equal arrivals: by id). They need not be
+            prepared yet; policies ignore that.
+        active: requests that were admitted and have not left, in the order of their admission.
         max_batch_size: largest number of active requests, at least 1 and never below `len(active)`.
         predictor: step latencies for policies that look ahead; the others ignore it.
-        decoder_free_s: when the decoder will have done what it was given, on the clock of `now_s`; not after that if it
-            has nothing to do; infinity if it is at work and its end is not known.
-        lately: how requests have fared.
+        decoder_free_s: time at which the decoder will have finished its queue, on the clock of `now_s`; at most `now_s`
+            if it is idle; infinity if it is busy and its end is not known.
+        lately: recent SLO attainment.
     """
 
     now_s: float
@@ -110,7 +119,7 @@ class Snapshot:
 
     @property
     def num_free(self) -> int:
-        """Number of requests that may still join. Raises ValueError: `max_batch_size` is out of its range."""
+        """Number of requests that may still join. Raises ValueError if `max_batch_size` is out of its range."""
         if self.max_batch_size < 1:
             raise ValueError(f"max_batch_size is {self.max_batch_size}, but it must be at least 1")
         if len(self.active) > self.max_batch_size:
@@ -122,13 +131,13 @@ class Policy(Protocol):
     """Decides before every denoising step. The engine and the simulator call the same objects.
 
     A policy is a pure function of the snapshot: it keeps no state between calls, reads no clock, draws no random
-    number and changes nothing that it is given, so equal snapshots always give the same decision.
+    number and modifies none of its arguments, so equal snapshots always give the same decision.
 
     Attributes:
-        name: what the user calls it (`--policy`).
+        name: name of the policy on the command line (`--policy`).
         requires_one_resolution: whether all active requests always have one resolution and one number of steps. They
             then also take their first step together.
-        requires_predictor: whether `decide` needs a predictor; who runs the policy checks it at the start.
+        requires_predictor: whether `decide` needs a predictor; the scheduler checks this at the start.
     """
 
     name: ClassVar[str]
@@ -136,14 +145,14 @@ class Policy(Protocol):
     requires_predictor: ClassVar[bool]
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Choose who joins and who is dropped before the next step.
+        """Choose the requests that join and those that are dropped before the next step.
 
-        Called whenever a step has ended, and when a request arrives while no step is being taken. It must admit
-        somebody when nothing is active and not all of `waiting` are dropped; otherwise the engine would stand still.
+        Called whenever a step has ended, and when a request arrives while no step is running. It must admit at least
+        one request when nothing is active and not all of `waiting` are dropped; otherwise the engine would stall.
 
         Returns:
-            A decision that `check_decision` accepts: only waiting requests are named, each once, and no more are
-            admitted than there is room for.
+            A decision that `check_decision` accepts: it names only waiting requests, each at most once, and admits at
+            most `num_free` of them.
         """
         ...
 
@@ -159,8 +168,10 @@ def require_predictor(policy: Policy, predictor: StepLatencyPredictor | None) ->
 
 
 def tried_when_idle(decision: Decision, snapshot: Snapshot) -> Decision:
-    """The decision of an idle engine; where it would drop everybody, it draws the last to be due, if that deadline is
-    not over. What is predicted may be wrong, and only requests that are drawn set it right.
+    """Return the decision of an idle engine, which never drops all waiting requests on a prediction alone.
+
+    If the policy would drop all of them, the one with the latest deadline is admitted, unless that deadline has passed.
+    The prediction may be wrong, and only requests that are served correct it.
     """
     if decision.admit or len(decision.drop) < len(snapshot.waiting):
         return decision
@@ -173,9 +184,9 @@ def tried_when_idle(decision: Decision, snapshot: Snapshot) -> Decision:
 def check_decision(
     decision: Decision, snapshot: Snapshot, *, requires_one_resolution: bool = False, is_decoding: bool = False
 ) -> None:
-    """Raise RuntimeError if a decision breaks the contract of `Policy`, which is our fault and never the user's.
+    """Raise RuntimeError if a decision breaks the contract of `Policy`, which is a bug in the policy, not a user error.
 
-    While images are being decoded, a policy may admit nobody although nothing is active: it is asked again.
+    While images are being decoded, a policy may admit no request although nothing is active: it is called again later.
     """
     waiting, active, max_batch_size = snapshot.waiting, snapshot.active, snapshot.max_batch_size
     dropped = [request_id for request_id, _ in decision.drop]

@@ -1,4 +1,4 @@
-"""Policies that fill places in an order of their own and look at no prediction but to find who is too late."""
+"""Policies that fill places in a fixed order and use predictions only to discard requests that are too late."""
 
 from abc import abstractmethod
 from bisect import bisect_left
@@ -15,16 +15,16 @@ from .waiting import ByDeadline
 
 
 def first_in_time(outlook: Outlook) -> list[int]:
-    """In the group of each kind, the place of the first request that would be in time with all to itself."""
+    """Return, for the group of each kind, the index of the first request that would be in time if it ran alone."""
     now_s = outlook.now_s
     return [bisect_left(group, (now_s + outlook.needs_alone_s(kind),)) for kind, group in enumerate(outlook.groups)]
 
 
 class DroppingPolicy(LookAheadPolicy):
-    """Fills places in an order of its own, and discards who would be late even with all to itself."""
+    """Fills places in an order of its own and discards requests that would be late even if they ran alone."""
 
     def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
-        """Admit the first of those who are not too late."""
+        """Admit the first of the requests that are not too late."""
         groups = list(zip(outlook.groups, first_in_time(outlook), strict=True))
         late = merge(*(group[:place] for group, place in groups))
         left = (islice(group, place, None) for group, place in groups)
@@ -32,24 +32,24 @@ class DroppingPolicy(LookAheadPolicy):
 
     @abstractmethod
     def first(self, count: int, groups: Iterable[Iterable[ByDeadline]]) -> Iterable[ByDeadline]:
-        """Take the first requests of groups, each of which is in order of deadline."""
+        """Return the first `count` requests of the groups, each of which is in order of deadline."""
 
 
 class ContinuousDropPolicy(DroppingPolicy):
-    """Continuous batching in order of arrival that discards who would be late."""
+    """Continuous batching in order of arrival that discards requests that would be late."""
 
     name: ClassVar[str] = "continuous-drop"
 
     def first(self, count: int, groups: Iterable[Iterable[ByDeadline]]) -> Iterable[ByDeadline]:
-        """Take those that arrived first."""
+        """Return the requests that arrived first."""
         return nsmallest(count, chain.from_iterable(groups), key=itemgetter(1, 2))
 
 
 class EdfDropPolicy(DroppingPolicy):
-    """Continuous batching by deadline that discards who would be late."""
+    """Continuous batching by deadline that discards requests that would be late."""
 
     name: ClassVar[str] = "edf-drop"
 
     def first(self, count: int, groups: Iterable[Iterable[ByDeadline]]) -> Iterable[ByDeadline]:
-        """Take those that are due first."""
+        """Return the requests with the earliest deadlines."""
         return islice(merge(*groups), count)

@@ -1,4 +1,4 @@
-"""Deadline scheduling that passes over who does not fit, and keeps the batch small enough for the tightest kind."""
+"""Deadline scheduling that skips requests that do not fit and keeps the batch small enough for the tightest kind."""
 
 import math
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from .slack import TOO_LATE
 
 
 class _Candidate(NamedTuple):
-    """A request that may join. It sorts by what comes first."""
+    """A request that may join. Candidates sort in the order in which they are admitted."""
 
     is_ahead: bool
     deadline_s: float
@@ -24,33 +24,34 @@ class _Candidate(NamedTuple):
 
 
 class EdfFittingPolicy(LookAheadPolicy):
-    """Admits the earliest deadline of those that fit: in time themselves, making nobody late, and not slowing the batch
-    beyond what each kind can bear.
+    """Admits the earliest deadline among the requests that fit.
 
-    Where Algorithm 1 (`slack`) stops at the first request that would make an active one late, and discards at once who
-    would be late in the merged batch, this one passes over both: the batch stays full, and who was passed over joins
-    when others have left.
+    A request fits if it is in time itself, makes no request of the batch late, and does not slow the batch beyond the
+    longest step that each kind tolerates. Algorithm 1 (`slack`) stops at the first request that would make an active
+    one late, and immediately discards a request that would be late in the merged batch. This policy skips both: the
+    batch stays full, and the skipped requests join when others have left.
 
-    * **A longest step.** All in a batch take their steps together, so that a batch of many large images is too slow for
-      the deadlines of small ones, which could then never join, however few they are. A step may be as long as the
-      tightest kind that waits or runs can bear: `share_of_slo` of the time from its arrival to its deadline, less its
-      decoding, over its steps. Kinds that could not even be drawn alone in that time do not count.
-    * Steps of a batch are taken to last `margin` longer than predicted, as one of many is slow, and who was admitted
-      with nothing to spare is late then. A request that would be alone starts without it.
-    * Who would be late even with all to itself is discarded. But as long as nearly all requests are in time (`light`),
-      only those are whose deadline nothing could meet: who has become too late waits until all others have a place, and
-      is drawn late.
-    * Without a deadline a request comes last, but not for ever: when it has waited for `patience` times its standalone
-      latency, nobody is admitted before it.
+    * **A longest step.** All requests in a batch take their steps together, so a batch of many large images is too slow
+      for the deadlines of small ones, which could then never join, however few they are. The longest step is the one
+      that the tightest waiting or running kind tolerates: `share_of_slo` of the time from its arrival to its deadline,
+      less its decoding, divided by its steps. Kinds that would not end in that time even alone do not count.
+    * Steps of a batch are assumed to last `margin` longer than predicted, because now and then a step is slow and would
+      make requests late that were admitted with no time to spare. A request that would run alone starts without it.
+    * A request that would be late even if it ran alone is discarded. While nearly all requests are in time (`light`),
+      however, only requests whose deadline could never have been met are discarded: one that became too late by
+      waiting keeps waiting until all others have a place, and is served late.
+    * A request without a deadline comes last, but its wait is bounded: once it has waited `patience` times its
+      standalone latency, no request is admitted before it.
 
-    Complexity: within one kind the first that fits is found by its deadline: O(kinds) for each request admitted, plus
-    the active requests.
+    Complexity: within one kind, the first request that fits is found by its deadline: O(kinds) for each admitted
+    request, plus the active requests.
 
     Attributes:
-        margin: share by which steps may last longer.
-        share_of_slo: the rest is for waiting until there is a place.
-        light: share of requests in time lately from which on nobody is discarded for having waited.
-        patience: standalone latencies that a request without a deadline waits for others.
+        margin: share by which steps are assumed to exceed their prediction.
+        share_of_slo: share of the time until the deadline that is planned for serving; the rest is for waiting until a
+            place is free.
+        light: recent share of requests in time from which on no request is discarded for having waited.
+        patience: multiple of its standalone latency for which a request without a deadline waits for others.
         is_fair: whether resolutions that are behind go first.
     """
 
@@ -62,7 +63,7 @@ class EdfFittingPolicy(LookAheadPolicy):
     name: ClassVar[str] = "edf-fitting"
 
     def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
-        """Admit those who fit."""
+        """Admit the requests that fit."""
         firsts = first_in_time(outlook)
         places = list(firsts)
         longest_s = self._longest_step_s(outlook, firsts)
@@ -70,7 +71,7 @@ class EdfFittingPolicy(LookAheadPolicy):
         admit: list[int] = []
         while len(admit) < num_free and (found := self._next(outlook, places, longest_s, behind)) is not None:
             admit.append(found.request_id)
-            # Those before it do not fit into a larger batch either.
+            # Requests before it in its group do not fit into a larger batch either.
             places[found.kind] = found.place + 1
             outlook.join(found.kind, found.deadline_s)
         grouped = zip(outlook.groups, firsts, strict=True)
@@ -87,7 +88,7 @@ class EdfFittingPolicy(LookAheadPolicy):
         return Decision(tuple(admit), tuple((one[2], TOO_LATE) for one in late if one[2] not in waits))
 
     def _longest_step_s(self, outlook: Outlook, places: Sequence[int]) -> float:
-        """How long a step of the batch may last."""
+        """Return the longest step, in seconds, that all kinds tolerate."""
         waiting = (group[place][3] for group, place in zip(outlook.groups, places, strict=True) if place < len(group))
         views = (view for view in (*outlook.active, *waiting) if view.deadline_s is not None)
         return min((outlook.bears_step_s(view, self.share_of_slo) for view in views), default=math.inf)
@@ -95,7 +96,7 @@ class EdfFittingPolicy(LookAheadPolicy):
     def _next(
         self, outlook: Outlook, places: Sequence[int], longest_s: float, behind: Collection[Resolution]
     ) -> _Candidate | None:
-        """Who joins next; None if nobody does."""
+        """Return the request that joins next; None if none does."""
         if (found := self._patient(outlook, places)) is not None:
             return None if outlook.batch and outlook.makes_late(found.kind) else found
         fitting: list[_Candidate] = []
@@ -110,11 +111,11 @@ class EdfFittingPolicy(LookAheadPolicy):
             elif is_behind:
                 is_held = True
         found = min(fitting, default=None)
-        # Whoever goes ahead would only put off the one that is behind.
+        # Admitting another resolution first would only delay the one that is behind.
         return None if found is None or (is_held and found.is_ahead) else found
 
     def _patient(self, outlook: Outlook, places: Sequence[int]) -> _Candidate | None:
-        """The request without a deadline that has waited for too long, and longest."""
+        """Return the longest-waiting request without a deadline whose patience is exhausted; None if there is none."""
         waited: list[_Candidate] = []
         for kind, group in enumerate(outlook.groups):
             place = bisect_left(group, (math.inf,), lo=places[kind])
@@ -126,13 +127,15 @@ class EdfFittingPolicy(LookAheadPolicy):
 
     @staticmethod
     def _bears(outlook: Outlook, kind: int, longest_s: float) -> bool:
-        """Whether the batch bears one of a kind."""
+        """Return whether the batch tolerates one more request of a kind."""
         return not outlook.batch or (outlook.merged_s(kind) <= longest_s and not outlook.makes_late(kind))
 
 
 class FairFittingPolicy(EdfFittingPolicy):
-    """The same, but no resolution pays for the others: where clearly fewer requests of one were in time lately than of
-    all (`Lately.behind`), those that wait go first, and until they fit, nobody else joins.
+    """`EdfFittingPolicy` with fairness between resolutions.
+
+    If clearly fewer requests of one resolution than of all were recently in time (`Lately.behind`), the waiting
+    requests of that resolution go first, and no other request joins until they fit.
     """
 
     is_fair: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The policies that fill free places in an order of their own and look at no prediction. None of them drops anybody."""
+"""Policies that fill free places in a fixed order without predictions. None of them drops a request."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -12,13 +12,13 @@ from .waiting import as_queue
 
 
 class InOrderPolicy(Policy):
-    """Admits as many requests of `queue` as there is room for; only to an empty batch if it requires one resolution."""
+    """Admits requests from `queue` to all free places; only to an empty batch if it requires one resolution."""
 
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = False
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Decide as `Policy.decide` says."""
+        """Admit requests in the order of `queue` while there are free places."""
         num_free = snapshot.num_free
         if not num_free or not snapshot.waiting or (snapshot.active and self.requires_one_resolution):
             return Decision()
@@ -26,7 +26,7 @@ class InOrderPolicy(Policy):
 
     @abstractmethod
     def queue(self, waiting: Sequence[RequestView]) -> Iterable[int]:
-        """Ids of the requests that may be admitted now, the first one first; there is at least one waiting."""
+        """Return the ids of the requests that may be admitted now, in order of admission; `waiting` is not empty."""
 
 
 class FcfsPolicy(InOrderPolicy):
@@ -40,11 +40,11 @@ class FcfsPolicy(InOrderPolicy):
 
 
 class StaticPolicy(InOrderPolicy):
-    """Static batching: what one diffusers call with a list of prompts does, which can draw only one resolution.
+    """Static batching: what one diffusers call with a list of prompts does, which can generate only one resolution.
 
-    A batch starts as soon as nothing is active, without waiting to fill up, and nobody joins until all of it has left.
-    The request that arrived first always leads the next batch, so nobody starves; with it go the waiting requests of
-    its resolution and number of steps, in order of arrival.
+    A batch starts as soon as nothing is active, without waiting to fill up, and no request joins until all of it has
+    left. The request that arrived first always leads the next batch, so no request starves; the waiting requests of
+    its resolution and number of steps join it, in order of arrival.
     """
 
     name: ClassVar[str] = "static"
@@ -59,7 +59,7 @@ class ContinuousPolicy(InOrderPolicy):
     """Continuous batching: fills places in order of arrival, at any step, as ORCA does (Yu et al., OSDI 2022).
 
     Resolutions may mix in the active queue: the patch engine runs them in one forward pass, the plain engine in one
-    pass for each resolution. Nobody is overtaken, so nobody starves.
+    pass for each resolution. No request is overtaken, so none starves.
     """
 
     name: ClassVar[str] = "continuous"
@@ -71,8 +71,8 @@ class ContinuousPolicy(InOrderPolicy):
 class EdfPolicy(InOrderPolicy):
     """Continuous batching by deadline: the earliest deadline first (Liu & Layland 1973).
 
-    Equal deadlines go by arrival; requests without one come last. Under overload it is known to do badly: it spends its
-    time on the requests that are about to be lost.
+    Ties are broken by arrival; requests without a deadline come last. EDF is known to do badly under overload: it
+    spends its time on requests that are about to miss their deadlines.
     """
 
     name: ClassVar[str] = "edf"

@@ -1,4 +1,4 @@
-"""What policies that look ahead know of a batch: when its requests will end, alone and with one more."""
+"""Predicted end times of the requests in a batch, with and without one more, for policies that look ahead."""
 
 import math
 from abc import abstractmethod
@@ -15,14 +15,14 @@ from .waiting import as_queue
 
 
 class Demand(NamedTuple):
-    """What a request of one kind takes.
+    """Cost of a request of one kind.
 
     Attributes:
-        work: of a step.
-        steps: in all.
-        decode_s: seconds of the decoder.
-        beyond_s: seconds of what else is beyond the steps.
-        unit_s: its standalone latency, which its slack is measured in.
+        work: work of one step.
+        steps: total number of steps.
+        decode_s: seconds in the decoder.
+        beyond_s: seconds of everything else besides the steps.
+        unit_s: standalone latency, the unit of its slack.
     """
 
     work: Resolution | Work
@@ -36,9 +36,9 @@ class Run(NamedTuple):
     """A request in the batch.
 
     Attributes:
-        steps: left.
-        decode_s: seconds of the decoder.
-        by_s: from now until when the decoder must be done; infinity without a deadline.
+        steps: number of remaining steps.
+        decode_s: seconds in the decoder.
+        by_s: seconds from now by which the decoder must be done; infinity without a deadline.
     """
 
     steps: int
@@ -47,30 +47,31 @@ class Run(NamedTuple):
 
 
 class Outlook:
-    """The batch at one decision, and what would become of it if requests of a kind joined.
+    """The batch at one decision, and how its end times would change if requests of a kind joined.
 
-    All remaining steps of everybody are taken to last as long as one of the batch does now: who leaves is followed by
-    others. The decoder takes one request at a time, in the order in which they end their steps. A request waits for
-    those that it has been given already and for those of the batch that end before it or with it, each for as long as
-    the decoder lately had for its resolution (`EndPredictor`). Until one of the resolution has ended, what the
-    standalone latency has beyond the steps alone stands for it; that holds the preparation, too, which errs on the safe
-    side. Without a measured standalone latency the predicted steps alone stand for it.
+    All remaining steps of all requests are assumed to last as long as one step of the current batch, since requests
+    that leave are replaced by others. The decoder takes one request at a time, in the order in which requests end
+    their steps. A request waits for the requests that the decoder already has and for those of the batch that end
+    before it or with it; each takes as long as the decoder recently took for its resolution (`EndPredictor`). Until a
+    request of the resolution has ended, the estimate is the standalone latency minus the steps alone; that includes
+    the preparation, too, which errs on the safe side. Without a measured standalone latency, the predicted latency of
+    the steps alone replaces it.
 
     Args:
-        snapshot: what the policy decides from.
-        predictor: of step latencies; that of the snapshot.
-        margin: share by which steps of a batch are taken to last longer than predicted.
+        snapshot: inputs of the policy's decision.
+        predictor: step latencies, from the snapshot.
+        margin: share by which the steps of a batch are assumed to exceed their prediction.
 
     Attributes:
-        now_s, active: of the snapshot.
-        groups: the requests of each kind that wait, in order of deadline.
-        kinds: what one of each takes.
-        batch: works of all in the batch, sorted.
-        step_s: seconds of its next step; 0 if there is nobody.
+        now_s, active: fields of the snapshot.
+        groups: waiting requests of each kind, in order of deadline.
+        kinds: cost of one request of each kind.
+        batch: works of all requests in the batch, sorted.
+        step_s: seconds of its next step; 0 if the batch is empty.
     """
 
     def __init__(self, snapshot: Snapshot, predictor: StepLatencyPredictor, *, margin: float = 0.0) -> None:
-        self.active = active = tuple(snapshot.active)  # views are made only when they are asked for
+        self.active = active = tuple(snapshot.active)  # `ActiveViews` creates views at every access
         self.now_s, self._predict, self._longer = snapshot.now_s, predictor.step_latency_s, 1 + margin
         self._learnt = predictor if isinstance(predictor, EndPredictor) else None
         self.groups = as_queue(snapshot.waiting).groups
@@ -80,21 +81,21 @@ class Outlook:
             if view.work not in self._alone_s:
                 self._alone_s[view.work] = self._predict((view.work,))
         self.kinds = [self._demand(view) for view in firsts]
-        # In the order in which the decoder gets them.
+        # In the order in which the decoder receives them.
         self._running = sorted(map(self._run, active), key=attrgetter("steps"))
         self._decoder_s = 0.0 if self._learnt is None else max(0.0, snapshot.decoder_free_s - self.now_s)
         self.batch = tuple(sorted(view.work for view in active))
         self.step_s = self._predict(self.batch) * self._longer if self.batch else 0.0
-        # Of the merged batch: its step by the work of who joins, and when one of each kind would end.
+        # For the merged batch: step latency by the work of the joining request, and end time by its kind.
         self._merged_s: dict[Resolution | Work, float] = {}
         self._ends_s: dict[int, float] = {}
 
     def alone_s(self, kind: int) -> float:
-        """Seconds of one step of a request of this kind alone."""
+        """Return the seconds of one step of a request of this kind alone."""
         return self._alone_s[self.kinds[kind].work]
 
     def merged_s(self, kind: int) -> float:
-        """Seconds of one step of the batch with one of this kind."""
+        """Return the seconds of one step of the batch with one request of this kind added."""
         work = self.kinds[kind].work
         if work not in self._merged_s:
             longer = self._longer if self.batch else 1.0
@@ -102,7 +103,7 @@ class Outlook:
         return self._merged_s[work]
 
     def needs_s(self, kind: int) -> float:
-        """Seconds from now until one of this kind has its image, if it joins now."""
+        """Return the seconds from now until a request of this kind has its image, if it joins now."""
         if kind not in self._ends_s:
             _, steps, decode_s, beyond_s, _ = self.kinds[kind]
             ahead = [run for run in self._running if run.steps <= steps]
@@ -110,17 +111,19 @@ class Outlook:
         return self._ends_s[kind]
 
     def takes_alone_s(self, kind: int, decoder_s: float = 0.0) -> float:
-        """Seconds of a request of this kind on an idle machine, whose decoder is free in `decoder_s`."""
+        """Return the seconds that a request of this kind takes on an idle machine whose decoder is free in `decoder_s`
+        seconds.
+        """
         _, steps, decode_s, beyond_s, _ = self.kinds[kind]
         return beyond_s + max(decoder_s, steps * self.alone_s(kind)) + decode_s
 
     def needs_alone_s(self, kind: int) -> float:
-        """Seconds from now until one of this kind has its image, if it has all to itself."""
+        """Return the seconds from now until a request of this kind would have its image with the batch to itself."""
         return self.takes_alone_s(kind, self._decoder_s)
 
     def bears_step_s(self, view: RequestView, share: float) -> float:
-        """Seconds that a step may last for a request with a deadline, if it is to be done in this share of the time
-        between its arrival and its deadline; infinity where that is too little even alone.
+        """Return the longest step, in seconds, with which a request ends within this share of the time between its
+        arrival and its deadline; infinity if that time is too short even for the request alone.
         """
         assert view.deadline_s is not None
         demand = self._demand(view)
@@ -128,7 +131,7 @@ class Outlook:
         return left_s / demand.steps if left_s >= demand.steps * self._alone_s[view.work] else math.inf
 
     def makes_late(self, kind: int) -> bool:
-        """Whether a request of the batch would miss its deadline if one of this kind joined, and would not without."""
+        """Return whether a request of this kind, by joining, would make a request of the batch miss its deadline."""
         merged, place = self._merged(kind, math.inf)
         later_s = self._ends(merged, self.merged_s(kind))
         del later_s[place]
@@ -138,7 +141,7 @@ class Outlook:
         )
 
     def join(self, kind: int, deadline_s: float) -> None:
-        """One of this kind joins the batch; `deadline_s` is on the clock of `now_s`, infinity without one."""
+        """Add a request of this kind to the batch; `deadline_s` is on the clock of `now_s`, infinity for none."""
         self._running, _ = self._merged(kind, deadline_s - self.now_s - self.kinds[kind].beyond_s)
         self.step_s = self.merged_s(kind)
         self.batch = tuple(sorted((*self.batch, self.kinds[kind].work)))
@@ -146,13 +149,13 @@ class Outlook:
         self._ends_s.clear()
 
     def _merged(self, kind: int, by_s: float) -> tuple[list[Run], int]:
-        """The batch with one of this kind, and its place."""
+        """Return the batch with one request of this kind added, and the index of that request."""
         _, steps, decode_s, _, _ = self.kinds[kind]
         place = bisect_right(self._running, steps, key=attrgetter("steps"))
         return [*self._running[:place], Run(steps, decode_s, by_s), *self._running[place:]], place
 
     def _ends(self, running: Sequence[Run], step_s: float) -> list[float]:
-        """Seconds from now until the decoder is done with each of them, in their order."""
+        """Return the seconds from now until the decoder is done with each request, in the given order."""
         free_s, ends_s = self._decoder_s, []
         for run in running:
             free_s = max(free_s, run.steps * step_s) + run.decode_s
@@ -176,10 +179,10 @@ class Outlook:
 
 
 class LookAheadPolicy(Policy):
-    """Chooses by an `Outlook`, where there is a place and somebody waits for it.
+    """Decides from an `Outlook` whenever there is a free place and a waiting request.
 
     Attributes:
-        margin: see `Outlook`.
+        margin: share by which the steps of a batch are assumed to exceed their prediction.
     """
 
     margin: ClassVar[float] = 0.0
@@ -187,7 +190,7 @@ class LookAheadPolicy(Policy):
     requires_predictor: ClassVar[bool] = True
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Decide as `Policy.decide` says. Raises UsageError without a predictor."""
+        """Choose from an `Outlook`, if a place is free and a request waits. Raises UsageError without a predictor."""
         num_free = snapshot.num_free
         predictor = require_predictor(self, snapshot.predictor)
         if not num_free or not snapshot.waiting:
@@ -196,4 +199,4 @@ class LookAheadPolicy(Policy):
 
     @abstractmethod
     def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
-        """Choose who joins, as many as there are places, and who is dropped."""
+        """Choose the requests that join, at most `num_free`, and the requests that are dropped."""

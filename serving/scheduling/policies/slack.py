@@ -16,42 +16,44 @@ class SlackPolicy(LookAheadPolicy):
 
         slack = (time left until the deadline - predicted time of the remaining stages) / standalone latency
 
-    Again and again, the waiting request of least slack is the candidate (line 2). It is discarded if it misses its
-    deadline even when it joins now (lines 6 to 9), and the next one is tried. Scheduling stops if an active request
-    would then miss its deadline (lines 11 to 13), or if the merged batch does not pay (lines 14 to 19). Else it joins.
+    Repeatedly, the waiting request with the least slack becomes the candidate (line 2). It is discarded if it misses
+    its deadline even when it joins now (lines 6 to 9), and the next one is tried. Scheduling stops if an active request
+    would then miss its deadline (lines 11 to 13), or if the merged batch does not pay (lines 14 to 19). Otherwise the
+    candidate joins.
 
-    How the paper is read where it leaves a choice:
+    How we read the paper where it leaves a choice:
 
     * Time. `DDL - C` is the time left until the deadline. `pred_fut_iter_time` is the latency of one step of the active
-      requests and the candidate. All remaining steps of everybody are taken to last that long. A request meets its
-      deadline exactly if its slack is not negative, so the active request of least slack (line 3) misses its own if
-      and only if any one does.
-    * The remaining stages hold more than steps: a request waits for those that the decoder has before it (`Outlook`).
-      Of four that end together the last is late by three.
-    * "Risks causing a timeout for any current task": an active request that misses its deadline without the candidate,
-      too, halts nobody, because it is lost either way. (Else one lost request would close the batch until it ends.)
+      requests and the candidate. All remaining steps of all requests are assumed to last that long. A request meets its
+      deadline exactly if its slack is not negative, so the active request with the least slack (line 3) misses its own
+      deadline if and only if any active request does.
+    * The remaining stages include more than steps: a request waits for those ahead of it in the decoder (`Outlook`).
+      Of four requests that end together, the last is delayed by three decodings.
+    * "Risks causing a timeout for any current task": an active request that misses its deadline even without the
+      candidate blocks no other request, because it is lost either way. (Otherwise one lost request would close the
+      batch until it ends.)
     * Equation 1 as printed is throughput in turns over throughput merged, which grows as merging gets worse, while the
-      text admits what is *above* the threshold. It is taken upside down, with the steps per second of the active
-      batch, of the candidate alone and of both as the throughputs:
+      text admits values *above* the threshold. We use its reciprocal, with the steps per second of the active batch, of
+      the candidate alone and of both as the throughputs:
 
           benefit = new (current + candidate) / (current candidate) = (T_current + T_candidate) / T_new
 
-      the time of one step each, in turns, over that of one merged step. Above 1 merging pays.
+      the time of one step each, in turns, over that of one merged step. Merging pays above 1.
     * With an empty active queue there is no batch to compare with: a candidate in time always starts.
-    * The algorithm knows no largest batch. With no free place it is not run, so nothing is discarded either until a
-      place is free; then whatever is too late goes first, having the least slack.
-    * Without a deadline the slack is infinite: such requests come last, by arrival, and never miss anything. Without a
-      measured standalone latency the predicted steps alone stand for it.
+    * The algorithm has no largest batch. With no free place it does not run, so nothing is discarded either until a
+      place is free; then the requests that are too late are discarded first, as they have the least slack.
+    * Without a deadline the slack is infinite: such requests come last, in order of arrival, and are never late.
+      Without a measured standalone latency, the predicted latency of the steps alone replaces it.
 
-    A candidate that is refused comes back at every step, with less slack each time, and nobody else is admitted before
-    it: it starts when the batch has emptied at the latest, or is discarded.
+    A refused candidate is tried again at every step, with less slack each time, and no other request is admitted before
+    it: it starts at the latest when the batch has emptied, or is discarded.
 
     Complexity: within one kind (resolution, steps, standalone latency) the order of slack is that of deadlines, so only
-    the first of each kind is looked at: O(kinds) for each request named, plus the active requests.
+    the first request of each kind is considered: O(kinds) for each request named, plus the active requests.
 
     Attributes:
-        min_benefit: threshold of the benefit. The paper gives no number but says that it makes up for the predictor's
-            error; below 1 it lets in what may lose by as much.
+        min_benefit: threshold of the benefit. The paper gives no number but says that the threshold makes up for the
+            predictor's error; below 1, requests are admitted although merging may lose by that much.
     """
 
     min_benefit: float = 1.0
@@ -93,5 +95,5 @@ class SlackPolicy(LookAheadPolicy):
 
 
 def slack(left_s: float, unit_s: float) -> float:
-    """The slack of a request that may be late by `left_s`, in units of its standalone latency."""
+    """Return the slack of a request with `left_s` seconds to spare, in units of its standalone latency."""
     return left_s / unit_s if unit_s > 0 else math.copysign(math.inf, left_s)

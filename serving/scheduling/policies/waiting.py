@@ -1,7 +1,8 @@
-"""The waiting queue as policies see it, kept in the orders that they ask for.
+"""The waiting queue as policies see it, maintained in the orders that they need.
 
-The engine and the simulator give policies a `WaitingQueue`, which keeps its orders as requests come and go, so that a
-decision costs time for the requests that it names and not for all that wait. Other sequences of views are sorted anew.
+The engine and the simulator pass policies a `WaitingQueue`, which maintains its orders as requests come and go, so that
+the cost of a decision depends on the requests that it names and not on all that wait. Any other sequence of views is
+sorted at each decision.
 """
 
 import math
@@ -14,25 +15,26 @@ from ....data.work import Work
 from ...core.request_state import RequestView
 
 Kind = tuple[Resolution | Work, int, float | None]
-"""Work, number of steps and standalone latency: equal requests but for their arrival and deadline."""
+"""Work, number of steps and standalone latency. Requests of one kind differ only in their arrival and deadline."""
 ByDeadline = tuple[float, float, int, RequestView]
-"""Deadline (infinity without one), arrival, id, view. It sorts by the first three: ids differ."""
+"""Deadline (infinity without one), arrival, id, view. Tuples sort by the first three, as ids are unique."""
 
 
 def kind_of(view: RequestView) -> Kind:
-    """The kind of a request."""
+    """Return the kind of a request."""
     return view.work, view.num_steps, view.standalone_s
 
 
 def by_deadline(view: RequestView) -> ByDeadline:
-    """The view with what it is sorted by."""
+    """Return the view with its sort key."""
     return math.inf if view.deadline_s is None else view.deadline_s, view.arrival_s, view.request_id, view
 
 
 class WaitingQueue(Sequence[RequestView]):
-    """Views in order of arrival (equal arrivals: by id), and of each kind in order of deadline.
+    """Views in order of arrival (equal arrivals: by id) and, within each kind, in order of deadline.
 
-    `add` and `remove` cost a search and a move of pointers; they are for the owner of the queue, not for policies.
+    `add` and `remove` cost a binary search and a move of pointers; only the owner of the queue calls them, never a
+    policy.
     """
 
     __slots__ = ("_arrivals", "_by_id", "_by_kind", "_views")
@@ -46,10 +48,10 @@ class WaitingQueue(Sequence[RequestView]):
             self.add(view)
 
     def add(self, view: RequestView) -> None:
-        """Put a request in.
+        """Add a request.
 
         Raises:
-            ValueError: a request of this id is there already.
+            ValueError: a request with this id is waiting already.
         """
         if view.request_id in self._by_id:
             raise ValueError(f"request {view.request_id} is waiting already")
@@ -61,7 +63,7 @@ class WaitingQueue(Sequence[RequestView]):
         insort(self._by_kind.setdefault(kind_of(view), []), by_deadline(view))
 
     def remove(self, request_id: int) -> RequestView:
-        """Take a request out. Raises KeyError if it is not there."""
+        """Remove and return a request. Raises KeyError if it is not waiting."""
         view = self._by_id.pop(request_id)
         place = bisect_left(self._arrivals, (view.arrival_s, request_id))
         del self._arrivals[place], self._views[place]
@@ -73,12 +75,12 @@ class WaitingQueue(Sequence[RequestView]):
         return view
 
     def get(self, request_id: int) -> RequestView | None:
-        """The request of this id, None if it is not waiting."""
+        """Return the request with this id; None if it is not waiting."""
         return self._by_id.get(request_id)
 
     @property
     def groups(self) -> list[list[ByDeadline]]:
-        """The requests of each kind in order of deadline; kinds in order of their first arrival. Not to be changed."""
+        """Requests of each kind in order of deadline; kinds in order of their first arrival. Do not modify."""
         return list(self._by_kind.values())
 
     def __len__(self) -> int:
@@ -96,5 +98,5 @@ class WaitingQueue(Sequence[RequestView]):
 
 
 def as_queue(waiting: Sequence[RequestView]) -> WaitingQueue:
-    """The waiting requests as a queue: the one that is given, or a new one."""
+    """Return `waiting` itself if it is a `WaitingQueue`, otherwise a new queue of its requests."""
     return waiting if isinstance(waiting, WaitingQueue) else WaitingQueue(waiting)
