@@ -1,1 +1,1 @@
-"""Cost of drawing one image on several devices, counted in models without weights, beside DistriFusion's figures."""
+"""What several devices for one image cost, counted in models without weights, beside DistriFusion's own figures."""

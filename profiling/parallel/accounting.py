@@ -1,4 +1,4 @@
-"""Figures of one model on several devices: by closed form, counted by torch, and as DistriFusion prints them."""
+"""The figures of one model on several devices: by closed form, counted by torch, and as DistriFusion prints them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .plan import Plan
 RESULT_KIND = "psctl-parallel-cost"
 NUM_STEPS = 50
 ELEMENT_BYTES = 2
-"""Bytes of a float16 or bfloat16 element."""
+"""Of float16 and bfloat16."""
 QUANTITIES: Mapping[str, str] = {
     "macs_step_g": "MACs of a step, G",
     "macs_t": f"MACs of {NUM_STEPS} steps, T",
@@ -37,12 +37,12 @@ QUANTITIES: Mapping[str, str] = {
     "speedup_split_x": "speed-up, displaced, split guidance",
     "displaced_saves": "share of sync that displaced saves",
 }
-"""Descriptions of the figures, in the order of the report."""
+"""What each figure is, in the order of the report."""
 
 Place = tuple[str, str, int]
-"""Key of a figure: quantity, resolution, number of devices."""
+"""Which figure it is: quantity, resolution, number of devices."""
 Row = tuple[str, int, float, float | None]
-"""Quantity, number of devices, value by closed form or model, and value counted by torch."""
+"""Quantity, number of devices, by closed form or model, and counted by torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class Figure:
     """One figure.
 
     Attributes:
-        quantity: a key of `QUANTITIES`.
-        resolution: resolution of the image.
-        num_ranks: number of devices that draw the image.
-        ours: value by closed form or by the latency model.
-        counted: the same value, counted by torch.
-        paper: value that the paper prints.
+        quantity: of `QUANTITIES`.
+        resolution: of the image.
+        num_ranks: devices that draw it.
+        ours: by closed form, or by the latency model.
+        counted: the same, counted by torch.
+        paper: as the paper prints it.
     """
 
     quantity: str
@@ -67,17 +67,17 @@ class Figure:
 
     @property
     def difference(self) -> float | None:
-        """Difference of `ours` from the paper's value, relative to the latter; None without one."""
+        """Of ours from the paper's, relative to that."""
         return None if self.paper is None else self.ours / self.paper - 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return a mapping that can be serialized as JSON."""
+        """A mapping that JSON can hold."""
         names = ("quantity", "resolution", "num_ranks", "ours", "counted", "paper", "difference")
         return {name: getattr(self, name) for name in names}
 
 
 def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
-    """Return all figures of a plan. `counted` holds the MACs of its calls as torch counts them in the unmodified model."""
+    """All figures of a plan, from the MACs of its calls, as torch counts them in the unmodified model."""
     printed = printed_by_place() if plan.is_paper_model else {}
     found = []
     for resolution in plan.resolutions:
@@ -94,7 +94,7 @@ def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
 
 
 def printed_by_place() -> dict[Place, float]:
-    """Return the figures that DistriFusion prints."""
+    """What DistriFusion prints."""
     return {(each.quantity, each.resolution, each.num_ranks): each.value for each in printed_figures("distrifusion")}
 
 
@@ -110,7 +110,7 @@ def _macs(plan: Plan, resolution: Resolution, counted: Mapping[Call, int]) -> It
         )
         yield "macs_naive_t", num_ranks, sum(ours), sum(by_torch)
         yield "macs_naive_device_t", num_ranks, max(ours), max(by_torch)
-        # Each rank computes the text's keys and values once.
+        # The text's keys and values are computed once by each rank.
         ours = [
             (NUM_STEPS * cost.strip_macs(whole, Share(strips, place)) + cost.text_macs(whole)) / 1e12
             for place in range(num_ranks)
@@ -136,10 +136,7 @@ def _exchange(plan: Plan, resolution: Resolution) -> Iterator[Row]:
 
 
 def latencies(plan: Plan, resolution: Resolution, printed: Mapping[Place, float]) -> Iterator[Row]:
-    """Yield modelled latencies on the paper's devices. Yields nothing without printed ones for the resolution.
-
-    The parameters a and b are fitted to the paper's latencies without communication, and halos are gathered.
-    """
+    """Of the paper's devices: a and b go by its latencies without communication, and halos are gathered."""
     alone = {
         num_ranks: value / NUM_STEPS
         for (quantity, size, num_ranks), value in printed.items()
@@ -169,7 +166,7 @@ def latencies(plan: Plan, resolution: Resolution, printed: Mapping[Place, float]
 
 
 def figures_tables(figures: Sequence[Figure]) -> list[Table]:
-    """Return tables for display: the figures beside the paper's, if there are any, and all figures by device count."""
+    """For people: what the paper prints, if anything, and all figures by number of devices."""
     counted = [abs(each.ours / each.counted - 1) for each in figures if each.counted is not None]
     note = f"By number of devices. MACs are by closed form; torch counts the same within {max(counted):.2%}."
     beside = [
@@ -188,7 +185,7 @@ def figures_tables(figures: Sequence[Figure]) -> list[Table]:
 
 
 def _texts(figure: Figure) -> tuple[str, str, str]:
-    """Return the texts of our value, the paper's, and the difference."""
+    """Ours, the paper's, and the difference."""
     form = ",.1f" if figure.ours >= 100 else ".3g"
     if figure.paper is None or figure.difference is None:
         return format(figure.ours, form), DASH, DASH
