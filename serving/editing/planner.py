@@ -13,8 +13,8 @@ from .step_latency import fitted_line, on_line, terms_of
 class LoadPlanner:
     """Plans which parts of a batch of edits load their records.
 
-    The record of a step is loaded while the previous step is computed, so the optimal plan assumes loads that begin in
-    the previous pass; the other plans assume loads that begin with the pass, as in the paper.
+    The record of a step is loaded while the previous step is computed, so plans are made for loads that begin in the
+    previous pass. Only the paper's algorithm assumes that loads begin with the pass.
 
     Args:
         measured: measured passes of one model, at least one.
