@@ -22,7 +22,7 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
 
 
 def positions(embed: Any, height: int, width: int) -> Tensor:
-    """Return the positions of `PatchEmbed`, as `Transformer.positions`; recomputed unless it is the size of training."""
+    """Return the positions of `PatchEmbed`, as `Transformer.positions`, recomputed unless for the training size."""
     if (height, width) == (embed.height, embed.width):
         return embed.pos_embed[0]
     return get_2d_sincos_pos_embed(
