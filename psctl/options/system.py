@@ -23,7 +23,7 @@ def _set_engine(context: typer.Context, name: str) -> str:
         return name
     engine = get_system(name, is_simulated=True, has_ranks=True).engine
     has_ranks = any(param.name == "parallel" for param in context.command.params)
-    # Where both are given, --parallel says which engine it is.
+    # If both are given, --parallel decides the engine.
     if context.params.get("parallel", "1") == "1" and (has_ranks or engine != "parallel"):
         preset(context, {"engine": engine})
     return name
@@ -35,8 +35,8 @@ def _set_system(context: typer.Context, policy: str | None) -> str | None:
     return policy
 
 
-# Both before the options that they set, and the policy, which may still be the name of a system, before the system: a
-# command takes its parameters in this order.
+# Both must come before the options that they set, and the policy, which may still be the name of a system, before the
+# system: a command processes its parameters in this order.
 PolicyName = Annotated[
     str | None,
     flag(
@@ -61,9 +61,9 @@ SystemName = Annotated[
 def chosen_system(
     name: str, policy: str | None, engine: "EngineOptions", out: "Output", *, is_simulated: bool = False
 ) -> System:
-    """The system with the engine and the policy that were chosen singly.
+    """Return the system with the engine and the policy from their own options.
 
-    Before there were systems, `--policy` took the names of some of them: these still work, with a note.
+    Earlier releases took the names of some systems in `--policy`; these still work, with a note.
 
     Raises:
         UsageError: there is no such system, or no such policy.
@@ -77,7 +77,7 @@ def chosen_system(
 
 
 def systems_of_policies(names: str, out: "Output") -> str:
-    """The systems, separated by commas, that `bench slo --policies` names."""
+    """Return the systems, separated by commas, that `bench slo --policies` names."""
     systems = ",".join(FORMER_POLICIES.get(name.strip(), name.strip()) for name in names.split(","))
     out.note(f"--policies is called --systems {systems} now; the old name works until the next release.")
     return systems
@@ -92,15 +92,15 @@ def with_cache_of(
     *,
     reuses_templates: bool = False,
 ) -> "EngineOptions":
-    """The engine's options with the cache of the systems, unless the user chose one or the engine cannot have it.
+    """Return the engine's options with the cache of the systems, unless the user chose one or the engine has none.
 
-    That cache asks the predictor of the workspace, or else the one that the model has; where there is none, a note says
-    so, and nothing is cached.
+    The cache uses the predictor of the workspace or, without one, that of the model; without either, a note says so,
+    and nothing is cached.
     """
     modes = {system.cache for system in systems} - {"off"}
     if "--cache" in given or engine.cache.is_on or not modes:
         return engine
-    # Of several, a comparison calibrates the simulator by the one that decides step by step.
+    # With several modes, a comparison calibrates the simulator with the one that decides step by step.
     options = replace(engine.cache, mode="patch" if "patch" in modes else modes.pop())
     if options.is_of_patches and engine.engine != "patched":
         return engine
