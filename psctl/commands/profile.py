@@ -102,7 +102,7 @@ def profile_latency(
 
 
 def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
-    """What `--json` prints: what was measured on, the settings, and a row for every combination."""
+    """Return the content of `--json`: facts of the machine, the settings, and a row for every combination."""
     from ...data.tables.latency import noise_floor
 
     table = outcome.table

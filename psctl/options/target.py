@@ -85,7 +85,7 @@ class Target:
         return model_defaults(self.model)
 
     def with_cache_file(self, options: "CacheOptions") -> "CacheOptions":
-        """Return the cache's options with the file of workspace or model. Raises UsageError: unknown device or model."""
+        """Return the cache options with the file of workspace or model. Raises UsageError: no such device or model."""
         from ...serving.models.loading import resolve_model
         from ...serving.models.placement import resolve_device
 
