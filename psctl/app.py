@@ -106,7 +106,7 @@ _PANELS = {
     "Quality": ("eval", "gate"),
     "Models and set-up": ("models", "doctor"),
 }
-"""How the help groups the commands: as a user's day goes."""
+"""Groups of commands in the help, in the order of a user's workflow."""
 _GROUPS = {
     "batch": """Draw files of requests.
 
@@ -153,7 +153,7 @@ _GROUPS = {
     """,
 }
 _GROUPS_THAT_RUN: dict[str, Callable[..., None]] = {"profile": profile, "train-predictor": train_predictor}
-"""These do something without a command, too, and have their help from their functions."""
+"""Groups that also run without a command, and take their help from their functions."""
 
 _EPILOG = (
     "Every option can be set by an environment variable: PSCTL_<COMMAND>_<OPTION>, such as PSCTL_SERVE_REQUEST_RATE; "
@@ -163,7 +163,7 @@ _EPILOG = (
 
 
 class _InOrder(TyperGroup):
-    """The help's order of commands is that of `_PANELS`."""
+    """Group whose help lists commands in the order of `_PANELS`."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         order = [name for names in _PANELS.values() for name in names]
@@ -240,21 +240,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; the console script `psctl`.
 
     Args:
-        arguments: what follows `psctl`; None takes the process's own arguments.
+        arguments: arguments after `psctl`; None for those of the process.
     """
     _escape_on_stdout()
     try:
         apply_thread_settings(os.environ)
         quiet_imports()
         command = typer.main.get_command(app)
-        # Not standalone: typer hands errors up instead of printing them in its own form. What it returns is the code of
+        # Not standalone: typer then raises errors instead of printing them in its own form. It returns the code of
         # typer.Exit, or 130 after Ctrl-C, or None, since commands return nothing.
         result: Any = command.main(
             args=None if arguments is None else list(arguments), prog_name="psctl", standalone_mode=False
         )
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has left (`psctl ... | head`); there is nobody to tell.
+        # The reader of our output has closed the pipe (`psctl ... | head`), so no message can reach it.
         _discard_stdout()
         return 1
     except BaseException as error:
@@ -285,22 +285,20 @@ def apply_thread_settings(environ: MutableMapping[str, str]) -> None:
 
 
 def _report(error: BaseException) -> int:
-    """Print an error on stderr and return the exit code. Only what is unknown, a bug, shows where it came from."""
+    """Print an error on stderr and return the exit code. Only unknown errors, which are bugs, get a traceback."""
     known = describe_error(error)
     if known is None or os.environ.get("PSCTL_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error)
     message, code = known or (f"{type(error).__name__}: {error} (this is a bug in psctl; please report it)", 1)
     print("Error:", " ".join(message.split()), file=sys.stderr)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        # Whatever stdout still holds would fail again at exit, with a traceback.
+        # Data still buffered for stdout would fail again at exit, with a traceback.
         _discard_stdout()
     return code
 
 
 def _escape_on_stdout() -> None:
-    """Write the characters that the encoding of stdout lacks (a code page, an ASCII locale) as escapes, as Python does
-    on stderr.
-    """
+    """Escape characters that the encoding of stdout lacks (a code page, an ASCII locale), as Python does on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -1,4 +1,4 @@
-"""What a user is told of an error, and the exit code."""
+"""Messages and exit codes of errors for users."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ def describe_error(error: BaseException) -> tuple[str, int] | None:
 
 
 def _with_what_was_given(error: typer.TyperException) -> str:
-    """The message of a wrong option with the value, which typer leaves out where pydantic has judged it."""
+    """Return the message for an invalid option with its value, which typer omits if pydantic has validated it."""
     message, cause = error.format_message(), error.__context__
     judged = getattr(cause, "errors", list)()
     if not judged:

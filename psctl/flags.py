@@ -1,7 +1,7 @@
-"""Options made from dataclasses: a command takes a dataclass as one parameter, its users see an option for each field.
+"""Options from dataclasses: a command takes a dataclass as one parameter, and users see an option for each field.
 
-A field has its option in an `Annotated` type, or, where the dataclass belongs to a floor that knows nothing of command
-lines, in the `Flags` that the command's parameter is annotated with. Types and defaults are those of the fields.
+The option of a field is in its `Annotated` type or, if the dataclass belongs to a layer without knowledge of command
+lines, in the `Flags` that annotate the command's parameter. Types and defaults are those of the fields.
 """
 
 import inspect
@@ -15,13 +15,13 @@ from typer.models import OptionInfo
 
 
 def flag(names: str, about: str, *, is_shared: bool = False, **settings: Any) -> OptionInfo:
-    """An option with its help.
+    """Return an option with its help.
 
     Args:
-        names: "--name", or "--name -n" and so on.
-        about: the help.
-        is_shared: whether all commands read it from `PSCTL_<NAME>`, too.
-        settings: as of `typer.Option`.
+        names: names of the option, as in "--name" or "--name -n".
+        about: the help text.
+        is_shared: whether all commands also read it from `PSCTL_<NAME>`.
+        settings: further arguments of `typer.Option`.
     """
     first, *others = names.split()
     envvar = f"PSCTL_{_parameter_name(first).upper()}" if is_shared else None
@@ -30,12 +30,12 @@ def flag(names: str, about: str, *, is_shared: bool = False, **settings: Any) ->
 
 @dataclass(frozen=True)
 class Flags:
-    """The options that set the fields of a dataclass: what a command's parameter of that type is annotated with.
+    """The options that set the fields of a dataclass, used as annotation of a command's parameter.
 
     Attributes:
         kind: the dataclass.
-        options: by field: its option, or the flags of a field that is a dataclass itself.
-        fixed: by field: the command's own values, which have no option. All other fields keep their defaults.
+        options: option of each field, or flags of a field that is a dataclass itself, by name.
+        fixed: values of fields without an option, set by the command. All other fields keep their defaults.
     """
 
     kind: type[Any]
@@ -48,7 +48,7 @@ class Flags:
 
     @classmethod
     def of(cls, kind: type[Any]) -> "Flags":
-        """The flags of a dataclass whose fields have their options in their types."""
+        """Return the flags of a dataclass whose fields have their options in their types."""
         return cls(
             kind,
             {
@@ -60,32 +60,32 @@ class Flags:
         )
 
     def only(self, *names: str) -> "Flags":
-        """The same without the options of all other fields."""
+        """Return flags with only the options of these fields."""
         return replace(self, options={name: self.options[name] for name in names})
 
     def without(self, *names: str) -> "Flags":
-        """The same without the options of these fields."""
+        """Return flags without the options of these fields."""
         assert {*names} <= {*self.options}, f"{self.kind.__name__} has no option for one of {names}"
         return replace(self, options={name: self.options[name] for name in self.options if name not in names})
 
     def using(self, **options: "OptionInfo | Flags") -> "Flags":
-        """The same with other options for these fields."""
+        """Return flags with other options for these fields."""
         return replace(self, options={**self.options, **options})
 
     def fixing(self, **values: Any) -> "Flags":
-        """The same with values for these fields, which have no option then."""
+        """Return flags with fixed values for these fields, which then have no options."""
         left = {name: option for name, option in self.options.items() if name not in values}
         return replace(self, options=left, fixed={**self.fixed, **values})
 
     def names(self) -> set[str]:
-        """The first name of every option, such as "--order"."""
+        """Return the first name of every option, such as "--order"."""
         found: set[str] = set()
         for option in self.options.values():
             found |= option.names() if isinstance(option, Flags) else {str(option.default)}
         return found
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        """What typer shall make options of."""
+        """Yield the parameters from which typer builds the options."""
         for each in fields(self.kind):
             option = self.options.get(each.name)
             if isinstance(option, Flags):
@@ -100,7 +100,7 @@ class Flags:
                 )
 
     def build(self, given: dict[str, Any]) -> Any:
-        """Take the options' values out of `given` and make the dataclass of them.
+        """Remove the options' values from `given`, and build the dataclass from them.
 
         Raises UsageError: as the dataclass, if a value is not allowed.
         """
@@ -114,7 +114,7 @@ class Flags:
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer takes it: with single options for each parameter that is a dataclass.
+    """Return the command in the form for typer, with single options for each parameter that is a dataclass.
 
     A leading `~` in a path becomes the home folder.
     """
@@ -140,7 +140,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given_flags(context: typer.Context) -> dict[str, Any]:
-    """The values of the options that stand on the command line, by flag."""
+    """Return the values of the options given on the command line, by flag."""
     return {
         param.opts[0]: context.params[param.name]
         for param in context.command.params
@@ -149,19 +149,19 @@ def given_flags(context: typer.Context) -> dict[str, Any]:
 
 
 def preset_flag(names: str, about: str, **values: Any) -> OptionInfo:
-    """A switch that sets several options at once: by parameter name, these values, unless the user gives others."""
+    """Return a switch that sets several options to `values`, by parameter name, unless the user gives others."""
 
     def apply(context: typer.Context, is_on: bool) -> bool:
         if is_on:
             preset(context, values)
         return is_on
 
-    # Eager: before the others look for their defaults.
+    # Eager, so that it runs before the other options look up their defaults.
     return flag(names, about, is_eager=True, callback=apply)
 
 
 def preset(context: typer.Context, values: Mapping[str, Any]) -> None:
-    """Give options other defaults, by parameter name: for the callback of an eager option."""
+    """Set other defaults of options, by parameter name; for callbacks of eager options."""
     context.default_map = {**(context.default_map or {}), **values}
 
 
@@ -177,7 +177,7 @@ def _plain_type(hint: Any) -> Any:
 
 
 def _name_of(option: OptionInfo) -> str:
-    # In `Annotated`, typer has the first name where the default is otherwise.
+    # In `Annotated`, typer keeps the first name in place of the default.
     return _parameter_name(str(option.default))
 
 

@@ -1,4 +1,4 @@
-"""The one object that prints: results to stdout; notes, warnings and progress to stderr."""
+"""The object that does all printing: results to stdout; notes, warnings and progress to stderr."""
 
 import dataclasses
 import json as jsonlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Json = Annotated[bool, flag("--json", "Print the result as JSON.", is_shared=True)]
 Quiet = Annotated[bool, flag("--quiet -q", "No progress and no notes on stderr.", is_shared=True)]
 
-# A pipe has no width; 80 columns would cut the cells of wide tables in what people grep.
+# A pipe has no width; 80 columns would cut the cells of wide tables that people grep.
 _PIPE_WIDTH = 160
 
 
@@ -33,8 +33,8 @@ class Output:
     """Prints the results and the progress of one command.
 
     Attributes:
-        json: print results as JSON instead of for people.
-        quiet: print no notes and no progress; results, warnings and errors still show.
+        json: print results as JSON instead of text.
+        quiet: print no notes and no progress; results, warnings and errors are still shown.
     """
 
     json: Json = False
@@ -50,11 +50,11 @@ class Output:
         """Print a result on stdout.
 
         Args:
-            payload: what `--json` prints: mappings, sequences, dataclasses, paths, numbers (numpy's too). NaN and
-                infinity become null, which JSON has no word for.
-            table: what people see: something rich can print, or a function that makes it. Without it, a mapping is
-                printed as lines of `name: value` and anything else as it is.
-            file: where the payload, which must be JSON, is written first.
+            payload: content that `--json` prints: mappings, sequences, dataclasses, paths, numbers (numpy's too). NaN
+                and infinity, which JSON cannot represent, become null.
+            table: text output: an object that rich can print, or a function that returns one. Without it, a mapping is
+                printed as lines of `name: value` and anything else with `str`.
+            file: file to which the payload is written as JSON first.
         """
         if file is not None:
             write_json(file, payload)
@@ -68,11 +68,11 @@ class Output:
                 sys.stdout.write(f"{name}: {value}\n")
         else:
             sys.stdout.write(f"{payload}\n")
-        # Flushed here, so that a full disk or a closed pipe is met while the error table can still report it.
+        # Flushed here, so that a full disk or a closed pipe fails while the error table can still report it.
         sys.stdout.flush()
 
     def note(self, message: str) -> None:
-        """Tell on stderr what happens or what to do next; `--quiet` hides it."""
+        """Print a note about progress or next steps on stderr; `--quiet` hides it."""
         if not self.quiet:
             self.stderr.print(message, markup=False, highlight=False, soft_wrap=True)
 
@@ -81,7 +81,7 @@ class Output:
         self.stderr.print(f"Warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def phases(self) -> Phases:
-        """Return what shows the progress of long work on stderr, to be used as a context manager.
+        """Return a context manager that shows the progress of long work on stderr.
 
         with out.phases() as start:
             advance = start("images", total=8)
@@ -112,7 +112,7 @@ class Output:
         """rich console of everything that is not a result."""
         from rich.console import Console
 
-        # Whatever `sys.stderr` is when something is told: a server puts another one in its place.
+        # Without `file`, rich looks up `sys.stderr` at each print, and a server replaces it.
         return Console(stderr=True)
 
 
@@ -122,7 +122,7 @@ class _Nothing(AbstractContextManager[None]):
 
 
 def _plain(value: Any) -> Any:
-    """Turn a payload into what JSON knows."""
+    """Convert a payload to types that JSON can represent."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if value is None or isinstance(value, str | bool | int):

@@ -1,4 +1,4 @@
-"""How far long work has come: bars on a terminal; in a pipe one line when a phase starts and one when it ends."""
+"""Progress of long work: bars on a terminal; in a pipe one line when a phase starts and one when it ends."""
 
 import time
 from collections.abc import Callable
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _SAMPLE_SHARE, _MAX_SAMPLE = 20, 20
-"""The time of a phase is estimated from a twentieth of its units, but no more than 20; not from those that are done
-first, which set everything up, unless they are all there are."""
+"""The time of a phase is estimated from a twentieth of its units, but at most 20. The first reported units are left
+out, because they include set-up, unless there are no others."""
 
 
 class Phase:
     """One phase of the work. Call it with the number of units that are done.
 
     Args:
-        what: the units, in the plural.
-        total: how many there are.
-        done: how many an earlier run has done.
-        expected_s: seconds that the rest takes, where that is known; None: told by the first units.
+        what: name of the units, in the plural.
+        total: number of units.
+        done: number of units that an earlier run has done.
+        expected_s: expected seconds for the rest; None to estimate them from the first units.
         bars: shows the phase on a terminal.
         tell: prints a line in a pipe.
     """
@@ -60,7 +60,7 @@ class Phase:
             self.end()
 
     def reach(self, number: int) -> None:
-        """Say that unit `number`, from 1, is done. Those before the first that is said were done by an earlier run."""
+        """Record that unit `number`, from 1, is done. Units before the first recorded one belong to an earlier run."""
         if self._reached is None:
             self._left -= number - 1
             self._bars.advance(self._bar, number - 1)
@@ -68,11 +68,11 @@ class Phase:
         self._reached = number
 
     def show(self, what: str) -> None:
-        """Say beside the bar what is under way."""
+        """Show the current work beside the bar."""
         self._bars.update(self._bar, description=what)
 
     def end(self) -> None:
-        """Say what is done; more calls say nothing more."""
+        """Print what was done; further calls print nothing."""
         if self._tell is not None and self._is_announced:
             part = "" if self._done >= self._left else f" of {self._left:,}"
             self._tell(f"{self._what}: {self._done:,}{part} done in {_duration(time.monotonic() - self._started_s)}")
@@ -90,12 +90,12 @@ def _duration(seconds: float) -> str:
 
 
 class Phases(AbstractContextManager["Phases"]):
-    """Phases of one command, at the same time or one after the other; call it to start one.
+    """Phases of one command, concurrent or consecutive. Call the object to start one.
 
     Args:
-        console: of stderr.
+        console: console of stderr.
         tell: prints a line.
-        is_quiet: whether nothing shall be shown.
+        is_quiet: whether to show no bars.
     """
 
     def __init__(self, console: "Console", tell: Callable[[str], None], *, is_quiet: bool) -> None:
@@ -114,7 +114,7 @@ class Phases(AbstractContextManager["Phases"]):
         return phase
 
     def last(self) -> Phase:
-        """The phase that was started last."""
+        """Return the phase that was started last."""
         return self._phases[-1]
 
     def __enter__(self) -> "Phases":

@@ -1,4 +1,4 @@
-"""Which engine denoises, and with what: the patch engine, plain diffusers as the baseline, or several devices at once.
+"""Options of the engine: the patch engine, plain diffusers as the baseline, or several devices at once.
 
 This module imports no torch, so that options are checked before anything heavy is loaded.
 """
@@ -24,20 +24,21 @@ OffloadName = Literal["none", "text"]
 QuantizeName = Literal["int8", "fp8"]
 StagesName = Literal["auto", "threads", "processes", "inline"]
 RecordTemplates = Literal["first", "never"]
-"""Whether a server records the template of an edit that has found no record, or only reads those made ahead."""
+"""Whether a server records the template of an edit that finds no record, or only reads existing records."""
 _FEW_CORES = 4
-"""Measured with 2 (docs/benchmarks.md), where `inline` serves more, and 1; of many, a stage takes a small share."""
+"""Most cores for which `inline` is the default. Measured with 2 cores (docs/benchmarks.md), where `inline` serves more,
+and 1; a stage takes only a small share of many cores."""
 PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
-"""Names of what `EngineOptions` says beside the engine and the cache."""
+"""Names of the options of the patch engine in `EngineOptions`, without the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How records are read that lie behind a slow link.
+    """Options for reading records over a slow link.
 
     Attributes:
         link_mbps: megabytes (10^6 bytes) per second at which they are read, each step from its file.
-        plan: which parts of passes read them.
+        plan: plan of which parts of passes read them.
     """
 
     link_mbps: float
@@ -46,15 +47,15 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTiers:
-    """What records of templates may take, in megabytes (10^6 bytes).
+    """Limits on the size of template records, in megabytes (10^6 bytes).
 
     Attributes:
-        memory_mb: of whole records in memory; where a GPU reads them, in memory that it copies from by itself.
-        staging_mb: of steps on the device that a pass reads, or the next one will.
-        disk_mb: of the folder.
+        memory_mb: limit on whole records in memory; with a GPU, in pinned memory.
+        staging_mb: limit on steps on the device that the present or the next pass reads.
+        disk_mb: limit on the folder.
 
     Raises:
-        UsageError: one of them is negative, or steps or the folder may take nothing.
+        UsageError: a limit is negative, or `staging_mb` or `disk_mb` is 0.
     """
 
     memory_mb: float = 2_000.0
@@ -71,13 +72,13 @@ class TemplateTiers:
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """How a server's edits come to records of templates.
+    """Options of a server for records of templates.
 
     Attributes:
         record: see `RecordTemplates`.
-        keep: what records hold, see `Keep`.
-        loads: how they are read; None: as fast as they can be, and all that a pass can use of them.
-        tiers: what they may take.
+        keep: which tensors records hold, see `Keep`.
+        loads: options for reading them over a slow link; None to read everything that a pass can use, at full speed.
+        tiers: limits on their size.
     """
 
     record: RecordTemplates = "first"
@@ -88,11 +89,11 @@ class TemplateOptions:
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter.
+    """An adapter to be fused into the weights.
 
     Attributes:
-        path: of its file.
-        scale: what its change of the weights is multiplied by.
+        path: path of its file.
+        scale: factor of its change of the weights.
     """
 
     path: Path
@@ -118,8 +119,8 @@ class NamedAdapter:
     """An adapter that requests may name.
 
     Attributes:
-        name: what they call it.
-        path: of its file.
+        name: its name in requests.
+        path: path of its file.
     """
 
     name: str
@@ -127,7 +128,7 @@ class NamedAdapter:
 
     @classmethod
     def parse(cls, text: str) -> "NamedAdapter":
-        """Read NAME=PATH. Raises UsageError."""
+        """Read NAME=PATH. Raises UsageError: the form or the name is not valid."""
         name, equals, path = text.partition("=")
         if not equals or not path:
             raise UsageError(f"--adapter {text}: give NAME=PATH")
@@ -137,14 +138,14 @@ class NamedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What is changed of a model before it is served.
+    """Changes of a model before it is served.
 
     Attributes:
-        sampler: replaces the model's own; None keeps it.
+        sampler: sampler in place of the model's own; None keeps it.
         lora: adapters that are fused into the weights, each as PATH or PATH:SCALE.
-        adapter: adapters that each request may name, each as NAME=PATH; they leave the weights as they are.
-        quantize: number format of the weights of the denoising model's linear layers, which are computed in the model's
-            own.
+        adapter: adapters that requests may name, each as NAME=PATH; they leave the weights unchanged.
+        quantize: number format for the weights of the denoising model's linear layers, which still compute in the
+            model's dtype; None keeps the weights in it.
 
     Raises:
         UsageError: if a value is not allowed.
@@ -162,7 +163,7 @@ class ModelOptions:
             raise UsageError(
                 f"quantize is {self.quantize!r}, but it must be one of {', '.join(get_args(QuantizeName))}"
             )
-        # Looked at now, before anything is loaded.
+        # Parsed now, before anything is loaded.
         _ = self.loras
         names = [each.name for each in self.adapters]
         if twice := next((name for name in names if names.count(name) > 1), None):
@@ -184,7 +185,7 @@ class ModelOptions:
         return tuple(NamedAdapter.parse(each) for each in self.adapter or ())
 
     def from_anywhere(self) -> "ModelOptions":
-        """The same for a process with another working folder."""
+        """Return the same options with absolute paths, for a process with another working folder."""
         loras = [f"{each.path.absolute()}:{each.scale}" for each in self.loras]
         adapters = [f"{each.name}={each.path.absolute()}" for each in self.adapters]
         return replace(self, lora=loras or None, adapter=adapters or None)
@@ -192,25 +193,25 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a served model denoises; order, patch size, strategy, kernels and cache are for the patch engine only.
+    """Options of the engine; order, patch size, strategy, kernels and patch cache apply only to the patch engine.
 
     Attributes:
-        engine: `patched`, or `plain`: one forward pass of unmodified diffusers per resolution; or `parallel`: several
+        engine: `patched`; `plain`: one forward pass of unmodified diffusers per resolution; or `parallel`: several
             devices share each image, one resolution at a time.
-        order: how tokens are packed (see `serving.layout.packing`); auto is image on a CPU and patch on CUDA.
-        patch_size: side of a patch in latent pixels; None for the largest common divisor of the sizes in a batch.
-        strategy: how convolutions see beyond a patch; auto uses what was measured, and else regroups.
+        order: order of packed tokens (see `serving.layout.packing`); auto is image on a CPU and patch on CUDA.
+        patch_size: side of a patch in latent pixels; None for the greatest common divisor of the sizes in a batch.
+        strategy: how convolutions see beyond a patch; auto uses the faster measured strategy, by default `regroup`.
         kernels: one of `kernels.launch.KERNELS`.
         compile: run transformer blocks through torch.compile.
-        cuda_graphs: record the launches of a pass for each batch composition, and play them back.
-        cache: whether patches reuse what blocks gave at earlier steps, and how.
+        cuda_graphs: record the launches of a pass for each batch composition, and replay them.
+        cache: options of the cache, which reuses results of earlier steps.
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
-        model: what is changed of the model.
-        prompt_cache_mb: most that is kept of the conditioning of earlier prompts; 0 encodes every text anew.
+        model: changes of the model.
+        prompt_cache_mb: size of the cache for the conditioning of earlier prompts; 0 encodes every text.
         offload: `text`: text encoders are on the device only while they encode.
-        stages: where texts are encoded and images decoded: in `threads` beside the denoise loop, in `processes` of
-            their own, or `inline`, between its steps, which is the baseline of InstGenIE's section 4.3; auto is what
-            `stages_on` says.
+        stages: where texts are encoded and images decoded: in `threads` beside the denoise loop, in separate
+            `processes`, or `inline`, between its steps, which is the baseline of InstGenIE's section 4.3; auto chooses
+            by `stages_on`.
 
     Raises:
         UsageError: if a value is not allowed, or an option of one engine is given for another.
@@ -308,24 +309,24 @@ class EngineOptions:
 
     @property
     def patch_options(self) -> dict[str, Any]:
-        """All but the engine and the cache, by name."""
+        """Options of the patch engine without the cache, by name."""
         return {name: getattr(self, name) for name in PATCH_OPTIONS}
 
 
 def stages_on(device_type: str, cores: int) -> StagesName:
-    """What `--stages auto` is: between the steps where a CPU of few cores does everything.
+    """Return the choice of `--stages auto`: `inline` if a CPU of few cores does everything, otherwise `threads`.
 
-    There every operator of a step waits for the one of its threads whose core another stage has. A GPU computes steps
-    while the processor is free for the rest.
+    On such a CPU, every operator of a step waits for its thread on the core that another stage uses. With a GPU, the
+    CPU is free for the other stages.
 
     Args:
-        device_type: of the denoising model, as torch names it.
-        cores: that this process may use.
+        device_type: device type of the denoising model, as torch names it.
+        cores: number of cores that this process may use.
     """
     return "inline" if device_type == "cpu" and cores <= _FEW_CORES else "threads"
 
 
 def _refuse_with(option: str, given: dict[str, bool]) -> None:
-    """Raise UsageError if one of these options is given beside another one, which does not go with it."""
+    """Raise UsageError if one of these options is given together with `option`, which does not support them."""
     if those := [name for name, is_given in given.items() if is_given]:
         raise UsageError(f"{option} does not work with {those[0]} yet: leave one of them out")

@@ -1,5 +1,5 @@
-"""What processes beside psctl's own have of torch and diffusers, imported once by the one that they are forked from on
-a CPU (`core.processes`).
+"""Imports of torch and diffusers for child processes, done once in the process that they are forked from on a CPU
+(`core.processes`).
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from .models.placement import quiet_libraries
 
 _MODULES = (".models.build", ".models.rank", ".models.stage", ".engine.engine", "..training.cascade.discriminator")
 
-# Nor do searches for garbage write to memory that all of them share.
+# This also keeps garbage collections from writing to memory that the processes share.
 with imports_are_no_garbage():
     quiet_libraries()
     for _module in _MODULES:

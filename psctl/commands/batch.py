@@ -37,10 +37,10 @@ def batch_run(
     target: Target,
     out: Output,
 ) -> None:
-    """Draw every line of a file, and write down what has become of it.
+    """Draw every line of a file, and write the result of each.
 
-    Lines are those of OpenAI's batches: {"custom_id": "a", "body": {"prompt": "a cat", "size": "256x256"}}. Whatever
-    ends it, the same command goes on where it has stopped.
+    Lines are those of OpenAI's batches: {"custom_id": "a", "body": {"prompt": "a cat", "size": "256x256"}}. After an
+    interruption, the same command continues where it stopped.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""What commands that draw with both models of a cascade have in common."""
+"""Functions shared by commands that draw with both models of a cascade."""
 
 import time
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Both models, their parts of the workspace, and what loading them took."""
+    """Both models, their parts of the workspace, and the time to load them."""
 
     models: "dict[Leg, ServedModel]"
     places: "dict[Leg, ModelWorkspace]"
@@ -24,7 +24,7 @@ class Loaded:
 
 
 def plans_of(specs: dict[Leg, LegSpec], options: EvalOptions, target: Target) -> dict[Leg, EvalPlan]:
-    """What both models draw: the same prompts, in the sizes of the heavy one, each with its own steps."""
+    """Return the drawing plans of both models: the same prompts in sizes of the heavy one, each with its own steps."""
     defaults = {leg: replace(target, model=spec.model).defaults() for leg, spec in specs.items()}
     heavy = plan_eval(options, defaults["heavy"], target.root.root)
     return {
@@ -38,7 +38,7 @@ def plans_of(specs: dict[Leg, LegSpec], options: EvalOptions, target: Target) ->
 
 
 def load_both(specs: dict[Leg, LegSpec], target: Target, out: Output) -> "Loaded":
-    """Both models; one that is both is loaded once."""
+    """Load both models; if they are one model, load it once."""
     found = Loaded({}, {}, {})
     for leg in LEGS:
         start_s = time.perf_counter()
@@ -52,7 +52,7 @@ def load_both(specs: dict[Leg, LegSpec], target: Target, out: Output) -> "Loaded
 
 
 def facts_of(models: "dict[Leg, ServedModel]", specs: dict[Leg, LegSpec]) -> list[dict[str, Any]]:
-    """What a discriminator is told of both models."""
+    """Return the facts of both models for a discriminator."""
     return [
         {
             "model": models[leg].name,

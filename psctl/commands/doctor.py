@@ -161,7 +161,7 @@ def _models() -> dict[str, dict[str, Any]]:
 
 def _workspace(workspace: Workspace) -> dict[str, Any]:
     root = workspace.root.absolute()
-    # The workspace may not exist yet; then its nearest parent that exists tells.
+    # The workspace may not exist yet; then its nearest existing parent counts.
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
     return {
         "path": str(root),

@@ -1,4 +1,4 @@
-"""`psctl edit`: draw a part of an image anew, the part that a mask shows."""
+"""`psctl edit`: redraw the masked part of an image."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -139,7 +139,7 @@ def _drawer(
     target: Target,
     out: Output,
 ) -> "Drawer":
-    """What draws: the engine of this process, or replicas."""
+    """Return the drawer of images: the engine of this process, or replicas."""
     from ...eval.sets.drawers import EngineDrawer, ReplicaDrawer
     from ...serving.models.placement import resolve_device
     from ...serving.scheduling.systems import System
@@ -164,12 +164,12 @@ def _tables(results: "EvalResults") -> "RenderableType":
 
 
 def cache_line(mode: str, use: "Mapping[str, Any]") -> str:
-    """What a cache saved, for people; `use` as `CacheUse.describe` gives it."""
+    """Return a line about the savings of a cache; `use` is the result of `CacheUse.describe`."""
     return f"cache {mode}: {use['saved_computation']:.1%} of computation saved ({use['num_images']} images)"
 
 
 def metric_table(results: "list[MetricResult]", title: str = "") -> "Table":
-    """What people see of metrics."""
+    """Return the table of metrics for the terminal."""
     from ...profiling.report.table import Table
 
     rows = []
@@ -187,5 +187,5 @@ def metric_table(results: "list[MetricResult]", title: str = "") -> "Table":
 
 
 def interval_text(low: float | None, high: float | None) -> str:
-    """An interval, or that it is not known."""
+    """Return the text of an interval, or a note that it is not known."""
     return "unknown" if low is None or high is None else f"{low:.4g} to {high:.4g}"

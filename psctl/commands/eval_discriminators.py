@@ -1,4 +1,4 @@
-"""`psctl eval discriminators`: how well confidences tell which light images of a cascade to draw again."""
+"""`psctl eval discriminators`: how well confidences select the light images of a cascade to redraw."""
 
 from pathlib import Path
 from typing import Annotated

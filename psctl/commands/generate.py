@@ -147,9 +147,10 @@ def draw(
     save_templates: bool = False,
     facts: dict[str, Any] | None = None,
 ) -> None:
-    """Draw requests in one batch, write their images and print what came of them.
+    """Draw requests in one batch, write their images and print the results.
 
-    Edits read records as `templates` say; with `save_templates` images leave some. `facts` stand in JSON.
+    Edits read records as set by `templates`; with `save_templates`, images leave records. `facts` are added to the
+    JSON.
     """
     from ...profiling.runs.draw import draw_images, draw_with_records
 

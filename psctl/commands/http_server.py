@@ -41,7 +41,7 @@ def serve_http(
     target: Target,
     out: Output,
 ) -> None:
-    """Serve until a signal comes. What can be wrong is looked at before the model is loaded.
+    """Serve until a signal arrives. Options are checked before the model is loaded.
 
     Raises:
         MissingExtraError: a package of the extra `http` or `ray` is missing.
@@ -80,7 +80,7 @@ def serve_cascade_http(
     target: Target,
     out: Output,
 ) -> None:
-    """The same with a light and a heavy model. Raises as `serve_http`."""
+    """Serve with a light and a heavy model until a signal arrives. Raises what `serve_http` raises."""
     served = found_to_serve(cascade, options, target)
     deployment = served.images.deployment(options, system, num_workers, slo_scale, seed)
     profiled = served.images.profile.legs
@@ -120,7 +120,7 @@ def _serve(
     target: Target,
     out: Output,
 ) -> "ServerParts":
-    """Make a server's parts once its port is there, and serve. Raises as `serve_http`."""
+    """Build the server's parts once its port is open, and serve. Raises what `serve_http` raises."""
     from ...profiling.http.server import HttpSettings
 
     try:
@@ -162,7 +162,7 @@ def recipe_of(
     needs_standalone: bool = True,
     templates: "TemplateOptions | None" = None,
 ) -> "EngineRecipe":
-    """What the engine is made of. Raises UsageError: there is no such model or device."""
+    """Return the settings from which engines are built. Raises UsageError: there is no such model or device."""
     from ...profiling.http.engine import EngineRecipe
     from ...serving.models.placement import resolve_device
 
@@ -196,7 +196,7 @@ def make_parts(
     *,
     book: "LoadBook | None" = None,
 ) -> "ServerParts":
-    """The server's parts: an engine in this process, or replicas. Raises as `make_server`."""
+    """Return the server's parts: an engine in this process, or replicas. Raises what `make_server` raises."""
     from ...profiling.http.server import make_server
     from ...serving.models.placement import resolve_device
 

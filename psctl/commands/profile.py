@@ -49,9 +49,9 @@ def profile_latency(
 ) -> None:
     """Measure the step latency of many combinations of resolutions, for the latency predictor.
 
-    Every resolution alone and in the largest batch is among them. Three rounds visit all combinations by turns, so that
-    drift of the machine meets all alike; the other visits go to those whose visits disagree most. Table and plot go to
-    the workspace. Ctrl-C ends the run early; the same command goes on from there.
+    Every resolution alone and in the largest batch is among them. Three rounds visit all combinations in turn, so that
+    drift of the machine affects all equally; the other visits go to those whose visits disagree most. Table and plot go
+    to the workspace. Ctrl-C ends the run early; the same command continues from there.
 
     Examples:
 
@@ -102,7 +102,7 @@ def profile_latency(
 
 
 def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
-    """What `--json` prints: what was measured on, the settings, and a row for every combination."""
+    """Return the content of `--json`: facts of the machine, the settings, and a row for every combination."""
     from ...data.tables.latency import noise_floor
 
     table = outcome.table
@@ -222,9 +222,9 @@ def profile_edits(
 ) -> None:
     """Measure edits that read a template's record, for psctl simulate --edits and its routers.
 
-    Batches of random sizes, with masks over random shares of the image, take steps by turns with the same edits
-    computed whole; records are read from the workspace's disk. Lines through both are fitted to four fifths, and the
-    error on the others is told. The profile goes to the workspace. One that is interrupted leaves nothing.
+    Batches of random sizes, with masks over random shares of the image, take steps in turn with the same edits computed
+    as a whole; records are read from the workspace's disk. Lines through both are fitted to four fifths, and the error
+    on the others is reported. The profile goes to the workspace. An interrupted run leaves nothing.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl profile cascade`: how long both models of a cascade take, and what they draw."""
+"""`psctl profile cascade`: times and images of both models of a cascade."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +182,7 @@ def profile_cascade(
 
 
 def _discriminator(file: Path | None, place: "ModelWorkspace", cascade: str) -> "Discriminator":
-    """The one that was named, or the workspace's. Raises UsageError: there is none."""
+    """Load the discriminator that was given, or that of the workspace. Raises UsageError: there is none."""
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE, load_discriminator
 
     found = file or place.find_predictor(DISCRIMINATOR_FILE)
@@ -202,7 +202,7 @@ def _still_holds(
     batch_sizes: tuple[int, ...],
     sizes: list[str],
 ) -> "dict[Side, LegProfile]":
-    """What was measured before of these models, here; of the light one with this discriminator."""
+    """Return earlier measurements of these models that still hold; for the light one, with this discriminator."""
     from ...profiling.cascade.batches import worker_facts
 
     def holds(leg: Leg, each: "LegProfile") -> bool:
@@ -222,7 +222,7 @@ def _still_holds(
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:
-    """Raises UsageError unless they are whole numbers from 1 on, ascending."""
+    """Parse batch sizes. Raises UsageError unless they are ascending whole numbers from 1 on."""
     numbers = numbers_of("--batch-sizes", text)
     found = tuple(int(number) for number in numbers)
     if (
@@ -275,6 +275,6 @@ def _profile_table(result: dict[str, Any]) -> "RenderableType":
 
 
 def _quantiles(confidences: list[float]) -> list[tuple[float, float]]:
-    """Of those that are numbers."""
+    """Return quantiles of the values that are not NaN."""
     known = sorted(each for each in confidences if each == each)
     return [(share, known[min(len(known) - 1, int(share * len(known)))]) for share in (0.1, 0.25, 0.5, 0.75, 0.9)]

@@ -90,7 +90,7 @@ def profile_parallel(
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Numbers of devices, of which one alone needs no figures of its own."""
+    """Return the numbers of devices, without 1, which needs no figures of its own."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is reproduced of a paper, and where it goes."""
+    """Figures and tables to reproduce from a paper, and the output folder."""
 
     figures: Annotated[list[int] | None, flag("--figure", "Number of a figure; may be repeated.", metavar="N")] = None
     tables: Annotated[list[int] | None, flag("--table", "Number of a table; may be repeated.", metavar="N")] = None

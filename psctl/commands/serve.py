@@ -1,4 +1,4 @@
-"""`psctl serve`: replay a trace of requests on the wall clock, or serve whoever asks over HTTP, for ever."""
+"""`psctl serve`: replay a trace of requests on the wall clock, or run the engine as a long-lived HTTP service."""
 
 from functools import cache
 from pathlib import Path
@@ -66,7 +66,7 @@ def serve(
     target: Target,
     out: Output,
 ) -> None:
-    """Serve a trace of requests and report latency, queueing and SLO attainment; or with --http whoever asks.
+    """Serve a trace of requests and report latency, queueing and SLO attainment; or with --http serve clients.
 
     Requests arrive on the wall clock. The run's records, steps, summary and HTML report go to the workspace. Ctrl-C
     ends the run early and keeps what is finished.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ToServe:
-    """What workers of a cascade are started from."""
+    """Settings from which the workers of a cascade are started."""
 
     images: CascadeImages
     files: "CascadeFiles"
@@ -28,7 +28,7 @@ class ToServe:
 
 
 def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
-    """All of it, looked up before anything is loaded. Raises UsageError: something is missing or of other models."""
+    """Look up these settings before anything is loaded. Raises UsageError: a part is missing or of other models."""
     from ...profiling.runs.serve_cascade import CascadeFiles
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE
 
@@ -54,7 +54,7 @@ def serve_cascade(
     target: Target,
     out: Output,
 ) -> None:
-    """Serve, write the run, and print its figures. Arguments as of `serve`."""
+    """Serve, write the run, and print its figures. The arguments are those of `serve`."""
     from ...data.traces.traces import TRACE_KINDS
     from ...profiling.runs.cascade_folder import cascade_summary, write_cascade_run
     from ...profiling.runs.serve_cascade import serve_cascade as run_serve

@@ -41,7 +41,7 @@ _SHARED = {
 
 
 def check_cascade_flags(context: typer.Context, cascade: str | None, system: str) -> None:
-    """Raise UsageError where options of a cascade meet those of a single model."""
+    """Raise UsageError if options of a cascade are combined with those of a single model."""
     given = set(given_flags(context))
     if cascade is None:
         if wrong := sorted(given & _OWN):
@@ -54,14 +54,14 @@ def check_cascade_flags(context: typer.Context, cascade: str | None, system: str
 
 @dataclass(frozen=True, slots=True)
 class CascadeImages:
-    """What `psctl profile cascade` has left of a cascade.
+    """Results of `psctl profile cascade`.
 
     Attributes:
-        cascade: as the user writes it.
-        found: its part of the workspace, unless files were named.
+        cascade: the cascade as the user writes it.
+        found: its part of the workspace; None if files were named.
         profile_file, profile: times of both models.
         bank_folder, bank: prompts with confidences.
-        defaults: of requests.
+        defaults: default settings of requests.
     """
 
     cascade: str
@@ -74,18 +74,18 @@ class CascadeImages:
 
     @property
     def has_reused(self) -> bool:
-        """Whether times and images are known of heavy images that start from light ones."""
+        """Whether there are times and images of heavy images that start from light ones."""
         reused = self.profile.reused
         return reused is not None and self.bank.about.get("reused", {}).get("strength") == reused.strength
 
     def place(self, target: Target) -> "ModelWorkspace":
-        """Where runs go."""
+        """Part of the workspace for runs."""
         return self.found or target.root.for_model(self.cascade, "simulated")
 
     def deployment(
         self, options: CascadeOptions, system: str, gpus: int, slo_scale: float, seed: int
     ) -> "CascadeDeployment":
-        """A deployment. Raises UsageError: there is no such system, or a number is out of its range."""
+        """Return a deployment. Raises UsageError: there is no such system, or a number is out of range."""
         from ...profiling.runs.cascade import CascadeDeployment
         from ...serving.cascade.systems import CascadeKnobs, get_cascade_system
 
@@ -113,7 +113,7 @@ class CascadeImages:
     def quality_served(
         self, requests: "Sequence[Request]", places: Sequence[int], result: "CascadeResult"
     ) -> dict[str, Any]:
-        """How good the images of a run are, in all and over time; `places` are those of the requests in the bank.
+        """Return the quality of a run's images, in total and over time; `places` are indices of requests in the bank.
 
         Raises UsageError: the bank is damaged.
         """
@@ -127,7 +127,7 @@ class CascadeImages:
         return {**served_quality(features, places, served), "over_time": over_time}
 
     def quality(self, sizes: Sequence[str] | None, reuses_light: bool) -> tuple[tuple[float, float], ...]:
-        """FID of the bank's images at thresholds of confidence. Raises UsageError: the bank is damaged."""
+        """Return the FID of the bank's images at thresholds of confidence. Raises UsageError: the bank is damaged."""
         from ...eval.cascade.bank import load_features
         from ...eval.cascade.quality import quality_curve
         from ...serving.cascade.deferral import score
@@ -148,16 +148,15 @@ def found_images(
     wants_reused: bool = False,
     on_published: Callable[[str], None] | None = None,
 ) -> CascadeImages:
-    """The profile and the bank that were named, or the workspace's newest, or those in the box.
+    """Return the profile and the bank that were named, or the newest in the workspace, or the bundled ones.
 
     Args:
         cascade: both models.
-        options: what was named.
+        options: options with the named files.
         target: the workspace.
-        wants_reused: take the newest bank with heavy images which start from light ones as they were profiled, if there
-            is one.
-        on_published: told in one line what was measured on what, where the workspace has no profile and the box has
-            one. None: what is in the box will not do.
+        wants_reused: prefer the newest bank with heavy images that start from light ones as profiled, if there is one.
+        on_published: called with a line about the measurement if the workspace has no profile and a bundled one is
+            used. None to refuse bundled ones.
 
     Raises:
         UsageError: there are none, they are damaged, or do not belong together.
@@ -222,7 +221,7 @@ def simulate_cascade(
     target: Target,
     out: Output,
 ) -> None:
-    """Simulate, write the run, and print its figures. Arguments as of `simulate`."""
+    """Simulate, write the run, and print its figures. The arguments are those of `simulate`."""
     from ...profiling.runs.cascade_folder import cascade_summary, write_cascade_run
     from ...profiling.runs.trace_settings import draw_requests
     from ...serving.cascade.systems import get_cascade_system
@@ -260,7 +259,7 @@ def simulate_cascade(
 
 
 def cascade_table(summary: dict[str, Any]) -> "RenderableType":
-    """Figures of a cascade's run, for the terminal."""
+    """Return the figures of a cascade's run for the terminal."""
     from rich.console import Group
 
     from ...profiling.report.table import Table, to_rich

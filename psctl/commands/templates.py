@@ -33,7 +33,7 @@ def templates_add(
     """Record an image ahead of its edits, which psctl edit --reuse would do at the first.
 
     A record is for one number of steps, and for guided edits or for others; masks, prompts and seeds may differ. Edits
-    read it if they are told the same --keep.
+    read it if they have the same --keep.
 
     Examples:
 
@@ -130,7 +130,7 @@ def templates_check(*, ids: _Ids = None, target: Target, out: Output) -> None:
 def templates_remove(*, ids: _Ids = None, target: Target, out: Output) -> None:
     """Delete records.
 
-    Images that are edited again with --reuse are recorded anew.
+    Images that are edited again with --reuse are recorded again.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl train-predictor discriminator`: what tells good light images of a cascade from bad ones."""
+"""`psctl train-predictor discriminator`: train the network that scores light images of a cascade."""
 
 from dataclasses import asdict
 from pathlib import Path

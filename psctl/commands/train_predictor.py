@@ -108,7 +108,7 @@ def train_predictor_latency(
 
 
 def _device_name(device: str) -> str:
-    """The device as loaded models name it, which names its part of the workspace."""
+    """Return the device's name in the form of loaded models, which names its part of the workspace."""
     from ...serving.models.placement import resolve_device
 
     return str(resolve_device(device))

@@ -39,7 +39,7 @@ def train_predictor_schedule(
 
     What the model says at the other steps is forecast from the last two that were computed. Needs no profile: requests
     are drawn on plain diffusers, and the best list for each number of computed steps follows from their outputs. How
-    many are needed the images of other requests tell, and SSIM is reported of requests that neither has seen.
+    many are needed is measured on images of other requests, and SSIM is reported for requests that neither has used.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Which two models serve together, and how their workers are allocated."""
+"""Options of a cascade: its two models, and the allocation of their workers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ def _set_system(context: typer.Context, cascade: str | None) -> str | None:
     return cascade
 
 
-# Before the system, whose default it sets.
+# Comes before the system, whose default it sets.
 ServedCascade = Annotated[
     str | None,
     flag(
@@ -37,7 +37,7 @@ ServedCascade = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CascadeOptions:
-    """How a cascade serves; all but the first two are of its systems."""
+    """Options of a cascade; all but the first two configure its systems."""
 
     cascade_profile: Annotated[
         Path | None,
@@ -123,12 +123,12 @@ CASCADE = Flags.of(CascadeOptions)
 
 
 def place_of(root: Workspace, specs: dict[Leg, LegSpec], device: str) -> ModelWorkspace:
-    """The part of the workspace that a cascade has on a device."""
+    """Return the part of the workspace of a cascade on a device."""
     return root.for_model(cascade_name(specs), device)
 
 
 def found_place(root: Workspace, specs: dict[Leg, LegSpec]) -> ModelWorkspace | None:
-    """The part of the workspace with the newest profile of a cascade, of any device; None where there is none."""
+    """Return the part of the workspace with the newest profile of a cascade, on any device; None if there is none."""
     folder = place_of(root, specs, "any").root.parent
     found = sorted(folder.glob(f"*/tables/{PROFILE_FILE}"), key=lambda path: path.stat().st_mtime_ns)
     return ModelWorkspace(found[-1].parents[1]) if found else None

@@ -13,7 +13,7 @@ from ..flags import flag
 
 
 def _json_file(path: Path | None) -> Path | None:
-    """Refuse to replace anything but JSON: most likely an input was named by mistake."""
+    """Refuse to replace anything but JSON, because the file is most likely an input given by mistake."""
     if path is not None and path.is_file() and path.stat().st_size:
         with path.open("rb") as file:
             start = file.read(64).lstrip()
@@ -59,13 +59,13 @@ Gpus = Annotated[int, flag("--gpus", "GPUs that serve in data parallel, all alik
 
 
 def require_seeds(seed: int, count: int, what: str) -> None:
-    """Raise UsageError unless there are so many seeds from this one on."""
+    """Raise UsageError unless there are `count` seeds from this one on."""
     if seed + count - 1 > MAX_SEED:
         raise UsageError(f"seed is {seed}, but with {count} {what} it may be at most {MAX_SEED - count + 1}")
 
 
 def numbers_of(option: str, text: str) -> list[float]:
-    """Numbers with commas between. Raises UsageError, which names the option, if they are not."""
+    """Parse numbers separated by commas. Raises UsageError, which names the option, for other text."""
     try:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError as error:

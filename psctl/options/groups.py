@@ -311,7 +311,7 @@ PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]
 
 @dataclass(frozen=True, slots=True)
 class JudgeFlags:
-    """Which networks judge."""
+    """Options for the networks that judge images."""
 
     clip_model: Annotated[
         str,
@@ -325,7 +325,7 @@ class JudgeFlags:
     lpips_weights: Annotated[Path | None, flag("--lpips-weights", "LPIPS weights; looked for.", is_shared=True)] = None
 
     def to_judges(self, device: "torch.device") -> "Judges":
-        """The networks, which are loaded when they are first asked."""
+        """Return the networks, which are loaded at their first use."""
         from ...eval.metrics.judges import Judges
 
         return Judges(self.clip_model, self.fid_weights, self.lpips_weights, device)

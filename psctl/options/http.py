@@ -18,7 +18,7 @@ _HTTP = "With --http: "
 
 @dataclass(frozen=True, slots=True)
 class HttpFlags:
-    """Where a server listens, who may ask, and how much it takes on."""
+    """Address, access and limits of a server."""
 
     host: Annotated[str, flag("--host", f"{_HTTP}where it listens. Elsewhere than on loopback it wants a key.")] = (
         "127.0.0.1"
@@ -55,7 +55,7 @@ class HttpFlags:
     log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}write prompts into the log, too.")] = False
 
     def limits(self, largest_pixels: int) -> "Limits":
-        """What is refused; the largest served size has so many pixels."""
+        """Return the limits of the server; `largest_pixels` is the number of pixels of the largest served size."""
         from ...serving.server.limits import Limits
 
         return Limits(
@@ -68,7 +68,7 @@ class HttpFlags:
         )
 
     def address(self) -> "Address":
-        """Where to listen. Raises UsageError: the keys cannot be read, or there is none where there must be."""
+        """Return the address to listen on. Raises UsageError: the keys cannot be read, or a required key is missing."""
         from ...serving.server.run import Address
 
         keys = [key for key in (os.environ.get(KEY_VARIABLE, "").strip(),) if key]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFlags:
-    """How many engines draw, each in a process of its own that Ray places; without any, this process draws."""
+    """Number of engines, each in its own process placed by Ray; without this option, this process draws."""
 
     num_replicas: Annotated[
         int | None,
@@ -47,7 +47,7 @@ class ReplicaFlags:
 
     @property
     def is_any(self) -> bool:
-        """Whether there are to be replicas."""
+        """Whether replicas are requested."""
         return self.num_replicas is not None or self.max_replicas is not None
 
     @property
@@ -56,7 +56,7 @@ class ReplicaFlags:
         return self.num_replicas or self.max_replicas or 1
 
     def plan(self, *, takes_gpu: bool, max_ongoing: int, drain_s: float) -> "ReplicaPlan | None":
-        """The replicas, if there are to be any. Raises UsageError: the options contradict each other."""
+        """Return the plan of replicas, if requested. Raises UsageError: the options contradict each other."""
         from ...serving.cluster.deployment import ReplicaPlan
 
         least, most = self.min_replicas, self.max_replicas
@@ -81,7 +81,7 @@ class ReplicaFlags:
 
 @dataclass(frozen=True, slots=True)
 class RouterFlags:
-    """What sends a server's requests to its replicas."""
+    """Options for the router, which sends a server's requests to its replicas."""
 
     router: Annotated[
         str,

@@ -23,13 +23,13 @@ def _set_engine(context: typer.Context, name: str) -> str:
         return name
     engine = get_system(name, is_simulated=True, has_ranks=True).engine
     has_ranks = any(param.name == "parallel" for param in context.command.params)
-    # Where both are given, --parallel says which engine it is.
+    # If both are given, --parallel decides the engine.
     if context.params.get("parallel", "1") == "1" and (has_ranks or engine != "parallel"):
         preset(context, {"engine": engine})
     return name
 
 
-# Before the options that it sets: a command takes its parameters in this order.
+# Must come before the options that it sets: a command processes its parameters in this order.
 PolicyName = Annotated[
     str | None,
     flag(
@@ -50,7 +50,7 @@ SystemName = Annotated[
 
 
 def chosen_system(name: str, policy: str | None, engine: "EngineOptions", *, is_simulated: bool = False) -> System:
-    """The system with the engine and the policy that were chosen singly.
+    """Return the system with the engine and the policy from their own options.
 
     Raises:
         UsageError: there is no such system, or no such policy.
@@ -69,15 +69,15 @@ def with_cache_of(
     *,
     reuses_templates: bool = False,
 ) -> "EngineOptions":
-    """The engine's options with the cache of the systems, unless the user chose one or the engine cannot have it.
+    """Return the engine's options with the cache of the systems, unless the user chose one or the engine has none.
 
-    That cache asks the predictor of the workspace, or else the one that the model has; where there is none, a note says
-    so, and nothing is cached.
+    The cache uses the predictor of the workspace or, without one, that of the model; without either, a note says so,
+    and nothing is cached.
     """
     modes = {system.cache for system in systems} - {"off"}
     if "--cache" in given or engine.cache.is_on or not modes:
         return engine
-    # Of several, a comparison calibrates the simulator by the one that decides step by step.
+    # With several modes, a comparison calibrates the simulator with the one that decides step by step.
     options = replace(engine.cache, mode="patch" if "patch" in modes else modes.pop())
     if options.is_of_patches and engine.engine != "patched":
         return engine

@@ -1,4 +1,4 @@
-"""What a command works on: a model, where it runs, and the workspace."""
+"""Target of a command: a model, its device and number format, and the workspace."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model, where and in which number format it runs, and the folder for what commands hand on."""
+    """The model, its device and number format, and the folder through which commands share results."""
 
     model: Annotated[
         str,
@@ -70,7 +70,7 @@ class Target:
             return
         if "/" not in self.model or Path(self.model.split("@")[0]).expanduser().exists():
             raise UsageError(f"--revision {self.revision} is of hub ids (org/name), and --model is {self.model}")
-        # From here on it is a part of the name, so that tables of two revisions have folders of their own.
+        # From here on it is a part of the name, so that tables of two revisions have separate folders.
         object.__setattr__(self, "model", f"{self.model}@{self.revision}")
         object.__setattr__(self, "revision", None)
 
@@ -79,13 +79,13 @@ class Target:
         return Workspace(self.workspace)
 
     def defaults(self) -> "ModelDefaults":
-        """The model's own settings, read without loading it. Raises UsageError: there is no such model."""
+        """Return the model's own settings, without loading it. Raises UsageError: there is no such model."""
         from ...serving.models.loading import model_defaults
 
         return model_defaults(self.model)
 
     def with_cache_file(self, options: "CacheOptions") -> "CacheOptions":
-        """The cache's options with the file of workspace or model. Raises UsageError: no such device or model."""
+        """Return the cache options with the file of workspace or model. Raises UsageError: no such device or model."""
         from ...serving.models.loading import resolve_model
         from ...serving.models.placement import resolve_device
 
@@ -93,7 +93,7 @@ class Target:
         return options.with_file_of(place.root / "predictors", resolve_model(self.model))
 
     def schedule(self) -> "CacheSchedule":
-        """The cache's schedule of workspace or model. Raises UsageError: there is none."""
+        """Return the cache's schedule of workspace or model. Raises UsageError: there is none."""
         from ...serving.cache.options import CacheOptions
         from ...training.cache.schedule import CacheSchedule
 
@@ -102,7 +102,7 @@ class Target:
         return CacheSchedule.load(file)
 
     def load(self, out: "Output", options: "EngineOptions | None" = None) -> "tuple[ServedModel, ModelWorkspace]":
-        """Load the model; return it with its part of the workspace. Raises as `load_model`."""
+        """Load the model; return it with its part of the workspace. Raises what `load_model` raises."""
         with out.status(f"Loading {self.model} ..."):
             from ...serving.models.loading import load_model
 

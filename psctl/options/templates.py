@@ -1,4 +1,4 @@
-"""Records of images that edits read."""
+"""Options for records of images that edits read."""
 
 import math
 from collections.abc import Container, Iterable
@@ -70,7 +70,7 @@ TIERS = Flags(
 
 @dataclass(frozen=True, slots=True)
 class TemplateFlags:
-    """Whether a server's edits read records."""
+    """Options for records that a server's edits read."""
 
     reuse_templates: Annotated[
         bool,
@@ -90,15 +90,15 @@ class TemplateFlags:
     tiers: Annotated[TemplateTiers, TIERS] = field(default_factory=TemplateTiers)
 
     def chosen(self, engine: EngineOptions, model: str, given: Container[str]) -> TemplateOptions | None:
-        """How edits come to records of templates; None: they read none.
+        """Return the options for records of templates; None if edits read no records.
 
         Args:
-            engine: as the user has it.
-            model: as the user names it.
+            engine: the user's engine options.
+            model: the user's name for the model.
             given: the options on the command line.
 
         Raises:
-            UsageError: the engine or the model cannot, or nothing is reused.
+            UsageError: the engine or the model does not support records, or nothing is reused.
         """
         if not self.reuse_templates:
             of_records = ("--record", "--keep", "--edit-link-mbps", "--plan", *sorted(TIERS.names()))
@@ -112,15 +112,16 @@ class TemplateFlags:
 
 
 def require_keep(model: str, keep: Keep) -> None:
-    """Raise UsageError unless records of a model's templates can hold this; the model is not loaded."""
+    """Raise UsageError unless records of a model's templates support this `keep`; the model is not loaded."""
     from ...serving.models.loading import check_keep_of
 
     check_keep_of(model, keep)
 
 
 def loads_of(link_mbps: float | None, plan: LoadPlan, engine: EngineOptions) -> LoadOptions | None:
-    """How records are read. Raises UsageError: no record can be at this speed, there is nothing to plan, or parts of
-    passes cannot be timed.
+    """Return the options for reading records.
+
+    Raises UsageError: the speed is not allowed, there is nothing to plan, or parts of passes cannot be timed.
     """
     if link_mbps is None:
         if plan != "optimal":
@@ -136,7 +137,7 @@ def loads_of(link_mbps: float | None, plan: LoadPlan, engine: EngineOptions) -> 
 
 
 def require_cells(model: str, sizes: Iterable[Resolution], *, several: bool = False) -> None:
-    """Raise UsageError unless images of these sizes are made of whole cells, and `several`; the model is not loaded."""
+    """Raise UsageError unless images of these sizes consist of whole cells, or of `several`; loads no model."""
     from ...serving.models.loading import model_geometry
 
     geometry = model_geometry(model)
@@ -145,7 +146,7 @@ def require_cells(model: str, sizes: Iterable[Resolution], *, several: bool = Fa
 
 
 def require_masked(options: EngineOptions, wanted: str = "--reuse") -> None:
-    """Raise UsageError unless an engine can compute a part of an image and read the rest, as an option wants it."""
+    """Raise UsageError unless an engine can compute a part of an image and read the rest, as an option requires."""
     given = {
         f"--engine {options.engine}": options.engine != "patched",
         f"--cache {options.cache.mode}": options.cache.is_of_patches,

@@ -1,1 +1,1 @@
-"""A light and a heavy model that serve together: DiffServe. No torch but in `worker` and `cluster`."""
+"""Model cascades, in which a light and a heavy model serve together: DiffServe. Only `worker` imports torch."""

@@ -1,4 +1,4 @@
-"""Clipper's batch sizes: larger by one size after every batch that was in time, half as large after one that was not.
+"""Clipper's batch sizes: one size larger after every batch that was in time, half as large after one that was not.
 
 Source: Crankshaw et al., NSDI 2017 (additive increase, multiplicative decrease). No torch.
 """
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 
 class Aimd:
-    """The largest batch that a model takes next.
+    """Limit on the batch size of one model, adapted by additive increase and multiplicative decrease.
 
     Args:
-        batch_sizes: ascending.
+        batch_sizes: batch sizes to choose from, ascending.
     """
 
     def __init__(self, batch_sizes: Sequence[int]) -> None:
@@ -21,16 +21,17 @@ class Aimd:
 
     @property
     def batch_size(self) -> int:
-        """Of now."""
+        """The current limit."""
         return self._batch_sizes[self._index]
 
     def note(self, now_s: float, joined_s: float, *, was_in_time: bool) -> None:
-        """A request has ended; as many in time as a batch holds are a batch in time.
+        """Record the end of a request; as many requests in time as a batch holds count as one batch in time.
 
         Args:
-            now_s: the time.
-            joined_s: when its batch began: one that began before the last decrease, and is late, too, changes nothing.
-            was_in_time: whether it was.
+            now_s: the current time.
+            joined_s: start time of its batch. A late request changes nothing if its batch began before the last
+                decrease.
+            was_in_time: whether the request met its deadline.
         """
         if was_in_time:
             self._num_in_time += 1

@@ -1,4 +1,4 @@
-"""Who decides what each worker serves: DiffServe, its ablations, and the systems that it is compared with. No torch.
+"""Allocators of workers to models: DiffServe, its ablations and its baselines. No torch.
 
 Source: DiffServe section 4.1 (table 1) and section 4.5.
 """
@@ -18,11 +18,11 @@ QueueModel = Literal["little", "factor"]
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What there is to allocate.
+    """Workers, models and SLOs that an allocator plans for.
 
     Attributes:
         num_workers: S.
-        light, heavy: what a worker takes with each model.
+        light, heavy: e(b) and T(b) of a worker with each model.
         slos_s: L of each resolution.
         overprovision: lambda.
     """
@@ -34,7 +34,7 @@ class Cluster:
     overprovision: float = OVERPROVISION
 
     def problem(self, seen: "Seen", **more: float) -> Problem:
-        """What is to be solved now."""
+        """Return the allocation problem for the current observations."""
         return Problem(
             seen.num_workers or self.num_workers,
             seen.demand,
@@ -50,15 +50,15 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the controller knows when it plans.
+    """Observations of the controller at the time of a plan.
 
     Attributes:
         demand: D, requests a second.
         curve: f(t).
-        light_queue, heavy_queue: how many wait, on average.
-        light_arrivals, heavy_arrivals: how many come to each model, a second.
-        plan: of now; None at the start.
-        num_workers: that there are, where some have died; None for all.
+        light_queue, heavy_queue: average number of waiting requests.
+        light_arrivals, heavy_arrivals: requests a second that are sent to each model.
+        plan: the current plan; None at the start.
+        num_workers: number of live workers after some have died; None for all.
     """
 
     demand: float
@@ -75,7 +75,7 @@ class Allocator(Protocol):
     """Makes the plan of the next period."""
 
     def __call__(self, seen: Seen) -> Plan:
-        """The plan for what is seen now."""
+        """Return the plan for the current observations."""
         ...
 
 
@@ -84,12 +84,12 @@ class DiffServe:
     """The paper's allocation (section 3.3).
 
     Attributes:
-        cluster: what there is.
+        cluster: workers, models and SLOs.
         solve: `Milp()` or `enumerate_plan`.
-        queue_factor: None for waiting by Little's law; else it is taken to be so many times the duration of a batch
-            (ablation `no-queue`; Proteus takes 2, and 1 is one batch of waiting).
-        threshold: None to choose it; else it stays (ablation `static-threshold`).
-        worth: of a threshold; None where a larger one is always better, as in the paper.
+        queue_factor: waiting time as a multiple of the batch duration (ablation `no-queue`; Proteus uses 2, and 1
+            means waiting for one batch); None to estimate it by Little's law.
+        threshold: constant threshold (ablation `static-threshold`); None to choose one in every plan.
+        worth: value of a threshold; None if a larger one is always better, as in the paper.
     """
 
     cluster: Cluster
@@ -99,7 +99,7 @@ class DiffServe:
     worth: Callable[[float], float] | None = None
 
     def __call__(self, seen: Seen) -> Plan:
-        """See `Allocator`."""
+        """Return the solver's plan under these settings."""
         if self.worth is not None:
             seen = replace(seen, curve=seen.curve.improving(self.worth))
         if self.threshold is not None:
@@ -124,25 +124,26 @@ class DiffServe:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """One plan for the whole trace: `diffserve-static`, and both `clipper` systems."""
+    """Allocator with one plan for the whole trace: `diffserve-static`, and both `clipper` systems."""
 
     plan: Plan
 
     def __call__(self, seen: Seen) -> Plan:
-        """See `Allocator`."""
+        """Return the fixed plan."""
         return self.plan
 
 
 @dataclass(frozen=True, slots=True)
 class Proteus:
-    """Each query goes to one of the models at random, as many to the heavy one as there is room for (Ahmad et al.,
-    ASPLOS 2024): the largest p with x_1 T_1 >= lambda D (1 - p), x_2 T_2 >= lambda D p and e_i + q_i <= L.
+    """Random routing with the largest share p of heavy requests that capacity allows (Ahmad et al., ASPLOS 2024).
+
+    p is the largest number with x_1 T_1 >= lambda D (1 - p), x_2 T_2 >= lambda D p and e_i + q_i <= L.
     """
 
     cluster: Cluster
 
     def __call__(self, seen: Seen) -> Plan:
-        """See `Allocator`; the share of `Plan` is p, and its threshold None."""
+        """Return the plan whose `share` is p and whose `threshold` is None."""
         cluster, waits = self.cluster, _waits(self.cluster, seen)
         problem = cluster.problem(seen)
         now = None if seen.plan is None else seen.plan.num_light
@@ -179,30 +180,30 @@ class Proteus:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Every worker draws light and heavy images in the same batches, which works where both are of one model.
+    """Every worker draws light and heavy images in the same batches, which requires that both are of one model.
 
-    There is nothing to partition and no worker to switch: what light images leave of all workers is there for heavy
-    ones. With batches of b, an image takes a worker 1 / T_i(b) seconds of its own, so that
+    There is nothing to partition and no worker to switch: heavy images use the capacity that light images leave on all
+    workers. In batches of b, an image occupies a worker for 1 / T_i(b) seconds, so that
 
         lambda D (1 / T_1(b) + f(t) / T_2(b)) <= S    and    e_1(b) + e_2(b) + 2 q <= L
 
-    with q the time that a request waits for a place. The plan has the largest t; of equally good b, the one with the
-    most room, then the shortest batches.
+    where q is the time that a request waits for a place in a batch. The plan has the largest t; ties between batch
+    sizes go to the most spare capacity, then to the shortest batches.
 
     Attributes:
-        cluster: what there is; both models profiled for the same batch sizes.
-        worth: as of `DiffServe`.
+        cluster: workers, models and SLOs; both models are profiled for the same batch sizes.
+        worth: value of a threshold, as in `DiffServe`.
     """
 
     cluster: Cluster
     worth: Callable[[float], float] | None = None
 
     def __call__(self, seen: Seen) -> Plan:
-        """See `Allocator`."""
+        """Return a plan in which all workers are shared."""
         if self.worth is not None:
             seen = replace(seen, curve=seen.curve.improving(self.worth))
         light, heavy = self.cluster.light, self.cluster.heavy
-        # All wait in the same queues, whichever image they wait for.
+        # Requests for light and for heavy images wait in the same queues.
         arrivals = seen.light_arrivals + seen.heavy_arrivals
         capacity = self.cluster.num_workers * light.throughput[0]
         wait_s = waiting_s(seen.light_queue + seen.heavy_queue, arrivals, capacity)
@@ -230,19 +231,19 @@ class Shared:
 
 
 def clipper(cluster: Cluster, leg: Literal["light", "heavy"]) -> Fixed:
-    """All workers serve one model; batch sizes follow `Aimd`."""
+    """Return the plan in which all workers serve one model; its batch sizes follow `Aimd`."""
     if leg == "light":
         return Fixed(Plan(cluster.num_workers, 0, cluster.light.batch_sizes[-1], 0, None, 0.0))
     return Fixed(Plan(0, cluster.num_workers, 0, cluster.heavy.batch_sizes[-1], None, 1.0))
 
 
 def static(cluster: Cluster, curve: DeferralCurve, peak: float, solve: Solver = enumerate_plan) -> Fixed:
-    """DiffServe's plan for the peak of the trace, which stays."""
+    """Return DiffServe's plan for the peak of the trace, kept for the whole trace."""
     return Fixed(solve(cluster.problem(Seen(peak, curve))))
 
 
 def _waits(cluster: Cluster, seen: Seen) -> tuple[float, float]:
-    """q of both models, by Little's law; what nobody joins any more drains as fast as its workers can."""
+    """Return q of both models by Little's law; a queue without arrivals drains at the capacity of its workers."""
     light = heavy = 0.0
     if (plan := seen.plan) is not None:
         light = plan.num_light * _throughput(cluster.light, plan.light_batch)
@@ -258,7 +259,7 @@ def _throughput(times: ModelTimes, batch_size: int) -> float:
 
 
 def _in_time(times: ModelTimes, slos_s: dict[str, float], wait_s: float) -> list[int]:
-    """Indices of the batch sizes with which every resolution is in time."""
+    """Return the indices of the batch sizes at which every resolution meets its SLO."""
     return [
         index
         for index in range(len(times.batch_sizes))
@@ -272,8 +273,10 @@ def _longer(times: ModelTimes, factor: float) -> ModelTimes:
 
 
 def _as_far_as_possible(problem: Problem, threshold: float) -> Plan:
-    """For a threshold that there is no room for: as many workers for each model as it has of the work, at the batch
-    sizes that draw most a second."""
+    """Return the plan for a threshold that exceeds the capacity.
+
+    Workers are divided in proportion to the work of each model, at the batch sizes of the highest throughput.
+    """
     share = problem.curve.share(threshold)
     light = max(range(len(problem.light.batch_sizes)), key=problem.light.throughput.__getitem__)
     heavy = max(range(len(problem.heavy.batch_sizes)), key=problem.heavy.throughput.__getitem__)

@@ -1,7 +1,7 @@
-"""The backend of a cascade: the batch server's requests go to a light and a heavy model in processes of their own.
+"""The backend of a cascade, which serves HTTP requests with a light and a heavy model in worker processes.
 
-The dispatcher runs in a thread of this process, which waits for workers and for clients alike; plans are made there, so
-that no answer waits for them. No torch.
+The dispatcher runs in a thread of the server process that waits for both workers and clients. Plans are made in this
+thread, so that no response waits for them. No torch.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CascadeSetup:
-    """What a cascade of the server is made of.
+    """Settings of the server's cascade.
 
     Attributes:
-        worker: settings of each, but for its images' folder.
-        num_workers, num_cores: how many there are, and processors for them.
-        models: light and heavy; requests must have one of their sizes.
-        names: of both models, for clients.
-        make: the dispatcher, from who is told of each request's end, and what takes its results.
+        worker: settings of each worker, except its image folder.
+        num_workers, num_cores: number of workers, and of cores for them.
+        models: light and heavy model; requests must have one of their sizes.
+        names: names of both models for clients.
+        make: builds the dispatcher from a callback for each final record, and the result that collects records.
     """
 
     worker: WorkerSettings
@@ -56,7 +56,7 @@ class CascadeSetup:
 
 
 class _Clients(Source):
-    """Requests as they come; calls are handed to the thread of the dispatcher."""
+    """Requests of clients, passed to the dispatcher's thread as calls."""
 
     def __init__(self) -> None:
         self._heard, self._bell = Pipe(duplex=False)
@@ -72,7 +72,7 @@ class _Clients(Source):
         return math.inf
 
     def post(self, call: Callable[[Dispatcher, float], None]) -> None:
-        """Have something done by the dispatcher's thread."""
+        """Run a call in the dispatcher's thread."""
         self._calls.append(call)
         self._bell.send_bytes(b"1")
 
@@ -84,14 +84,14 @@ class _Clients(Source):
 
 
 class CascadeBackend:
-    """See `server.backend.Backend`. Of a cascade there are no partial images.
+    """Implementation of `server.backend.Backend` by a cascade. It has no partial images.
 
     Args:
-        setup: what it is made of.
-        on_note: told in one line what happens to workers.
+        setup: settings of the cascade.
+        on_note: called with a one-line message when a worker dies, is killed or is restarted.
 
     Attributes:
-        on_stopped, on_row: see `Backend`; of steps it tells nothing.
+        on_stopped, on_row: callbacks of `Backend`; `on_row` is never called.
     """
 
     def __init__(self, setup: CascadeSetup, *, on_note: Callable[[str], None] = lambda text: None) -> None:
@@ -101,7 +101,7 @@ class CascadeBackend:
         self._folder = tempfile.TemporaryDirectory(prefix="psctl-cascade-", ignore_cleanup_errors=True)
         self._settings = replace(setup.worker, image_dir=Path(self._folder.name), tells_steps=True)
         self._clients = _Clients()
-        # Nobody asks afterwards: what has ended goes to its client.
+        # Final records go to clients; none are kept.
         self._dispatcher = setup.make(partial(self._post, self._ended), CascadeResult.of_the_last(0))
         self._cluster = CascadeCluster(
             settings_for(self._settings, setup.num_workers, setup.num_cores),
@@ -117,17 +117,17 @@ class CascadeBackend:
 
     @property
     def health(self) -> Health:
-        """See `Backend`."""
+        """Health of the cascade."""
         return self._health
 
     @property
     def trouble(self) -> str:
-        """See `Backend`."""
+        """Reason why the cascade has stopped; empty otherwise."""
         return self._trouble
 
     @property
     def load(self) -> Load:
-        """See `Backend`."""
+        """Load over all workers, with the requests that wait in the dispatcher."""
         slots = self._dispatcher.slots
         waiting = (
             sum(slot.worker.num_waiting for slot in slots if slot.worker is not None) + self._dispatcher.num_queued
@@ -138,7 +138,7 @@ class CascadeBackend:
 
     @property
     def replicas(self) -> Sequence[ReplicaState]:
-        """See `Backend`: the workers, by the model that they serve."""
+        """State of each worker, labelled with the model that it serves."""
         pids = self._cluster.pid_of
         return tuple(
             ReplicaState(
@@ -156,7 +156,7 @@ class CascadeBackend:
 
     @property
     def plan(self) -> str:
-        """See `Backend`."""
+        """The current plan, in words."""
         plan, heavy = self._dispatcher.plan, self._setup.names["heavy"]
         if plan.threshold is None:
             return f"{plan.share:.0%} of requests go to {heavy}, whatever their images are worth"
@@ -166,7 +166,7 @@ class CascadeBackend:
         )
 
     async def start(self) -> None:
-        """See `Backend`. Raises RunError: a worker cannot load."""
+        """Start the workers, and return when they are ready. Raises RunError: a worker cannot load."""
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._thread.start()
@@ -176,7 +176,12 @@ class CascadeBackend:
     async def submit(
         self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
-        """See `Backend`. Steps that are told are those of the model that is at it."""
+        """Submit a request. The steps reported to the follower are those of the model that works on the request.
+
+        Raises:
+            ApiError: the cascade is not ready, or the request is an edit, wants partial images, or has a size that the
+                models are not profiled for.
+        """
         if self._health is not Health.READY:
             raise ApiError(503, f"the cascade is {self._health.value}", code="not_ready", headers={"Retry-After": "5"})
         if num_partials:
@@ -189,17 +194,17 @@ class CascadeBackend:
         if not self._open:
             self._busy_from_s, self._drawn = self._loop.time(), 0
         self._open[request.request_id] = request, follower
-        # The cluster's clock is another one; both run alike.
+        # The cluster's clock has another origin but the same rate.
         arrival_s = max(0.0, self._cluster.now_s() - (self._loop.time() - request.arrival_s))
         own = replace(request, arrival_s=arrival_s)
         self._clients.post(lambda dispatcher, now_s: dispatcher.arrive(own, now_s))
 
     def cancel(self, request_id: int, reason: str) -> None:
-        """See `Backend`."""
+        """Cancel a request; ids of requests that are not open are ignored."""
         self._clients.post(lambda dispatcher, now_s: dispatcher.cancel(request_id, now_s, reason))
 
     async def stop(self) -> None:
-        """See `Backend`."""
+        """Stop the workers, wait for the dispatcher's thread, and delete the image folder."""
         self._health = Health.STOPPED
         self._cluster.end()
         if self._thread.is_alive():
@@ -214,7 +219,7 @@ class CascadeBackend:
         except PsctlError as error:
             reason = str(error)
             self._post(self._has_started, error)
-        except BaseException as error:  # noqa: BLE001  whatever it is, clients must be told
+        except BaseException as error:  # noqa: BLE001  clients must get an answer whatever fails
             reason = f"the dispatcher has crashed: {error!r}"
             self._post(self._has_started, error)
         self._post(self._has_stopped, reason)
@@ -238,8 +243,8 @@ class CascadeBackend:
             self.on_stopped(reason)
 
     def _post(self, call: Callable[..., None], *given: Any) -> None:
-        """Have something called on the event loop, from the dispatcher's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        """Schedule a call on the event loop, from the dispatcher's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(call, *given)
 
     def _stepped(self, request_id: int, steps_done: int) -> None:
@@ -260,7 +265,7 @@ class CascadeBackend:
             follower.on_end(own, image)
 
     def _taken(self, record: RequestRecord) -> "Image | None":
-        """The image of a request, whose files are deleted. One that cannot be read has failed."""
+        """Read the image of a request and delete its files; a request whose image cannot be read fails."""
         from PIL import Image
 
         image = None
@@ -268,16 +273,14 @@ class CascadeBackend:
             if record.status == "completed" and record.image_path is not None:
                 with Image.open(record.image_path) as file:
                     image = file.convert("RGB")
-        except Exception as error:  # noqa: BLE001  whatever it is, its client must not wait for ever
+        except Exception as error:  # noqa: BLE001  the client must get an answer whatever fails
             record.status, record.reason = "failed", f"its image cannot be read: {error}"
         for leg in LEGS:
             image_file(self._settings, record.request_id, leg).unlink(missing_ok=True)
         return image
 
     def _note_rate(self, record: RequestRecord) -> None:
-        """What has been drawn since it was idle, per second, as admission counts it: each image with the heavy model's
-        steps, whoever has drawn it.
-        """
+        """Update the drain rate with a completed image, which counts with the heavy model's steps, as in admission."""
         self._drawn += record.resolution.pixels * self._setup.models["heavy"].num_steps
         busy_s = self._loop.time() - self._busy_from_s
         if busy_s > 1.0:

@@ -1,4 +1,4 @@
-"""Which worker of a model gets a request. No torch."""
+"""Choice of a worker for a request. No torch."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ Balance = Literal["least", "random"]
 
 
 class Pending(Protocol):
-    """What is known of a worker: pixels times steps that it has still to do."""
+    """A worker with pending work: the pixels times steps of its unfinished requests."""
 
     @property
     def pending(self) -> int: ...
@@ -21,15 +21,16 @@ class Balancer:
     """Chooses a worker.
 
     Args:
-        balance: `least`: the one with the fewest pixel-steps pending, the first of equals. `random`: any, all alike.
-        seed: of the random choices.
+        balance: `least`: the worker with the fewest pending pixel-steps, the first one of a tie. `random`: any worker,
+            with equal probability.
+        seed: seed of the random choices.
     """
 
     def __init__(self, balance: Balance = "least", seed: int = 0) -> None:
         self._balance, self._chance = balance, random.Random(seed)
 
     def choose(self, workers: Sequence[Worker]) -> Worker:
-        """One of at least one."""
+        """Return one of the workers, of which there must be at least one."""
         if self._balance == "random":
             return workers[self._chance.randrange(len(workers))]
         return min(workers, key=lambda worker: worker.pending)

@@ -1,9 +1,9 @@
-"""A cascade of real workers: processes of this machine, under the same dispatcher as in the simulator. No torch here.
+"""A cascade of worker processes on this machine, under the same dispatcher as in the simulator. No torch here.
 
 Requests come from a trace, or from clients (`backend`).
-A worker that dies is noticed at once. One that stands still is killed after `SILENT_S`, as workers tell all the time
-that they live. What it was at is begun once more by others, the next plan is for one worker less, and it is started
-anew, three times within ten minutes at most.
+The death of a worker is detected at once. Workers send heartbeats, and one that sends nothing for `SILENT_S` is
+killed. In both cases other workers retry its requests, a new plan is made for the remaining workers, and the worker is
+restarted, at most three times within ten minutes.
 """
 
 import contextlib
@@ -30,23 +30,24 @@ from .worker import WorkerSettings
 _ENTRY = f"{__package__}.worker:run_worker"
 MOST_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 SILENT_S = 15.0
-"""A worker that has told nothing for so long is killed; every `worker.ALIVE_EVERY_S` it tells that it lives."""
+"""A worker that has sent nothing for this time is killed; it sends a heartbeat every `worker.ALIVE_EVERY_S`."""
 _LOAD_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
 _MOST_WAIT_S = 0.5
 _MOST_UNSENT = 10_000
-"""Messages that wait for a worker: more than requests are ever open."""
+"""Most messages that wait for a worker: more than there are ever open requests."""
 
 
 class ProcessWorker:
-    """One process; see `slots.Worker`. A thread of its own sends what it is told, as a process that stands still takes
-    nothing.
+    """One worker process, controlled through the interface of `slots.Worker`.
+
+    Messages are sent from a thread of their own, because a stalled process does not receive any.
 
     Attributes:
-        process, connection: the process, and what connects it.
-        num_waiting: as it has last told.
+        process, connection: the process, and the connection to it.
+        num_waiting: number of waiting requests in its last report.
         is_ready: whether it has loaded its models.
-        silent_s: for how long it has told nothing, as far as this process was there to listen.
+        silent_s: time since its last message, without pauses of this process.
     """
 
     def __init__(self, settings: WorkerSettings, leg: Leg | None) -> None:
@@ -74,11 +75,11 @@ class ProcessWorker:
         self._tell("change", leg)
 
     def begin(self, zero_s: float) -> None:
-        """Tell when the trace began, on the clock of the machine."""
+        """Send the start time of the trace, on the clock of the machine."""
         self._tell("zero", zero_s)
 
     def stop(self) -> None:
-        """Ask it to end, without what it is at."""
+        """Ask the process to end without finishing its requests."""
         self._tell("stop")
 
     def close(self) -> None:
@@ -95,37 +96,38 @@ class ProcessWorker:
             self.process.kill()
 
     def _send(self) -> None:
-        # Of one that has died, the connection tells the loop, which gives its requests to others.
+        # If the process has died, the main loop learns it from the connection and gives its requests to other workers.
         with contextlib.suppress(OSError):
             while (message := self._unsent.get()) is not None:
                 self.connection.send(message)
 
 
 class Source(Protocol):
-    """Where requests come from.
+    """Source of requests.
 
     Attributes:
-        news: readable when one has come that was not known before, until `take`; None where all are known.
+        news: connection that is readable from the arrival of a request until `take`; None if all requests are known in
+            advance.
     """
 
     news: Connection | None
 
     @property
     def is_over(self) -> bool:
-        """Whether none comes any more."""
+        """Whether no more requests will arrive."""
         ...
 
     @property
     def next_s(self) -> float:
-        """When the next one comes, as far as that is known."""
+        """Arrival time of the next request, infinite if unknown."""
         ...
 
     def take(self, dispatcher: Dispatcher, now_s: float) -> None:
-        """Hand over all that have come."""
+        """Pass all requests that have arrived to the dispatcher."""
 
 
 class TraceSource(Source):
-    """Requests that are known, in order of arrival."""
+    """Requests of a trace, in order of arrival."""
 
     news = None
 
@@ -147,13 +149,13 @@ class TraceSource(Source):
 
 
 class CascadeCluster:
-    """Serves on the wall clock.
+    """Serves requests with worker processes, on the wall clock.
 
     Args:
-        settings: of each worker.
-        dispatcher: decides.
-        on_note: told in one line what happens to workers.
-        on_steps: told how many steps a request has taken, where workers tell that.
+        settings: settings of each worker.
+        dispatcher: assigns requests to workers, and models to workers.
+        on_note: called with a one-line message when a worker dies, is killed or is restarted.
+        on_steps: called with a request id and the number of steps done, if workers report steps.
     """
 
     def __init__(
@@ -173,22 +175,22 @@ class CascadeCluster:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that live, by number."""
+        """Process ids of the live workers, in the order of their numbers."""
         return [pid for _, pid in sorted(self.pid_of.items())]
 
     @property
     def pid_of(self) -> dict[int, int]:
-        """The same by number."""
+        """Process ids of the live workers, by number."""
         return {index: worker.process.pid or 0 for index, worker in list(self._workers.items())}
 
     def run(self, source: Source, on_start: Callable[[], None] = lambda: None) -> CascadeResult:
-        """Load, and serve all requests of a source.
+        """Start the workers, and serve all requests of a source.
 
-        Ctrl-C or `end` ends the run: what has not ended is cancelled, and the result says what has.
+        Ctrl-C or `end` stops the run: open requests are cancelled, and the result is returned.
 
         Raises:
-            RunError: a worker cannot load, or all have died for good; in the latter case `Dispatcher.result` has what
-                was served.
+            RunError: a worker cannot load, or all workers have died and none is restarted; in the latter case
+                `Dispatcher.result` holds the requests served so far.
         """
         try:
             self._dispatcher.start(self._new_worker, len(self._settings))
@@ -210,11 +212,11 @@ class CascadeCluster:
         return result
 
     def end(self) -> None:
-        """Have `run` end soon, from any thread."""
+        """Make `run` return soon. May be called from any thread."""
         self._is_ended = True
 
     def now_s(self) -> float:
-        """Since the workers began, which is when times of requests count from."""
+        """Return the time since the workers began, from which all times of requests count."""
         return time.perf_counter() - self._zero_s if self._zero_s else 0.0
 
     def _new_worker(self, index: int, leg: Leg | None) -> ProcessWorker:
@@ -222,7 +224,7 @@ class CascadeCluster:
         return worker
 
     def _load(self) -> None:
-        """Wait until all workers are ready. Raises RunError."""
+        """Wait until all workers are ready. Raises RunError: one fails, dies or takes too long."""
         deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
         while waiting := [worker for worker in self._workers.values() if not worker.is_ready and not self._is_ended]:
             if time.monotonic() > deadline_s:
@@ -247,7 +249,7 @@ class CascadeCluster:
                 raise KeyboardInterrupt
             if next_tick_s <= now_s:
                 dispatcher.tick(now_s)
-                # A second that was missed is not made up for.
+                # Missed ticks are skipped.
                 next_tick_s = max(next_tick_s + SAMPLE_S, math.floor(now_s) + SAMPLE_S)
             if not self._workers:
                 source.take(dispatcher, math.inf)
@@ -297,9 +299,9 @@ class CascadeCluster:
             self._on_note(f"Worker {index} could not load its models again: {rest[0]}")
 
     def _end_silent(self, passed_s: float) -> None:
-        """Kill workers that have told nothing for long; so many seconds have passed since the last look."""
+        """Kill workers that have been silent too long; `passed_s` is the time since the last check."""
         for index, worker in self._workers.items():
-            # A pause of this process itself, or of the machine, is no silence of theirs.
+            # A pause of this process or of the machine does not count as silence of a worker.
             worker.silent_s += min(passed_s, 2 * _MOST_WAIT_S)
             limit_s = SILENT_S if worker.is_ready else _LOAD_TIMEOUT_S
             if worker.silent_s > limit_s and worker.process.is_alive():
@@ -338,7 +340,7 @@ class CascadeCluster:
 
 
 def settings_for(template: WorkerSettings, num_workers: int, num_cores: int) -> list[WorkerSettings]:
-    """Settings of so many workers: each a processor and a thread of its own as far as they go, or a GPU."""
+    """Return settings for `num_workers` workers: each has its own GPU, or its own core if there are enough cores."""
     is_cuda = template.device.startswith("cuda")
     return [
         replace(

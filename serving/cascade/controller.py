@@ -1,4 +1,4 @@
-"""Watches a cascade and plans for it; the simulator and the cluster run the same object. No torch.
+"""The controller of a cascade, which samples its load and plans for it; the simulator uses the same class. No torch.
 
 Source: DiffServe sections 3.1 and 3.3.
 """
@@ -18,20 +18,20 @@ SAMPLE_S, PERIOD_S = 1.0, 5.0
 
 
 class Controller:
-    """Counts arrivals, notes queues and confidences every `SAMPLE_S`, and plans every `PERIOD_S`.
+    """Samples arrivals and queues every `SAMPLE_S`, records confidences, and plans every `PERIOD_S`.
 
     Args:
         allocate: makes the plans.
         profiled: confidences of light images, from the profile.
-        demand: requests a second that are expected at the start.
-        costs: of the heavy image of each profiled one; see `deferral_curve`.
-        burst: plans at once where the arrivals of a second are more than so many times what the last plan was made
-            for; None never does.
+        demand: expected requests a second at the start.
+        costs: cost of the heavy image of each profiled light image; see `deferral_curve`.
+        burst: ratio of the latest arrival rate to the demand of the last plan above which a new plan is made at once;
+            None to plan only every `PERIOD_S`.
 
     Attributes:
-        plan: of now.
-        seen: what it was made from.
-        solve_s: what making it took.
+        plan: the current plan.
+        seen: observations that it was made from.
+        solve_s: time that it took to make the plan.
     """
 
     def __init__(
@@ -55,23 +55,23 @@ class Controller:
         self.plan = self._plan()
 
     def arrived(self) -> None:
-        """A request has come."""
+        """Count the arrival of a request."""
         self._asked += 1
 
     def sent(self, leg: Leg) -> None:
-        """A request was sent to a model: a new one, or one that was deferred."""
+        """Count a request that was sent to a model, be it new or deferred."""
         self._sent[leg] += 1
 
     def scored(self, confidence: float, cost: float) -> None:
-        """A light image was scored, whose heavy one has this cost."""
+        """Record the confidence of a light image, and the cost of its heavy image."""
         self._deferral.note(confidence, cost)
 
     def sample(self, now_s: float, queues: Mapping[Leg, int]) -> Plan | None:
-        """Called every `SAMPLE_S`; returns the plan of the next period when it is time for one.
+        """Take a sample, and return a new plan when one is due, else None. Called every `SAMPLE_S`.
 
         Args:
-            now_s: the time.
-            queues: how many requests wait for a worker of each model.
+            now_s: the current time.
+            queues: number of requests that wait for a worker, by model.
         """
         self._demand.note(self._asked / SAMPLE_S)
         for leg in LEGS:
@@ -82,7 +82,7 @@ class Controller:
         is_burst = self._burst is not None and self._demand.latest > self._burst * max(self._planned, 1e-9)
         if now_s - self._planned_s < PERIOD_S - 1e-9 and not is_burst:
             return None
-        # Of a burst the average knows little yet.
+        # The average reflects a burst only later.
         demand = max(self._demand.value, self._demand.latest) if is_burst else self._demand.value
         self._planned_s, self._planned = now_s, demand
         self.seen = Seen(
@@ -99,7 +99,7 @@ class Controller:
         return self.plan
 
     def replan(self, num_workers: int) -> Plan:
-        """A plan for other workers than before, from what was seen for the last one."""
+        """Make a plan for another number of workers, from the observations of the last plan."""
         self.seen = replace(self.seen, num_workers=num_workers, plan=self.plan)
         self.plan = self._plan()
         return self.plan

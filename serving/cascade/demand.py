@@ -1,16 +1,16 @@
-"""How many requests a second are to be expected, and how long queues are: moving averages. No torch."""
+"""Moving averages that estimate demand and queue lengths. No torch."""
 
 SAMPLES = 20
 ALPHA = 1 / 3.1
-"""Weight of the newest sample (DiffServe goes by an exponentially weighted moving average)."""
+"""Weight of the newest sample (DiffServe uses an exponentially weighted moving average)."""
 
 
 class MovingAverage:
-    """An exponentially weighted one, over the last samples.
+    """Exponentially weighted moving average over the last samples.
 
     Args:
-        alpha: weight of the newest sample, before the weights are made to sum up to 1.
-        samples: how many count.
+        alpha: weight of the newest sample; a sample of age k has the weight (1 - alpha)^k before normalisation.
+        samples: number of samples that count.
     """
 
     def __init__(self, alpha: float = ALPHA, samples: int = SAMPLES) -> None:
@@ -18,7 +18,7 @@ class MovingAverage:
         self._recent: list[float] = []
 
     def note(self, value: float) -> None:
-        """A new sample."""
+        """Add a sample."""
         self._recent = [value, *self._recent[: len(self._weights) - 1]]
 
     @property

@@ -1,9 +1,9 @@
-"""What a cascade does with requests and workers: the same behind the virtual clock and behind processes. No torch.
+"""The dispatcher of a cascade, shared by the simulator and the cluster of processes. No torch.
 
-It is told of everything that happens, with the time, and tells workers what to do; it knows no clock of its own. Each
-request is sent to a worker of the light model, or to the heavy one where plans say so by a share; a light image below
-the threshold that holds when it is scored goes on to the heavy model with its deadline as it was. Every `SAMPLE_S` the
-controller is asked for a plan, and workers that are to change finish what they are at first.
+The dispatcher has no clock: callers report every event with its time, and it sends commands to workers. It sends each
+request to a worker of the light model, or directly to the heavy model if the plan routes requests by a share. A light
+image whose confidence is below the threshold at the time of scoring is deferred to the heavy model with its deadline
+unchanged. Every `SAMPLE_S` the controller may make a new plan; workers that switch models finish their batch first.
 
 Source: DiffServe sections 3.1 and 3.3.
 """
@@ -30,30 +30,30 @@ from .slots import Given, Slot, Worker
 OnLate = Literal["discard", "light"]
 Batching = Literal["plan", "aimd"]
 SKIPPED_FROM = 0.98
-"""From which share of deferred requests on light images are not worth drawing, with `skip_light`."""
+"""Share of deferred requests from which light images are skipped, with `skip_light`."""
 MOST_ATTEMPTS = 2
-"""How often one model may begin a request, where workers die."""
+"""Most attempts of one model at a request when workers die."""
 
 
 class Dispatcher:
-    """Sends requests to workers, and workers to models.
+    """Assigns requests to workers, and workers to models.
 
     Args:
-        models: light and heavy.
+        models: light and heavy model.
         controller: makes the plans.
         balancer: chooses workers.
-        direct: by request id a number from 0 to 1, by which a request goes to the heavy model at once, where plans say
-            so by a share.
-        on_late: whether a deferred request that the heavy model cannot finish in time is discarded, or has its light
-            image.
-        batching: whether batches are as large as plans say, or as `Aimd` does.
+        direct: maps a request id to a number from 0 to 1. If the plan routes requests by a share, a request whose
+            number is below the share goes to the heavy model directly.
+        on_late: whether a deferred request that the heavy model cannot finish in time is discarded, or completes with
+            its light image.
+        batching: whether plans or `Aimd` set the batch sizes.
         on_end: called with each record when it is final.
-        skip_light: whether requests go to the heavy model at once where the plan defers nearly all of them.
-        costs: of heavy images by resolution, where each has a threshold of its own; see `threshold_at`.
-        result: takes what ends; None for one that keeps all.
+        skip_light: whether requests go to the heavy model directly while the plan defers nearly all of them.
+        costs: costs of heavy images by resolution, for thresholds that depend on the cost; see `threshold_at`.
+        result: collects records; None for a result that keeps all of them.
 
     Attributes:
-        result: of what has ended.
+        result: records, rows and plans so far.
         slots: the workers.
     """
 
@@ -76,9 +76,9 @@ class Dispatcher:
         self._costs = costs or {}
         self._limits = {leg: Aimd(models[leg].batches.batch_sizes) for leg in LEGS} if batching == "aimd" else None
         self._requests: dict[int, Request] = {}
-        # For whose model there is no worker.
+        # Requests that wait because their model has no worker.
         self._queue: dict[Leg, deque[Request]] = {leg: deque() for leg in LEGS}
-        # Records of light images that were not the answer yet.
+        # Records of light images whose requests were deferred.
         self._has_light: dict[int, RequestRecord] = {}
         # Confidences and thresholds of light images.
         self._scores: dict[int, tuple[float, float]] = {}
@@ -88,7 +88,7 @@ class Dispatcher:
 
     @property
     def plan(self) -> Plan:
-        """Of now."""
+        """The current plan."""
         return self._controller.plan
 
     @property
@@ -98,11 +98,11 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        """Of these, those for whose model there is no worker."""
+        """Open requests that wait because their model has no worker."""
         return sum(map(len, self._queue.values()))
 
     def start(self, make: Callable[[int, Leg | None], Worker], num_workers: int) -> None:
-        """Make the workers, each with the model that the first plan gives it."""
+        """Create the workers, each with the model that the first plan assigns to it."""
         plan = self._controller.plan
         for index in range(num_workers):
             leg: Leg | None = None if plan.is_shared else "light" if index < plan.num_light else "heavy"
@@ -110,14 +110,14 @@ class Dispatcher:
         self._apply(plan, 0.0)
 
     def arrive(self, request: Request, now_s: float) -> None:
-        """A request has come. Raises UsageError: an open one has its id."""
+        """Accept a request. Raises UsageError: an open request has the same id."""
         if request.request_id in self._requests:
             raise UsageError(f"request id {request.request_id} is used twice")
         self._requests[request.request_id] = request
         self._controller.arrived()
         plan = self._controller.plan
         if request.fallback == "never":
-            # A light image could not be the answer.
+            # A light image must not be its answer.
             is_heavy = True
         elif plan.threshold is None:
             is_heavy = self._direct(request.request_id) < plan.share
@@ -126,7 +126,7 @@ class Dispatcher:
         self._send("heavy" if is_heavy else "light", request, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Called every `SAMPLE_S`."""
+        """Discard late requests, sample the queues and apply a new plan, if any. Called every `SAMPLE_S`."""
         self._discard_late(now_s)
         queues: dict[Leg, int] = {leg: len(self._queue[leg]) for leg in LEGS}
         for slot in self.slots:
@@ -136,11 +136,18 @@ class Dispatcher:
             self._apply(plan, now_s)
 
     def ended(self, index: int, record: RequestRecord, confidence: float | None, now_s: float) -> None:
-        """A worker is done with a request; `confidence` of its image, where it was scored."""
+        """Handle a request that has ended on a worker.
+
+        Args:
+            index: the worker.
+            record: what the worker recorded for the request.
+            confidence: score of its image; None if it was not scored.
+            now_s: the current time.
+        """
         slot = self.slots[index]
         given = slot.taken_back(record.request_id)
         if given is None or record.request_id not in self._requests:
-            return  # of a worker that was given up meanwhile
+            return  # no longer assigned to this worker, for example after a cancellation
         request, (leg, start_s, _) = self._requests[record.request_id], given
         threshold = self._controller.plan.threshold if leg == "light" else None
         is_deferred = False
@@ -152,7 +159,7 @@ class Dispatcher:
             threshold = threshold_at(threshold, cost)
             self._controller.scored(confidence, cost)
             self._scores[record.request_id] = confidence, threshold
-            # What is no number is less than any threshold.
+            # NaN counts as less than any threshold.
             is_deferred = threshold > 0 and not confidence >= threshold
         self.result.legs.append(
             LegRow(record.request_id, leg, index, start_s, now_s, record.status, confidence, threshold, is_deferred)
@@ -168,7 +175,7 @@ class Dispatcher:
             self._finish(request, record.status, now_s, record.reason, leg, record)
 
     def cancel(self, request_id: int, now_s: float, reason: str) -> None:
-        """End a request, wherever it is; one that is not open does nothing."""
+        """Cancel a request on its worker or in its queue; ids of requests that are not open are ignored."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -181,7 +188,7 @@ class Dispatcher:
         self._finish(request, "cancelled", now_s, reason, None)
 
     def handed_back(self, index: int, request_ids: Sequence[int], now_s: float) -> None:
-        """A worker that is bound to change gives its queue to others."""
+        """Send the queue of a worker that is about to switch models to other workers."""
         slot = self.slots[index]
         for request_id in request_ids:
             given = slot.taken_back(request_id)
@@ -190,7 +197,7 @@ class Dispatcher:
                 self._send(given.leg, self._requests[request_id], now_s)
 
     def left(self, index: int) -> None:
-        """A worker has ended its batch and begins to change."""
+        """Record that a worker has finished its batch and starts to switch models."""
         slot = self.slots[index]
         if slot.next_leg is not None:
             slot.leg = slot.next_leg
@@ -198,7 +205,7 @@ class Dispatcher:
         self.result.num_switches += 1
 
     def changed(self, index: int, now_s: float, worker: Worker | None = None) -> None:
-        """A worker serves again, the one given or the same."""
+        """Record that a worker serves again; `worker` replaces the previous object, if given."""
         slot = self.slots[index]
         slot.worker = worker or slot.worker
         slot.next_leg, slot.is_away, slot.batch_size = None, False, 0
@@ -206,7 +213,10 @@ class Dispatcher:
         self._serve_queue(now_s)
 
     def lost(self, index: int, now_s: float, reason: str) -> None:
-        """A worker has died: what it had is begun once more by another, and the next plan is for one worker less."""
+        """Handle the death of a worker: retry its requests on other workers and make a plan for the remaining ones.
+
+        A request that has used up `MOST_ATTEMPTS` fails.
+        """
         slot = self.slots[index]
         slot.worker, slot.is_away, slot.pending = None, True, 0
         slot.leg, slot.next_leg = slot.bound, None
@@ -223,12 +233,12 @@ class Dispatcher:
         self._replan(now_s)
 
     def returned(self, index: int, now_s: float, worker: Worker) -> None:
-        """A worker that died was started anew."""
+        """Record that a worker that had died was restarted, and make a new plan."""
         self.changed(index, now_s, worker)
         self._replan(now_s)
 
     def end_all(self, status: Status, now_s: float, reason: str) -> None:
-        """Close all requests that are open."""
+        """Close all open requests with this status."""
         for request in list(self._requests.values()):
             self._finish(request, status, now_s, reason, None)
 
@@ -247,7 +257,7 @@ class Dispatcher:
             self._limit(slot)
 
     def _send(self, leg: Leg, request: Request, now_s: float) -> None:
-        """To a worker of a model; where there is none now, to the queue of those who wait for one."""
+        """Send a request to a worker of a model; queue it if no worker accepts requests for that model now."""
         slots = [slot for slot in self.slots if slot.leg in (leg, None) and slot.takes]
         if not slots:
             self._queue[leg].append(request)
@@ -270,7 +280,7 @@ class Dispatcher:
         slot.worker.take(own, now_s)
 
     def _reuses_light(self, request_id: int) -> bool:
-        """Whether the heavy model starts from the light image of a request."""
+        """Return whether the heavy model starts from the light image of this request."""
         return self._models["heavy"].strength < 1 and request_id in self._has_light
 
     def _serve_queue(self, now_s: float) -> None:
@@ -280,7 +290,7 @@ class Dispatcher:
                 self._send(leg, request, now_s)
 
     def _discard_late(self, now_s: float) -> None:
-        """Of those for whose model there is no worker."""
+        """Refuse queued requests that no worker of their model could finish in time any more."""
         for leg in LEGS:
             waiting, self._queue[leg] = self._queue[leg], deque()
             for request in waiting:
@@ -291,7 +301,7 @@ class Dispatcher:
                     self._refuse(request, leg, now_s, f"no worker has the {leg} model")
 
     def _refuse(self, request: Request, leg: Leg, now_s: float, reason: str | None) -> None:
-        """A model cannot draw a request in time."""
+        """End a request that a model cannot finish in time: discard it, or complete it with its light image."""
         if leg == "heavy" and self._on_late == "light" and (light := self._has_light.get(request.request_id)):
             self._finish(request, "completed", now_s, None, "light", light)
         else:
@@ -306,7 +316,7 @@ class Dispatcher:
         leg: Leg | None,
         drawn: RequestRecord | None = None,
     ) -> None:
-        """Close a request; `drawn` says when its image was made."""
+        """Close a request; `drawn` is the record of its image."""
         record = RequestRecord.of(request)
         if leg is not None:
             record.num_inference_steps = self._models[leg].num_steps
@@ -329,7 +339,7 @@ class Dispatcher:
         self._on_end(record)
 
     def _apply(self, plan: Plan, now_s: float) -> None:
-        """Let workers change to what the plan says; those with the least to do change first."""
+        """Switch workers to the models that the plan gives them; those with the least pending work switch first."""
         controller = self._controller
         self.result.plans.append(PlanRow(now_s, plan, controller.seen, controller.solve_s))
         wanted: dict[Leg, int] = {"light": plan.num_light, "heavy": plan.num_heavy}
@@ -344,7 +354,7 @@ class Dispatcher:
             self._limit(slot)
 
     def _limit(self, slot: Slot) -> None:
-        """Tell a worker how large its batches are now."""
+        """Send a worker its batch size, if it has changed."""
         plan = self._controller.plan
         size = plan.heavy_batch if slot.leg == "heavy" else plan.light_batch
         if self._limits is not None and slot.leg is not None:

@@ -1,4 +1,4 @@
-"""Allocation by trying every pair of batch sizes: exact, as all else follows from them. No torch."""
+"""Allocation by enumerating all pairs of batch sizes: exact, since they determine the rest of a plan. No torch."""
 
 from bisect import bisect_right
 
@@ -6,7 +6,7 @@ from .problem import Plan, Problem, best_of, fits, light_only
 
 
 def enumerate_plan(problem: Problem) -> Plan:
-    """The plan with the largest threshold (equation 5); where none is feasible, the next best, see `Plan.status`."""
+    """Return the plan with the largest threshold (equation 5), or the next best; `Plan.status` says which it is."""
     for with_waiting in (True, False):
         step = largest_step(problem, with_waiting=with_waiting)
         if step is not None:
@@ -17,7 +17,7 @@ def enumerate_plan(problem: Problem) -> Plan:
 
 
 def largest_step(problem: Problem, *, with_waiting: bool) -> int | None:
-    """k of the largest threshold t_k that a feasible plan has; None if there is no feasible plan."""
+    """Return k of the largest threshold t_k of any feasible plan; None if no plan is feasible."""
     shares, best = problem.curve.shares, None
     for light in range(len(problem.light.batch_sizes)):
         num_heavy = problem.num_workers - problem.least_light(light)
@@ -31,7 +31,7 @@ def largest_step(problem: Problem, *, with_waiting: bool) -> int | None:
             if problem.is_in_time(light, heavy, with_waiting=with_waiting):
                 capacity = num_heavy * problem.heavy.throughput[heavy]
                 step = bisect_right(shares, capacity, key=lambda share: problem.load * share)
-                # What is a billionth too much fits, too.
+                # An excess of a billionth still fits.
                 while step < len(shares) and fits(problem.load * shares[step], capacity):
                     step += 1
                 best = max(step - 1, best or 0) if step > 1 else best

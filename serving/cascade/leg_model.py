@@ -1,4 +1,4 @@
-"""A model of a cascade, as plans and workers need to know it. No torch."""
+"""Parameters of a cascade's model for plans and workers, and the policy of a worker. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from .problem import ModelTimes
 
 @dataclass(frozen=True, slots=True)
 class LegModel:
-    """A model, as plans and workers need to know it.
+    """Parameters of a cascade's model for plans and workers.
 
     Attributes:
-        num_steps, guidance_scale: of its images.
-        batches: e(b) and T(b); of the light model with scoring.
-        strength: of the heavy model, below 1: deferred requests start from their light image, which is noised so far
-            (DiffServe section 5, "reuse"), and take that share of the steps.
+        num_steps, guidance_scale: number of steps and guidance scale of its images.
+        batches: e(b) and T(b); for the light model they include scoring.
+        strength: noise strength of the heavy model. Below 1, deferred requests start from their light image with this
+            strength of noise (DiffServe section 5, "reuse"), and take that share of the steps.
     """
 
     num_steps: int
@@ -29,17 +29,17 @@ class LegModel:
 
     @property
     def num_taken(self) -> int:
-        """Steps of a deferred request."""
+        """Number of steps that a deferred request takes."""
         return steps_taken(self.num_steps, self.strength)
 
     def batch_s(self, resolution: Resolution, size: int) -> float:
-        """e(b) of a batch of so many, as long as the next larger one that was profiled."""
+        """Return e(b) for a batch of `size` requests: that of the next larger profiled size, or else the largest."""
         index = next((place for place, each in enumerate(self.batches.batch_sizes) if each >= size), -1)
         return self.batches.latency_s[str(resolution)][index]
 
 
 def policy_for(leg: Leg | None, models: Mapping[Leg, LegModel]) -> Policy:
-    """Who joins the batch of a worker that serves a model, or both at once."""
+    """Return the policy of a worker that serves this model, or both at once (None)."""
     if leg is None:
         counts = ((each, count) for each in models.values() for count in (each.num_steps, each.num_taken))
         return SharedPolicy({count: each.batch_s for each, count in counts})

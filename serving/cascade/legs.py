@@ -1,4 +1,4 @@
-"""Which two models a cascade is of: `emoji-xl:4,emoji-xl:50`. No torch."""
+"""The two models of a cascade, written as in `emoji-xl:4,emoji-xl:50`. No torch."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ..options import EngineOptions
 Leg = Literal["light", "heavy"]
 LEGS: tuple[Leg, Leg] = ("light", "heavy")
 Side = Literal["light", "heavy", "reused"]
-"""Whose image: a heavy one that starts from the light one is another image than one that starts from noise."""
+"""Origin of an image. `reused`: a heavy image that starts from the light one, and so differs from one from noise."""
 SIDES: tuple[Side, ...] = get_args(Side)
 CascadeSystemName = Literal[
     "diffserve",
@@ -26,19 +26,19 @@ CascadeSystemName = Literal[
     "diffserve-no-queue",
 ]
 CASCADE_SYSTEM_NAMES: tuple[CascadeSystemName, ...] = get_args(CascadeSystemName)
-"""Here, because the command line reads them, and its help must not wait for scipy: see `systems`."""
+"""Names of `systems.CASCADE_SYSTEMS`, defined here so that the help of the command line need not import scipy."""
 ENGINE = EngineOptions(stages="threads")
-"""Of both models: where they are profiled, and in workers, each of which has one processor."""
+"""Engine options of both models, in the profile and in workers, each of which has one core."""
 _WITH_STEPS = re.compile(r"(?P<model>.+):(?P<steps>\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class LegSpec:
-    """A model of a cascade, and how many steps it takes.
+    """A model of a cascade, and its number of steps.
 
     Attributes:
         model: name, path or hub id.
-        num_steps: of every image; None for the model's own number.
+        num_steps: number of steps of every image; None for the model's default.
     """
 
     model: str
@@ -48,14 +48,14 @@ class LegSpec:
         return self.model if self.num_steps is None else f"{self.model}:{self.num_steps}"
 
     def steps_of(self, defaults: ModelDefaults) -> int:
-        """How many steps its images take."""
+        """Return the number of steps of its images."""
         return defaults.num_inference_steps if self.num_steps is None else self.num_steps
 
 
 def parse_cascade(text: str) -> dict[Leg, LegSpec]:
-    """Two models with a comma between, light first, each with `:STEPS` behind it where it does not take its own number.
+    """Parse two models separated by a comma, light first, each with an optional `:STEPS` suffix.
 
-    Raises UsageError: they are not two, not different, or a number of steps is 0.
+    Raises UsageError: there are not two models, they do not differ, or a number of steps is not from 1 to 1000.
     """
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 2 or not all(parts):
@@ -79,5 +79,5 @@ def _parse(text: str) -> LegSpec:
 
 
 def cascade_name(specs: Mapping[Leg, LegSpec]) -> str:
-    """As the user writes it, which names its part of the workspace."""
+    """Return the cascade as users write it, which is also the name of its part of the workspace."""
     return ",".join(str(specs[leg]) for leg in LEGS)

@@ -1,7 +1,8 @@
-"""Allocation as a mixed integer linear program, solved by HiGHS: DiffServe's own form, with an open solver. No torch.
+"""Allocation as a mixed integer linear program: DiffServe's own form, solved by HiGHS. No torch.
 
-Variables, each list by batch size or threshold: z_1, z_2 (which batch size a model uses), y_1, y_2 (its workers), u
-(which threshold). Equations 1 to 5 of section 3.3, with the products of workers and batch sizes written linearly.
+The variables are vectors over batch sizes or thresholds: z_1 and z_2 select the batch size of each model, y_1 and y_2
+count its workers, u selects the threshold. The constraints are equations 1 to 5 of section 3.3, with the products of
+workers and batch sizes linearised.
 """
 
 import numpy as np
@@ -15,11 +16,12 @@ LIMIT_S = 1.0
 
 
 class Milp:
-    """Plans by HiGHS, of which each is checked.
+    """Solver that uses HiGHS and checks every plan.
 
     Attributes:
-        num_plans: made so far.
-        num_replaced: of these, how many came late or were not the best, so that `enumerate_plan` took their place.
+        num_plans: number of plans made so far.
+        num_replaced: number of plans replaced by `enumerate_plan`, because HiGHS exceeded its time limit or its plan
+            was not optimal.
     """
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
@@ -27,7 +29,7 @@ class Milp:
         self.num_plans = self.num_replaced = 0
 
     def __call__(self, problem: Problem) -> Plan:
-        """As `enumerate_plan`."""
+        """Return the plan with the largest feasible threshold, as `enumerate_plan` does."""
         self.num_plans += 1
         for with_waiting in (True, False):
             step, is_late = solve(problem, with_waiting=with_waiting, limit_s=self._limit_s)
@@ -42,7 +44,7 @@ class Milp:
 
 
 def solve(problem: Problem, *, with_waiting: bool, limit_s: float = LIMIT_S) -> tuple[int | None, bool]:
-    """k of the largest threshold, None if there is no feasible plan; and whether the solver gave up before it knew."""
+    """Return k of the largest feasible threshold and whether the solver gave up first; k is None without a result."""
     light, heavy, curve = problem.light, problem.heavy, problem.curve
     counts = (len(light.batch_sizes), len(heavy.batch_sizes))
     ends = np.cumsum([*counts, *counts, len(curve.thresholds)])
@@ -76,7 +78,7 @@ def solve(problem: Problem, *, with_waiting: bool, limit_s: float = LIMIT_S) -> 
     if not np.isfinite(waits[0]):
         return None, False
     for name, slo_s in problem.slos_s.items():
-        # A wait without end is one that no SLO allows.
+        # An infinite wait is replaced by one that no SLO allows.
         heavy_wait_s = min(waits[1], 2 * slo_s)
         row(
             -infinity,

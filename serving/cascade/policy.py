@@ -1,5 +1,6 @@
-"""Which requests of a worker's queue are drawn next, none that would be late: a batch of one model that is run to
-completion, or light and heavy images that share a batch.
+"""Policies of a cascade's workers: batches of one model that run to completion, or batches of light and heavy images.
+
+Both drop requests that would miss their deadline.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,21 +11,21 @@ from ..scheduling.policies.base import Decision, Policy, Snapshot
 from ..scheduling.policies.waiting import by_deadline
 
 BatchSeconds = Callable[[Resolution, int], float]
-"""e(b): seconds of a batch of so many requests of a resolution, with all stages."""
+"""e(b): seconds that a batch of a resolution and a number of requests takes, with all stages."""
 
 
 class CascadePolicy(Policy):
-    """DiffServe's workers (section 3.1): who has the earliest deadline leads, and others of its resolution go along.
+    """DiffServe's workers (section 3.1): the request with the earliest deadline leads a batch of its resolution.
 
-    The paper has one resolution, where that is the request that came first. SLOs of small images are shorter, though,
-    and behind a batch of large ones that came before them they would be late.
+    The paper has one resolution, so that the leader is the oldest request. With several resolutions, small images have
+    shorter SLOs, and would be late behind a batch of older, larger images.
 
     A batch runs to completion: the next one begins when its last image is decoded. Otherwise images would pile up
-    before the decoder, where no plan sees them, as soon as steps are shorter than decoding. Whoever would be late in a
-    batch is dropped before it starts, and the batch is formed anew without him.
+    before the decoder, where no plan accounts for them, as soon as steps are shorter than decoding. A request that
+    would be late in a batch is dropped before the batch starts, and the batch is formed again without it.
 
     Args:
-        batch_s: of the model.
+        batch_s: e(b) of the model.
     """
 
     name: ClassVar[str] = "cascade"
@@ -35,8 +36,8 @@ class CascadePolicy(Policy):
         self._batch_s = batch_s
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Decide as `Policy.decide` says."""
-        # While a batch runs, the size of the next one may be below its own.
+        """Admit the next batch when the worker is idle, and drop requests that would be late in it."""
+        # While a batch runs, the size limit of the next one may already be below its own size.
         if snapshot.active or snapshot.decoder_free_s > snapshot.now_s:
             return Decision()
         queue = sorted(snapshot.waiting, key=by_deadline)
@@ -57,11 +58,11 @@ class CascadePolicy(Policy):
 class SharedPolicy(Policy):
     """Light and heavy images of one model in one batch, which requests of all sizes join at any step.
 
-    Light images go first: they are few steps, and until one is scored nobody knows whether a heavy one is to follow.
-    Of each kind, who has the earliest deadline goes first.
+    Light images go first: they take few steps, and their scores decide whether heavy images follow. Images of the same
+    kind go in the order of their deadlines.
 
     Args:
-        batch_s: of each model, by its number of steps.
+        batch_s: e(b) of each model, by its number of steps.
     """
 
     name: ClassVar[str] = "cascade-shared"
@@ -72,7 +73,7 @@ class SharedPolicy(Policy):
         self._batch_s = batch_s
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Decide as `Policy.decide` says."""
+        """Fill the free places of the batch, and drop requests that would be late in it."""
         num_free = snapshot.num_free
         joining, dropped = list[int](), list[tuple[int, str]]()
         order = sorted(snapshot.waiting, key=lambda view: (view.num_steps, by_deadline(view))) if num_free else []

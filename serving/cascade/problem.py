@@ -1,4 +1,4 @@
-"""What an allocation is decided from, and what it says (DiffServe section 3.3, equations 1 to 5). No torch."""
+"""Inputs and results of the allocation problem (DiffServe section 3.3, equations 1 to 5). No torch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,18 +9,18 @@ from typing import Literal
 from ...data.errors import UsageError
 
 OVERPROVISION = 1.05
-"""DiffServe's lambda: by how much capacity must exceed the estimated demand."""
+"""DiffServe's lambda: the ratio of capacity to estimated demand that a plan must provide."""
 
 Status = Literal["optimal", "without-queues", "light-only", "overloaded"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTimes:
-    """What one worker takes for batches of one model, scoring included.
+    """Batch latency and throughput of one worker with one model, scoring included.
 
     Attributes:
-        batch_sizes: ascending.
-        throughput: T(b), requests a second of the mix of resolutions, by batch size.
+        batch_sizes: batch sizes, ascending.
+        throughput: T(b), requests a second for the mix of resolutions, by batch size.
         latency_s: e(b) of each resolution, by batch size.
 
     Raises:
@@ -43,20 +43,20 @@ class ModelTimes:
                 )
 
     def mean_latency_s(self, index: int) -> float:
-        """e(b) over all resolutions, of the batch size with this index."""
+        """Return the mean of e(b) over all resolutions for the batch size at this index."""
         return sum(numbers[index] for numbers in self.latency_s.values()) / len(self.latency_s)
 
 
 @dataclass(frozen=True, slots=True)
 class DeferralCurve:
-    """f(t): which share of requests goes on to the heavy model at a threshold t of confidence.
+    """f(t): the share of requests that is deferred to the heavy model at a confidence threshold t.
 
     Attributes:
-        thresholds: t_0 = 0, then ascending, at most 1.
-        shares: f_0 = 0, then not descending, at most 1.
+        thresholds: t_0 = 0, then strictly ascending, at most 1.
+        shares: f_0 = 0, then non-descending, at most 1.
 
     Raises:
-        UsageError: they are not so.
+        UsageError: the lists differ in length, are empty, or break these rules.
     """
 
     thresholds: tuple[float, ...]
@@ -76,12 +76,14 @@ class DeferralCurve:
             raise UsageError("shares of a deferral curve must not descend, and be 1 at most")
 
     def share(self, threshold: float) -> float:
-        """f at the greatest threshold of the curve that is not above this one."""
+        """Return f at the greatest threshold of the curve that is not above this one."""
         return self.shares[max(k for k, each in enumerate(self.thresholds) if each <= threshold)]
 
     def improving(self, worth: Callable[[float], float]) -> "DeferralCurve":
-        """Only the thresholds that are worth more than every smaller one. Whatever there is room for, the largest of
-        them is then the best: a plan that has room for a threshold has room for all below it.
+        """Keep only the thresholds that are worth more than every smaller one.
+
+        The largest feasible threshold is then always the best one, because a plan with capacity for a threshold also
+        has capacity for all smaller ones.
         """
         best, kept = -math.inf, list[int]()
         for step, threshold in enumerate(self.thresholds):
@@ -93,15 +95,18 @@ class DeferralCurve:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who serves what, until the next plan.
+    """Allocation of workers to models, valid until the next plan.
 
     Attributes:
-        num_light, num_heavy: workers of each model; together all of them, or each all of them if they are shared.
-        light_batch, heavy_batch: largest batches; the heavy one is 0 where nothing is deferred.
-        threshold: a light image of this confidence or more is the answer; None where nobody looks at confidences.
-        share: f(t), of requests that are expected to be deferred; without a threshold, that are heavy from the start.
-        status: `optimal`: in time and with room. `without-queues`: only if waiting is left out of account.
-            `light-only`: there is no room for anything heavy. `overloaded`: not even light images are in time.
+        num_light, num_heavy: number of workers of each model. They add up to all workers; if workers are shared, each
+            is the number of all workers.
+        light_batch, heavy_batch: largest batch sizes; the heavy one is 0 if nothing is deferred.
+        threshold: least confidence at which a light image is the answer; None if the system ignores confidences.
+        share: f(t), the expected share of deferred requests; without a threshold, the share of requests that go to the
+            heavy model directly.
+        status: `optimal`: all SLOs are met and capacity suffices. `without-queues`: the same, but only if waiting
+            times are ignored. `light-only`: there is no capacity for heavy images. `overloaded`: not even light images
+            meet their SLOs.
         is_shared: whether every worker draws with both models at once, in the same batches.
     """
 
@@ -117,20 +122,21 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What the allocation of the next period is decided from.
+    """Inputs for the allocation of the next period.
 
     Attributes:
         num_workers: S.
-        demand: D, requests a second; 0 where nobody asks.
-        light, heavy: what a worker takes.
+        demand: D, requests a second; 0 without traffic.
+        light, heavy: e(b) and T(b) of each model.
         curve: f(t).
         slos_s: L of each resolution.
-        light_wait_s, heavy_wait_s: q, how long requests wait for a worker of each model.
-        light_workers: how many there are of the light model now; None at the start.
+        light_wait_s, heavy_wait_s: q, the time that requests wait for a worker of each model.
+        light_workers: current number of light workers; None at the start.
         overprovision: lambda.
+        load: lambda D, requests a second.
 
     Raises:
-        UsageError: a number is out of its range, or the resolutions of profile and SLOs differ.
+        UsageError: a number is out of range, or profile and SLOs cover different resolutions.
     """
 
     num_workers: int
@@ -162,7 +168,12 @@ class Problem:
         object.__setattr__(self, "load", self.overprovision * self.demand)
 
     def is_in_time(self, light: int, heavy: int | None, *, with_waiting: bool) -> bool:
-        """Equation 1, for every resolution, of the batch sizes with these indices; None if nothing is deferred."""
+        """Return whether equation 1 holds for every resolution.
+
+        Args:
+            light, heavy: indices of the batch sizes; heavy is None if nothing is deferred.
+            with_waiting: whether waiting times count.
+        """
         wait_s = 0.0
         if with_waiting:
             wait_s = self.light_wait_s + (0.0 if heavy is None else self.heavy_wait_s)
@@ -173,16 +184,16 @@ class Problem:
         )
 
     def least_light(self, light: int) -> int:
-        """x_1 for the batch size with this index: as many as the load needs (equation 2), and at least one."""
-        # A billionth of a worker is a rounding error.
+        """Return the least x_1 that carries the load at the batch size with this index (equation 2); at least 1."""
+        # A billionth of a worker counts as a rounding error.
         return max(1, math.ceil(self.load / self.light.throughput[light] - 1e-9))
 
 
 def best_of(problem: Problem, step: int, *, with_waiting: bool) -> Plan | None:
-    """Of all plans with the threshold t_k of `step`, the one that switches fewest workers; then with most heavy
-    capacity to spare; then with the shortest batches. None if there is none.
+    """Return the best feasible plan with the threshold t_k, where k is `step`; None if there is none.
 
-    Both solvers end with this, so that they agree where several plans are as good. Spare workers are heavy.
+    The best plan switches the fewest workers; ties go to the most spare heavy capacity, then to the shortest batches.
+    Spare workers serve the heavy model. Both solvers end with this function, so that they agree on ties.
     """
     threshold, share = problem.curve.thresholds[step], problem.curve.shares[step]
     needed = problem.load * share
@@ -208,12 +219,15 @@ def best_of(problem: Problem, step: int, *, with_waiting: bool) -> Plan | None:
 
 
 def fits(needed: float, capacity: float) -> bool:
-    """Whether capacity is enough; a billionth is a rounding error."""
+    """Return whether the capacity suffices; an excess of a billionth counts as a rounding error."""
     return needed <= capacity * (1 + 1e-9)
 
 
 def light_only(problem: Problem) -> Plan:
-    """What is left where no plan is in time and has room: all workers light, as fast as the SLOs allow, or faster."""
+    """Return the plan for when no other is feasible: all workers light, with the batch size of the highest throughput.
+
+    Only batch sizes that meet all SLOs count, unless none does.
+    """
     sizes = range(len(problem.light.batch_sizes))
     in_time = [index for index in sizes if problem.is_in_time(index, None, with_waiting=False)]
     status: Status = "light-only" if in_time else "overloaded"
@@ -222,12 +236,13 @@ def light_only(problem: Problem) -> Plan:
 
 
 def waiting_s(length: float, arrivals: float, capacity: float) -> float:
-    """q by Little's law: how long requests wait in a queue.
+    """Return q, the time that requests wait in a queue, by Little's law.
 
     Args:
-        length: Q, of the queue on average.
-        arrivals: a, into it, a second.
-        capacity: of the workers that serve it now, a second: where nobody arrives any more, they drain it.
+        length: Q, the average length of the queue.
+        arrivals: a, requests a second that join it.
+        capacity: requests a second of the workers that serve it now. It takes the place of `arrivals` when no requests
+            arrive any more and the queue only drains.
     """
     if length <= 0:
         return 0.0
@@ -236,7 +251,7 @@ def waiting_s(length: float, arrivals: float, capacity: float) -> float:
 
 
 def thresholds_of(confidences: Sequence[float], step: float) -> tuple[float, ...]:
-    """Where a curve is looked at: every `step`, and at quantiles of the confidences, from 0 to 1."""
+    """Return the thresholds of a curve, from 0 to 1: a grid of width `step`, and percentiles of the confidences."""
     grid = {round(number * step, 12) for number in range(math.floor(1 / step) + 1)} | {0.0, 1.0}
     ordered = sorted(confidences)
     quantiles = {ordered[len(ordered) * part // 100] for part in range(1, 100)} if ordered else set[float]()

@@ -1,8 +1,8 @@
-"""What is known of a cascade's models on one machine: what `psctl profile cascade` measures, and its file. No torch.
+"""Profile of a cascade's models on one machine, as `psctl profile cascade` measures it, and its file. No torch.
 
-DiffServe section 3.3: e_i(b), how long a batch of b requests takes, and T_i(b), how many requests a worker draws a
-second in batches of b. Both are measured for each resolution, as a worker's batches are of one (run to completion); a
-mix of resolutions has the harmonic mean of their T_i(b), weighted by their shares.
+DiffServe section 3.3: e_i(b) is the time that a batch of b requests takes, and T_i(b) is the number of requests that a
+worker draws a second in batches of b. Both are measured for each resolution, because each batch of a worker has one
+resolution (run to completion); a mix of resolutions has the harmonic mean of their T_i(b), weighted by their shares.
 """
 
 import json
@@ -28,13 +28,13 @@ KIND, VERSION = "psctl-cascade-profile", 1
 
 @dataclass(frozen=True, slots=True)
 class SizeTimes:
-    """Times of one model for one resolution; those by batch size in the order of `LegProfile.batch_sizes`.
+    """Times of one model for one resolution. Tuples are in the order of `LegProfile.batch_sizes`.
 
     Attributes:
-        latency_s: e(b), from a batch's arrival at an idle worker to its last image, scored if it is light.
-        throughput: T(b), requests a second where batches follow each other.
-        step_s: one step of a batch, with nothing beside it.
-        prepare_s, postprocess_s: the other stages of one request; the latter with its score.
+        latency_s: e(b), from a batch's arrival at an idle worker to its last image, including the score of a light one.
+        throughput: T(b), requests a second in consecutive batches.
+        step_s: time of one step of a batch, with no other work on the worker.
+        prepare_s, postprocess_s: times of the other stages for one request; the latter includes scoring.
     """
 
     latency_s: tuple[float, ...]
@@ -49,15 +49,15 @@ class LegProfile:
     """One model of a cascade on one machine.
 
     Attributes:
-        num_steps: of every image.
-        guidance_scale: of every image.
-        batch_sizes: that were measured, ascending.
-        sizes: by resolution, as in "128x128".
-        switch_s: how long a worker is away that changes to this model, which lies in memory.
-        load_s: how long it takes where the model has to be loaded first, warm-up included.
-        score_s: what the discriminator takes for one image; 0 of the heavy model.
-        facts: what it was measured on.
-        strength: below 1, images start from others that are noised so far; see `LegModel`.
+        num_steps: number of steps of every image.
+        guidance_scale: guidance scale of every image.
+        batch_sizes: measured batch sizes, ascending.
+        sizes: times by resolution, as in "128x128".
+        switch_s: time that a worker is away while it switches to this model, with the model in memory.
+        load_s: the same time if the model has to be loaded first, warm-up included.
+        score_s: time of the discriminator for one image; 0 for the heavy model.
+        facts: machine, model and settings of the measurement.
+        strength: strength below 1 means that images start from noised light images; see `LegModel`.
 
     Raises:
         UsageError: a number is missing, or is not positive.
@@ -80,7 +80,7 @@ class LegProfile:
             )
 
     def batches(self, weights: Mapping[str, float]) -> ModelTimes:
-        """e(b) and T(b) for a mix of resolutions; weights need not sum up to 1.
+        """Return e(b) and T(b) for a mix of resolutions. Weights need not add up to 1.
 
         Raises UsageError: a resolution was not profiled.
         """
@@ -93,19 +93,19 @@ class LegProfile:
         return ModelTimes(self.batch_sizes, mixed, {name: self.sizes[name].latency_s for name in weights})
 
     def costs(self) -> dict[str, float]:
-        """What an image alone takes of each resolution, relative to their mean."""
+        """Return the cost of an image of each resolution at batch size 1, relative to the mean over resolutions."""
         seconds = {name: 1 / times.throughput[0] for name, times in self.sizes.items()}
         mean = sum(seconds.values()) / len(seconds)
         return {name: each / mean for name, each in seconds.items()}
 
     def costs_of(self, names: Sequence[str]) -> list[float]:
-        """`costs` of images of these resolutions. Raises UsageError: one was not profiled."""
+        """Return the `costs` of images of these resolutions. Raises UsageError: one was not profiled."""
         self.require(names)
         costs = self.costs()
         return [costs[name] for name in names]
 
     def model(self, weights: Mapping[str, float]) -> CascadeModel:
-        """The model as the simulator takes it. Raises as `batches`."""
+        """Return the model for the simulator. Raises UsageError: a resolution was not profiled."""
         batches = self.batches(weights)
         sizes = {parse(name): self.sizes[name] for name in weights}
         steps = TableLatency(
@@ -135,7 +135,7 @@ class LegProfile:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the content of the file."""
         return {
             "num_steps": self.num_steps,
             "guidance_scale": self.guidance_scale,
@@ -159,7 +159,7 @@ class LegProfile:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Raises KeyError, TypeError or ValueError if it is not what `to_json` gives."""
+        """Build a profile from the result of `to_json`. Raises KeyError, TypeError or ValueError for other input."""
         sizes = {
             str(parse(name)): SizeTimes(
                 tuple(each["latency_s"]),
@@ -192,12 +192,12 @@ class LegProfile:
 
 @dataclass(frozen=True, slots=True)
 class CascadeProfile:
-    """Both models.
+    """Profiles of both models of a cascade.
 
     Attributes:
-        legs: light and heavy.
-        discriminator: checksum of the discriminator's file, whose time is in the light model's.
-        reused: the heavy model where it starts from light images; None where that was not measured.
+        legs: profiles of the light and the heavy model.
+        discriminator: checksum of the discriminator's file; its time is part of the light model's times.
+        reused: profile of the heavy model when it starts from light images; None if not measured.
     """
 
     legs: Mapping[Leg, LegProfile]
@@ -205,7 +205,7 @@ class CascadeProfile:
     reused: LegProfile | None = None
 
     def serving(self, *, reuses_light: bool) -> Mapping[Leg, LegProfile]:
-        """Both models as they serve. Raises UsageError: reuse was not measured."""
+        """Return the profiles for serving, with or without reuse. Raises UsageError: reuse was not measured."""
         if not reuses_light:
             return self.legs
         if self.reused is None:
@@ -217,27 +217,27 @@ class CascadeProfile:
 
     @property
     def resolutions(self) -> tuple[Resolution, ...]:
-        """That both models were profiled for, from small to large."""
+        """Resolutions that both models were profiled for, from small to large."""
         both = set(self.legs["light"].sizes) & set(self.legs["heavy"].sizes)
         return tuple(sorted(map(parse, both), key=lambda size: (size.pixels, size)))
 
     def standalone_s(self, resolution: Resolution) -> float:
-        """e(1) of the heavy model: what SLOs are multiples of. Raises UsageError: it was not profiled."""
+        """Return e(1) of the heavy model, the unit of SLOs. Raises UsageError: the resolution was not profiled."""
         heavy = self.legs["heavy"]
         heavy.require([str(resolution)])
         return heavy.sizes[str(resolution)].latency_s[heavy.batch_sizes.index(1)]
 
     def save(self, path: Path) -> None:
-        """Write it, atomically. Raises OSError."""
+        """Write the profile to a file, atomically. Raises OSError."""
         content = {"kind": KIND, "version": VERSION, "discriminator": self.discriminator}
         known: Mapping[Side, LegProfile | None] = {**self.legs, "reused": self.reused}
         write_json(path, content | {side: each.to_json() for side, each in known.items() if each is not None})
 
 
 def read_profile(path: Path) -> CascadeProfile:
-    """Read what `CascadeProfile.save` has written.
+    """Read a profile that `CascadeProfile.save` has written.
 
-    Raises UsageError: there is no such file, or it is damaged, or something else.
+    Raises UsageError: there is no such file, it is damaged, or it is not a profile of a cascade.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What a cascade leaves: records of requests, what each model did for them, and the plans. No torch."""
+"""Results of a cascade: records of requests, the work of each model for them, and the plans. No torch."""
 
 from collections import deque
 from collections.abc import MutableSequence
@@ -13,14 +13,15 @@ from .problem import Plan
 
 @dataclass(frozen=True, slots=True)
 class LegRow:
-    """What one model did for a request.
+    """Work of one model for a request.
 
     Attributes:
-        request_id, leg, worker: which one, by which model, where.
-        start_s, end_s: when it came there, and left.
-        status: how that ended; see `RequestRecord`.
-        confidence, threshold: of a light image, and what it was compared with; None where nobody looked.
-        is_deferred: whether the request went on to the heavy model.
+        request_id, leg, worker: the request, the model and the worker.
+        start_s, end_s: when the request was sent to the worker, and when it ended there.
+        status: final status on this worker; see `RequestRecord`.
+        confidence, threshold: confidence of a light image, and the threshold that it was compared with; None if there
+            was no comparison.
+        is_deferred: whether the request was deferred to the heavy model.
     """
 
     request_id: int
@@ -36,12 +37,12 @@ class LegRow:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A plan.
+    """A plan, with its time and its inputs.
 
     Attributes:
-        start_s: from when on it held.
-        plan, seen: what it says, and what it was made from.
-        solve_s: what making it took, on the real clock: the only field that differs between equal runs.
+        start_s: time from which the plan holds.
+        plan, seen: the plan, and the observations that it was made from.
+        solve_s: wall-clock time that it took to make the plan: the only field that differs between equal runs.
     """
 
     start_s: float
@@ -52,15 +53,15 @@ class PlanRow:
 
 @dataclass(slots=True)
 class CascadeResult:
-    """What a cascade leaves.
+    """Results of a cascade.
 
     Attributes:
-        records: of every request, in the order in which they ended, all in a final status.
-        legs: what models did, as it ended.
-        plans: as they were made.
-        num_switches: of workers from one model to the other.
-        num_lost: workers that died.
-        wasted_s: seconds of light images that were not the answer.
+        records: final records of all requests, in the order in which they ended.
+        legs: work of the models, in the order in which it ended.
+        plans: plans, in the order in which they were made.
+        num_switches: number of times that a worker switched models.
+        num_lost: number of times that a worker died.
+        wasted_s: seconds that deferred requests spent with the light model.
     """
 
     records: MutableSequence[RequestRecord] = field(default_factory=list)
@@ -72,14 +73,14 @@ class CascadeResult:
 
     @classmethod
     def of_the_last(cls, count: int) -> "CascadeResult":
-        """One that keeps so many of each, for those who serve for ever."""
+        """Return a result that keeps only the last `count` entries of each list, for services without an end."""
         return cls(deque(maxlen=count), deque(maxlen=count), deque(maxlen=count))
 
     def served_by(self) -> dict[int, Leg]:
-        """The model whose image a completed request has, by id: made from all records at every call."""
+        """Return the model that drew the image of each completed request, by request id. Scans all records."""
         return {record.request_id: cast(Leg, record.served_by) for record in self.records if record.served_by}
 
     def sides(self) -> dict[int, Side]:
-        """The same, but heavy images that start from light ones are told apart."""
+        """Return the same as `served_by`, with heavy images that start from light ones as a side of their own."""
         started = {record.request_id for record in self.records if record.strength is not None}
         return {number: "reused" if number in started else leg for number, leg in self.served_by().items()}

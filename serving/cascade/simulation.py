@@ -1,6 +1,6 @@
-"""The cascade on the virtual clock: the simulator's workers, with models that change, under the real dispatcher.
+"""Simulation of a cascade: simulated workers that switch models, under the real dispatcher, on a virtual clock.
 
-The same arguments always give the same result. No torch.
+The result is deterministic. No torch.
 """
 
 import math
@@ -24,17 +24,17 @@ from .legs import Leg
 from .result import CascadeResult
 
 _CONTROL, _SWITCHED = 4, 5
-"""Events beside those of `SimulatedWorker`."""
+"""Events in addition to those of `SimulatedWorker`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeModel(LegModel):
-    """A model, as the simulator knows it.
+    """Parameters of a cascade's model for the simulator.
 
     Attributes:
-        durations: of its steps.
-        times: of the other stages; of the light model with scoring.
-        switch_s: how long a worker is away that changes to it.
+        durations: durations of its steps.
+        times: times of the other stages; for the light model they include scoring.
+        switch_s: time that a worker is away while it switches to this model.
     """
 
     durations: StepDurations
@@ -42,12 +42,12 @@ class CascadeModel(LegModel):
     switch_s: float = 0.0
 
     def for_workers(self) -> LegModel:
-        """What processes need to know of it."""
+        """Return the parameters that worker processes need."""
         return LegModel(self.num_steps, self.guidance_scale, self.batches, strength=self.strength)
 
 
 class _Worker:
-    """One GPU, whatever it serves now; see `slots.Worker`."""
+    """One simulated GPU, which implements `slots.Worker`."""
 
     def __init__(self, index: int, leg: Leg | None, simulation: "_Simulation") -> None:
         self.index, self._simulation = index, simulation
@@ -63,7 +63,7 @@ class _Worker:
         self._simulation.touched.add(self.index)
 
     def cancel(self, request_id: int, reason: str) -> None:
-        """It is drawn to its end here, and nobody listens."""
+        """Do nothing: the simulated worker finishes the request, and the dispatcher ignores its record."""
 
     def limit(self, batch_size: int) -> None:
         self.sim.scheduler.max_batch_size = batch_size
@@ -76,7 +76,7 @@ class _Worker:
         self._simulation.dispatcher.handed_back(self.index, waiting, now_s)
 
     def change_if_idle(self, now_s: float) -> None:
-        """Begin to change, if the batch has ended."""
+        """Begin a pending switch of models if the batch has ended."""
         if self.next_leg is not None and self.sim.is_done:
             leg, self.next_leg = self.next_leg, None
             self._simulation.dispatcher.left(self.index)
@@ -104,15 +104,16 @@ class _Simulation:
         dispatcher.start(self._new_worker, num_workers)
 
     def serving(self, index: int, leg: Leg | None) -> SimulatedWorker:
-        """The stages of a GPU that serves a model, or both: they are then one, and the light leg's stages are those
-        with scoring.
+        """Return the simulated stages of a GPU that serves a model, or both (None).
+
+        Both legs are then one model, and the light leg's times apply, because they include scoring.
         """
         model = self.models[leg or "light"]
         scheduler = Scheduler(policy_for(leg, self.models), on_decision=self.clock.note_decision)
         return SimulatedWorker(index, self.clock, scheduler, model.durations, model.times)
 
     def run(self, requests: Sequence[Request]) -> CascadeResult:
-        """Serve all of them."""
+        """Serve all requests."""
         place, events, dispatcher = 0, self.clock.events, self.dispatcher
         self.clock.push(SAMPLE_S, _CONTROL, -1)
         while place < len(requests) or dispatcher.num_open:
@@ -145,7 +146,7 @@ class _Simulation:
                 self.touched.add(index)
 
     def _settle(self, now_s: float) -> None:
-        """Let all who have news go on, until nobody has."""
+        """Advance all workers with new events until none is left."""
         while self.touched or self._ended:
             touched, self.touched = self.touched, set()
             for index in sorted(touched):
@@ -176,15 +177,15 @@ def simulate_cascade(
     """Serve a trace with a light and a heavy model.
 
     Args:
-        requests: in order of arrival, with ids that differ.
-        models: light and heavy.
-        controller, direct, on_late, batching, skip_light, costs: as of `Dispatcher`.
-        confidence_of: of the light image of a request, by id.
-        num_workers: how many there are.
-        balancer: chooses workers; None for the one with the least to do.
+        requests: requests in order of arrival, with distinct ids.
+        models: light and heavy model.
+        controller, direct, on_late, batching, skip_light, costs: arguments of `Dispatcher`.
+        confidence_of: maps a request id to the confidence of its light image.
+        num_workers: number of workers.
+        balancer: chooses workers; None for the worker with the least pending work.
 
     Returns:
-        What is left, its records by id.
+        The result, with its records sorted by id.
 
     Raises:
         UsageError: the trace is empty, or repeats an id.

@@ -1,4 +1,4 @@
-"""A cascade's workers, as its dispatcher knows them. No torch."""
+"""Workers of a cascade, and the dispatcher's state of each. No torch."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -8,34 +8,37 @@ from .legs import Leg
 
 
 class Worker(Protocol):
-    """A GPU that serves one of both models, or both at once.
+    """A GPU that serves one of the two models, or both at once.
 
     Attributes:
-        num_waiting: how many requests wait there for its next batch.
+        num_waiting: number of requests that wait on the worker for its next batch.
     """
 
     @property
     def num_waiting(self) -> int: ...
 
     def take(self, request: Request, now_s: float) -> None:
-        """Serve a request with the steps that it names; one that is an edit starts from its light image.
-        `Dispatcher.ended` is told how it went.
+        """Serve a request with its own number of steps, and report its end to `Dispatcher.ended`.
+
+        A request that is an edit starts from its light image.
         """
 
     def cancel(self, request_id: int, reason: str) -> None:
-        """Draw a request no further. What is told of it afterwards is not listened to."""
+        """Stop work on a request. The dispatcher ignores later reports of it."""
 
     def limit(self, batch_size: int) -> None:
-        """From now on, batches are this large at most."""
+        """Limit the size of batches from now on."""
 
     def change(self, leg: Leg, now_s: float) -> None:
-        """Hand back who waits (`Dispatcher.handed_back`), end the batch, and change to the other model, of which
-        `Dispatcher.left` and `Dispatcher.changed` are told.
+        """Switch to the other model.
+
+        The worker returns its waiting requests (`Dispatcher.handed_back`), finishes its batch, and reports the start
+        and the end of the switch (`Dispatcher.left`, `Dispatcher.changed`).
         """
 
 
 class Given(NamedTuple):
-    """A request that was sent to a worker: for which model, when, and its pixels times steps."""
+    """A request that was sent to a worker: its model, the time when it was sent, and its pixels times steps."""
 
     leg: Leg
     since_s: float
@@ -44,16 +47,17 @@ class Given(NamedTuple):
 
 @dataclass(slots=True)
 class Slot:
-    """What is known of a worker.
+    """State of a worker in the dispatcher.
 
     Attributes:
-        index, worker: its number, and itself; None while it is started anew.
+        index: its number.
+        worker: the worker; None while it is restarted.
         leg: the model that it serves; None for both at once.
-        next_leg: the model that it is bound to change to, until it serves it.
-        is_away: whether it serves none now.
-        pending: pixels times steps of what it has been given and has not ended; see `Pending`.
-        batch_size: of the last `limit`.
-        given: what was sent there and has not ended, by its id.
+        next_leg: the model that it is switching to, until it serves that model; None if it keeps its model.
+        is_away: whether it serves no model now.
+        pending: pixels times steps of its unfinished requests; see `Pending`.
+        batch_size: batch size of the last `limit`.
+        given: unfinished requests that were sent to it, by id.
     """
 
     index: int
@@ -67,21 +71,21 @@ class Slot:
 
     @property
     def takes(self) -> bool:
-        """Whether requests may be sent there."""
+        """Whether the worker accepts requests."""
         return self.worker is not None and self.next_leg is None and not self.is_away
 
     @property
     def bound(self) -> Leg | None:
-        """The model that it has or is going to have."""
+        """The model that it switches to, or else the one that it serves."""
         return self.next_leg or self.leg
 
     def give(self, request_id: int, given: Given) -> None:
-        """A request was sent there."""
+        """Add a request that was sent to the worker."""
         self.given[request_id] = given
         self.pending += given.pixel_steps
 
     def taken_back(self, request_id: int) -> Given | None:
-        """A request is no longer there; what was known of it, None if it was not there."""
+        """Remove a request and return its entry; None if it was not assigned to the worker."""
         given = self.given.pop(request_id, None)
         if given is not None:
             self.pending -= given.pixel_steps

@@ -1,4 +1,4 @@
-"""The systems that DiffServe is compared with, its ablations, and itself, each under one name. No torch.
+"""Cascade systems by name: DiffServe, its ablations and its baselines. No torch.
 
 Source: DiffServe section 4.1 (table 1) and section 4.5.
 """
@@ -21,16 +21,17 @@ SolverName = Literal["milp", "enumerate"]
 
 @dataclass(frozen=True, slots=True)
 class CascadeKnobs:
-    """What a user sets of a system.
+    """User options of a system.
 
     Attributes:
-        solver: of allocations; both give the same plans.
-        queue_factor: with `diffserve-no-queue`, waiting as a multiple of a batch's duration: 2 as printed, 1 is one
-            batch of waiting.
-        threshold: of `diffserve-static-threshold`; None for the one that the peak of the trace leaves room for.
-        quality: FID at some thresholds, both rising in the first number: `diffserve` then goes by the best of those
-            that there is room for, in place of the largest (section 2.2: FID turns up again where nearly all is heavy).
-            Empty for the paper's own objective.
+        solver: solver of allocations; both give the same plans.
+        queue_factor: waiting time of `diffserve-no-queue` as a multiple of the batch duration: 2 as printed, 1 for
+            waiting for one batch.
+        threshold: threshold of `diffserve-static-threshold`; None for the largest one that is feasible at the peak of
+            the trace.
+        quality: pairs of threshold and FID, by ascending threshold. `diffserve` then chooses the feasible threshold
+            with the best FID instead of the largest one (section 2.2: FID rises again when nearly all images are
+            heavy). Empty for the paper's own objective.
     """
 
     solver: SolverName = "milp"
@@ -45,14 +46,17 @@ class CascadeKnobs:
             raise UsageError(f"--threshold is {self.threshold:g}, but it must be from 0 to 1")
 
     def worth(self) -> Callable[[float], float] | None:
-        """What `DiffServe` goes by: FID with its sign turned, on lines between the thresholds where it was measured."""
+        """Return the objective of `DiffServe`: the negative FID, interpolated linearly between measured thresholds.
+
+        Returns None without `quality`.
+        """
         if not self.quality:
             return None
         thresholds, fids = zip(*self.quality, strict=True)
         return lambda threshold: -float(np.interp(threshold, thresholds, fids))
 
     def new_solver(self) -> Solver:
-        """One that counts its own plans."""
+        """Return a new solver; a `Milp` counts its own plans."""
         return Milp() if self.solver == "milp" else enumerate_plan
 
 
@@ -61,16 +65,16 @@ _Make = Callable[[Cluster, DeferralCurve, float, CascadeKnobs, Solver], Allocato
 
 @dataclass(frozen=True, slots=True)
 class CascadeSystem:
-    """Who allocates workers and routes requests.
+    """A named way to allocate workers and to route requests.
 
     Attributes:
-        name, about: for users.
-        make: its allocator, from what there is, f(t), the peak of the trace in requests a second, what the user has
-            set, and a solver.
-        batching: whether plans say how large batches are, or `Aimd`.
-        needs_peak: whether, with what the user has set, something of it is planned for the peak of the trace.
+        name, about: name and description for users.
+        make: builds the allocator from the cluster, f(t), the peak of the trace in requests a second, the user options
+            and a solver.
+        batching: whether plans or `Aimd` set the batch sizes.
+        needs_peak: whether the system plans for the peak of the trace under these user options.
         is_shared: whether workers serve both models at once.
-        has_thresholds: whether each request has a light image first.
+        has_thresholds: whether each request gets a light image first.
     """
 
     name: str
@@ -82,7 +86,7 @@ class CascadeSystem:
     has_thresholds: bool = True
 
     def allocator(self, cluster: Cluster, curve: DeferralCurve, peak: float, knobs: CascadeKnobs) -> Allocator:
-        """What makes its plans. Raises UsageError: not even one light image is in time."""
+        """Return the allocator of the system. Raises UsageError: not even a single light image can be in time."""
         for name, slo_s in cluster.slos_s.items():
             least_s = cluster.light.latency_s[name][0]
             if slo_s < least_s:
@@ -162,7 +166,7 @@ CASCADE_SYSTEMS: Mapping[str, CascadeSystem] = {
 
 
 def get_cascade_system(name: str) -> CascadeSystem:
-    """The system that the user calls `name`. Raises UsageError: there is none."""
+    """Return the system with this name. Raises UsageError: there is none."""
     if name not in CASCADE_SYSTEMS:
         raise UsageError(f"system of a cascade is {name!r}, but it must be one of {', '.join(CASCADE_SYSTEMS)}")
     return CASCADE_SYSTEMS[name]

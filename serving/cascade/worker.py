@@ -1,8 +1,8 @@
-"""A worker of a cascade: a process that holds both models and serves one of them, on one engine after the other, or
-both at once where they are one model with different steps.
+"""A worker process of a cascade, which holds both models and serves one of them, or both at once.
 
-It is told what to do through a connection, and tells of what happens through the same: messages are tuples of a word
-and what belongs to it. Times are those of the trace, on the clock that all processes of a machine share.
+Each switch to the other model starts a new engine. Both models are served at once if they are one model with different
+numbers of steps. The worker receives commands and sends events through one connection; a message is a tuple of a word
+and its arguments. Times count from the start of the trace, on the clock that all processes of a machine share.
 """
 
 import contextlib
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 
 ALIVE_EVERY_S = 1.0
 WORKER_THREADS = 1
-"""Of torch, in a worker on a CPU."""
+"""Number of torch threads in a worker on a CPU."""
 _WARM_UP_STEPS = 2
 _TIMES = ("arrival_s", "prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker is made of.
+    """Settings of a worker.
 
     Attributes:
         index: its number.
-        names: of both models, as `load_model` takes them.
-        models: how many steps they take, and for how long.
-        device, dtype: of both.
-        discriminator: file that scores light images.
-        tables: of both models in the workspace, for what engines measure at their start.
-        image_dir: where images go, as `ID-LEG.png`.
-        tells_steps: whether it tells of every step of every request.
-        threads: of torch.
-        core: processor that it is bound to; None for any.
+        names: names of both models, in the form that `load_model` accepts.
+        models: steps and profiled times of both models.
+        device, dtype: device and dtype of both models.
+        discriminator: file of the discriminator that scores light images.
+        tables: tables of both models in the workspace, for measurements that engines make at their start.
+        image_dir: folder for images, which are named `ID-LEG.png`.
+        tells_steps: whether the worker reports every step of every request.
+        threads: number of torch threads.
+        core: processor that the process is bound to; None for any.
     """
 
     index: int
@@ -69,13 +69,17 @@ class WorkerSettings:
 
 
 def image_file(settings: WorkerSettings, request_id: int, leg: Leg) -> Path:
-    """Where the image of a model for a request goes."""
+    """Return the path of the image that a model draws for a request."""
     return settings.image_dir / f"{request_id:06}-{leg}.png"
 
 
 def run_worker(settings: WorkerSettings, leg: Leg | None, connection: Connection) -> None:
-    """The process: load, say `ready`, and serve a model, or both (None), until it is told to stop or the other side is
-    gone.
+    """Entry point of the process: load the models, send `ready`, and serve until `stop` arrives or the parent is gone.
+
+    Args:
+        settings: settings of the worker.
+        leg: the model that it serves first; None for both at once.
+        connection: connection to the parent.
     """
     if settings.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {settings.core})
@@ -88,7 +92,7 @@ def run_worker(settings: WorkerSettings, leg: Leg | None, connection: Connection
 
 
 class _WorkerProcess:
-    """Engines, one after the other, and the thread that listens."""
+    """The engines of a worker, which run one after the other, and the thread that receives messages."""
 
     def __init__(self, settings: WorkerSettings, leg: Leg | None, connection: Connection) -> None:
         import torch
@@ -110,7 +114,7 @@ class _WorkerProcess:
         for each in LEGS:
             self._warm_up(each)
         self._sending = threading.Lock()
-        # Guards what the listener and the engine's threads share.
+        # Guards the state that the listener and the engine's threads share.
         self._changed = threading.Condition()
         self._engine: Engine | None = None
         self._offset_s = self._zero_s = 0.0
@@ -124,7 +128,7 @@ class _WorkerProcess:
         return [parse(name) for name in self._settings.models[leg].batches.latency_s]
 
     def _warm_up(self, leg: Leg) -> None:
-        """Draw an image of each size in a few steps, and score it, so that the first request is as fast as others."""
+        """Draw an image of each size in a few steps and score it, so that the first request is as fast as the rest."""
         from ..engine.engine import Engine
 
         told, settings = InMemory(), self._settings.models[leg]
@@ -145,7 +149,7 @@ class _WorkerProcess:
                 raise RunError(f"warming up: {record.reason}")
 
     def serve(self) -> None:
-        """Say `ready`, and serve."""
+        """Send `ready`, and serve until `stop`."""
         threading.Thread(target=self._listen, name="psctl-listen", daemon=True).start()
         self._tell("ready")
         threading.Thread(target=self._live, name="psctl-live", daemon=True).start()
@@ -168,7 +172,7 @@ class _WorkerProcess:
     def _live(self) -> None:
         while not self._is_stopped:
             engine = self._engine
-            # One that does not get on is as good as dead, though this thread lives.
+            # A stalled engine counts as dead, although this thread is alive.
             if engine is None or not engine.is_stalled:
                 self._tell("alive")
             time.sleep(ALIVE_EVERY_S)
@@ -192,7 +196,7 @@ class _WorkerProcess:
         with self._changed:
             self._offset_s = time.perf_counter() - self._zero_s - engine.now_s()
             self._engine = engine
-            if self._is_stopped:  # the listener has found no engine to end
+            if self._is_stopped:  # `stop` arrived before there was an engine to abort
                 engine.abort()
             self._changed.notify_all()
         return engine
@@ -204,7 +208,7 @@ class _WorkerProcess:
                 if word == "zero":
                     self._zero_s = rest[0]
                 elif word == "limit":
-                    # The first comes before there is an engine.
+                    # The first `limit` arrives before there is an engine.
                     self._batch_size = rest[0]
                 elif word == "stop":
                     self._is_stopped = True
@@ -232,7 +236,7 @@ class _WorkerProcess:
                 engine.close()
 
     def _heard(self) -> tuple[str, list[Any]]:
-        """The next message; a parent that is gone wants everything to stop."""
+        """Return the next message, or `stop` if the parent is gone."""
         try:
             word, *rest = self._connection.recv()
         except (EOFError, OSError):
@@ -253,7 +257,7 @@ class _WorkerProcess:
             self._tell("ended", record, None)
 
     def _from_light(self, request: Request) -> Request:
-        """A request that starts from its light image, which a worker of this machine has written.
+        """Return the request as an edit of its light image, which a worker on this machine has written.
 
         Raises UsageError: the image cannot be read.
         """
@@ -274,17 +278,20 @@ class _WorkerProcess:
         return Watch(on_step=lambda steps_done: self._tell("steps", number, steps_done), may_lag=True)
 
     def _score(self, request: Request, image: "Image") -> None:
-        """In the postprocess thread, before the record closes. A score that fails is no number, and is deferred."""
+        """Score a light image, in the postprocess thread before its record closes.
+
+        If scoring fails, the confidence is NaN, so that the request is deferred.
+        """
         if self._leg_of(request) == "heavy":
             return
         try:
             confidence = self._discriminator.confidence(image)
-        except Exception:  # noqa: BLE001  the image is there, whatever it is worth
+        except Exception:  # noqa: BLE001  a failed score must not cost the image
             confidence = math.nan
         self._confidences[request.request_id] = confidence
 
     def _leg_of(self, request: "Request | RequestRecord") -> Leg:
-        """Whose image it is: where both are served, the steps tell."""
+        """Return the model that draws a request; if both are served, the number of steps identifies it."""
         light = self._settings.models["light"].num_steps
         return self._leg or ("light" if request.num_inference_steps == light else "heavy")
 
@@ -294,7 +301,7 @@ class _WorkerProcess:
             self._tell("waiting", count)
 
     def tell_ended(self, record: RequestRecord) -> None:
-        """A request has ended here. Of one that was cancelled nobody wants the image that was already being decoded."""
+        """Send the record of a request that has ended; delete the image if the request was cancelled."""
         if record.request_id in self._cancelled:
             self._cancelled.discard(record.request_id)
             image_file(self._settings, record.request_id, self._leg_of(record)).unlink(missing_ok=True)
@@ -303,13 +310,13 @@ class _WorkerProcess:
         self._tell("ended", own, self._confidences.pop(record.request_id, None))
 
     def _tell(self, *message: Any) -> None:
-        # Where the parent is gone, the listener notices, too, and ends the engine.
+        # If the parent is gone, the listener notices it too, and aborts the engine.
         with contextlib.suppress(OSError), self._sending:
             self._connection.send(message)
 
 
 class _Telling(Collector):
-    """Tells the parent."""
+    """Sends final records to the parent."""
 
     def __init__(self, worker: _WorkerProcess) -> None:
         self._worker = worker

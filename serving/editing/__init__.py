@@ -1,1 +1,1 @@
-"""Edits of images by mask (InstGenIE): how they start and end, and the records of images that they read."""
+"""Edits of images by mask (InstGenIE): their first latents, the final paste, and the records that they read."""

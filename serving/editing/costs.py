@@ -1,5 +1,6 @@
-"""What edits cost whom they are sent to, as far as that is seen from outside: how much of an image each computes, and
-which records a worker has in memory. For the simulator and the routers. No torch.
+"""Costs of edits for the simulator and the routers. No torch.
+
+The cost of an edit depends on the share of the image that it computes, and on the records in a worker's memory.
 """
 
 from collections import OrderedDict
@@ -18,19 +19,19 @@ from .profile import EditProfile
 
 @dataclass(frozen=True, slots=True)
 class EditCosts:
-    """Edits that read records.
+    """Costs of edits that read records.
 
-    All templates were recorded ahead, and every worker reaches their files. One that has not yet read a record, or has
-    let it go since, reads it while it prepares the edit.
+    All templates are recorded in advance, and every worker has access to their files. A worker that does not have a
+    record in memory reads it while it prepares the edit.
 
     Attributes:
-        active_share: of an edit; 1 for one that is computed whole.
-        record_bytes: size of a record.
-        load_s: seconds until a record of so many bytes is in memory.
-        memory_mb: of records, of each worker.
+        active_share: maps an edit to the share of the image that it computes; 1 if it is computed whole.
+        record_bytes: maps a record to its size.
+        load_s: maps a number of bytes to the seconds until a record of this size is in memory.
+        memory_mb: memory for records on each worker.
 
     Raises:
-        UsageError: the memory is not above 0.
+        UsageError: `memory_mb` is not above 0.
     """
 
     active_share: Callable[[Request], float]
@@ -43,13 +44,18 @@ class EditCosts:
             raise UsageError(f"memory of records is {self.memory_mb:g} MB, but it must be above 0")
 
     def share_of(self, request: Request) -> float:
-        """Share of the image that steps compute; 1 for a new one, and for an exact edit. Raises as `MaskShares`."""
+        """Return the share of the image that steps compute; 1 for a new image and for an exact edit.
+
+        Raises UsageError: as `MaskShares`.
+        """
         return self.active_share(request) if reads_record(request) else 1.0
 
 
 def reads_record(request: Request) -> bool:
-    """Whether it is an edit that reads a record where there is one; an edit over HTTP may want to be exact, and records
-    are of the model without adapters.
+    """Return whether the request is an edit that reads a record if there is one.
+
+    An edit over HTTP may be exact, without a template, and requests with adapters read no records, because records are
+    of the model without adapters.
     """
     edit = request.edit
     if request.adapters:
@@ -58,11 +64,11 @@ def reads_record(request: Request) -> bool:
 
 
 class MaskShares:
-    """Active shares of edits, from their masks or those that a trace names; images of traces are not read.
+    """Active shares of edits, from their own masks or from the masks that a trace names; images of traces are not read.
 
     Args:
-        geometry: of the model.
-        up_to: share of the cells up to which edits are computed in part.
+        geometry: geometry of the model.
+        up_to: largest active share at which an edit is computed in part.
     """
 
     def __init__(self, geometry: Geometry, up_to: float) -> None:
@@ -70,10 +76,12 @@ class MaskShares:
         self._known: dict[tuple[TracedEdit, Resolution], float] = {}
 
     def __call__(self, request: Request) -> float:
-        """The share; 1 for one that is computed whole, as the engine would: it reads no record, its mask is large, or
-        there is no record for its size or its strength.
+        """Return the active share of a request.
 
-        Raises UsageError: the mask cannot be read, or does not fit; or the edit takes no step.
+        The share is 1 under the same conditions under which the engine computes an edit whole: it reads no record, its
+        mask is large, or there is no record for its size or its strength.
+
+        Raises UsageError: the mask cannot be read, the mask does not fit the image, or the edit takes no step.
         """
         geometry, edit = self._geometry, request.edit or request.traced
         if edit is None or not reads_record(request):
@@ -100,12 +108,12 @@ class MaskShares:
 
 
 def profiled_edits(profile: EditProfile, geometry: Geometry) -> EditCosts:
-    """Edits as `psctl profile edits` has measured them."""
+    """Return the costs of edits as measured by `psctl profile edits`."""
     return EditCosts(MaskShares(geometry, profile.up_to), profile.record_bytes, profile.load_s)
 
 
 class HeldRecords:
-    """The records in one worker's memory: those that were read last, within the bound. A larger one is never held."""
+    """The records in one worker's memory, with LRU eviction. A record larger than the memory is never kept."""
 
     def __init__(self, edits: EditCosts) -> None:
         self._edits = edits
@@ -113,11 +121,11 @@ class HeldRecords:
         self._num_bytes = 0.0
 
     def missing_s(self, record: RecordId) -> float:
-        """Seconds that it would have to be read for; 0 if it is there."""
+        """Return the seconds that reading the record would take; 0 if it is in memory."""
         return 0.0 if record in self._bytes_of else self._edits.load_s(self._edits.record_bytes(record))
 
     def read(self, record: RecordId) -> float:
-        """Read it, as `missing_s` says, and hold it."""
+        """Read a record into memory, and return the seconds that this takes, as `missing_s` does."""
         seconds, size = self.missing_s(record), self._edits.record_bytes(record)
         self._num_bytes += size - self._bytes_of.pop(record, 0.0)
         self._bytes_of[record] = size

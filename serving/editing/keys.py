@@ -1,4 +1,4 @@
-"""Which record of a template suits an edit."""
+"""Keys that match edits with the records of templates."""
 
 import hashlib
 import json
@@ -11,33 +11,34 @@ from ...data.requests import Request
 from ...data.templates import Keep
 
 VERSION = 2
-"""Of records; it changes with what is in them."""
+"""Version of the format of records."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateKey:
-    """Which record suits an edit.
+    """Key of a record.
 
     Attributes:
-        about: all that a record depends on: the model and its files, dtype, schedule, image, size, prompt, seed,
-            rows, and what it keeps.
+        about: everything that a record depends on: the model and its files, dtype, schedule, image, size, prompt,
+            seed, rows, and which tensors it keeps.
     """
 
     about: Mapping[str, Any]
 
     @property
     def digest(self) -> str:
-        """Names the folder."""
+        """Hash of the key, which is the name of the record's folder."""
         return hashlib.sha256(json.dumps([VERSION, self.about], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
-    """What an edit itself says of the record that it reads, whatever the model."""
+    """Return the part of a record's key that depends on the edit alone and not on the model."""
     edit = request.edit
     assert edit is not None
     assert edit.template is not None
     template = edit.template
-    # Any generation has a prompt and a seed of its own, and is of one guidance scale; a noised image knows of none.
+    # A generation has its own prompt and seed, which the edit need not repeat, and one guidance scale. A noised image
+    # has no guidance scale.
     is_noised = template.kind == "noised"
     return {
         "num_inference_steps": request.num_inference_steps,
@@ -52,7 +53,7 @@ def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
 
 
 def no_generation(request: Request, keep: Keep) -> UsageError:
-    """To raise where there is no record of the generation of an edit's image."""
+    """Return the error for an edit whose image has no record of its generation."""
     return UsageError(
         f"there is no record of the image's generation with {request.num_inference_steps} steps, guidance scale "
         f"{request.guidance_scale:g} and --keep {keep}: psctl generate --save-template makes it"

@@ -1,6 +1,4 @@
-"""What records are read through: one read after the other, in a thread of its own, as fast as a link is (InstGenIE
-section 4.2).
-"""
+"""The link that records are read through, one read at a time in a thread of its own (InstGenIE section 4.2)."""
 
 import threading
 import time
@@ -15,22 +13,21 @@ from .uploads import Loaded
 
 
 class Link:
-    """What the records of a process are read through: one read after the other, in the order in which they were asked
-    for.
+    """Thread that performs the reads of a process's records one at a time, in the order in which they were submitted.
 
     Args:
-        mbps: megabytes (10^6 bytes) per second that pass at most; None for as many as there are.
+        mbps: limit of the throughput in megabytes (10^6 bytes) per second; None for no limit.
     """
 
     def __init__(self, mbps: float | None = None) -> None:
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
         is_over = threading.Event()
-        # A pool's thread would be waited for when the process ends, however slow the link is.
+        # The end of the process would wait for a pool's thread, however slow the link is.
         LoneThread(target=_read_what_is_asked, args=(self._asked, is_over, mbps), name="records").start()
         weakref.finalize(self, _end, self._asked, is_over)
 
     def submit(self, read: Callable[[], Loaded]) -> "Future[Loaded]":
-        """Have something read."""
+        """Submit a read, and return the future of its result."""
         asked = _Asked(Future(), read, time.perf_counter())
         self._asked.put(asked)
         return asked.future
@@ -47,19 +44,19 @@ def _read_what_is_asked(queue: "SimpleQueue[_Asked | None]", is_over: threading.
     while (asked := queue.get()) is not None:
         if not is_over.is_set() and asked.future.set_running_or_notify_cancel():
             free_s = _answer(asked, is_over, mbps, free_s)
-        del asked  # while this thread waits for the next, nothing of the last one keeps the link alive
+        del asked  # a reference to the last read would keep the link alive while this thread waits for the next one
 
 
 def _answer(asked: _Asked, is_over: threading.Event, mbps: float | None, free_s: float) -> float:
-    """Read what is asked of a link that is free from some time on; returns from when on it is free then."""
+    """Perform a read on a link that is free from `free_s` on, and return the time when the link is free again."""
     try:
         found = asked.read()
-    except Exception as error:  # noqa: BLE001  whoever waits for it is told
+    except Exception as error:  # noqa: BLE001  the future passes it on
         asked.future.set_exception(error)
         return free_s
     if mbps is not None:
         num_bytes = sum(tensor.nbytes for row in found.rows.values() for tensor in row.values())
-        # From when the link was free, not from now: a thread that sleeps wakes up late.
+        # Counted from when the link was free, not from now, because a sleeping thread wakes up late.
         free_s = max(free_s, asked.at_s) + num_bytes / (mbps * 1e6)
         is_over.wait(max(0.0, free_s - time.perf_counter()))
     asked.future.set_result(found)

@@ -1,4 +1,4 @@
-"""The last touch of an edit: pixels outside its mask are those of the image. No torch."""
+"""The last stage of an edit, which restores the pixels of the image outside the mask. No torch."""
 
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 
 def pasted(image: "Image", edit: EditSpec) -> "Image":
-    """The drawn image inside the mask, and around it the bytes of the one that was edited; as drawn if nothing is to be
-    pasted. Within `feather_px` of the mask's edge, inside it, the one fades into the other.
+    """Return the drawn image inside the mask and the edited image, byte for byte, outside it.
+
+    Inside the mask, within `feather_px` of its edge, one image fades into the other. Without `edit.paste`, return the
+    drawn image.
     """
     from PIL import Image
 
@@ -23,7 +25,7 @@ def pasted(image: "Image", edit: EditSpec) -> "Image":
         return Image.fromarray(np.where(edit.mask[..., None], drawn, edit.image))
     from scipy.ndimage import distance_transform_edt
 
-    # Pixels from the outside, which begins at distance 1; the border of the image is no edge of the mask.
+    # Distance in pixels to the outside, from 1 on; the border of the image is not an edge of the mask.
     depth = np.asarray(distance_transform_edt(edit.mask)) if not edit.mask.all() else np.full(edit.mask.shape, np.inf)
     share = np.clip(depth / (edit.feather_px + 1), 0, 1)[..., None]
     mixed = share * drawn + (1 - share) * edit.image

@@ -1,7 +1,8 @@
-"""Which units of a masked pass read a record, and which compute all tokens while loads catch up (InstGenIE 4.2).
+"""Plans of which units of a masked pass read a record, and which compute all tokens (InstGenIE section 4.2). No torch.
 
-What a unit reads is loaded beside the computation of those before it. Reuse computes less, but waits where the link is
-slow; computing all tokens needs no load, unless the unit before has left only the active ones. No torch.
+Loads of a unit overlap the computation of the units before it. A unit that reuses its record computes less, but waits
+if the link is slow. A unit that computes all tokens needs no load, unless the unit before it has computed only the
+active ones.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,14 +14,14 @@ PlanName = Literal["optimal", "paper", "strawman", "sequential", "none", "ideal"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Times of a part of the model that reuses its record as a whole or not at all, for one batch.
+    """Times for one batch of a part of the model that reuses its record as a whole or not at all.
 
     Attributes:
-        all_s: computing all tokens.
-        active_s: computing the active ones, with what was loaded of the others.
-        load_s: loading that.
-        return_s: loading the unit's input of the other tokens, where it computes all after a unit that did not; 0 where
-            records hold outputs, infinite where they do not hold it.
+        all_s: time to compute all tokens.
+        active_s: time to compute the active tokens, with the record of the others loaded.
+        load_s: time to load this record.
+        return_s: time to load the unit's input for the other tokens, if it computes all tokens after a unit that did
+            not; 0 if records hold outputs, infinite if they do not hold this input.
     """
 
     all_s: float
@@ -31,11 +32,11 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each unit of a pass does.
+    """Plan of a pass.
 
     Attributes:
-        reuses: of each unit, whether it computes the active tokens only.
-        latency_s: of the pass.
+        reuses: for each unit, whether it computes the active tokens only.
+        latency_s: latency of the pass.
     """
 
     reuses: tuple[bool, ...]
@@ -43,7 +44,10 @@ class Plan:
 
 
 class _State(NamedTuple):
-    """A pass so far: when its loads end, when its computations do, what was decided (one bit each, the last lowest)."""
+    """A partial pass: the end of its loads, the end of its computations, and its decisions.
+
+    `reuses` has one bit per unit, the last unit lowest.
+    """
 
     load_s: float
     comp_s: float
@@ -54,10 +58,11 @@ _START = _State(0.0, 0.0, 0)
 
 
 def latency_of(units: Sequence[Unit], reuses: Sequence[bool], *, is_ahead: bool = False) -> float:
-    """Seconds of a pass in which these units compute active tokens only. A pass starts with all tokens.
+    """Return the latency of a pass in which units with true `reuses` compute active tokens only.
 
-    Loads begin with the pass; with `is_ahead`, they begin in the pass before, which is the same. Then none waits for
-    another, and a pass takes as long as the longer of both sums.
+    A pass starts with all tokens. Loads begin with the pass or, with `is_ahead`, in the previous pass, which has the
+    same plan. In the latter case computations never wait for loads of the same pass, and the latency is the longer of
+    the sum of loads and the sum of computations.
     """
     state = _START
     for unit, is_active in zip(units, reuses, strict=True):
@@ -66,10 +71,10 @@ def latency_of(units: Sequence[Unit], reuses: Sequence[bool], *, is_ahead: bool 
 
 
 def optimal_plan(units: Sequence[Unit], *, is_ahead: bool = False) -> Plan:
-    """The plan of least latency (see `latency_of`), by dynamic programming over when loads and computations end.
+    """Return the plan of least latency (`latency_of`), by dynamic programming over the ends of loads and computations.
 
-    Of the ways to get to a unit with the same tokens, one that has ended both its loads and its computations no later
-    than another makes the other needless; one that ends only one of them earlier does not.
+    Among partial passes that reach a unit with the same tokens, one dominates another if both its loads and its
+    computations end no later. A partial pass in which only one of the two ends earlier dominates nothing.
     """
     with_all, with_active = [_START], list[_State]()
     for unit in units:
@@ -84,8 +89,9 @@ def optimal_plan(units: Sequence[Unit], *, is_ahead: bool = False) -> Plan:
 
 
 def paper_plan(units: Sequence[Unit]) -> Plan:
-    """Algorithm 1 of the paper: each unit does what ends its own computation first. That is not optimal, as a load also
-    delays those of later units.
+    """Algorithm 1 of the paper: each unit takes the choice that ends its own computation first.
+
+    This is not optimal, because a load also delays the loads of later units.
     """
     state = _START
     for unit in units:
@@ -95,7 +101,7 @@ def paper_plan(units: Sequence[Unit]) -> Plan:
 
 
 def strawman_plan(units: Sequence[Unit]) -> Plan:
-    """All units reuse; loads run beside computations."""
+    """All units reuse; loads overlap computations."""
     reuses = (True,) * len(units)
     return Plan(reuses, latency_of(units, reuses))
 
@@ -112,7 +118,7 @@ def plan_without_reuse(units: Sequence[Unit]) -> Plan:
 
 
 def ideal_plan(units: Sequence[Unit]) -> Plan:
-    """What is fastest if loads take no time: no plan is faster."""
+    """The fastest plan if loads take no time, which is a bound for all others."""
     reuses = tuple(unit.active_s <= unit.all_s for unit in units)
     return Plan(reuses, sum(min(unit.active_s, unit.all_s) for unit in units))
 
@@ -137,7 +143,7 @@ def _after(state: _State, unit: Unit, *, is_active: bool, is_ahead: bool = False
 
 
 def _needed(states: Iterable[_State]) -> list[_State]:
-    """Those of which none other has both times as early."""
+    """Return the states that no other state dominates."""
     kept: list[_State] = []
     for state in sorted(states):
         if not kept or state.comp_s < kept[-1].comp_s:

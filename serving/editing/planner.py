@@ -1,6 +1,4 @@
-"""Which parts of the passes of a batch of edits read their records: plans from what passes took at start (InstGenIE
-sections 4.2 and 4.4).
-"""
+"""Load plans for batches of edits, from passes measured at the start (InstGenIE sections 4.2 and 4.4)."""
 
 import math
 from collections.abc import Sequence
@@ -13,14 +11,14 @@ from .step_latency import fitted_line, on_line, terms_of
 
 
 class LoadPlanner:
-    """Plans what a batch of edits loads.
+    """Plans which parts of a batch of edits load their records.
 
-    The record of a step is loaded while the one before it is computed, so that plans are for loads that begin in the
-    pass before; only the paper's algorithm counts as if they began with the pass.
+    The record of a step is loaded while the previous step is computed, so plans are made for loads that begin in the
+    previous pass. Only the paper's algorithm assumes that loads begin with the pass.
 
     Args:
-        measured: passes of one model, at least one.
-        plan: which plan.
+        measured: measured passes of one model, at least one.
+        plan: name of the plan.
         link_mbps: megabytes per second at which records are read.
         returns: see `MaskedPasses`.
     """
@@ -39,11 +37,11 @@ class LoadPlanner:
         )
 
     def units(self, rows: Sequence[Work], num_cells: int) -> list[Unit]:
-        """The times of a pass.
+        """Return the predicted times of each part of a pass.
 
         Args:
-            rows: what is computed of each.
-            num_cells: that are loaded: those of all rows, but of rows that read the same only once.
+            rows: computed work of each row.
+            num_cells: number of loaded cells over all rows; rows that read the same cells count once.
         """
         whole, active = terms_of(_whole(rows)), terms_of(rows)
         return_s = 0.0 if self._returns else math.inf
@@ -54,7 +52,7 @@ class LoadPlanner:
         return found
 
     def plan(self, rows: Sequence[Work], num_cells: int) -> Plan:
-        """Which parts reuse, and how long such passes should take, one after the other. Arguments as of `units`."""
+        """Return which parts reuse, and the expected latency of consecutive passes. Takes the arguments of `units`."""
         units = self.units(rows, num_cells)
         if self._plan == "optimal":
             return optimal_plan(units, is_ahead=True)

@@ -1,6 +1,6 @@
-"""What edits over records take on one machine: what `psctl profile edits` writes and the simulator reads. No torch.
+"""Profile of edits over records on one machine, which `psctl profile edits` writes and the simulator reads. No torch.
 
-InstGenIE section 4.4 predicts both parts by lines: computing on the FLOPs of its table 1, and loading on bytes.
+InstGenIE section 4.4 predicts compute time by a line on the FLOPs of its table 1, and load time by a line on bytes.
 """
 
 import math
@@ -20,19 +20,19 @@ from .step_latency import TERMS, EditStepLatency, fitted_line, on_line
 
 KIND, VERSION = "psctl-edit-profile", 1
 PATTERN = "edits-*.json"
-"""Of such files in a workspace's tables."""
+"""Name pattern of profiles in a workspace's tables."""
 LOAD_TERMS = ("record", "bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A line, and how far it is off what it was not fitted to.
+    """A fitted line, with its error on held-out times.
 
     Attributes:
         coefficients: seconds for each term, none negative.
-        num_held_out: times that it was not fitted to.
-        mape: mean of |predicted / measured - 1| over them.
-        r2: coefficient of determination over them; None where they are all alike.
+        num_held_out: number of held-out times.
+        mape: mean of |predicted / measured - 1| over held-out times.
+        r2: coefficient of determination over held-out times; None if they are all equal.
 
     Raises:
         ValueError: a coefficient is negative or not finite, or all are 0.
@@ -49,7 +49,7 @@ class Fit:
 
     @classmethod
     def of(cls, terms: Sequence[Sequence[float]], times_s: Sequence[float], held_out: Sequence[int]) -> Self:
-        """The line through times but those at some places, of which there is at least one."""
+        """Fit a line to all times except those at the `held_out` places, of which there must be at least one."""
         kept = [place for place in range(len(times_s)) if place not in set(held_out)]
         line = fitted_line([terms[place] for place in kept], [times_s[place] for place in kept])
         measured_s = [times_s[place] for place in held_out]
@@ -63,7 +63,7 @@ class Fit:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], num_terms: int) -> Self:
-        """Raises ValueError, KeyError or TypeError: it is not what `asdict` gives."""
+        """Build a fit from the result of `asdict`. Raises ValueError, KeyError or TypeError for other input."""
         coefficients = tuple(map(float, data["coefficients"]))
         if len(coefficients) != num_terms:
             raise ValueError(f"it has {len(coefficients)} coefficients, but there must be {num_terms}")
@@ -73,17 +73,18 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class EditProfile:
-    """Of one model on one machine.
+    """Profile of edits with one model on one machine.
 
     Attributes:
-        facts: what it was measured on.
-        keep: what the records hold.
-        up_to: share of the cells up to which edits are computed in part.
-        compute, first: of steps on `terms_of` their edits: of a batch that stays the same, and of one that has changed.
-        load: of records on `LOAD_TERMS`, from their files.
-        bytes_per_pixel_step: of records.
-        settings: of the measurement.
-        steps, loads: what was measured (`profiling.measure.edits`).
+        facts: machine, model and settings of the measurement.
+        keep: which tensors the records hold.
+        up_to: largest active share at which an edit is computed in part.
+        compute: fit of step latencies on `terms_of` the edits, for batches that stay the same.
+        first: the same fit for the first step after the batch has changed.
+        load: fit of load times of records from their files, on `LOAD_TERMS`.
+        bytes_per_pixel_step: size of records per pixel and step.
+        settings: settings of the measurement.
+        steps, loads: measured steps and loads (`profiling.measure.edits`).
     """
 
     facts: RunFacts
@@ -98,23 +99,23 @@ class EditProfile:
     loads: Sequence[Mapping[str, Any]]
 
     def steady_latency(self, whole: StepLatencyPredictor) -> EditStepLatency:
-        """Of batches that stay the same, with edits among whole images."""
+        """Return the predictor for batches that stay the same, with edits among whole images."""
         return EditStepLatency(whole, self.compute.coefficients)
 
     def first_latency(self, whole: StepLatencyPredictor) -> EditStepLatency:
-        """Of batches that have changed; `whole` is of such."""
+        """Return the predictor for batches that have changed; `whole` must predict such batches, too."""
         return EditStepLatency(whole, self.first.coefficients)
 
     def record_bytes(self, record: RecordId) -> float:
-        """Size of a record with all its steps."""
+        """Return the size of a record with all its steps."""
         return self.bytes_per_pixel_step * record.resolution.pixels * record.num_inference_steps
 
     def load_s(self, num_bytes: float) -> float:
-        """Seconds until a record of this size is in memory."""
+        """Return the seconds until a record of this size is in memory."""
         return on_line(self.load.coefficients, (1.0, num_bytes))
 
     def to_json(self) -> dict[str, Any]:
-        """The file's content."""
+        """Return the content of the file."""
         return {
             "kind": KIND,
             "version": VERSION,
@@ -125,12 +126,12 @@ class EditProfile:
         }
 
     def write(self, path: Path) -> None:
-        """Raises OSError."""
+        """Write the profile to a file. Raises OSError."""
         write_json(path, self.to_json())
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises UsageError: the file cannot be read, or is no such profile."""
+        """Read a profile from a file. Raises UsageError: the file cannot be read, or is not such a profile."""
         data = read_json(path, "a profile of edits")
         if data.get("kind") != KIND:
             raise UsageError(f"{path} is no profile of edits: psctl profile edits makes one")

@@ -1,4 +1,4 @@
-"""A record of a template in files, one for every step, or in memory (InstGenIE section 4.2)."""
+"""The record of a template, in memory or in one file per step (InstGenIE section 4.2)."""
 
 import math
 from collections import OrderedDict, defaultdict
@@ -22,32 +22,32 @@ from .staging import StagedSteps, Staging
 from .uploads import Loaded, Packed, Uploads, uploads_to
 
 LATENTS, END = "latents", "end"
-"""Of the first row of a record of a generation: its latents (1, channels, h, w) before each step; those at the end."""
+"""Keys in the first row of a generation's record: latents (1, channels, h, w) before each step, and the final ones."""
 _MOST_OPEN = 4
-"""Files of one record; edits at one step need two."""
+"""Most open files of one record; edits at one step need two."""
 
 
 class FileSteps:
-    """Steps in files, which are mapped; see `StepSource`.
+    """Steps in memory-mapped files, as a `StepSource`.
 
     Args:
-        folder: with the files.
-        uploads: to the model's device; None: it is the processor.
+        folder: folder with the files.
+        uploads: copies to the model's device; None for the CPU.
     """
 
     def __init__(self, folder: Path, uploads: Uploads | None) -> None:
         self.folder, self._uploads = folder, uploads
-        # The keys of each unit in the files that were read last.
+        # The open files, by step, with the keys of each unit.
         self._files: OrderedDict[int, tuple[Any, Mapping[str, Sequence[str]]]] = OrderedDict()
 
     def unit(self, step: int, name: str) -> Loaded:
-        """See `StepSource`."""
+        """Read the tensors of one unit at a step from its file."""
         file, keys = self._files.get(step) or self._open(step)
         rows: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for key in keys.get(name, ()):
             row, _, operator = key.partition(".")
             rows[int(row)][operator] = file.get_tensor(key)
-        # The file is mapped: it is read here, not where a tensor is first used.
+        # Copying reads the mapped file here, rather than at the first use of a tensor.
         if self._uploads is not None:
             return self._uploads.send(Packed(rows, is_pinned=True))
         return Loaded({row: {name: tensor.clone() for name, tensor in seen.items()} for row, seen in rows.items()})
@@ -63,14 +63,14 @@ class FileSteps:
 
 
 class HostSteps:
-    """Steps in memory from which a CUDA device copies by itself; see `StepSource`.
+    """Steps in pinned memory, from which a CUDA device copies asynchronously, as a `StepSource`.
 
     Args:
-        steps: of every step and row, what operators have seen.
-        uploads: to the device.
+        steps: recorded tensors of each step and row, by operator name.
+        uploads: copies to the device.
 
     Attributes:
-        steps: the same, in that memory.
+        steps: the same tensors, in pinned memory.
     """
 
     def __init__(self, steps: Sequence[Sequence[Seen]], uploads: Uploads) -> None:
@@ -91,13 +91,13 @@ class HostSteps:
         ]
 
     def unit(self, step: int, name: str) -> Loaded:
-        """See `StepSource`."""
+        """Start the upload of one unit at a step."""
         packed = self._packed[step].get(name)
         return Loaded({}) if packed is None else self._uploads.send(packed)
 
 
 class _WhenAsked(dict[str, Tensor]):
-    """What operators have seen of a row, each of which is fetched when it is first asked for."""
+    """Recorded tensors of a row by operator name, each fetched at its first access."""
 
     def __init__(self, fetch: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -110,14 +110,14 @@ class _WhenAsked(dict[str, Tensor]):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TemplateRecord:
-    """A record, in memory or in its files; see `core.prepared.Template`.
+    """A record in memory or in files, as a `core.prepared.Template`.
 
     Attributes:
-        device: of the model.
-        num_bytes: of all steps.
-        steps: of every step and row, what operators have seen, by name: [cells, entries of a cell, ...]. None: they
+        device: device of the model.
+        num_bytes: size of all steps.
+        steps: recorded tensors of each step and row, by operator name: [cells, entries of a cell, ...]. None if they
             are in files.
-        staged: reads them from files, or from memory for another device. None: the model reads `steps`.
+        staged: reads the steps from files, or from memory for another device; None if the model reads `steps`.
     """
 
     device: torch.device
@@ -126,7 +126,10 @@ class TemplateRecord:
     staged: StagedSteps | None = None
 
     def latents(self, first: int) -> Tensor:
-        """Of a generation, before each step from `first` on, and at the end: (steps + 1, channels, h, w)."""
+        """Return the latents of a generation before each step from `first` on, and at the end.
+
+        Their shape is (steps + 1, channels, h, w).
+        """
         if self.steps is not None:
             found = [rows[0][LATENTS] for rows in self.steps[first:]] + [self.steps[-1][0][END]]
         else:
@@ -137,12 +140,12 @@ class TemplateRecord:
         return torch.cat(found).to(self.device)
 
     def expect(self, step: int, units: Sequence[str]) -> None:
-        """See `core.prepared.Template`."""
+        """Start to read these units of a step ahead, in this order; nothing happens if the model reads `steps`."""
         if self.staged is not None:
             self.staged.expect(step, units)
 
     def seen(self, step: int, units: Sequence[str]) -> Sequence[Seen]:
-        """See `core.prepared.Template`."""
+        """Return the recorded tensors of each row at a step; each is fetched at its first access."""
         if self.staged is None:
             assert self.steps is not None
             fetches = [row.__getitem__ for row in self.steps[step]]
@@ -155,7 +158,7 @@ class TemplateRecord:
 def in_memory(
     device: torch.device, num_bytes: int, steps: Sequence[Sequence[Seen]], link: Link, staging: Staging
 ) -> TemplateRecord:
-    """A record in memory; for another device in memory that it copies from by itself, while the link asks it to."""
+    """Return a record in memory: in pinned memory that is uploaded through the link, if the model is not on the CPU."""
     if (uploads := uploads_to(device)) is None:
         return TemplateRecord(device, num_bytes, steps)
     host = HostSteps(steps, uploads)
@@ -166,7 +169,7 @@ def in_memory(
 def from_files(
     device: torch.device, num_bytes: int, folder: Path, num_steps: int, num_rows: int, link: Link, staging: Staging
 ) -> TemplateRecord:
-    """A record that is read from its files at every step."""
+    """Return a record that is read from its files at every step."""
     source = FileSteps(folder, uploads_to(device))
     staged = StagedSteps(source, num_steps, num_rows, num_bytes, link, staging)
     return TemplateRecord(device, num_bytes, None, staged)
@@ -176,14 +179,14 @@ def from_files(
 def in_files(
     device: torch.device, folder: Path, rows: Sequence[Seen], count: int, num_steps: int
 ) -> Iterator[list[TemplateRecord]]:
-    """Records of steps that are all alike, in files of this folder as long as the context lasts.
+    """Provide records whose steps are all alike, in files that exist until the context ends.
 
     Args:
-        device: of the model.
-        folder: for them; there is one file, however many records and steps read it.
-        rows: of a step, what operators have seen.
-        count: of records.
-        num_steps: of each.
+        device: device of the model.
+        folder: folder for the files. All records and steps share one file.
+        rows: recorded tensors of each row of a step.
+        count: number of records.
+        num_steps: number of steps of each record.
     """
     with TemporaryDirectory(dir=folder, prefix=".record-") as name:
         place = Path(name)
@@ -196,12 +199,12 @@ def in_files(
 
 
 def file_of(step: int) -> str:
-    """The name of a step's file."""
+    """Return the name of a step's file."""
     return f"step-{step:04}.safetensors"
 
 
 def content_of(rows: Sequence[Seen]) -> bytes:
-    """Of such a file, which `read_step` reads."""
+    """Return the content of a step's file, in the form that `read_step` reads."""
     named = {f"{row}.{operator}": tensor for row, each in enumerate(rows) for operator, tensor in each.items()}
     return save({name: tensor.cpu().contiguous() for name, tensor in named.items()})
 
@@ -212,7 +215,10 @@ def _read_one(path: str, operator: str) -> Tensor:
 
 
 def read_step(path: Path) -> list[dict[str, Tensor]]:
-    """What operators have seen of each row. Raises OSError, SafetensorError or ValueError: the file is damaged."""
+    """Read the recorded tensors of each row of a step.
+
+    Raises OSError, SafetensorError or ValueError: the file is missing or damaged.
+    """
     rows: dict[int, dict[str, Tensor]] = {}
     for key, tensor in load(path.read_bytes()).items():
         row, _, operator = key.partition(".")

@@ -1,4 +1,4 @@
-"""Steps of records that are read ahead, on the model's device, unit by unit, within a bound (InstGenIE section 4.2)."""
+"""Prefetch of record steps to the model's device, unit by unit and within a memory bound (InstGenIE section 4.2)."""
 
 import itertools
 import threading
@@ -19,18 +19,18 @@ from .uploads import Loaded
 
 
 class StepSource(Protocol):
-    """Where the steps of a record are read from."""
+    """Source of the steps of a record."""
 
     def unit(self, step: int, name: str) -> Loaded:
-        """What all rows hold of one unit at a step; the same step's units are asked for by one thread at a time.
+        """Read the tensors of one unit at a step, for all rows. Only one thread at a time reads units of a step.
 
-        Raises OSError, SafetensorError or KeyError: the file is gone, or damaged.
+        Raises OSError, SafetensorError or KeyError: the file is missing or damaged.
         """
         ...
 
 
 class _StagedStep:
-    """A step of a record, unit by unit."""
+    """The reads of a record's step, one per unit."""
 
     def __init__(self, read: Callable[[str], Loaded], link: Link) -> None:
         self._read, self._link = read, link
@@ -38,7 +38,7 @@ class _StagedStep:
         self._lock = threading.Lock()
 
     def expect(self, units: Sequence[str]) -> None:
-        """Have these units read, unless they are there, or being read; of others nothing that has not begun."""
+        """Submit reads of these units unless they are read already, and cancel reads of other units not yet begun."""
         with self._lock:
             for unit in set(self._loads).difference(units):
                 if self._loads[unit].cancel():
@@ -49,24 +49,24 @@ class _StagedStep:
                     self._loads[unit] = self._link.submit(partial(self._read, unit))
 
     def wait_for(self, row: int, operator: str) -> Tensor:
-        """Raises as `StepSource.unit`."""
+        """Wait for the tensor of an operator and a row. Raises what `StepSource.unit` raises."""
         return self._loads[unit_of(operator)].result().take(row, operator)
 
 
 class Reading:
-    """A step that a pass reads, as long as it does."""
+    """A step that a pass reads. The step counts as read when this object is gone."""
 
     def __init__(self, staged: _StagedStep) -> None:
         self.staged = staged
 
     def wait_for(self, row: int, operator: str) -> Tensor:
-        """What an operator has seen of a row. Raises as `StepSource.unit`."""
+        """Wait for the tensor of an operator and a row. Raises what `StepSource.unit` raises."""
         return self.staged.wait_for(row, operator)
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A step that is staged: what it takes, and the pass that reads it; None: one is to read it yet."""
+    """A staged step: its size, and the `Reading` of the pass that reads it; None if no pass reads it yet."""
 
     staged: _StagedStep
     num_bytes: float
@@ -74,32 +74,32 @@ class _Held:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has been read."""
+        """Whether a pass has finished reading it."""
         return self.reading is not None and self.reading() is None
 
 
 class Staging:
-    """The steps of records that are staged, within a bound. Any thread may use it.
+    """Staged steps of records, within a memory bound. Any thread may use it.
 
-    What a pass reads is there whatever the bound is; beside it only what fits is read ahead.
+    The step that a pass reads is staged even beyond the bound; steps are read ahead only within it.
 
     Args:
-        most_bytes: of all steps together.
+        most_bytes: bound on the size of all staged steps together.
     """
 
     def __init__(self, most_bytes: float) -> None:
         self._most_bytes = most_bytes
         self._held: OrderedDict[tuple[int, int], _Held] = OrderedDict()
-        self._lock = threading.RLock()  # a record may be let go of meanwhile
+        self._lock = threading.RLock()  # a record may be finalised, and so forgotten, while the lock is held
 
     @property
     def num_bytes(self) -> float:
-        """Of all steps that are staged."""
+        """Size of all staged steps."""
         with self._lock:
             return sum(each.num_bytes for each in self._held.values())
 
     def check(self, num_bytes: float) -> None:
-        """Raise RunError: a step of so many bytes does not fit."""
+        """Raise RunError if a step of this size does not fit."""
         if num_bytes > self._most_bytes:
             raise RunError(
                 f"a step of the template's record is {num_bytes / 1e6:,.1f} MB, and --template-staging-mb is "
@@ -107,20 +107,23 @@ class Staging:
             )
 
     def read(self, record: int, step: int, num_bytes: float, make: Callable[[], _StagedStep]) -> Reading:
-        """Stage a step of a record (a number of its own) that a pass reads now, if it is not there yet."""
+        """Return the reading of a step for a pass that reads it now, and stage the step if necessary.
+
+        `record` is a number that identifies the record.
+        """
         with self._lock:
             held = self._held.pop((record, step), None)
             if held is None:
                 self._make_room(num_bytes, lambda each: each.reading is None or each.is_over)
                 held = _Held(make(), num_bytes)
             self._held[record, step] = held
-            # Edits at one step of a record share what is read of it.
+            # Edits at the same step of a record share its reading.
             reading = (held.reading and held.reading()) or Reading(held.staged)
             held.reading = weakref.ref(reading)
             return reading
 
     def ahead(self, record: int, step: int, num_bytes: float, make: Callable[[], _StagedStep]) -> _StagedStep | None:
-        """Stage a step that a pass will read; None: there is no room for it beside what others read, or will."""
+        """Stage a step that a pass will read later; None if it does not fit beside steps still to be read."""
         with self._lock:
             held = self._held.pop((record, step), None)
             if held is None:
@@ -133,13 +136,13 @@ class Staging:
             return held.staged
 
     def forget(self, record: int) -> None:
-        """Let go of all steps of a record."""
+        """Evict all steps of a record."""
         with self._lock:
             for key in [key for key in self._held if key[0] == record]:
                 del self._held[key]
 
     def _make_room(self, num_bytes: float, may_go: Callable[[_Held], bool]) -> bool:
-        """Let go of what was asked for longest ago; whether so many bytes fit then."""
+        """Evict the least recently used steps among those that may go; return whether `num_bytes` then fit."""
         excess = self.num_bytes + num_bytes - self._most_bytes
         for key, held in list(self._held.items()):
             if excess <= 0:
@@ -151,19 +154,19 @@ class Staging:
 
 
 class StagedSteps:
-    """The steps of a record, of which units are read while others are computed. Any thread may use it.
+    """The steps of a record, whose units are read while others are computed. Any thread may use it.
 
     Args:
-        source: where they are.
-        num_steps, num_rows, num_bytes: of the record.
-        link: reads them.
-        staging: holds them.
+        source: source of the steps.
+        num_steps, num_rows, num_bytes: number of steps, number of rows and size of the record.
+        link: performs the reads.
+        staging: holds the staged steps.
 
     Attributes:
         source, num_rows: see above.
 
     Raises:
-        RunError: a step is more than may be staged.
+        RunError: a step exceeds the bound of `staging`.
     """
 
     _numbers = itertools.count()
@@ -177,14 +180,14 @@ class StagedSteps:
         weakref.finalize(self, staging.forget, self._number)
 
     def expect(self, step: int, units: Sequence[str]) -> None:
-        """Have units of a step read in this order, and no others of it, if there is such a step, and room for it."""
+        """Read these units of a step ahead, in this order and no others, if the step exists and fits."""
         if step < self._num_steps:
             staged = self._staging.ahead(self._number, step, self._step_bytes, partial(self._step, step))
             if staged is not None:
                 staged.expect(units)
 
     def read(self, step: int, units: Sequence[str]) -> Reading:
-        """The same for a pass that reads them now: they stay at least as long as what is given."""
+        """Read these units for a pass that needs them now; they stay staged while the returned reading exists."""
         reading = self._staging.read(self._number, step, self._step_bytes, partial(self._step, step))
         reading.staged.expect(units)
         return reading

@@ -1,4 +1,4 @@
-"""The start of an edit: latents of its image, the noise, and the first latents, as diffusers' pipelines draw them."""
+"""The start of an edit: latents of its image, noise, and first latents, drawn as diffusers' pipelines draw them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from ..core.prepared import KnownArea, PreparedRequest
 from ..samplers.single import SamplerState
 
 _MASKED_GREY = 0.0
-"""What an image holds inside the mask, in pixels from -1 to 1, where only the rest of it is encoded."""
+"""Pixel value, from -1 to 1, that fills the mask when only the rest of an image is encoded."""
 
 
 def begin_edit(
@@ -27,21 +27,23 @@ def begin_edit(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Tensor, KnownArea]:
-    """Draw what an edit starts from. With a template, the image's latents and all noise outside the mask are drawn from
-    the template's seed: so every edit of the image is the same there.
+    """Draw the first latents of an edit.
+
+    With a template, the image's latents and all noise outside the mask are drawn from the template's seed, so that
+    all edits of the image are equal there.
 
     Args:
-        edit: what is wanted.
-        encode: turns images (n, 3, height, width) from -1 to 1 into latents, drawn from the autoencoder's posterior.
-        state: of the request, at its first step.
-        generator: of the request.
+        edit: the edit.
+        encode: maps images (n, 3, height, width) from -1 to 1 to latents, sampled from the autoencoder's posterior.
+        state: sampler state of the request, at its first step.
+        generator: generator of the request.
         factor: pixels on a side of a latent.
         scales_noise: whether pure noise is scaled by the scheduler's `init_noise_sigma`.
-        device: of the model.
-        dtype: of the noise.
+        device: device of the model.
+        dtype: dtype of the noise.
 
     Returns:
-        The first latents (1, channels, height, width), and what the edit keeps of its image.
+        The first latents (1, channels, height, width), and the area of the image that the edit keeps.
 
     Raises:
         UsageError: no latent lies in the mask.
@@ -53,8 +55,8 @@ def begin_edit(
     clean = encode(pixels, own)
     noise = randn_tensor(clean.shape, generator=own, device=device, dtype=dtype).float()
     if edit.template is None:
-        # The pipelines encode the rest of the image, too, for models of nine channels. What is drawn for that is not
-        # used by others, but the noise of later steps follows it.
+        # The pipelines also encode the rest of the image, for models of nine channels. Other models do not use the
+        # result, but drawing it advances the generator for the noise of later steps.
         kept = torch.from_numpy(~edit.mask).to(device)
         encode(torch.where(kept, pixels, _MASKED_GREY), generator)
         first = noise
@@ -71,11 +73,12 @@ def begin_edit(
 
 
 def noised_steps(first: PreparedRequest) -> list[PreparedRequest]:
-    """An edit of a whole image at each of its steps, as if it had become the image so far: over its latents as they are
-    noised there. What they share is the same memory.
+    """Return an edit of a whole image at each of its steps, with latents that are the image noised to that step.
+
+    The results share memory.
 
     Args:
-        first: prepared, no step taken, of strength 1.
+        first: prepared request of strength 1, before its first step.
     """
     known = first.known
     assert known is not None, "only edits have an image"
@@ -83,7 +86,7 @@ def noised_steps(first: PreparedRequest) -> list[PreparedRequest]:
     for index in range(1, first.state.num_steps):
         of_clean, of_noise = known.levels[index].tolist()
         latents = known.clean * of_clean + known.noise * of_noise
-        # No step is taken, so what a multistep sampler has seen before may be anything.
+        # No step is taken, so the history of a multistep sampler may hold any values.
         state, history = replace(first.state, steps_done=index), latents.repeat(1, first.state.num_kept, 1, 1)
         steps.append(replace(first, latents=latents, state=state, history=history if first.state.num_kept else None))
     return steps

@@ -1,7 +1,7 @@
-"""How long steps of edits over records take: lines on what is computed (InstGenIE section 4.4). No torch.
+"""Step latency of edits over records, as a linear model of the computed work (InstGenIE section 4.4). No torch.
 
-The paper predicts computing by a line on the FLOPs of its table 1, where work on tokens, and attention from them, are
-in proportion to the share that is computed.
+The paper predicts compute time by a line on the FLOPs of its table 1, in which work on tokens and attention from them
+are proportional to the computed share.
 """
 
 import math
@@ -19,15 +19,15 @@ from ..scheduling.policies.base import StepLatencyPredictor
 
 TERMS = ("step", "edit", "image", "tokens", "attention")
 _PIXELS_PER_UNIT = 65_536.0
-"""Lengths are counted in images of 256 px, so that coefficients are of a readable size."""
+"""Lengths are in units of a 256x256 image, so that coefficients have a readable size."""
 
 
 def terms_of(works: Sequence[Work]) -> tuple[float, ...]:
-    """What a step over these edits is linear in, in the order of `TERMS`.
+    """Return the terms in which the latency of a step over these edits is linear, in the order of `TERMS`.
 
-    A constant; the number of edits; with L for the pixels of an image and m for its active share, the sums of L (what
-    stays work on all tokens: gathering, scattering, the blend), of m L (work on tokens: table 1, rows 1 and 2) and of
-    m L^2 (attention from active tokens to all: row 3).
+    The terms are a constant, the number of edits, and three sums over edits, where L is the number of pixels of an
+    image and m its active share: L (work that remains on all tokens: gathering, scattering, the blend), m L (work on
+    active tokens: table 1, rows 1 and 2) and m L^2 (attention from active tokens to all: row 3).
     """
     image = tokens = attention = 0.0
     for width, height, share in works:
@@ -39,12 +39,12 @@ def terms_of(works: Sequence[Work]) -> tuple[float, ...]:
 
 
 def fitted_line(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:
-    """Seconds for each term, none negative, of the line through times with the least relative error."""
+    """Return seconds for each term, none negative: the line with the least relative error on these times."""
     return tuple(relative_line(np.array(terms), np.array(times_s)).tolist())
 
 
 def on_line(coefficients: Sequence[float], terms: Sequence[float]) -> float:
-    """Seconds that such a line says."""
+    """Return the seconds that a line predicts for these terms."""
     return math.fsum(each * term for each, term in zip(coefficients, terms, strict=True))
 
 
@@ -52,11 +52,11 @@ def on_line(coefficients: Sequence[float], terms: Sequence[float]) -> float:
 class EditStepLatency:
     """Step latencies of batches with edits that are computed in part.
 
-    The engine takes a pass over these and another over whole images (`serving.patched.stepper`), so that a step is as
-    long as both.
+    The engine runs one pass over such edits and another over whole images (`serving.patched.stepper`), so the latency
+    of a step is the sum of both.
 
     Attributes:
-        whole: of whole images.
+        whole: predictor for whole images.
         coefficients: seconds for each of `TERMS`, none negative.
     """
 
@@ -65,16 +65,16 @@ class EditStepLatency:
 
     @classmethod
     def fitted(cls, whole: StepLatencyPredictor, measured_s: Mapping[tuple[Work, ...], float]) -> Self:
-        """The line through measured steps of edits (`fitted_line`).
+        """Fit the line to measured steps of edits (`fitted_line`).
 
-        Raises UsageError: there is no step, one is of no edit, or a time is not above 0.
+        Raises UsageError: there is no step, a step has no edit, or a time is not above 0.
         """
         if not measured_s or not all(works and 0 < time_s < math.inf for works, time_s in measured_s.items()):
             raise UsageError("steps of edits must be at least one, each of an edit and longer than 0 s")
         return cls(whole, fitted_line(list(map(terms_of, measured_s)), list(measured_s.values())))
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
-        """See `StepLatencyPredictor`. Raises as the one of whole images does."""
+        """Predict the latency of a step, as a `StepLatencyPredictor`. Raises what `whole` raises."""
         parts = [each for each in active if isinstance(each, Work)]
         images = [each for each in active if not isinstance(each, Work)]
         if not parts:

@@ -1,7 +1,7 @@
-"""Records of templates: what edits of one image read in place of what they do not compute (InstGenIE section 4.2).
+"""Records of templates, which edits of an image read in place of what they do not compute (InstGenIE section 4.2).
 
-A manifest beside a record's files has their checksums, which a process compares when it first reads it. Records that
-fit are kept in memory within a bound, those read last longest; larger ones are read step by step.
+A manifest beside the files of a record holds their checksums; each process verifies them when it first reads the
+record. Records are cached in memory up to a bound, with LRU eviction; larger ones are read step by step.
 """
 
 import contextlib
@@ -36,20 +36,20 @@ _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, SafetensorError)
 
 
 class TemplateStore:
-    """The records of one model in a folder, and those in memory. Any thread may use it.
+    """Records of one model, in a folder and in memory. Any thread may use it.
 
     Args:
-        folder: of the workspace.
-        tiers: what they may take. A record that is larger than the memory is read from its files at every step. In the
-            folder the records that were read longest ago make room for a new one, but none whose files are read at
-            the time.
-        link_mbps: reading a step from its file is throttled to so many megabytes per second, and every record is read
-            so, whatever the memory is: none is kept there. None: it is as fast as the disk.
+        folder: folder in the workspace.
+        tiers: bounds on disk, memory and staging. A record that is larger than the memory is read from its files at
+            every step. In the folder, the least recently read records are evicted for a new one, except those whose
+            files are in use.
+        link_mbps: limit in megabytes per second on reading steps from files. With a limit, all records are read from
+            their files at every step, and none is kept in memory. None for the speed of the disk.
 
     Attributes:
         folder: see above.
-        staging: steps that are read ahead, or in use.
-        num_added: records that were taken over.
+        staging: steps that are read ahead or in use.
+        num_added: number of records added.
     """
 
     def __init__(self, folder: Path, tiers: TemplateTiers | None = None, *, link_mbps: float | None = None) -> None:
@@ -60,20 +60,20 @@ class TemplateStore:
         self.num_added = 0
         self._lock = threading.Lock()
         self._link = Link(link_mbps)
-        # Those that are read step by step, as long as an edit does.
+        # Records that are read step by step, for as long as an edit uses them.
         self._streamed: weakref.WeakValueDictionary[str, TemplateRecord] = weakref.WeakValueDictionary()
         self._held: OrderedDict[str, TemplateRecord] = OrderedDict()
         self._checked: set[str] = set()
 
     @property
     def num_held_bytes(self) -> int:
-        """Of the records in memory."""
+        """Size of the records in memory."""
         return sum(each.num_bytes for each in self._held.values())
 
     def find(self, key: TemplateKey, device: torch.device) -> TemplateRecord | None:
-        """The record for a key; None: there is none, or it is damaged, which is warned of, and put aside.
+        """Return the record for a key, or None if there is none. A damaged record is put aside with a warning.
 
-        Raises RunError: it is there, but cannot be read.
+        Raises RunError: the record exists but cannot be read.
         """
         digest = key.digest
         with self._lock:
@@ -91,16 +91,16 @@ class TemplateStore:
             except OSError as error:
                 raise RunError(f"template {digest} in {self.folder} cannot be read: {error}") from error
             self._hold(digest, found)
-            with contextlib.suppress(OSError):  # the folder may be read only
+            with contextlib.suppress(OSError):  # the folder may be read-only
                 os.utime(self.folder / digest / MANIFEST)
             return found
 
     def add(self, key: TemplateKey, steps: Iterable[Sequence[Seen]], device: torch.device) -> None:
-        """Take over a record, step by step: into the folder unless it is there already, and into memory if it fits.
+        """Add a record, step by step: to the folder unless it is there already, and to memory if it fits.
 
         Raises:
-            RunError: it holds numbers that are not finite, or is larger than all that the folder may hold.
-            OSError: it cannot be written; it is in memory then, if it fits.
+            RunError: the record holds numbers that are not finite, or is larger than the bound on the folder.
+            OSError: the record cannot be written; it is still kept in memory if it fits.
         """
         digest, place = key.digest, self.folder / key.digest
         kept, failure = _Kept(self._most_bytes), None
@@ -112,9 +112,9 @@ class TemplateStore:
                     self._write(key, recorded, kept, temporary)
                 self._checked.add(digest)
             except OSError as error:
-                # Another process may have been the first to give it its name.
+                # Another process may have written the record first.
                 failure = None if (place / MANIFEST).is_file() else error
-        for _ in recorded:  # what was not written
+        for _ in recorded:  # consume the steps that were not written
             pass
         if kept.steps is not None:
             with self._lock:
@@ -134,7 +134,7 @@ class TemplateStore:
                 )
             content = content_of(rows)
             if step == 0:
-                # About as large as all of them will be.
+                # An estimate: all steps are about as large as the first.
                 self._make_room(key.digest, len(content) * int(key.about["num_inference_steps"]))
             (folder / file_of(step)).write_bytes(content)
             files[file_of(step)] = hashlib.sha256(content).hexdigest()
@@ -142,13 +142,13 @@ class TemplateStore:
         write_json(folder / MANIFEST, manifest | {"created": time.time()})
 
     def list(self) -> list[dict[str, Any]]:
-        """The manifests of all records, the newest first, with their `id`; damaged ones have an `error`.
+        """Return the manifests of all records, newest first, with their `id`; damaged records have an `error`.
 
         Raises OSError: the folder cannot be read.
         """
         found = []
         for place in self.folder.iterdir() if self.folder.is_dir() else ():
-            # Hidden: those that are being written or deleted.
+            # Hidden folders are records that are being written or deleted.
             if place.name.startswith(".") or not place.is_dir():
                 continue
             try:
@@ -159,13 +159,13 @@ class TemplateStore:
         return sorted(found, key=lambda each: -each["created"])
 
     def require_generation(self, request: Request, keep: Keep) -> None:
-        """Raise UsageError unless there is a record of the generation of an edit's image, by any model's schedule."""
+        """Raise UsageError unless there is a record, of any model, of the generation of an edit's image."""
         wanted = facts_of(request, keep).items()
         if not any(wanted <= each["about"].items() for each in self.list() if "about" in each):
             raise no_generation(request, keep)
 
     def check(self, template_id: str) -> None:
-        """Compare a record with its checksums. Raises RunError: it is damaged; UsageError: there is none of this id."""
+        """Verify the checksums of a record. Raises RunError: it is damaged; UsageError: there is no such record."""
         self._require(template_id)
         self._checked.discard(template_id)
         try:
@@ -174,15 +174,16 @@ class TemplateStore:
             raise RunError(f"template {template_id} is damaged: {error}") from error
 
     def remove(self, template_id: str) -> None:
-        """Delete a record. Raises UsageError: there is none of this id."""
+        """Delete a record. Raises UsageError: there is no such record."""
         self._require(template_id)
         with self._lock:
             self._held.pop(template_id, None)
         self._delete(template_id)
 
     def _make_room(self, kept: str, num_bytes: float = 0.0) -> None:
-        """Delete what killed processes have left, and the records that were read longest ago, but not this one, until
-        so much more fits into the folder.
+        """Delete leftovers of killed processes, and evict the least recently read records until `num_bytes` more fit.
+
+        The record `kept` is never evicted.
         """
         remove_leftovers(self.folder)
         found = []
@@ -201,7 +202,7 @@ class TemplateStore:
                 total -= size
 
     def _delete(self, template_id: str) -> None:
-        """Whoever reads it meanwhile finds all of it, or nothing."""
+        """Delete a record so that concurrent readers find either all of it or nothing."""
         gone = self.folder / f".{template_id}.{time.time_ns()}"
         with contextlib.suppress(FileNotFoundError):  # another process has deleted it
             (self.folder / template_id).rename(gone)
@@ -213,7 +214,7 @@ class TemplateStore:
             raise UsageError(f"there is no template {template_id!r} in {self.folder}, but {', '.join(known) or 'none'}")
 
     def _check(self, digest: str) -> None:
-        """Raise what `_DAMAGE` names, or OSError, unless a record is whole; once in a process."""
+        """Verify the checksums of a record, once per process. Raises an error of `_DAMAGE`, or OSError."""
         if digest in self._checked:
             return
         place = self.folder / digest
@@ -249,11 +250,11 @@ class TemplateStore:
 
 
 class _Kept:
-    """Steps of a record as they go by, for as long as they fit into memory.
+    """Collector of a record's steps on their way to the folder.
 
     Attributes:
-        num_bytes: of those that have gone by.
-        steps: they; None: they do not fit.
+        num_bytes: size of the steps so far.
+        steps: the steps so far; None if they do not fit into memory.
     """
 
     def __init__(self, most_bytes: float) -> None:
@@ -262,7 +263,7 @@ class _Kept:
         self.steps: list[Sequence[Seen]] | None = []
 
     def through(self, steps: Iterable[Sequence[Seen]]) -> Iterator[Sequence[Seen]]:
-        """The steps, which are kept. Raises RunError: a number is not finite."""
+        """Yield the steps and keep them. Raises RunError: a number is not finite."""
         for rows in steps:
             for row in rows:
                 if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
@@ -276,12 +277,12 @@ class _Kept:
 
 
 def _on_cpu(rows: Sequence[Seen]) -> Sequence[Seen]:
-    """All steps together are more than a device holds."""
+    """Copy a step to the CPU, because all steps together exceed the memory of a device."""
     return [{name: tensor.cpu().contiguous() for name, tensor in row.items()} for row in rows]
 
 
 def _manifest_of(place: Path) -> dict[str, Any]:
-    """The manifest of a record. Raises what `_DAMAGE` names: it has none, or that of another."""
+    """Read the manifest of a record. Raises an error of `_DAMAGE`: it is missing, or belongs to another record."""
     content = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
     if content["version"] != VERSION or TemplateKey(content["about"]).digest != place.name:
         raise ValueError("it was put aside, or its manifest is of another template")

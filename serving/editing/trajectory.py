@@ -1,4 +1,4 @@
-"""Generations that leave records for edits of their images, at no extra pass (InstGenIE section 3.1)."""
+"""Records of generations, made for later edits of their images without an extra pass (InstGenIE section 3.1)."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,25 +14,32 @@ from .records import END, LATENTS, content_of, file_of, read_step
 
 
 class Trajectory:
-    """What one generation leaves: at each step its latents, and what operators have seen. Files hold it meanwhile.
+    """Record of one generation in temporary files: the latents and recorded tensors of each step.
 
     Args:
-        folder: for the files, which exists and is empty.
+        folder: existing, empty folder for the files.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def note(self, step: int, latents: Tensor, rows: Sequence[Seen]) -> None:
-        """Take over a step, or take it again: the latents before it (1, channels, h, w), and of each row what operators
-        have seen. Raises OSError: the file cannot be written.
+        """Record a step, or record it again.
+
+        Args:
+            step: number of the step.
+            latents: (1, channels, h, w), the latents before the step.
+            rows: recorded tensors of each row, by operator name.
+
+        Raises:
+            OSError: the file cannot be written.
         """
         first, *others = rows
         content = content_of([{**first, LATENTS: latents.float()}, *others])
         (self._folder / file_of(step)).write_bytes(content)
 
     def steps(self, end: Tensor) -> Iterator[Sequence[Seen]]:
-        """The record, step by step; `end` are the final latents (1, channels, h, w)."""
+        """Yield the rows of each step; `end` holds the final latents (1, channels, h, w), added to the last step."""
         paths = sorted(self._folder.iterdir())
         for path in paths:
             rows = read_step(path)
@@ -51,16 +58,17 @@ def begin_on(
     scales_noise: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, KnownArea]:
-    """Draw what an edit of a generated image starts from: inside the mask noise of its own seed, around it the latents
-    of the generation.
+    """Draw the first latents of an edit of a generated image.
+
+    They are noise of the edit's own seed inside the mask, and the latents of the generation around it.
 
     Args:
         trajectory: (steps + 1, channels, h, w) float32, the generation's latents before each of the edit's steps and at
             the end.
-        edit, state, generator, factor, scales_noise, dtype: as of `begin_edit`.
+        edit, state, generator, factor, scales_noise, dtype: arguments of `begin_edit`.
 
     Returns:
-        As `begin_edit`.
+        The first latents (1, channels, height, width), and the area of the image that the edit keeps.
 
     Raises:
         UsageError: no latent lies in the mask.

@@ -1,5 +1,5 @@
-"""Copies what records hold to a CUDA device while it computes: from pinned memory, on a stream of its own, unit by unit
-(InstGenIE section 4.2).
+"""Uploads of records to a CUDA device, unit by unit, from pinned memory and on a separate stream while the device
+computes (InstGenIE section 4.2).
 """
 
 import functools
@@ -15,40 +15,40 @@ from ...data.errors import RunError
 from ..core.prepared import Seen
 
 _ALIGNED = 16
-"""Bytes at a multiple of which each tensor begins, as kernels like to read them."""
+"""Alignment of each tensor in bytes, for fast access by kernels."""
 
 
 class Loaded(NamedTuple):
-    """What was read of a unit.
+    """Tensors of a unit after a read.
 
     Attributes:
-        rows: by the number of the row, what operators have seen.
-        ready: happens when the copies to the device have been made; None: they are there.
+        rows: recorded tensors, by row number and operator name.
+        ready: event that completes with the copies to the device; None if there is nothing to wait for.
     """
 
     rows: Mapping[int, Seen]
     ready: torch.cuda.Event | None = None
 
     def take(self, row: int, operator: str) -> Tensor:
-        """A tensor that may be used by whatever is launched from now on. Raises KeyError: it was not recorded."""
+        """Return a tensor for use by kernels launched from now on. Raises KeyError: it was not recorded."""
         found = self.rows[row][operator]
         if self.ready is not None:
             stream = torch.cuda.current_stream(found.device)
             stream.wait_event(self.ready)
-            # Its memory is not handed out again before what this stream has been told until then has been done.
+            # The allocator does not reuse its memory before the work queued on this stream is done.
             found.record_stream(stream)
         return found
 
 
 class Packed:
-    """Tensors one behind the other in one piece of memory.
+    """Tensors packed into one piece of memory.
 
     Args:
         rows: the tensors, by row and name.
-        is_pinned: whether a CUDA device can copy from it by itself.
+        is_pinned: whether the memory is pinned, so that a CUDA device can copy from it asynchronously.
 
     Raises:
-        RunError: there is not so much memory.
+        RunError: the memory cannot be allocated.
     """
 
     def __init__(self, rows: Mapping[int, Seen], *, is_pinned: bool) -> None:
@@ -70,7 +70,7 @@ class Packed:
             own[row][name].copy_(tensor)
 
     def rows(self, memory: Tensor | None = None) -> Mapping[int, Seen]:
-        """The tensors in this memory, or in a copy of it."""
+        """Return views of the tensors in this memory, or in a copy of it."""
         memory = self.memory if memory is None else memory
         found: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for (row, name), (start, shape, dtype) in self._places.items():
@@ -86,7 +86,7 @@ class Uploads:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def send(self, packed: Packed) -> Loaded:
-        """Have the device copy it from pinned memory; it may do so later."""
+        """Start an asynchronous copy to the device from pinned memory."""
         with torch.cuda.stream(self._stream):
             memory = packed.memory.to(self._device, non_blocking=True)
             ready = torch.cuda.Event()
@@ -96,5 +96,5 @@ class Uploads:
 
 @functools.cache
 def uploads_to(device: torch.device) -> Uploads | None:
-    """What copies to a device; None for the processor, which reads where things are."""
+    """Return the uploads to a device; None for the CPU, which needs no copies."""
     return None if device.type == "cpu" else Uploads(device)

@@ -1,9 +1,9 @@
-"""Model families: what differs between the supported diffusers pipelines, and what the patch engine must know of them.
+"""Model families: the differences between the supported diffusers pipelines, as far as the engines depend on them.
 
-A family is one module: how a request's text and size become conditioning tensors, what the denoising model calls these,
-how latents become an image (`Family`), and of a transformer how its blocks run on packed tokens (`Transformer`).
-Everything else (batching, attention, samplers, guidance, stages) is shared. This module imports no torch, so that an
-unsupported model is refused before anything heavy is loaded.
+A family is one module. It defines how a request's text and size become conditioning tensors, their names in the
+denoising model's forward, how latents become an image (`Family`) and, for transformers, how the blocks run on packed
+tokens (`Transformer`). Everything else (batching, attention, samplers, guidance, stages) is shared. This module imports
+no torch, so that an unsupported model is refused before anything heavy is loaded.
 """
 
 import importlib
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 
 
 Decode = Callable[["torch.Tensor"], "torch.Tensor"]
-"""Latents (n, channels, h, w), scaled as the autoencoder takes them -> n images (n, 3, height, width)."""
+"""Latents (n, channels, h, w), scaled for the autoencoder -> n images (n, 3, height, width)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one loaded pipeline is served; its functions do what the pipeline's `__call__` does at that point.
+    """One loaded pipeline, as functions that do the work of the corresponding parts of the pipeline's `__call__`.
 
     Attributes:
-        geometry: what the model makes of sizes.
-        latent_channels: of the latents that are drawn and denoised.
-        max_side: largest width or height in pixels, or None where the architecture sets no bound.
-        is_distilled: whether the model has learnt guidance, with the scale as an input or without, and so needs no
-            unconditional row.
-        neutral_scale: guidance scale, as the pipeline counts it, with which guidance gives the conditional prediction;
-            up to it there is none.
-        noise_dtype: of the noise that images begin with; None for that of the text.
-        guided_norm: of parts of a prediction (channels, height, width) that guidance leaves as large as in the
-            conditional one, shaped to be divided by; None where it does not.
+        geometry: sizes of latents and tokens.
+        latent_channels: number of channels of the latents that are denoised.
+        max_side: largest width or height in pixels; None if the architecture sets no bound.
+        is_distilled: whether guidance is distilled into the model, with or without the scale as an input, so that no
+            unconditional row is needed.
+        neutral_scale: guidance scale, in the pipeline's convention, at which guidance returns the conditional
+            prediction; guidance is off up to this scale.
+        noise_dtype: dtype of the initial noise; None for the dtype of the text.
+        guided_norm: norms of a prediction (channels, height, width), shaped to divide it by, that guidance restores to
+            those of the conditional prediction; None if guidance does not rescale.
         scales_noise: whether the first latents are noise times the scheduler's `init_noise_sigma`.
-        pass_step_kwargs: whether the pipeline hands `generator` and `eta` to `scheduler.step`.
+        pass_step_kwargs: whether the pipeline passes `generator` and `eta` to `scheduler.step`.
         schedule_kwargs: further arguments of `set_timesteps` that depend on the request.
-        condition: encodes a request, given also whether it is guided. Each tensor has 2 rows (unconditional,
-            conditional) if it is, else 1.
-        conditions: names conditioning tensors (rows, ...) as the denoising model's own forward does.
-        decode: turns final latents (n, channels, h, w) into n images, given what does the autoencoder's part.
-        encode: turns images (n, 3, height, width) from -1 to 1 into latents that `decode` would turn back, drawn from
-            the autoencoder's posterior, or its mode where the pipelines take that.
+        condition: encodes a request, given whether it is guided. Each tensor has 2 rows (unconditional, conditional) if
+            it is, else 1.
+        conditions: maps conditioning tensors (rows, ...) to the arguments of the denoising model's forward.
+        decode: turns final latents (n, channels, h, w) into n images, with the given decoder of the autoencoder.
+        encode: turns images (n, 3, height, width) from -1 to 1 into latents, the inverse of `decode`. They are sampled
+            from the autoencoder's posterior, or are its mode if the pipelines use the mode.
     """
 
     geometry: Geometry
@@ -68,7 +68,7 @@ class Family:
     guided_norm: "Callable[[torch.Tensor], torch.Tensor] | None" = None
 
     def uses_guidance(self, guidance_scale: float) -> bool:
-        """Whether a request with this scale needs an unconditional row beside its conditional one."""
+        """Return whether a request with this scale needs an unconditional row in addition to its conditional one."""
         return guidance_scale > self.neutral_scale and not self.is_distilled
 
 
@@ -86,7 +86,7 @@ def build_family(pipe: Any, *, max_sequence_length: int | None = None) -> Family
 
 
 def transformer_of(model: Any) -> "Transformer | None":
-    """How this denoising model's blocks run on packed tokens; None for a U-Net."""
+    """Return the description of this denoising model's blocks for packed tokens; None for a U-Net."""
     entry = entry_of(type(model).__name__)
     return None if entry is None else getattr(_module(entry), "TRANSFORMER", None)
 

@@ -1,4 +1,4 @@
-"""AuraFlow: joint blocks, then blocks of one stream; learnt positions; register tokens ahead of the text."""
+"""AuraFlow: joint blocks, then single-stream blocks; learnt positions; register tokens ahead of the text."""
 
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ from .transformer import Blocks, Transformer
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """See `transformer.Call`."""
+    """Call the model, as a `transformer.Call`."""
     return model(latents, timestep=(timesteps / 1000).to(latents.dtype), return_dict=False, **conditions)[0]
 
 
 def positions(embed: Any, height: int, width: int) -> Tensor:
-    """See `Transformer.positions`: those in the middle of a fixed square."""
+    """Return the positions in the middle of a fixed square, as `Transformer.positions`."""
     chosen = embed.pe_selection_index_based_on_dim(height * embed.patch_size, width * embed.patch_size)
     return embed.pos_embed[0, chosen]
 
@@ -41,7 +41,7 @@ _MAX_SEQUENCE_LENGTH = 256
 
 
 def family(pipe: AuraFlowPipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline; `max_sequence_length` is of its text encoder."""
+    """Return the family of this pipeline; `max_sequence_length` is that of its text encoder."""
     config: Any = pipe.transformer.config
     if pipe.vae.dtype == torch.float16 and pipe.vae.config.force_upcast:
         pipe.vae.to(dtype=torch.float32)  # as the pipeline does at its first image
@@ -55,7 +55,7 @@ def family(pipe: AuraFlowPipeline, *, max_sequence_length: int | None = None) ->
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
-    # Padding is zero and takes part in attention, so masks are not needed any more.
+    # Padding is zero and takes part in attention, so no mask is needed from here on.
     with own_length(pipe.text_encoder):
         text, _, negative, _ = pipe.encode_prompt(
             prompt=request.prompt,

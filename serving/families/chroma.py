@@ -1,4 +1,4 @@
-"""Chroma: FLUX.1 without pooled text; modulation from a network of its own; masked text; true guidance."""
+"""Chroma: FLUX.1 without pooled text; modulation from a separate network; masked text; true guidance."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from .transformer import Blocks, Transformer
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """See `transformer.Call`. The mask is that of the text; the model wants one for image tokens, too."""
+    """Call the model, as a `transformer.Call`; the text mask is extended to image tokens, as the model requires."""
     mask = conditions.get("attention_mask")
     if mask is not None:
         num_tokens = latents.shape[2] * latents.shape[3] // 4
@@ -29,7 +29,7 @@ TRANSFORMER = Transformer(
     embed=flux.embed,
     image_ids=flux.image_ids,
     norm_out="norm_out",
-    # Of the guidance, which is 0.
+    # Embeds the guidance scale, which is always 0.
     constant="time_text_embed.guidance_proj",
     mask="attention_mask",
     adds_mask=True,
@@ -41,13 +41,13 @@ TRANSFORMER = Transformer(
     }),
 )  # fmt: skip
 _MAX_SEQUENCE_LENGTH = 512
-"""The default of `ChromaPipeline.__call__`, and the most that it takes."""
+"""The default of `ChromaPipeline.__call__`, and its limit."""
 
 
 def family(pipe: ChromaPipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline; `max_sequence_length` is of the T5 text encoder.
+    """Return the family of this pipeline; `max_sequence_length` is that of the T5 text encoder.
 
-    Raises UsageError if it is more than the pipeline takes.
+    Raises UsageError if the length exceeds the pipeline's limit.
     """
     length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=_MAX_SEQUENCE_LENGTH)
     config: Any = pipe.transformer.config

@@ -1,4 +1,4 @@
-"""An autoencoder's way from latents to images, which are finite."""
+"""Decoding of latents to images, with a check that images are finite."""
 
 import copy
 from typing import Any
@@ -11,11 +11,11 @@ from . import Decode
 
 
 class FiniteDecoder:
-    """Decodes latents; an image that is not finite, which would be black or grey, once more in float32.
+    """Decodes latents, and decodes again in float32 if the image is not finite and would come out black or grey.
 
     Args:
         vae: diffusers' autoencoder.
-        decode: does its part; None for its own.
+        decode: decodes in place of the autoencoder; None for the autoencoder itself.
     """
 
     def __init__(self, vae: Any, decode: Decode | None = None) -> None:
@@ -23,7 +23,7 @@ class FiniteDecoder:
         self._in_float32: Decode | None = None
 
     def __call__(self, latents: Tensor) -> Tensor:
-        """Raises RunError: the latents or the image are not finite, with all that can be done."""
+        """Decode latents. Raises RunError: the latents are not finite, or the image is not even in float32."""
         image = self._decode(latents)
         if _is_finite(image):
             return image

@@ -1,4 +1,4 @@
-"""An autoencoder's way from images to latents, for edits."""
+"""Encoding of images to latents, for edits."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class ImageEncoder:
-    """An autoencoder's way from images to latents, as diffusers' pipelines take it: a draw from its posterior.
+    """Encodes images as diffusers' pipelines do, by sampling from the autoencoder's posterior.
 
     Args:
         vae: diffusers' `AutoencoderKL`.
-        draws: whether latents are drawn; the posterior's mode otherwise.
-        upcasts: whether images are encoded in float32 whatever the autoencoder's dtype: on weights of their own then,
-            as another thread decodes meanwhile.
+        draws: whether latents are sampled; otherwise they are the posterior's mode.
+        upcasts: whether images are encoded in float32 whatever the autoencoder's dtype. This takes a copy of the
+            weights, because another thread may decode at the same time.
     """
 
     def __init__(self, vae: Any, *, draws: bool = True, upcasts: bool = False) -> None:
@@ -21,7 +21,7 @@ class ImageEncoder:
         self._twin: Any = None
 
     def __call__(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
-        """Images (n, 3, height, width) from -1 to 1 -> latents, not scaled, in the autoencoder's dtype."""
+        """Encode images (n, 3, height, width) from -1 to 1 to unscaled latents in the autoencoder's dtype."""
         vae = self._vae
         if self._upcasts and vae.dtype != torch.float32:
             vae = self._twin = self._twin or _encoder_in_float32(vae)

@@ -1,4 +1,4 @@
-"""FLUX.1: joint blocks, then blocks of one stream; rotary positions; guidance learnt (dev: its scale is an input)."""
+"""FLUX.1: joint blocks, then single-stream blocks; rotary positions; distilled guidance (an input of dev)."""
 
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ from .transformer import Blocks, Transformer
 
 
 def image_ids(height: int, width: int, like: Tensor) -> Tensor:
-    """Numbers of an image's tokens, (height * width, 3), as `FluxPipeline` gives them: 0, row, column."""
+    """Return the position ids of an image's tokens, (height * width, 3), as in `FluxPipeline`: 0, row, column."""
     rows, columns = (torch.arange(count, dtype=like.dtype, device=like.device) for count in (height, width))
     return torch.cartesian_prod(rows.new_zeros(1), rows, columns)
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """See `transformer.Call`: 2 x 2 latents are one token."""
+    """Call the model on packed latents, 2 x 2 of which are one token, as a `transformer.Call`."""
     height, width = latents.shape[2:]
     text = conditions["encoder_hidden_states"]
     predicted = model(
@@ -36,7 +36,7 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
 
 
 def embed(model: Any, latents: Tensor) -> Tensor:
-    """See `Transformer.embed`."""
+    """Embed latents as tokens, as `Transformer.embed`."""
     return model.x_embedder(FluxPipeline._pack_latents(latents, *latents.shape))
 
 
@@ -53,13 +53,13 @@ TRANSFORMER = Transformer(
     }),
 )  # fmt: skip
 _MAX_SEQUENCE_LENGTH = 512
-"""The default of `FluxPipeline.__call__`, and the most that it takes."""
+"""The default of `FluxPipeline.__call__`, and its limit."""
 
 
 def family(pipe: FluxPipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline; `max_sequence_length` is of the T5 text encoder.
+    """Return the family of this pipeline; `max_sequence_length` is that of the T5 text encoder.
 
-    Raises UsageError if it is more than the pipeline takes.
+    Raises UsageError if the length exceeds the pipeline's limit.
     """
     length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=_MAX_SEQUENCE_LENGTH)
     return transformer_family(

@@ -1,8 +1,9 @@
-"""FLUX.2: joint blocks, then blocks of one stream whose feed-forward layers stand beside attention; modulation that
-blocks share; text with positions of its own.
+"""FLUX.2: joint blocks, then single-stream blocks with parallel attention and feed-forward layers; modulation shared
+by all blocks of a kind; text with positions of its own.
 
-dev has learnt guidance, its scale an input. Klein has another text encoder, and has learnt guidance without a scale, or
-not at all. Latents are the autoencoder's, 2 x 2 of them taken for the channels of one, and normalised.
+dev has distilled guidance with its scale as an input. Klein has another text encoder, and its guidance is either
+distilled without a scale or not distilled. Latents are the autoencoder's, normalised and folded: 2 x 2 of them become
+the channels of one.
 """
 
 from collections.abc import Sequence
@@ -25,19 +26,19 @@ from .transformer import Blocks, Transformer
 
 
 def image_ids(height: int, width: int, like: Tensor) -> Tensor:
-    """Numbers of an image's tokens, (height * width, 4): 0, row, column, 0."""
+    """Return the position ids of an image's tokens, (height * width, 4): 0, row, column, 0."""
     rows, columns = (torch.arange(count, device=like.device) for count in (height, width))
     return torch.cartesian_prod(rows[:1], rows, columns, columns[:1])
 
 
 def text_ids(length: int, like: Tensor) -> Tensor:
-    """Numbers of a text's tokens, (length, 4): 0, 0, 0, place."""
+    """Return the position ids of a text's tokens, (length, 4): 0, 0, 0, place."""
     places = torch.arange(length, device=like.device)[:, None]
     return torch.cat([places.new_zeros(length, 3), places], 1)
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """See `transformer.Call`."""
+    """Call the model on latents as tokens, as a `transformer.Call`."""
     height, width = latents.shape[2:]
     predicted = model(
         _tokens_of(latents),
@@ -87,7 +88,7 @@ _MAX_SEQUENCE_LENGTH = 512
 
 
 def family(pipe: Flux2Pipeline | Flux2KleinPipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline; `max_sequence_length` is of its text encoder."""
+    """Return the family of this pipeline; `max_sequence_length` is that of its text encoder."""
     is_klein = isinstance(pipe, Flux2KleinPipeline)
     config, is_distilled = pipe.transformer.config, pipe.config.get("is_distilled", False)  # type: ignore[union-attr]
     return replace(
@@ -117,7 +118,7 @@ def _condition(
     pipe: Any, max_sequence_length: int, takes_scale: bool, request: Request, is_guided: bool
 ) -> dict[str, Tensor]:
     prompts = [request.negative_prompt or "", request.prompt] if is_guided else [request.prompt]
-    # Each by itself, as the pipeline does.
+    # Prompts are encoded separately, as in the pipeline.
     texts = [
         pipe.encode_prompt(prompt, device=pipe.transformer.device, max_sequence_length=max_sequence_length)[0]
         for prompt in prompts
@@ -145,6 +146,6 @@ def _encode(pipe: Any, encode: ImageEncoder, pixels: Tensor, generator: torch.Ge
 
 
 def _statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel of the folded latents, (1, channels, 1, 1)."""
+    """Return mean and standard deviation of each channel of the folded latents, (1, channels, 1, 1)."""
     mean, variance = (value.view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
     return mean.to(like), torch.sqrt(variance + vae.config.batch_norm_eps).to(like)

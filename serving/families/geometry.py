@@ -1,4 +1,4 @@
-"""What a model makes of sizes in pixels, and which edits that allows. No torch."""
+"""Sizes of latents and tokens of a model, and the resolutions and edits that they allow. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from ...data.resolution import Resolution
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes in a model.
+    """Sizes of latents and tokens of a model.
 
     Attributes:
-        latent_factor: pixels on a side for each position of the latents.
-        size_multiple: width and height in pixels must be multiples of this.
-        cell: latents on a side of the smallest square that keeps its shape on all levels of the model: what is computed
-            or left out as a whole where only a part of the image is drawn.
-        rounds_steps_up: of an edit's share of the steps; down otherwise.
+        latent_factor: pixels on a side of one latent.
+        size_multiple: number of which width and height in pixels must be multiples.
+        cell: latents on a side of the smallest square that keeps its shape on all levels of the model. A cell is
+            computed or left out as a whole when only a part of an image is computed.
+        rounds_steps_up: whether the number of steps of an edit is rounded up; down otherwise.
     """
 
     latent_factor: int
@@ -28,21 +28,22 @@ class Geometry:
 
     @classmethod
     def of_unet(cls, latent_factor: int, num_levels: int) -> "Geometry":
-        """Of the pipelines with a U-Net, which require multiples of 8, even if the autoencoder reduces by less."""
+        """Geometry of a pipeline with a U-Net; it requires multiples of 8 even if the autoencoder reduces by less."""
         return cls(latent_factor, math.lcm(8, latent_factor), 1 << (num_levels - 1), rounds_steps_up=False)
 
     @classmethod
     def of_transformer(cls, latent_factor: int, token_side: int) -> "Geometry":
-        """Of a transformer each of whose tokens stands for a square of latents."""
+        """Geometry of a transformer in which each token represents a square of latents."""
         return cls(latent_factor, latent_factor * token_side, token_side, rounds_steps_up=True)
 
     def latent_size(self, resolution: Resolution) -> tuple[int, int]:
-        """Height and width of the latents of an image."""
+        """Return height and width of the latents of an image."""
         return resolution.height // self.latent_factor, resolution.width // self.latent_factor
 
     def first_step(self, request: Request) -> int:
-        """How many of its steps a request leaves out, as it starts from an image; all of them if its share is less than
-        one.
+        """Return the number of steps that a request skips because it starts from an image.
+
+        A request whose share of the steps is less than one step skips all of them.
         """
         edit = request.edit or request.traced
         if edit is None:
@@ -51,7 +52,7 @@ class Geometry:
         return int(steps - (wanted if self.rounds_steps_up else int(wanted)))
 
     def check_size(self, resolution: Resolution, name: str) -> None:
-        """Raise UsageError if the model of this name cannot draw the resolution; the message says what is allowed."""
+        """Raise UsageError if the model of this name cannot draw the resolution; the error names what is allowed."""
         multiple = self.size_multiple
         if resolution.width % multiple or resolution.height % multiple:
             raise UsageError(
@@ -60,8 +61,9 @@ class Geometry:
             )
 
     def check_cells(self, resolution: Resolution, name: str, *, several: bool = False) -> None:
-        """Raise UsageError if an image of this size has parts of cells, or but one where it must have `several`; the
-        message says what is allowed.
+        """Raise UsageError if an image of this size does not consist of whole cells, or of several if `several` is set.
+
+        The error names what is allowed.
         """
         multiple = self.cell * self.latent_factor
         if resolution.width % multiple or resolution.height % multiple:
@@ -75,8 +77,10 @@ class Geometry:
             )
 
     def check_edit(self, request: Request) -> None:
-        """Raise UsageError if nothing of an edit would be left to do: its mask holds no latent, or it takes no step, or
-        fewer than are to compute all; or if a trace's edit has no pixels yet.
+        """Raise UsageError if an edit cannot be served.
+
+        Its mask holds no latent, it takes no step or fewer than its `full_steps`, or it comes from a trace without
+        pixels.
         """
         if request.edit is None:
             if request.traced is not None:
@@ -88,12 +92,12 @@ class Geometry:
             raise UsageError(f"full_steps is {request.edit.full_steps}, but the edit takes {most} steps")
 
     def check_strength(self, request: Request) -> None:
-        """Raise UsageError if a request starts from its image so late that it takes no step."""
+        """Raise UsageError if the strength of a request is too small for even one step."""
         steps, edit = request.num_inference_steps, request.edit or request.traced
         if edit is not None and self.first_step(request) >= steps:
             least = math.ceil(1000 / steps) / 1000
             raise UsageError(f"strength is {edit.strength:g}, but with {steps} steps it must be at least {least}")
 
     def active_share(self, edit: EditSpec) -> float:
-        """Share of the cells that an edit computes where it reads a record."""
+        """Return the share of the cells that an edit computes if it reads a record."""
         return active_share(latent_mask(edit.mask, self.latent_factor), self.cell, edit.dilate)

@@ -1,4 +1,4 @@
-"""Lumina 2: image and text in one stream from the start; text refined first; rotary positions; guided lengths."""
+"""Lumina 2: refined image and text in one stream; rotary positions; guided norms."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,10 @@ from .transformer import Blocks, Transformer
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """See `transformer.Call`. Without a mask, which the leaves know, tokens go in as an image one token wide."""
+    """Call the model, as a `transformer.Call`.
+
+    Without a mask, which the patched leaves then hold, tokens are passed as an image that is one token wide.
+    """
     is_packed, (count, channels, height, width) = "encoder_attention_mask" not in conditions, latents.shape
     if is_packed:
         cut = _cut(latents, side := model.config.patch_size)
@@ -29,7 +32,7 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
 
 
 def embed(model: Any, latents: Tensor) -> Tensor:
-    """See `Transformer.embed`."""
+    """Embed latents as tokens, as `Transformer.embed`."""
     tokens = _cut(latents, model.config.patch_size).permute(1, 2, 3, 4, 5, 0).flatten(3)
     return model.x_embedder(tokens.flatten(0, 2)[None])
 
@@ -59,12 +62,12 @@ _MAX_SEQUENCE_LENGTH = 256
 
 
 def family(pipe: Lumina2Pipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline; `max_sequence_length` is of its text encoder.
+    """Return the family of this pipeline; `max_sequence_length` is that of its text encoder.
 
-    Raises UsageError if the model has no positions for so many.
+    Raises UsageError if the model has too few positions for this length.
     """
     config: Any = pipe.transformer.config
-    # The image stands behind the text, at the next position.
+    # The image follows the text, at the next position.
     length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=config.axes_lens[0] - 1)
     return transformer_family(
         pipe,
@@ -78,7 +81,7 @@ def family(pipe: Lumina2Pipeline, *, max_sequence_length: int | None = None) -> 
 
 
 def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    # What the pipeline takes for the number of tokens.
+    # The pipeline uses this in place of the number of tokens.
     return {"mu": shift_of(pipe, 1.15, pipe.transformer.config.in_channels)} | even_sigmas(request)
 
 

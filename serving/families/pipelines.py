@@ -1,4 +1,4 @@
-"""What the pipelines of transformers have in common."""
+"""Functions that the families of transformers share."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,9 +37,9 @@ def transformer_family(
     Args:
         pipe: the pipeline.
         latent_channels, condition, conditions, is_distilled, guided_norm: see `Family`.
-        schedule_kwargs: of `Family`, given the geometry, too.
-        max_tokens: the most on a side of an image; None for any number.
-        is_flow: whether its scheduler matches flows, and takes neither scaled noise nor arguments of its own then.
+        schedule_kwargs: as in `Family`, with the geometry as a further argument.
+        max_tokens: most tokens on a side of an image; None for any number.
+        is_flow: whether its scheduler does flow matching, and so takes neither scaled noise nor step arguments.
     """
     entry = FAMILIES[type(pipe).__name__]
     geometry = Geometry.of_transformer(pipe.vae_scale_factor * entry.folds, token_side(entry, pipe.transformer.config))
@@ -60,16 +60,16 @@ def transformer_family(
 
 
 def shift_by_size(pipe: Any, max_shift: float, geometry: Geometry, request: Request) -> dict[str, float]:
-    """The argument of `set_timesteps` that depends on the size of the image, by its number of tokens.
+    """Return the argument of `set_timesteps` that depends on the number of tokens of the image.
 
-    `max_shift` is the pipeline's own, for a scheduler that names none.
+    `max_shift` is the pipeline's default for schedulers whose configuration has none.
     """
     multiple, size = geometry.size_multiple, request.resolution
     return {"mu": shift_of(pipe, max_shift, (size.height // multiple) * (size.width // multiple))}
 
 
 def shift_of(pipe: Any, max_shift: float, num_tokens: int) -> float:
-    """How far the timesteps of an image of so many tokens are shifted."""
+    """Return the shift of the timesteps for an image of `num_tokens` tokens."""
     config = pipe.scheduler.config
     return calculate_shift(
         num_tokens,
@@ -81,48 +81,51 @@ def shift_of(pipe: Any, max_shift: float, num_tokens: int) -> float:
 
 
 def even_sigmas(request: Request) -> dict[str, Any]:
-    """The argument of `set_timesteps` of pipelines that say sigmas, which are then shifted."""
+    """Return the argument of `set_timesteps` for pipelines that pass sigmas, which the scheduler then shifts."""
     steps = request.num_inference_steps
     return {"sigmas": np.linspace(1.0, 1 / steps, steps)}
 
 
 def even_sigmas_unless_own(pipe: Any, request: Request) -> dict[str, Any]:
-    """The same, of pipelines that leave sigmas to a scheduler which makes its own."""
+    """Return the same for pipelines that leave the sigmas to schedulers with `use_flow_sigmas`."""
     return {} if pipe.scheduler.config.get("use_flow_sigmas") else even_sigmas(request)
 
 
 def even_sigmas_shifted(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    """Both, as most pipelines do it."""
+    """Return both shift and sigmas, which most pipelines pass."""
     return shift_by_size(pipe, 1.15, geometry, request) | even_sigmas(request)
 
 
 def masked_text(text: Tensor, mask: Tensor, negative: Tensor | None, negative_mask: Tensor | None) -> dict[str, Tensor]:
-    """The conditioning of one request: its row of text and mask, behind the negative one where there is guidance."""
+    """Return the conditioning of one request: its text and mask, after the negative ones if it is guided."""
     if negative is None or negative_mask is None:
         return {"text": text, "mask": mask}
     return dict(zip(("text", "mask"), join_texts([negative, text], [negative_mask, mask]), strict=True))
 
 
 def masked_conditions(transformer: Transformer, conditioning: dict[str, Tensor]) -> dict[str, Any]:
-    """See `Family.conditions`, of a transformer that takes a mask."""
+    """Return the conditions of a transformer that takes a mask, as `Family.conditions`."""
     assert transformer.mask is not None
     return {"encoder_hidden_states": conditioning["text"], transformer.mask: conditioning["mask"]}
 
 
 def text_length(pipe: Any, given: int | None, usual: int, most: int | None = None) -> int:
-    """Tokens of the text: as `psctl.json` says, or as usual. Raises UsageError if the pipeline takes fewer."""
+    """Return the text length in tokens: the one from `psctl.json`, or the usual one.
+
+    Raises UsageError if the length exceeds the pipeline's limit.
+    """
     if given is not None and most is not None and given > most:
         raise UsageError(f"max_sequence_length is {given}, but {type(pipe).__name__} takes {most} at most")
     return usual if given is None else given
 
 
 def decode_shifted(pipe: Any, latents: Tensor, decode: Decode) -> Sequence[Image]:
-    """See `Family.decode`."""
+    """Decode latents with the autoencoder's scale and shift, as `Family.decode`."""
     config = pipe.vae.config
     image = decode((latents.to(pipe.vae.dtype) / config.scaling_factor) + (config.shift_factor or 0.0))
     return pipe.image_processor.postprocess(image, output_type="pil")
 
 
 def encode_shifted(config: Any, encode: ImageEncoder, pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """See `Family.encode`; `config` is the autoencoder's."""
+    """Encode images with the autoencoder's scale and shift, as `Family.encode`; `config` is the autoencoder's."""
     return (encode(pixels, generator) - (config.shift_factor or 0.0)) * config.scaling_factor

@@ -1,4 +1,4 @@
-"""PixArt-Sigma: cross attention to masked text; one modulation for all blocks; positions made for each size."""
+"""PixArt-Sigma: cross attention to masked text; one modulation for all blocks; positions computed for each size."""
 
 from functools import partial
 from typing import Any
@@ -16,13 +16,13 @@ from .transformer import Blocks, Transformer
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """See `transformer.Call`. Of a prediction of the variance, in channels behind, nothing is used."""
+    """Call the model, as a `transformer.Call`; channels that predict the variance are dropped."""
     predicted = model(latents, timestep=timesteps, return_dict=False, **conditions)[0]
     return predicted[:, : latents.shape[1]] if predicted.shape[1] == 2 * latents.shape[1] else predicted
 
 
 def positions(embed: Any, height: int, width: int) -> Tensor:
-    """See `Transformer.positions`: as `PatchEmbed` makes them, anew for other sizes than that of training."""
+    """Return the positions of `PatchEmbed`, as `Transformer.positions`, recomputed unless for the training size."""
     if (height, width) == (embed.height, embed.width):
         return embed.pos_embed[0]
     return get_2d_sincos_pos_embed(
@@ -54,9 +54,9 @@ _MAX_SEQUENCE_LENGTH = 300
 
 
 def family(pipe: PixArtSigmaPipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline; `max_sequence_length` is of the T5 text encoder.
+    """Return the family of this pipeline; `max_sequence_length` is that of the T5 text encoder.
 
-    Raises UsageError if the model wants the size of the image as a condition (PixArt-Alpha).
+    Raises UsageError if the model requires the size of the image as a condition (PixArt-Alpha).
     """
     model: Any = pipe.transformer
     if model.use_additional_conditions:

@@ -1,4 +1,4 @@
-"""Qwen-Image: joint blocks; rotary positions of text behind those of the image; guided lengths; a video autoencoder."""
+"""Qwen-Image: joint blocks; rotary positions of text after those of the image; guided norms; a video autoencoder."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from .transformer import Blocks, Transformer
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """See `transformer.Call`."""
+    """Call the model on packed latents, as a `transformer.Call`."""
     count, _, height, width = latents.shape
     predicted = model(
         QwenImagePipeline._pack_latents(latents, *latents.shape),
@@ -32,7 +32,7 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
 
 
 def turns(embed: Any, height: int, width: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """See `Transformer.turns`."""
+    """Return the rotary angles of image and text, as `Transformer.turns`."""
     return embed([(1, height, width)], max_txt_seq_len=length, device=device)
 
 
@@ -50,13 +50,13 @@ TRANSFORMER = Transformer(
 _MAX_SEQUENCE_LENGTH = 512
 """The default of `QwenImagePipeline.__call__`."""
 _MOST = 1024
-"""What the pipeline takes at most."""
+"""The limit of the pipeline."""
 
 
 def family(pipe: QwenImagePipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline; `max_sequence_length` is of its text encoder.
+    """Return the family of this pipeline; `max_sequence_length` is that of its text encoder.
 
-    Raises UsageError if it is more than the pipeline takes, or if the model wants other conditions.
+    Raises UsageError if the length exceeds the pipeline's limit, or if the model requires other conditions.
     """
     config: Any = pipe.transformer.config
     for name in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
@@ -79,7 +79,8 @@ def family(pipe: QwenImagePipeline, *, max_sequence_length: int | None = None) -
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
     def encoded(prompt: str) -> tuple[Tensor, Tensor]:
-        # Each by itself, as the pipeline does; of one prompt all tokens are valid, and it tells no mask.
+        # Prompts are encoded separately, as in the pipeline; all tokens of a single prompt are valid, so the pipeline
+        # returns no mask.
         text = pipe.encode_prompt(prompt, device=pipe.transformer.device, max_sequence_length=max_sequence_length)[0]
         return text, text.new_ones(text.shape[:2], dtype=torch.long)
 
@@ -106,6 +107,6 @@ def _encode(config: Any, encode: ImageEncoder, pixels: Tensor, generator: torch.
 
 
 def _statistics(config: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel of the autoencoder's latents, (1, channels, 1, 1)."""
+    """Return mean and standard deviation of each channel of the autoencoder's latents, (1, channels, 1, 1)."""
     mean, std = (like.new_tensor(values).view(1, -1, 1, 1) for values in (config.latents_mean, config.latents_std))
     return mean, std

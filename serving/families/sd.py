@@ -14,7 +14,7 @@ from .unet import guidance_embedding, unet_family
 
 
 def family(pipe: StableDiffusionPipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline. Raises UsageError if `max_sequence_length` is given."""
+    """Return the family of this pipeline. Raises UsageError if `max_sequence_length` is given."""
     encode, scale = ImageEncoder(pipe.vae), pipe.vae.config.scaling_factor
     return unet_family(
         pipe,

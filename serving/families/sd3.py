@@ -14,7 +14,7 @@ from .transformer import Blocks, Transformer
 
 
 def call(model: Any, latents: torch.Tensor, timesteps: torch.Tensor, conditions: dict[str, Any]) -> torch.Tensor:
-    """See `transformer.Call`."""
+    """Call the model, as a `transformer.Call`."""
     return model(latents, timestep=timesteps, return_dict=False, **conditions)[0]
 
 
@@ -24,7 +24,7 @@ TRANSFORMER = Transformer(
         name="transformer_blocks",
         kind="JointTransformerBlock",
         modulation="norm1.linear",
-        attention=("attn", "attn2"),  # the second one of SD3.5 is among image tokens only
+        attention=("attn", "attn2"),  # the second one, in SD3.5, covers image tokens only
     ),
     attention={"Attention": "JointAttnProcessor2_0"},
     known=frozenset({"PatchEmbed", "SD35AdaLayerNormZeroX", "JointTransformerBlock", "SD3Transformer2DModel"}),
@@ -34,13 +34,13 @@ _MAX_SEQUENCE_LENGTH = 256
 
 
 def family(pipe: StableDiffusion3Pipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline; `max_sequence_length` is of the third (T5) text encoder, present or not."""
+    """Return the family of this pipeline; `max_sequence_length` is that of the third (T5) encoder, present or not."""
     # Any: diffusers annotates attributes as possibly None that never are.
     config: Any = pipe.transformer.config  # type: ignore[union-attr]
     return transformer_family(
         pipe,
         latent_channels=config.in_channels,
-        max_tokens=config.pos_embed_max_size,  # positions are cropped from a fixed square of so many
+        max_tokens=config.pos_embed_max_size,  # positions are cropped from a fixed square of this side
         schedule_kwargs=partial(_schedule_kwargs, pipe),
         condition=partial(_condition, pipe, text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH)),
         conditions=_conditions,

@@ -15,7 +15,7 @@ from .unet import guidance_embedding, unet_family
 
 
 def family(pipe: StableDiffusionXLPipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline. Raises UsageError if `max_sequence_length` is given."""
+    """Return the family of this pipeline. Raises UsageError if `max_sequence_length` is given."""
     found = unet_family(
         pipe,
         max_sequence_length,
@@ -26,7 +26,7 @@ def family(pipe: StableDiffusionXLPipeline, *, max_sequence_length: int | None =
     )
     if pipe.vae.dtype == torch.float16 and pipe.vae.config.force_upcast:
         # The pipeline casts such an autoencoder to float32 and back for each image, because it overflows in float16.
-        # Its weights have the same values if it simply stays in float32.
+        # The weights keep their values if it stays in float32.
         pipe.vae.to(dtype=torch.float32)
     return found
 
@@ -71,15 +71,15 @@ def _decode(pipe: Any, latents: torch.Tensor, decode: Decode) -> Sequence[Image]
 
 
 def _encode(config: Any, encode: ImageEncoder, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    # The inpainting pipeline leaves mean and deviation out, though it decodes with them: of models that have them, what
-    # an edit keeps would change.
+    # The inpainting pipeline omits mean and deviation here, although it decodes with them; the area that an edit keeps
+    # would change with models that have them.
     latents = encode(pixels, generator)
     mean, std = _moments(config, latents)
     return (latents - mean) / std * config.scaling_factor
 
 
 def _moments(config: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and deviation of the autoencoder's latents, (1, channels, 1, 1); 0 and 1 where it names none."""
+    """Return mean and standard deviation of the autoencoder's latents, (1, channels, 1, 1); by default 0 and 1."""
     mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if mean is None or std is None:
         mean, std = [0.0], [1.0]

@@ -1,4 +1,4 @@
-"""The supported families, as far as they are known before anything heavy is loaded. No torch."""
+"""Table of the supported families, available before anything heavy is loaded. No torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from ...data.templates import KEEPS, Keep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What is known of a family before anything heavy is loaded.
+    """Description of a family that is available before anything heavy is loaded.
 
     Attributes:
         title: its name in tables.
-        module: of this package.
+        module: name of its module in this package.
         model: class of the denoising model.
-        packs: latents on a side that the pipeline puts into one input of its transformer.
-        folds: latents of the autoencoder on a side that the pipeline takes for the channels of one.
-        lacks: options that it is not served with yet.
-        keeps: what records of templates may hold, see `data.templates`.
-        settings: what suits a model where its `psctl.json` does not say, by its configuration and the pipeline's.
+        packs: side of the square of latents that the pipeline packs into one input of its transformer.
+        folds: side of the square of the autoencoder's latents that the pipeline folds into the channels of one.
+        lacks: options that the family does not support yet.
+        keeps: which tensors records of templates may hold, see `data.templates`.
+        settings: maps the configuration of model and pipeline to default settings, used if `psctl.json` has none.
     """
 
     title: str
@@ -33,14 +33,14 @@ class Entry:
 
 
 def _klein_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the model cards of FLUX.2 Klein, distilled and base."""
+    """Settings from the model cards of FLUX.2 Klein, distilled and base."""
     if config.get("is_distilled"):
         return {"num_inference_steps": 4, "guidance_scale": 1.0}
     return {"num_inference_steps": 50, "guidance_scale": 4.0}
 
 
 def _flux_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the model cards of FLUX.1 dev, which embeds the guidance scale, and schnell, which has none."""
+    """Settings from the model cards of FLUX.1 dev, which embeds the guidance scale, and schnell, which has none."""
     if config.get("guidance_embeds"):
         return {"num_inference_steps": 28, "guidance_scale": 3.5}
     return {"num_inference_steps": 4, "guidance_scale": 0.0}
@@ -122,17 +122,17 @@ FAMILIES: Mapping[str, Entry] = {
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 5.0},
     ),
 }
-"""By the pipeline class in model_index.json."""
+"""Families by the pipeline class in model_index.json."""
 SUPPORTED_PIPELINES: tuple[str, ...] = tuple(FAMILIES)
 SUPPORTED_MODELS: tuple[str, ...] = tuple(dict.fromkeys(entry.model for entry in FAMILIES.values()))
 
 
 def entry_of(model: object) -> Entry | None:
-    """The family whose denoising model has this class, by its name; of several the first."""
+    """Return the first family whose denoising model has a class of this name; None if there is none."""
     return next((entry for entry in FAMILIES.values() if entry.model == model), None)
 
 
 def token_side(entry: Entry | None, config: Mapping[str, Any]) -> int:
-    """Latents on a side of what a token of a transformer with this configuration stands for."""
+    """Return the side, in latents, of the square that one token of a transformer with this configuration represents."""
     side = config["patch_size"] if "patch_size" in config else config["all_patch_size"][0]
     return side * (1 if entry is None else entry.packs)

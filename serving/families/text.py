@@ -1,4 +1,4 @@
-"""Text with masks of its valid tokens: encoded at its own length, and as rows of one batch."""
+"""Text with masks of valid tokens: encoding without padding, and joining of rows into a batch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 
 def join_texts(texts: Sequence[Tensor], masks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Texts [rows, length, channels] and their masks [rows, length] of any lengths, one after another, as long as the
-    longest; what is added is no valid token.
+    """Concatenate texts [rows, length, channels] and masks [rows, length] of any lengths along rows.
+
+    All are padded to the longest length, with tokens that the masks mark as not valid.
     """
     longest = max(mask.shape[1] for mask in masks)
     return (
@@ -22,10 +23,10 @@ def join_texts(texts: Sequence[Tensor], masks: Sequence[Tensor]) -> tuple[Tensor
 
 @contextmanager
 def own_length(encoder: nn.Module) -> Iterator[None]:
-    """Have a text encoder compute nothing of the padding, and give zeros for it.
+    """Make a text encoder skip the padding and return zeros for it, until the context ends.
 
-    It must get a mask that leaves padding out, behind the text: states of the text do then not depend on how much of it
-    there is, and the pipeline must make no use of those of the padding.
+    The encoder must be called with a mask that excludes the padding, which must follow the text, so that states of the
+    text do not depend on its amount. The pipeline must not use the states of the padding.
     """
     added = 0
 

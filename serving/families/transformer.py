@@ -1,8 +1,8 @@
-"""What a family says of its transformer, so that diffusers' own blocks run on the packed tokens of a mixed batch.
+"""A family's description of its transformer, with which diffusers' own blocks run on packed tokens of a mixed batch.
 
-Image tokens of all rows lie one after the other; text keeps a row for each row of the batch. What a block computes of
-one token at a time needs nothing. Attention, positions and what a row has once (timestep, guidance, pooled text) are
-given to the tokens of that row: `serving.patched.swap` puts leaves where the family says.
+Image tokens of all rows are concatenated; text keeps a row for each row of the batch. Computations that treat each
+token separately need no change. Attention, positions and inputs that a row has once (timestep, guidance, pooled text)
+are mapped to the tokens of that row by leaves, which `serving.patched.swap` inserts where the family says.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 Call = Callable[[Any, Tensor, Tensor, dict[str, Any]], Tensor]
-"""(model, latents (rows, channels, height, width) in its dtype, timesteps (rows,) of the scheduler, conditions as the
-family names them) -> the prediction, shaped as the latents. The patched model is called the same way, with patches for
-rows of latents; rows of timesteps and conditions are then those of the batch."""
+"""(model, latents (rows, channels, height, width) in its dtype, timesteps (rows,) of the scheduler, conditions under
+the names of the family) -> the prediction, shaped like the latents. The patched model is called the same way, with
+patches in place of rows of latents; rows of timesteps and conditions are then those of the batch."""
 
 PAD = 2
-"""What masks say of text tokens that are to be made pads, see `Transformer.pads_to`."""
+"""Mask value of text tokens that become pads, see `Transformer.pads_to`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,13 @@ class Blocks:
     """One list of a transformer's blocks.
 
     Attributes:
-        name: of the list in the model.
+        name: name of the list in the model.
         kind: class of the blocks.
-        modulation: name in a block of the linear layer whose result, one per row, scales and shifts tokens of the
-            image, or of both streams where they are one; or of the norm that is given `emb`, one per row, to do so.
-            Layers of the text's own stream need no mention. None where all blocks share one, see `Transformer`.
-        shared: name in the model of a linear layer that does the same for all these blocks; None where there is none.
-        attention: names in a block, as far as it has them.
+        modulation: name in a block of the linear layer whose output, one per row, scales and shifts the tokens of the
+            image, or of both streams if they are one; or of the norm that takes `emb`, one per row, for this purpose.
+            Layers of the text's own stream are not named. None if blocks share one, see `shared` and `Transformer`.
+        shared: name in the model of a linear layer that does the same for all these blocks; None if there is none.
+        attention: possible names of attention modules in a block.
     """
 
     name: str
@@ -44,44 +44,45 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """How the blocks of a transformer run on packed tokens.
+    """Description of a transformer whose blocks run on packed tokens.
 
     Attributes:
-        call: calls the model as its pipeline does; latents are packed and unpacked here where the pipeline does so.
-        embed: makes tokens of latents as the patched model does before its first block, [..., ..., channels]; the cache
-            compares them. None where `pos_embed` makes them.
+        call: calls the model as its pipeline does, and packs and unpacks latents if the pipeline does so.
+        embed: turns latents into tokens as the patched model does before its first block, [..., ..., channels]; the
+            cache compares them. None if `pos_embed` does this.
         joint: blocks with a stream of tokens for the image and one for the text, which attend to both; or with a stream
             for the image, which attends to the text.
-        single: the blocks behind them that take both as one stream, text first; None where there are none.
-        image_ids: numbers the tokens of an image of (height, width) tokens for the model's `pos_embed`, which makes
-            rotary angles of (tokens, axes) numbers, shaped and placed as the last argument; text stays at zero. None
-            where `pos_embed` is a patch embedding that adds positions.
-        text_ids: numbers in the same way the tokens of a text of `length` tokens, whatever its image, of a model with
-            `text_embedder`; None where text stays at zero.
-        turns: makes the rotary angles of an image of (height, width) tokens, [height * width, half a head's width], and
-            of a text of `length` tokens that belongs to it, by the model's `pos_embed`: complex numbers of length 1.
-            None where text stays at zero.
-        positions: what that patch embedding adds to the tokens of an image of (height, width) tokens, (height * width,
-            width of a token), by the embedding; None for SD3's way.
-        norm_out: as the modulation of blocks, behind the last of them.
-        modulation: name of the module whose results, one per row, scale and shift image tokens in all blocks and behind
-            them; None where each has its own.
-        caption: name of the module that projects text for cross attention, where that reads the result.
-        text_embedder: name of the layer that embeds the text, of a model whose forward cuts off as many tokens at the
-            end as it is given of text: it is given none, and the text embedded once for a batch. None for others.
-        text_refiner: name of the blocks that refine the text before it joins the image, of a model whose forward puts
-            both together row by row, as Lumina 2's; None where blocks do. Its `joint` blocks then see the image alone.
-        pads_to: number to whose multiples the forward of a model with `text_refiner` pads text and image by tokens that
-            count, as Z-Image's; None where it does not.
-        constant: name of a module whose results depend on the number of rows alone, and which the model gives numbers
-            that lie on the CPU; None where there is none.
-        mask: the condition, as the model's forward names it, that says which text tokens of each row are valid, (rows,
-            length); None where all are. With `pads_to` it says `PAD` of tokens that are to be made pads.
-        adds_mask: whether the pipeline adds the mask to the scores of attention, as numbers and only between valid
-            tokens, so that the others count less instead of not at all.
-        attention: classes of its attention modules, beside those with diffusers' usual processor, and the processor
-            whose work the leaves know.
-        known: classes of the model's modules, beside those of all families, that compute token by token (or row by
+        single: blocks after them that take both as one stream, text first; None if there are none.
+        image_ids: returns the position ids, (tokens, axes), of an image of (height, width) tokens, with dtype and
+            device of the last argument; the model's `pos_embed` turns them into rotary angles. Text stays at zero.
+            None if `pos_embed` is a patch embedding that adds positions.
+        text_ids: returns the position ids of a text of `length` tokens, independent of its image, for a model with
+            `text_embedder`; None if text stays at zero.
+        turns: returns the rotary angles of an image of (height, width) tokens, [height * width, half a head's width],
+            and of its text of `length` tokens, computed by the model's `pos_embed`: complex numbers of length 1. None
+            if text stays at zero.
+        positions: returns the positions that the patch embedding adds to the tokens of an image of (height, width)
+            tokens, (height * width, width of a token); None to compute them as SD3 does.
+        norm_out: name of the module that modulates tokens after the last block.
+        modulation: name of the module whose outputs, one per row, scale and shift image tokens in all blocks and after
+            them; None if each block has its own.
+        caption: name of the module that projects text for cross attention, if its output is used there.
+        text_embedder: name of the layer that embeds the text, for a model whose forward drops as many tokens at the end
+            as it receives of text: it then receives none, and the text is embedded once for a batch. None for others.
+        text_refiner: name of the blocks that refine the text before it joins the image, for a model whose forward
+            joins both row by row, such as Lumina 2's; None if blocks join them. `joint` blocks then see the image
+            alone.
+        pads_to: number to a multiple of which the forward of a model with `text_refiner` pads text and image, with
+            tokens that take part in attention, such as Z-Image's; None without padding.
+        constant: name of a module whose output depends only on the number of rows, and whose input is on the CPU; None
+            if there is none.
+        mask: name in the model's forward of the condition that marks valid text tokens of each row, (rows, length);
+            None if all are valid. With `pads_to`, `PAD` marks tokens that become pads.
+        adds_mask: whether the pipeline adds the mask to attention scores, as numbers and only between valid tokens, so
+            that other tokens get less weight instead of none.
+        attention: classes of its attention modules, besides those with diffusers' usual processor, each with the
+            processor that the leaves replace.
+        known: classes of the model's modules, besides those of all families, that compute token by token (or row by
             row), only call their children, or are replaced.
     """
 
@@ -107,5 +108,5 @@ class Transformer:
 
     @property
     def lists(self) -> tuple[Blocks, ...]:
-        """Of blocks, in the order in which they run."""
+        """Lists of blocks, in the order in which they run."""
         return (self.joint,) if self.single is None else (self.joint, self.single)

@@ -1,4 +1,4 @@
-"""What the pipelines with a U-Net (`sd`, `sdxl`) have in common."""
+"""Functions that the families with a U-Net (`sd`, `sdxl`) share."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

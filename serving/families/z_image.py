@@ -1,5 +1,6 @@
-"""Z-Image: image and text refined each by itself, then in one stream; both padded by tokens that count; rotary
-positions of the image behind its text.
+"""Z-Image: image and text are refined separately, then joined in one stream.
+
+Both are padded by tokens that take part in attention. Rotary positions of the image follow those of its text.
 """
 
 from dataclasses import replace
@@ -19,7 +20,10 @@ from .transformer import PAD, Blocks, Transformer
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """See `transformer.Call`. Without a mask, which the leaves know, tokens go in as an image one token wide."""
+    """Call the model, as a `transformer.Call`.
+
+    Without a mask, which the patched leaves then hold, tokens are passed as an image that is one token wide.
+    """
     texts, timesteps = conditions["encoder_hidden_states"], (1000 - timesteps) / 1000
     if "text_mask" in conditions:
         texts = [text[mask == 1] for text, mask in zip(texts, conditions["text_mask"], strict=True)]
@@ -32,7 +36,7 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
 
 
 def embed(model: Any, latents: Tensor) -> Tensor:
-    """See `Transformer`."""
+    """Embed latents as tokens, as `Transformer.embed`."""
     side = model.all_patch_size[0]
     cut = latents.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1)
     return model.all_x_embedder[f"{side}-{model.all_f_patch_size[0]}"](cut.flatten(3).flatten(1, 2))
@@ -57,12 +61,12 @@ _MAX_SEQUENCE_LENGTH = 512
 
 
 def family(pipe: ZImagePipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline; `max_sequence_length` is of its text encoder.
+    """Return the family of this pipeline; `max_sequence_length` is that of its text encoder.
 
-    Raises UsageError if the model has no positions for so many.
+    Raises UsageError if the model has too few positions for this length.
     """
     config: Any = pipe.transformer.config
-    # The image stands behind the text and its pads, at the next position.
+    # The image follows the text and its pads, at the next position.
     most = (config.axes_lens[0] - 2) // SEQ_MULTI_OF * SEQ_MULTI_OF
     length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=most)
     return replace(
@@ -87,7 +91,7 @@ def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided:
         negative_prompt=request.negative_prompt,
         max_sequence_length=max_sequence_length,
     )
-    # Lists of one text each, without padding; the second is empty where there is no guidance.
+    # Lists of one text each, without padding; the second list is empty without guidance.
     texts = [text[None] for each in found for text in each]
     masks = [text.new_ones(text.shape[:2], dtype=torch.long) for text in texts]
     return masked_text(texts[0], masks[0], *((texts[1], masks[1]) if is_guided else (None, None)))

@@ -1,1 +1,1 @@
-"""Models: loading and checking diffusers folders, and what a served model consists of."""
+"""Models: loading and checking of diffusers folders, and the parts of a served model."""

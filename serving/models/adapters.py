@@ -1,4 +1,4 @@
-"""Adapters (LoRA) that requests name: loaded by diffusers, and kept beside a pipeline's weights instead of in them."""
+"""Adapters (LoRA) that requests name. diffusers loads them; they are kept separate from the pipeline's weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,22 +17,22 @@ from .changes import load_layers
 
 _TEXT_ENCODER = "text_encoder"
 _REPLACED = ("_transformer_norm_layers", "_overwritten_params")
-"""Where diffusers keeps what an adapter has replaced in a model, beside layers of peft."""
+"""Attributes in which diffusers keeps modules that an adapter has replaced, other than layers of peft."""
 
 
 class ModelAdapters:
-    """The adapters of a pipeline. Its layers are changed only for rows that name one, see `core.adapters`.
+    """The adapters of a pipeline. They apply only to rows of requests that name them, see `core.adapters`.
 
     Args:
-        pipe: on its device and in its dtype; layers are given hooks, weights stay as they are.
-        given: what is loaded.
+        pipe: the pipeline, on its device and in its dtype. Its layers get hooks; weights stay unchanged.
+        given: the adapters to load.
 
     Attributes:
-        names: that requests may name.
-        layers: of the denoising model.
+        names: names that requests may use.
+        layers: adapted layers of the denoising model.
 
     Raises:
-        UsageError: an adapter changes what cannot be changed for some requests only.
+        UsageError: an adapter changes parts that cannot be changed per request.
         RunError: an adapter does not fit the model.
     """
 
@@ -41,7 +41,7 @@ class ModelAdapters:
         self.layers, self._texts = AdaptedLayers(), AdaptedLayers()
         denoiser = denoiser_of(pipe)
         self._device: torch.device = denoiser.device
-        # peft does not take all names that requests may use.
+        # peft does not accept all names that requests may use.
         names = {f"adapter{index}": each for index, each in enumerate(given)}
         found: list[tuple[nn.Module, AdaptedLayers, dict[str, LowRank]]] = []
         try:
@@ -62,7 +62,7 @@ class ModelAdapters:
 
     @contextmanager
     def encoding(self, adapters: Adapters) -> Iterator[None]:
-        """Let the text encoders be those of a request with these adapters, in the one thread that encodes."""
+        """Apply the adapters of a request to the text encoders until the context ends, in the encoding thread."""
         rows = None
         if adapters:
             rows = RowAdapters([adapters], self._device, place=_of_one_row)
@@ -77,8 +77,14 @@ def _of_one_row(x: torch.Tensor) -> Entries:
 def _pairs_of(
     model: nn.Module, names: Mapping[str, NamedAdapter], device: torch.device
 ) -> Iterator[tuple[nn.Module, dict[str, LowRank]]]:
-    """The layers of a model that peft has wrapped, each with what adapters of these names in peft add to it, on the
-    device where it computes.
+    """Yield the layers of a model that peft has wrapped, each with the low-rank updates of its adapters.
+
+    Args:
+        model: a part of the pipeline.
+        names: adapters by their names in peft.
+        device: device of the updates.
+
+    Raises UsageError: an adapter is not a plain LoRA of linear layers, or of convolutions of a U-Net.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer

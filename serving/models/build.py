@@ -1,4 +1,4 @@
-"""Builds a served model: a loaded pipeline, its family, and the stepper that the options ask for."""
+"""Building of a served model from a loaded pipeline, its family, and the stepper that the options select."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,8 +50,10 @@ def build_model(
     adapters: ModelAdapters | None = None,
     stages: StageProcesses | None = None,
 ) -> ServedModel:
-    """Make a `ServedModel` of a pipeline of a supported class, which several may share, with the adapters that were
-    loaded into it, and the processes that encode and decode for it. Raises as `check_options` and `build_stepper`.
+    """Build a `ServedModel` from a pipeline of a supported class, which several models may share.
+
+    `adapters` are those loaded into the pipeline, and `stages` the processes that encode and decode for it. Raises what
+    `check_options` and `build_stepper` raise.
     """
     defaults, options = defaults or ModelDefaults(), options or EngineOptions()
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
@@ -84,7 +86,7 @@ def build_model(
 
 
 def load_schedule(pipe: Any, name: str, fingerprint: str, cache: CacheOptions) -> CacheSchedule:
-    """The schedule that the options name. Raises UsageError: there is none, it is damaged, or of another model."""
+    """Load the schedule that the options name. Raises UsageError: it is missing, damaged, or of another model."""
     if cache.schedule is None:
         raise UsageError("--cache schedule needs a list of steps (psctl train-predictor schedule) or --cache-schedule")
     schedule = CacheSchedule.load(cache.schedule)
@@ -95,7 +97,7 @@ def load_schedule(pipe: Any, name: str, fingerprint: str, cache: CacheOptions) -
 
 
 def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
-    """The same loaded model, sharing its weights, served by another engine."""
+    """Return the same loaded model, with shared weights, served by another engine."""
     return build_model(
         model.pipe,
         name=model.name,
@@ -108,9 +110,10 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
 
 
 def as_plain(model: ServedModel, *, is_eager: bool = False) -> ServedModel:
-    """The same loaded model on plain diffusers, the baseline, which encodes every text: itself where it does that.
+    """Return the same loaded model on plain diffusers, the baseline, which encodes every text.
 
-    It is compiled and recorded as the model is, unless it is to be eager.
+    This is the model itself if it already runs so. Compilation and recorded passes are those of the model, unless
+    `is_eager`.
     """
     options = model.options
     is_compiled, is_recorded = options.compile and not is_eager, options.cuda_graphs and not is_eager
@@ -122,7 +125,7 @@ def as_plain(model: ServedModel, *, is_eager: bool = False) -> ServedModel:
 
 
 def without_cache(model: ServedModel) -> ServedModel:
-    """The same loaded model with every patch computed: itself where it has no cache."""
+    """Return the same loaded model without a cache, or the model itself if it has none."""
     return with_engine(model, replace(model.options, cache=CacheOptions())) if model.options.cache.is_on else model
 
 
@@ -134,13 +137,20 @@ def build_stepper(
     fingerprint: str = "",
     adapters: ModelAdapters | None = None,
 ) -> Stepper:
-    """Make the denoise stage of a pipeline; `facts` says what a cache predictor must fit for a patch size, and
-    `fingerprint` what ranks must find in the model's folder. `adapters` are those of the pipeline.
+    """Build the denoise stage of a pipeline.
+
+    Args:
+        pipe: the pipeline.
+        family: its family.
+        options: options of the engine.
+        facts: returns the conditions that a cache predictor must match, for a patch size.
+        fingerprint: fingerprint that ranks must find in the model's folder.
+        adapters: adapters of the pipeline.
 
     Raises:
         UsageError: if the patch engine cannot run the model; the message names the cause and points to
-            `--engine plain`. Or the scheduler draws noise that no seed decides.
-        MissingExtraError: if Triton is asked for and not installed.
+            `--engine plain`. Or the scheduler draws noise that does not depend on a seed.
+        MissingExtraError: if Triton is requested and not installed.
     """
     denoiser, layers = denoiser_of(pipe), None if adapters is None else adapters.layers
     device, skips = denoiser.device, options.cache.mode == "schedule"
@@ -182,7 +192,10 @@ def build_stepper(
 
 
 def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions, fingerprint: str) -> ParallelStepper:
-    """The denoise stage on ranks, virtual or in processes that load the same files. Raises as `ProcessRanks`."""
+    """Return the denoise stage on ranks, virtual ones or processes that load the same files.
+
+    Raises UsageError: the model has no folder; or as `ProcessRanks`.
+    """
     denoiser, autoencoder = denoiser_of(pipe), pipe.vae if options.decode == "strips" else None
     if options.is_virtual:
         group: RankGroup = VirtualRanks(denoiser, options, autoencoder)
@@ -195,8 +208,9 @@ def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions, f
 
 
 def build_plain(pipe: Any, family: Family, models: PlainModels, *, skips: bool = False) -> PlainStepper:
-    """The denoise stage of plain diffusers, with the batched sampler where it covers the pipeline's scheduler; `skips`
-    as of `choose_sampler`.
+    """Return the denoise stage of plain diffusers, with the batched sampler if it covers the pipeline's scheduler.
+
+    `skips` says whether requests may skip steps, see `choose_sampler`.
     """
     options = {"pass_step_kwargs": family.pass_step_kwargs}
     sampler = choose_sampler(pipe.scheduler, **options, skips=skips)[0]

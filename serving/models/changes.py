@@ -1,4 +1,4 @@
-"""What a user changes of a model before it is served: its sampler, its weights by adapters (LoRA), and their bits."""
+"""Changes of a model before it is served: another sampler, fused adapters (LoRA), and quantised weights."""
 
 import hashlib
 import importlib
@@ -17,20 +17,20 @@ from .checkpoint import check_safetensors
 from .defaults import read_json
 
 _DORA_OF_KOHYA = ".dora_scale"
-"""How the tensors end that diffusers leaves out of a DoRA in kohya's format; what is left gives other images."""
+"""Suffix of the tensors that diffusers ignores in a DoRA in kohya's format; without them, images would be wrong."""
 _DOWN = re.compile(r"lora(_linear_layer|_embedding)?(\.down|_A)(\.|$)")
-"""Part of the name of one tensor of each layer that an adapter changes, in the formats that diffusers converts to."""
+"""Pattern in the name of one tensor of each layer that an adapter changes, in the formats that diffusers converts."""
 _OF_FLOWS = "FlowMatch"
-"""How the classes of schedulers begin that models predicting a flow need."""
+"""Prefix of the scheduler classes for models that predict a flow."""
 
 
 def check_changes(options: ModelOptions, model_dir: Path) -> None:
-    """Look at what can be wrong before weights are loaded.
+    """Check the changes before weights are loaded.
 
     Raises:
-        UsageError: no such file of an adapter, one that diffusers would load as another adapter, or the model takes no
-            other sampler.
-        MissingExtraError: what adapters or quantised weights need is not installed.
+        UsageError: the file of an adapter does not exist, its format is not supported or would load incorrectly, or the
+            model supports no other sampler.
+        MissingExtraError: a package for adapters or quantised weights is not installed.
         RunError: the file of an adapter is damaged.
     """
     for option, given in (("--lora", options.loras), ("--adapter", options.adapters)):
@@ -60,7 +60,7 @@ def check_changes(options: ModelOptions, model_dir: Path) -> None:
 
 
 def changed_fingerprint(options: ModelOptions, fingerprint: str) -> str:
-    """The fingerprint of a model with these changes: nothing that is kept of one is used for another."""
+    """Return the fingerprint of a model with these changes, so that no measurements are shared with other changes."""
     if not options.is_any:
         return fingerprint
     digest = hashlib.sha256(f"{fingerprint}:{options.sampler}\n".encode())
@@ -73,7 +73,7 @@ def changed_fingerprint(options: ModelOptions, fingerprint: str) -> str:
 
 
 def apply_changes(options: ModelOptions, pipe: Any) -> None:
-    """Change a pipeline that was loaded. Raises RunError if an adapter does not fit it."""
+    """Apply the changes to a loaded pipeline. Raises RunError if an adapter does not fit it."""
     import diffusers
 
     if options.sampler is not None:
@@ -86,7 +86,7 @@ def apply_changes(options: ModelOptions, pipe: Any) -> None:
 
 
 def _fuse(pipe: Any, loras: Sequence[Lora]) -> None:
-    """Fuse adapters into the weights, as diffusers does; of the adapters themselves nothing is left in the model."""
+    """Fuse adapters into the weights, as diffusers does; the adapters themselves are removed from the model."""
     names = [f"lora{index}" for index in range(len(loras))]
     for name, lora in zip(names, loras, strict=True):
         load_layers(pipe, lora.path, name, f"--lora {lora.path}")
@@ -96,15 +96,17 @@ def _fuse(pipe: Any, loras: Sequence[Lora]) -> None:
 
 
 def load_layers(pipe: Any, path: Path, name: str, given: str) -> None:
-    """Load an adapter as layers of peft beside the pipeline's own, by diffusers; a line on stderr counts those of its
-    layers that the model lacks. Raises RunError if it fits none, or one of another shape; it says how it was `given`.
+    """Load an adapter with diffusers, as layers of peft around the pipeline's own.
+
+    A line on stderr counts layers of the adapter that the model lacks. Raises RunError if the adapter fits no layer, or
+    has another shape; the error quotes how the adapter was `given`.
     """
     try:
         with warnings.catch_warnings():
-            # Several are what is wanted.
+            # Several adapters are intended.
             warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
             pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
-    except Exception as error:  # whatever diffusers and peft raise of an adapter for another model
+    except Exception as error:  # whatever diffusers and peft raise for an adapter of another model
         raise RunError(f"{given} does not fit the model: {str(error).strip().splitlines()[0]}") from error
     if not any(name in found for found in pipe.get_list_adapters().values()):
         raise RunError(f"{given} does not fit the model: it has weights for none of its layers")
@@ -115,8 +117,8 @@ def load_layers(pipe: Any, path: Path, name: str, given: str) -> None:
 
 
 def _num_layers(pipe: Any, path: Path) -> int:
-    """How many layers the file of an adapter has, by the names that diffusers gives them."""
-    # As `load_lora_weights` asks; kohya's names depend on it.
+    """Return the number of layers in the file of an adapter, counted by the names that diffusers gives them."""
+    # As `load_lora_weights` does; kohya's names depend on it.
     config = {"unet_config": pipe.unet.config} if hasattr(pipe, "unet") else {}
     found = pipe.lora_state_dict(path.parent, weight_name=path.name, **config)
     state = found[0] if isinstance(found, tuple) else found
@@ -124,7 +126,7 @@ def _num_layers(pipe: Any, path: Path) -> int:
 
 
 def _num_loaded(pipe: Any, name: str) -> int:
-    """How many layers of a pipeline the adapter of this name in peft changes."""
+    """Return the number of layers of a pipeline that the adapter with this name in peft changes."""
     from peft.tuners.lora import LoraLayer
 
     parts = [getattr(pipe, part) for part in pipe.get_list_adapters()]
@@ -133,7 +135,7 @@ def _num_loaded(pipe: Any, name: str) -> int:
 
 
 def _quantize(pipe: Any, name: QuantizeName) -> None:
-    """Keep the weights of the denoising model's linear layers in 8 bits, as diffusers does with the same settings."""
+    """Quantise the weights of the denoising model's linear layers to 8 bits, as diffusers does with these settings."""
     from ..core.denoiser import denoiser_of
 
     torchao = importlib.import_module("torchao.quantization")

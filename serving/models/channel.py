@@ -1,4 +1,4 @@
-"""Python values between two processes of one machine. Tensors and arrays go through memory that both see."""
+"""Channel for Python values between two processes of one machine. Tensors and arrays go through shared memory."""
 
 import io
 import mmap
@@ -17,10 +17,11 @@ _ALIGNMENT = 64
 
 
 class Channel:
-    """One end of a pair of connected sockets, of which the other process has the other.
+    """One end of a pair of connected sockets between two processes.
 
-    Values are pickled, as both processes are psctl's own and nobody else can reach the sockets. What tensors and arrays
-    hold is written once, to a file without a name, and mapped by whoever receives it. Tensors come to the CPU.
+    Values are pickled, which is safe because both processes belong to psctl and no other process can reach the sockets.
+    The data of tensors and arrays is written once, to an unnamed file, and mapped by the receiver. Tensors arrive on
+    the CPU.
 
     Args:
         end: the socket, which the channel closes.
@@ -30,13 +31,14 @@ class Channel:
         self._socket = end
 
     def limit(self, seconds: float | None) -> None:
-        """From now on, `send` and `receive` raise TimeoutError where the other end does not move for so long; None:
-        they wait for it.
+        """Set the time without progress at the other end after which `send` and `receive` raise TimeoutError.
+
+        None: wait without a limit.
         """
         self._socket.settimeout(seconds)
 
     def send(self, value: Any) -> None:
-        """Hand over a value. Raises OSError: nobody is there to take it."""
+        """Send a value. Raises OSError: the other end is closed."""
         buffers: list[pickle.PickleBuffer] = []
         stream = io.BytesIO()
         _Pickler(stream, 5, buffer_callback=buffers.append).dump(value)
@@ -51,7 +53,7 @@ class Channel:
         self._socket.sendall(message)
 
     def receive(self) -> Any:
-        """The next value; waits for it. Raises EOFError or OSError: the other end has gone."""
+        """Wait for the next value and return it. Raises EOFError or OSError: the other end is closed."""
         header, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
         if not descriptors:
             raise EOFError("the other process has gone")
@@ -61,7 +63,7 @@ class Channel:
             return pickle.loads(body, buffers=_mapped(file, sizes))
 
     def close(self) -> None:
-        """Whoever waits at the other end is told that nothing will come."""
+        """Close this end; a pending `receive` at the other end raises EOFError."""
         self._socket.close()
 
     def _read(self, size: int) -> bytes:
@@ -75,7 +77,7 @@ class Channel:
 
 
 class _Pickler(pickle.Pickler):
-    """Hands the elements of tensors over as buffers."""
+    """Pickler that passes the elements of tensors as buffers."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -91,14 +93,14 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tens
 
 
 def _shared_file() -> BinaryIO:
-    """A file without a name, in memory where there are such files. It is gone with the last process that has it."""
+    """Return an unnamed file, in memory if the system supports it, which vanishes with the last process that has it."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("psctl"), "wb")
     return tempfile.TemporaryFile()
 
 
 def _mapped(file: BinaryIO, sizes: Sequence[int]) -> list[memoryview]:
-    """What a file holds, as pieces of memory that live as long as somebody uses them."""
+    """Map a file, and return its parts as memory that lives as long as a part is in use."""
     if not sum(sizes):
         return [memoryview(bytearray()) for _ in sizes]
     memory, start, pieces = memoryview(mmap.mmap(file.fileno(), 0)), 0, []

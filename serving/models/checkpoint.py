@@ -1,7 +1,7 @@
-"""Checks that a diffusers directory is served, complete and undamaged, before anything heavy is imported.
+"""Checks that a diffusers directory is supported, complete and undamaged, before anything heavy is imported.
 
 diffusers and transformers fill in missing tensors with random ones, and report a truncated file with a traceback from
-inside safetensors. These checks read a few kilobytes per file and name the file that is at fault.
+inside safetensors. These checks read a few kilobytes per file and name the damaged file.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
 
 
 def read_index(path: Path, *, source: str) -> dict[str, Any]:
-    """Read `model_index.json` of the model that the user calls `source`; check that its pipeline class is served.
+    """Read `model_index.json` of the model that the user calls `source`; check that its pipeline class is supported.
 
     Raises:
         UsageError: if the pipeline class is not supported (the message lists the supported ones).
@@ -44,7 +44,7 @@ def read_index(path: Path, *, source: str) -> dict[str, Any]:
 
 
 def check_options(pipeline: str, options: EngineOptions) -> None:
-    """Raise UsageError if pipelines of a supported class are not served with one of these options; it is named."""
+    """Raise UsageError if pipelines of a supported class do not support one of these options; the error names it."""
     given = {
         "--cache": options.cache.is_of_patches,
         "--parallel": options.parallel.is_on,
@@ -56,7 +56,7 @@ def check_options(pipeline: str, options: EngineOptions) -> None:
 
 
 def check_keep(pipeline: str, keep: Keep) -> None:
-    """Raise UsageError if records of templates cannot hold this with pipelines of a supported class."""
+    """Raise UsageError if records of templates do not support this `keep` with pipelines of a supported class."""
     if keep not in (known := FAMILIES[pipeline].keeps):
         raise UsageError(f"--keep {keep} does not work with a {pipeline} yet: give --keep {' or '.join(known)}")
 
@@ -71,10 +71,10 @@ def weight_components(index: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def variants_for(dtype: str) -> tuple[str | None, ...]:
-    """What may stand in names of files of weights, as in `model.fp16.safetensors`, in the order in which it is looked
-    for, if they are to have this dtype; None for nothing.
+    """Return the variants of weight files, as in `model.fp16.safetensors`, in order of preference for this dtype.
 
-    Files of 16 bits in place of those of 32 change nothing where float16 is wanted anyway.
+    None stands for files without a variant. 16-bit files in place of 32-bit ones change nothing if the dtype is float16
+    anyway.
     """
     return ("fp16", None, "bf16") if dtype == "float16" else (None, "fp16", "bf16")
 
@@ -82,11 +82,12 @@ def variants_for(dtype: str) -> tuple[str | None, ...]:
 def check_directory(
     model_dir: Path, index: dict[str, Any], variants: Sequence[str | None], elsewhere: Container[str] = ()
 ) -> None:
-    """Check that every component of the pipeline is present and its weights, of the first variant that it has, are
-    complete; but for the weights of the components that are `elsewhere`.
+    """Check that every component of the pipeline is present, with complete weights in the first variant that it has.
+
+    The weights of components that are `elsewhere` are not checked.
 
     Raises:
-        RunError: naming the missing or damaged file, or what is not installed.
+        RunError: naming the missing or damaged file, or a missing package.
     """
     for name, entry in index.items():
         if not isinstance(entry, list) or entry[0] is None:
@@ -108,15 +109,16 @@ def check_directory(
 
 
 class Weights(NamedTuple):
-    """The weights of one component: their files, and the variant that they are, such as `fp16`."""
+    """The weights of one component: their files and their variant, such as `fp16`."""
 
     files: list[Path]
     variant: str | None
 
 
 def weight_files(folder: Path, variants: Sequence[str | None]) -> Weights:
-    """Return the safetensors files of one component, of the first of these variants that it has, following a shard
-    index where there is one.
+    """Return the safetensors files of one component in the first of these variants that it has.
+
+    A shard index is followed if there is one.
 
     Raises:
         RunError: if there are none, or the shard index names a missing file.
@@ -140,7 +142,7 @@ def weight_files(folder: Path, variants: Sequence[str | None]) -> Weights:
 
 
 def refuse_file(path: Path) -> UsageError:
-    """What is said of a file that was given as a model."""
+    """Return the error for a file that was given as a model and is not a checkpoint."""
     if path.suffix in _PICKLED:
         return UsageError(f"{path}: pickled weights are not loaded, as they can run code; convert them to safetensors")
     return UsageError(
@@ -165,11 +167,10 @@ def check_safetensors(path: Path) -> list[str]:
 
 
 def fingerprint(model_dir: Path, file: Path | None = None) -> str:
-    """Return a short hash of the files that make up the model: its index and its components, and the checkpoint of a
-    single file where there is one.
+    """Return a short hash of the files that make up the model: index, components and a single-file checkpoint, if any.
 
-    Other files beside the index, such as our cards and defaults, do not count. Small files are hashed whole, large
-    weights by their size and both ends, so that a model of many gigabytes takes milliseconds.
+    Other files beside the index, such as model cards and defaults, do not count. Small files are hashed as a whole,
+    large weights by their size and both ends, so that a model of many gigabytes takes milliseconds.
     """
     chunk = 1 << 20
     digest = hashlib.sha256()

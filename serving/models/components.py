@@ -27,8 +27,10 @@ def load_pipeline(
     offload: "TextOffload | None",
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Load and check the components that hold weights one by one, unless they are given, and the rest with the
-    pipeline's own loader; which loads those, too, that are `inside` a checkpoint of a single file.
+    """Load and check the components with weights one by one, and the rest with the pipeline's own loader.
+
+    Components in `given` are used as they are. The pipeline's loader also loads those `inside` a single-file
+    checkpoint.
     """
     import diffusers
 
@@ -44,7 +46,7 @@ def load_pipeline(
             where = model_dir / name, library, class_name, dtype
             components[name] = load_component(*where)
             if offload is not None and offload.rereads and name.startswith(TEXT_ENCODER):
-                # Before the next one is loaded: all at once might not fit.
+                # Before the next one is loaded, because all at once might not fit.
                 offload.add(name, components[name], partial(load_component, *where))
     pipeline = getattr(diffusers, index["_class_name"])
     if file is not None:
@@ -97,7 +99,7 @@ def load_component(folder: Path, library: str, class_name: str, dtype: "torch.dt
 
 
 def hollow(folder: Path, class_name: str, dtype: "torch.dtype") -> Any:
-    """A denoising model that has its configuration, and no weights."""
+    """Return a denoising model with its configuration and empty weights."""
     import diffusers
     import torch
     from torch import nn
@@ -114,6 +116,6 @@ def hollow(folder: Path, class_name: str, dtype: "torch.dtype") -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, shortened to a line; its type where it says nothing."""
+    """Return the first line of an error's message; its type if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,7 +1,7 @@
-"""Good settings for a model, and what it makes of sizes, read from its directory without torch.
+"""Default settings and geometry of a model, read from its directory without torch.
 
-Settings come from the optional file `psctl.json` beside `model_index.json`. Sizes that it does not name follow from the
-size that the model was trained for, which is in its configuration files.
+Settings come from the optional file `psctl.json` beside `model_index.json`. Without sizes in this file, they follow
+from the training size in the model's configuration files.
 """
 
 import json
@@ -41,15 +41,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """Settings used when the user names none.
+    """Settings used when the user gives none.
 
     Attributes:
-        num_inference_steps: denoising steps of a request.
-        guidance_scale: of classifier-free guidance.
-        default_resolution: size of an image if none is asked for: the model's training size, square.
-        resolutions: sizes that a trace asks for when none are named. Without `psctl.json` they are one half, three
-            quarters and all of the training size, like PatchedServe's 512, 768 and 1024 pixels.
-        max_sequence_length: text positions of the T5 encoder of SD3 or FLUX; None for the pipeline's own default.
+        num_inference_steps: number of denoising steps of a request.
+        guidance_scale: scale of classifier-free guidance.
+        default_resolution: size of an image without a requested size: the model's training size, square.
+        resolutions: sizes of a trace without sizes. Without `psctl.json` they are one half, three quarters and all of
+            the training size, like PatchedServe's 512, 768 and 1024 pixels.
+        max_sequence_length: length of the text in tokens; None for the pipeline's own default.
     """
 
     num_inference_steps: int = 30
@@ -61,7 +61,10 @@ class ModelDefaults:
 
 @cache
 def _given() -> "type[BaseModel]":
-    """What `psctl.json` may hold; null leaves the general default. Made late, because `psctl --help` imports this."""
+    """Return the schema of `psctl.json`, in which null means the general default.
+
+    It is built at first use, because `psctl --help` imports this module.
+    """
     from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt, create_model
 
     fields: dict[str, Any] = {
@@ -93,7 +96,7 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
         what = " ".join(map(str, problem["loc"][:1])) or "content"
         raise UsageError(f"{path}: {what}: {problem['msg']}; known keys: {known}") from error
     side = _training_side(model_dir)
-    # Multiples of 16 suit every supported model; equal sizes of a tiny model count once.
+    # Multiples of 16 fit every supported model; equal sizes of a tiny model count once.
     usual = dict.fromkeys(max(16, round(side * share / 16) * 16) for share in (0.5, 0.75)) | {side: None}
     index, config = read_config(model_dir, "", "model_index.json"), read_config(model_dir, "transformer")
     # Pipelines may share a transformer.
@@ -104,7 +107,7 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
 
 
 def read_geometry(model_dir: Path) -> "Geometry":
-    """The geometry of a model by its configuration files. Raises RunError if one is damaged."""
+    """Return the geometry of a model from its configuration files. Raises RunError if one is damaged."""
     from ..families.geometry import Geometry
     from ..families.table import entry_of, token_side
 
@@ -118,20 +121,20 @@ def read_geometry(model_dir: Path) -> "Geometry":
 
 
 def read_config(model_dir: Path, component: str, file: str = "config.json") -> dict[str, Any]:
-    """The configuration of a component; empty if the model has none of this name. Raises as `read_json`."""
+    """Return the configuration of a component; empty if the model has no such component. Raises as `read_json`."""
     path = model_dir / component / file
     return read_json(path) if path.is_file() else {}
 
 
 def count_of_blocks(config: dict[str, Any]) -> int:
-    """How many levels a U-Net or an autoencoder has; 4 if it does not say."""
+    """Return the number of levels of a U-Net or an autoencoder; 4 if its configuration does not say."""
     blocks = config.get("block_out_channels")
     return len(blocks) if isinstance(blocks, list) else 4
 
 
 def _training_side(model_dir: Path) -> int:
-    """Return the side in pixels of what the plain pipeline draws when no size is given."""
+    """Return the side in pixels of the images that the plain pipeline draws when no size is given."""
     unet, transformer, autoencoder = (read_config(model_dir, name) for name in ("unet", "transformer", "vae"))
     sample_size = (unet or transformer).get("sample_size")
-    # 128 is what the pipelines use for a model that names no size.
+    # 128 is the default of the pipelines for a model without a sample size.
     return (sample_size if isinstance(sample_size, int) else 128) * 2 ** (count_of_blocks(autoencoder) - 1)

@@ -1,4 +1,4 @@
-"""Models of the hub: their configuration first, and their weights when they are loaded. No torch until then."""
+"""Download of models from the hub: first their configuration, and their weights at loading. No torch until then."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,11 +11,11 @@ from ...data.models.bundled import GENERATORS
 from .checkpoint import INDEX_FILE, weight_components
 
 _CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
-"""What a model consists of beside its weights, as diffusers fetches it for checkpoints of a single file."""
+"""Files of a model other than its weights, as diffusers fetches them for single-file checkpoints."""
 
 
 def fetch_configuration(hub_id: str, revision: str | None) -> Path:
-    """The local folder of a repository, with everything but its weights, which are there if they were fetched before.
+    """Fetch everything but the weights of a repository, and return its local folder. Weights fetched before are kept.
 
     Raises:
         UsageError: there is no such repository or revision.
@@ -33,16 +33,17 @@ def fetch_configuration(hub_id: str, revision: str | None) -> Path:
 def fetch_weights(
     hub_id: str, revision: str | None, folder: Path, index: dict[str, Any], variants: Sequence[str | None]
 ) -> Path:
-    """The local folder of a repository with its weights too, of the first of these variants that it has completely.
+    """Fetch the weights of a repository, too, and return its local folder.
 
     Args:
-        hub_id: of the repository.
-        revision: of it.
-        folder: as `fetch_configuration` has returned it.
+        hub_id: id of the repository.
+        revision: revision of the repository.
+        folder: result of `fetch_configuration`.
         index: its `model_index.json`.
-        variants: such as `fp16`; None stands for files without a mark.
+        variants: variants in order of preference, such as `fp16`, of which the first complete one is fetched; None
+            stands for files without a variant.
 
-    Raises as `fetch_configuration`.
+    Raises what `fetch_configuration` raises.
     """
     import diffusers
     from huggingface_hub import get_cached_repo_tree
@@ -55,7 +56,7 @@ def fetch_weights(
             there = [file.path for file in get_cached_repo_tree(hub_id, revision=revision)]
         except CachedRepoTreeNotFoundError:  # another program has filled the cache
             there = here
-        # What was downloaded once serves, although it may have more bits than are wanted.
+        # Weights that were downloaded before are used even if they have more bits than requested.
         complete = _complete_variants(here, components, variants) or _complete_variants(there, components, variants)
         pipeline, variant = getattr(diffusers, index["_class_name"]), next(iter(complete), None)
         return Path(pipeline.download(hub_id, revision=revision, use_safetensors=True, variant=variant))
@@ -64,7 +65,7 @@ def fetch_weights(
 def _complete_variants(
     files: Sequence[str], components: Iterable[str], variants: Sequence[str | None]
 ) -> list[str | None]:
-    """Those of the variants that all components have weights of."""
+    """Return the variants for which all components have weights."""
 
     def has(component: str, variant: str | None) -> bool:
         mark = "" if variant is None else rf"\.{variant}"
@@ -78,7 +79,7 @@ def _complete_variants(
 
 @contextmanager
 def _refusals_told(hub_id: str, revision: str | None) -> Iterator[None]:
-    """Tell what the hub, or its client, refuses in one line that says what to do."""
+    """Turn errors of the hub and its client into one-line errors that say what to do."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

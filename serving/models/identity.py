@@ -1,4 +1,4 @@
-"""What decides the images of a model, whichever process draws them. No torch."""
+"""Identity of a loaded model: the settings that determine its images in any process. No torch."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from ..options import EngineOptions
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """A loaded model, told apart from all others.
+    """Identity of a loaded model.
 
     Attributes:
         name: the user's name for it.
-        fingerprint: of its files.
-        dtype: such as `bfloat16`.
-        device: its kind, such as `cuda`.
-        options: of the engine.
+        fingerprint: fingerprint of its files.
+        dtype: its dtype, such as `bfloat16`.
+        device: type of its device, such as `cuda`.
+        options: options of the engine.
     """
 
     name: str

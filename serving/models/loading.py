@@ -1,7 +1,7 @@
 """Loading a model: bundled name, local diffusers directory, hub id or single file -> `ServedModel`.
 
-Loading is strict. A pipeline class that is not served, a missing or damaged file, or a checkpoint that lacks tensors
-(which diffusers would silently fill with random values) is refused with one line that names the file.
+Loading is strict. An unsupported pipeline class, a missing or damaged file, or a checkpoint that lacks tensors (which
+diffusers would silently fill with random values) is refused with a one-line error that names the file.
 """
 
 import sys
@@ -52,13 +52,13 @@ def load_model(
     Args:
         spec: a bundled name, the path of a diffusers directory, a hub id such as `org/name` or `org/name@revision`, or
             the path of a checkpoint, as `FILE.safetensors` or `FILE.safetensors@CONFIG`, where CONFIG names the
-            diffusers directory whose configuration it has.
+            diffusers directory that holds its configuration.
         device: `auto` (CUDA if there is a device), `cpu`, `cuda` or `cuda:N`.
         dtype: `auto` (on CUDA float16 for U-Nets and bfloat16 for transformers; on a CPU bfloat16 if it has AMX or
             AVX512 instructions for it, else float32), `float32`, `bfloat16` or `float16`.
-        options: which engine denoises, and how.
-        workspace: holds the cache's predictor, for options that need one and name no file; it wins over the one beside
-            the model.
+        options: options of the engine.
+        workspace: workspace with the cache's predictor, for options that need one and name no file; it takes precedence
+            over the predictor beside the model.
 
     Raises:
         UsageError: if there is no such model, or its pipeline class, the device or the dtype is not supported, or the
@@ -99,7 +99,7 @@ def load_model(
 
         run = TorchRun.of_environment(options.parallel)
         if run is not None and run.rank:
-            # Of this command, a rank that torchrun has started has no other part.
+            # A rank that torchrun has started runs no other part of the command.
             sys.exit(run.follow(lambda own: load_rank(replace(own, model=str(model_dir)))))
     keep_freed_memory()
     if workspace is not None:
@@ -107,7 +107,7 @@ def load_model(
         options = replace(options, cache=options.cache.with_file_of(predictors, model_dir))
     stages = None
     if options.stages == "processes":
-        # They load meanwhile.
+        # The processes load in parallel with this one.
         stages = StageProcesses(StageSettings(str(model_dir), str(torch_device), name_of(torch_dtype)))
     offload = _offload(options, torch_device, source.file)
     pipe = load_pipeline(model_dir, index, torch_dtype, source.file, inside, offload)
@@ -131,18 +131,19 @@ def load_model(
 
 
 def resolve_model(spec: str) -> Path:
-    """Return the local diffusers directory that `spec` names. Of a hub id its configuration is there, and its weights
-    only once the model has been loaded.
+    """Return the local diffusers directory that `spec` names.
+
+    The directory of a hub id holds its configuration, and its weights only once the model has been loaded.
 
     Raises:
-        UsageError: if nothing has that name.
+        UsageError: if there is no such model.
         RunError: if a hub id cannot be downloaded.
     """
     return locate_model(spec).folder
 
 
 def fingerprint_of(spec: str) -> str:
-    """The fingerprint of a model's files, as they lie on this machine. Raises as `resolve_model`."""
+    """Return the fingerprint of a model's files on this machine. Raises what `resolve_model` raises."""
     source = locate_model(spec)
     return fingerprint(source.folder, source.file)
 
@@ -153,18 +154,21 @@ def model_defaults(spec: str) -> ModelDefaults:
 
 
 def model_geometry(spec: str) -> Geometry:
-    """What a model makes of sizes, without loading it. Raises as `model_defaults`."""
+    """Return the geometry of a model without loading it. Raises what `model_defaults` raises."""
     return read_geometry(resolve_model(spec))
 
 
 def check_keep_of(spec: str, keep: Keep) -> None:
-    """Raise UsageError if records of a model's templates cannot hold this, without loading it; and as `read_index`."""
+    """Raise UsageError if records of a model's templates do not support this `keep`, without loading the model.
+
+    Raises also what `read_index` raises.
+    """
     path = resolve_model(spec) / INDEX_FILE
     check_keep(read_index(path, source=spec)["_class_name"], keep)
 
 
 def _offload(options: EngineOptions, device: "torch.device", file: Path | None) -> "TextOffload | None":
-    """What keeps text encoders off the device, if that is asked for. Raises UsageError: they cannot be read again."""
+    """Return the offload of text encoders, if requested. Raises UsageError: they cannot be read again."""
     from .offload import TextOffload
 
     if options.offload == "none":

@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 TEXT_ENCODER = "text_encoder"
-"""How the names of a pipeline's text encoders begin."""
+"""Prefix of the names of a pipeline's text encoders."""
 
 
 class TextOffload:
-    """Takes the weights of text encoders off the device, and brings each encoder's back for each of its passes.
+    """Keeps the weights of text encoders off the device, and moves those of an encoder there for each of its passes.
 
-    Elsewhere they are in host memory; or, where the device is the host, in their files, from which they are read again.
-    They are the same weights, so that conditioning is the same to the bit. What owns an encoder may call it as ever,
-    one thread at a time.
+    Between passes they are in host memory or, on a CPU, only in their files, from which they are read again. The
+    weights are the same, so conditioning is identical to the bit. Callers use an encoder as usual, one thread at a
+    time.
 
     Args:
-        rereads: whether encoders are read from their files, rather than kept in host memory.
+        rereads: whether encoders are read from their files rather than kept in host memory.
     """
 
     def __init__(self, *, rereads: bool = False) -> None:
@@ -28,12 +28,12 @@ class TextOffload:
         self._num_moves, self._moving_s = 0, 0.0
 
     def add(self, name: str, encoder: nn.Module, read: Callable[[], nn.Module] | None = None) -> None:
-        """Take an encoder's weights away.
+        """Offload the weights of an encoder.
 
         Args:
-            name: of the component.
-            encoder: still on the host.
-            read: loads it anew from its files; None keeps the weights in host memory.
+            name: name of the component.
+            encoder: the encoder, still on the host.
+            read: loads the encoder again from its files; None keeps the weights in host memory.
         """
         weights = dict(encoder.named_parameters())
         self._num_bytes[name] = sum(weight.nbytes for weight in weights.values())
@@ -58,14 +58,16 @@ class TextOffload:
         take_away()
 
     def keep_on_host(self, pipe: Any) -> None:
-        """Take away the encoders of a pipeline that is still on the host, unless they were as they were read."""
+        """Offload the encoders of a pipeline that is still on the host, unless they are read from their files."""
         for name, part in pipe.components.items():
             if not self.rereads and name.startswith(TEXT_ENCODER) and part is not None:
                 self.add(name, part)
 
     def to_json(self, pipe: Any) -> dict[str, Any]:
-        """For a summary: bytes of weights on the device between passes, during the largest encoder's, and as they would
-        be without; how often an encoder was brought back, and what that took.
+        """Return the effect of offloading, for a summary.
+
+        It holds the bytes of weights on the device between passes, during the pass of the largest encoder, and without
+        offloading; the number of moves to the device; and the time that they took.
         """
         modules = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
         resident = sum(weight.nbytes for module in modules for weight in module.parameters())

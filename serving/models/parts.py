@@ -1,4 +1,4 @@
-"""Parts of a model, loaded by processes that compute for the one that serves it: ranks and stages."""
+"""Loading of a model's parts by processes that compute for the serving one: ranks and stages."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from .stage_process import StageSettings
 
 
 def load_rank(settings: RankSettings) -> RankModels:
-    """Load what a rank needs of a model on its device. Raises as `load_model`."""
+    """Load the parts of a model that a rank needs, on its device. Raises what `load_model` raises."""
     folder = Path(settings.model)
     index = read_index(folder / INDEX_FILE, source=settings.model)
     device = resolve_device(settings.device)
@@ -35,9 +35,10 @@ def load_rank(settings: RankSettings) -> RankModels:
 
 
 def load_stage(settings: StageSettings) -> tuple[Any, Family]:
-    """Load what a process needs of a model that encodes or decodes for others: the pipeline and its family. The
-    denoising model's weights stay in their file, and those of text encoders where images are decoded. Raises as
-    `load_model`.
+    """Load the pipeline and its family for a process that encodes or decodes for others.
+
+    The weights of the denoising model are not loaded, nor are those of text encoders if the process decodes images.
+    Raises what `load_model` raises.
     """
     folder = Path(settings.model)
     index = read_index(folder / INDEX_FILE, source=settings.model)

@@ -1,4 +1,4 @@
-"""Where a model is loaded to: device and number format."""
+"""Device and number format of a loaded model."""
 
 import re
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def resolve_device(name: str) -> "torch.device":
-    """The device of this name, as loaded models name it: `cuda` is `cuda:0`. Raises UsageError: there is none."""
+    """Return the device of this name, in the form of loaded models: `cuda` is `cuda:0`. Raises UsageError: unknown."""
     import torch
 
     if name == "auto":
@@ -29,7 +29,7 @@ def resolve_device(name: str) -> "torch.device":
 
 
 def resolve_dtype(name: str, device: "torch.device", pipeline: str) -> "torch.dtype":
-    """The number format of this name for a pipeline of a supported class. Raises UsageError: there is none.
+    """Return the number format of this name for a pipeline of a supported class. Raises UsageError: there is none.
 
     `auto` on CUDA is float16 for U-Nets, whose weights are published in it, and bfloat16 for transformers: FLUX and
     Z-Image were trained in bfloat16 and overflow in float16 (diffusers issue 9096, Tongyi-MAI/Z-Image issue 14).
@@ -52,7 +52,7 @@ def resolve_dtype(name: str, device: "torch.device", pipeline: str) -> "torch.dt
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' progress bars and notices out of our own output; errors are still raised."""
+    """Silence progress bars and notices of libraries; errors are still raised."""
     quiet_imports()
     import diffusers.utils.logging
     import huggingface_hub.utils
@@ -66,5 +66,5 @@ def quiet_libraries() -> None:
 
 
 def name_of(dtype: "torch.dtype") -> str:
-    """Of a dtype, as options have it."""
+    """Return the name of a dtype, as in options."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Conditioning of recent prompts, so that text which comes again is not encoded again."""
+"""Cache for the conditioning of recent prompts, which saves encoding repeated text."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,10 +12,10 @@ Conditioning = dict[str, torch.Tensor]
 
 
 class PromptCache:
-    """Keeps what text encoders gave, up to so many bytes; what was not asked for the longest goes first.
+    """LRU cache for the outputs of text encoders, bounded by their size in bytes.
 
-    Conditioning depends on prompts, adapters, size and guidance, never on seed or steps, and nothing writes to it:
-    images are the same with and without. One thread at a time may call it.
+    Conditioning depends on prompts, adapters, size and guidance, never on seed or steps, and is never written to, so
+    images are the same with and without the cache. One thread at a time may call it.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -24,7 +24,7 @@ class PromptCache:
         self._hits = self._misses = 0
 
     def get(self, request: Request, is_guided: bool, encode: Callable[[Request, bool], Conditioning]) -> Conditioning:
-        """The conditioning of a request, encoded unless it is kept."""
+        """Return the conditioning of a request, from the cache or newly encoded."""
         texts = request.prompt, request.negative_prompt, request.adapters
         key = *texts, request.resolution, request.guidance_scale, is_guided
         found = self._kept.get(key)
@@ -41,7 +41,7 @@ class PromptCache:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """For a summary: how many requests found their conditioning, and what is kept."""
+        """Return hits, misses and the size of the cache, for a summary."""
         asked = self._hits + self._misses
         return {
             "hits": self._hits,

@@ -1,4 +1,4 @@
-"""A rank of `--parallel N`, as a process."""
+"""Entry point of a rank process of `--parallel N`."""
 
 from ..core.processes import parent_lives
 from ..parallel.worker import RankSettings, serve_rank
@@ -7,7 +7,7 @@ from .placement import quiet_libraries
 
 
 def run(given: str) -> int:
-    """Be the rank with these settings, as `RankSettings.to_json` gives them; returns the exit code."""
+    """Run the rank with these settings, from `RankSettings.to_json`; return the exit code."""
     quiet_libraries()
     settings = RankSettings.from_json(given)
     return serve_rank(settings, lambda: load_rank(settings), parent_lives)

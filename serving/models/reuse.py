@@ -1,4 +1,4 @@
-"""What edits of one model read of records of templates, and how these come about (InstGenIE section 3.1)."""
+"""Records of templates for edits with one model: their lookup and their recording (InstGenIE section 3.1)."""
 
 import hashlib
 import warnings
@@ -31,29 +31,29 @@ from ..patched.stepper import PatchedStepper
 from .identity import ModelIdentity
 
 MASKED_UP_TO = 0.6
-"""Share of the cells of an image up to which a masked pass is worth it: above it is as slow as a whole one, or slower
+"""Largest active share at which a masked pass pays off; above, it is as slow as a whole pass, or slower
 (`tests/benchmarks/bench_edit_steps.py`)."""
 PASSES_TOGETHER = 4
-"""Of a template, in a batch."""
+"""Number of a template's passes in one batch."""
 
 
 class TemplateReuse:
-    """The records of a model's templates: which one suits an edit, and the passes that make it.
+    """The records of a model's templates: lookup for edits, and the passes that make them.
 
     Args:
-        family: of the model.
-        stepper: denoises, and records where it is the patch engine's.
-        scheduler: of the pipeline.
-        identity: of the model.
-        device: of the model.
-        unbatched: why no sampler of the model is batched; None: one is.
-        prepare: begins a request, see `ServedModel.prepare`.
+        family: family of the model.
+        stepper: the denoise stage, which records if it is the patch engine's.
+        scheduler: scheduler of the pipeline.
+        identity: identity of the model.
+        device: device of the model.
+        unbatched: reason why the sampler is not batched; None if it is.
+        prepare: prepares a request, see `ServedModel.prepare`.
 
     Attributes:
-        store: records that edits may read. Where there is no record for an edit, it is as it were without a template;
-            without this store it is the twin of the one that reads, with the template's noise.
-        masked_up_to: share of an image's cells up to which they do.
-        trajectories: by id, of new images that shall leave a record for edits of them.
+        store: records that edits may read. An edit without a record runs as if it had no template. Without a store, an
+            edit runs as the exact twin of one that reads a record, with the template's noise.
+        masked_up_to: largest active share at which edits read records.
+        trajectories: recorded generations of new images, by request id, for later edits of these images.
     """
 
     def __init__(
@@ -74,25 +74,26 @@ class TemplateReuse:
         self.trajectories: dict[int, Trajectory] = {}
 
     def is_worth_masking(self, edit: EditSpec) -> bool:
-        """Whether computing the masked part of an image by itself is faster than all of it."""
+        """Return whether computing only the masked part of an image is faster than computing all of it."""
         return self._family.geometry.active_share(edit) <= self.masked_up_to
 
     def use_keep(self, keep: Keep) -> None:
-        """Say what records hold that are made and read from now on, see `data.templates`.
+        """Set which tensors records hold from now on, for recording and reading, see `data.templates`.
 
-        Raises UsageError: the model's blocks are not known so well.
+        Raises UsageError: the model's blocks do not support it.
         """
         if self._stepper is not None:
             self._stepper.use_keep(keep)
 
     def open_store(self, folder: Path, options: TemplateOptions) -> None:
-        """Let edits read the records in this folder from now on, as options say how, and how much they may take."""
+        """Read the records in this folder for edits from now on, with the loads and bounds of these options."""
         loads = options.loads
         self.store = TemplateStore(folder, options.tiers, link_mbps=None if loads is None else loads.link_mbps)
 
     def plan_loads(self, loads: LoadOptions, target: Tuning) -> None:
-        """Let plans decide from now on which parts of passes read records of what `use_keep` says; what parts take is
-        measured before. Where edits of these sizes read no record, nothing is planned.
+        """Measure the parts of passes for the present `keep`, and plan from now on which of them read records.
+
+        Nothing is planned if edits of these sizes read no records.
         """
         if self._stepper is None or self._unbatched is not None:
             return
@@ -101,9 +102,12 @@ class TemplateReuse:
             self._stepper.planner = LoadPlanner(measured, loads.plan, loads.link_mbps, returns=returns)
 
     def key_of(self, request: Request) -> TemplateKey | None:
-        """Which record an edit can read; None: none, as it has no template, its size has parts of cells, or it starts
-        at the first step from an image that is noised only in part, which records do not have; or as a scheduler of its
-        own counts its steps, which cannot be taken in any order. Records are of the model without adapters.
+        """Return the key of the record that an edit can read; None if it cannot read any.
+
+        An edit reads no record without a template or with adapters, because records are of the model without adapters;
+        on another engine than the patch engine; if its scheduler is not batched, because such a scheduler counts its
+        own steps and cannot take them in any order; if its size is not a multiple of cells; or if it takes all steps
+        from a partly noised image, for which there are no records.
         """
         edit, geometry = request.edit, self._family.geometry
         if edit is None or edit.template is None or request.adapters:
@@ -120,14 +124,14 @@ class TemplateReuse:
         return TemplateKey({
             "model": self._identity.fingerprint,
             "dtype": self._identity.dtype,
-            # Its numbers may be infinite, which JSON does not know.
+            # Hashed, because its numbers may be infinite, which JSON cannot represent.
             "scheduler": [type(scheduler).__name__, hashlib.sha256(scheduler.to_json_string().encode()).hexdigest()],
             "rows": 2 if self._family.uses_guidance(request.guidance_scale) else 1,
             **facts,
         })  # fmt: skip
 
     def find(self, request: Request) -> TemplateRecord | None:
-        """The record that an edit is to read, soon. One that cannot be read is warned of, and as good as none."""
+        """Return the record for an edit, and start to read it ahead; None, with a warning, if it cannot be read."""
         edit = request.edit
         if self.store is None or edit is None or edit.template is None or not self.is_worth_masking(edit):
             return None
@@ -143,20 +147,22 @@ class TemplateReuse:
         return found
 
     def use_template(self, request: Request, folder: Path, on_step: Callable[[int], None]) -> bool:
-        """Let edits of a template read its record in this folder, which is made if it is not there.
+        """Use the record of an edit's template in this folder, and make it first if necessary.
+
+        If a record cannot be written, there is a warning, and it is used as long as it is in memory.
 
         Args:
             request: an edit of the template.
-            folder: of records.
-            on_step: called with how many steps of it are recorded more.
+            folder: folder of records.
+            on_step: called with the number of newly recorded steps.
 
         Returns:
             Whether it was recorded now.
 
         Raises:
-            UsageError: records do not suit the engine, or the size of the image; or there is none of its generation.
-            RunError: as `TemplateStore.add`. Where a record cannot be written, there is a warning, and it is used as
-                long as it is in memory.
+            UsageError: the engine or the size of the image does not support records, or the image's generation was not
+                recorded.
+            RunError: as `TemplateStore.add`.
         """
         self._require_recordable(request)
         self.store = self.store or TemplateStore(folder)
@@ -184,8 +190,10 @@ class TemplateReuse:
         return True
 
     def template_passes(self, request: Request) -> list[PreparedRequest]:
-        """The whole passes over the image of an edit that its masked ones will read (InstGenIE section 3.1): at each
-        step over the image as it is noised there, with the template's prompt. They are independent of each other.
+        """Return the whole passes over the image of an edit whose record its masked passes read (InstGenIE 3.1).
+
+        There is one for each step, over the image noised to that step, with the template's prompt. They are independent
+        of each other.
         """
         edit = request.edit
         assert edit is not None
@@ -203,8 +211,9 @@ class TemplateReuse:
         return passes
 
     def record(self, passes: Sequence[PreparedRequest]) -> list[list[dict[str, Tensor]]]:
-        """Run passes of a template in one batch: for each, of each of its rows, what operators have seen, by name, on
-        the model's device. To be called where the stepper is.
+        """Run passes of a template in one batch; return the recorded tensors of each row of each pass.
+
+        Tensors are on the model's device, by operator name. Must be called from the thread of the stepper.
         """
         assert self._stepper is not None, "only the patch engine records"
         found = self._stepper.record(passes)
@@ -214,12 +223,13 @@ class TemplateReuse:
     def recorded(
         self, request: Request, on_step: Callable[[int], None] = lambda count: None
     ) -> Iterator[list[dict[str, Tensor]]]:
-        """Run a template's passes: of each step and row what operators have seen, by name, on the model's device.
-        Nothing else may run on the model meanwhile.
+        """Run a template's passes; yield the recorded tensors of each row of each step.
+
+        Tensors are on the model's device, by operator name. Nothing else may run on the model at the same time.
 
         Args:
-            request: that has a `key_of`.
-            on_step: called with how many steps are done more.
+            request: an edit that has a `key_of`.
+            on_step: called with the number of newly recorded steps.
         """
         passes = self.template_passes(request)
         for start in range(0, len(passes), PASSES_TOGETHER):
@@ -228,9 +238,9 @@ class TemplateReuse:
             yield from found
 
     def start_trajectory(self, request: Request, folder: Path) -> None:
-        """Have the passes of a new image recorded; an empty folder holds them until `end_trajectory`.
+        """Record the passes of a new image in an empty folder, until `end_trajectory`.
 
-        Raises UsageError: records do not suit the sampler, or the size of the image.
+        Raises UsageError: the sampler or the size of the image does not support records.
         """
         self._require_recordable(request)
         self._family.geometry.check_cells(request.resolution, self._identity.name)
@@ -239,13 +249,13 @@ class TemplateReuse:
     def end_trajectory(
         self, request: Request, pixels: NDArray[np.uint8], latents: Tensor, store: TemplateStore
     ) -> TemplateKey:
-        """Take over the record of an image that was drawn; returns its key.
+        """Add the record of a drawn image to a store; return its key.
 
         Args:
-            request: what was drawn.
-            pixels: (height, width, 3), what came of it.
-            latents: (1, channels, h, w), what was decoded.
-            store: of the workspace.
+            request: the request of the image.
+            pixels: (height, width, 3), the image.
+            latents: (1, channels, h, w), its final latents.
+            store: store of the workspace.
 
         Raises:
             RunError, OSError: as `TemplateStore.add`.

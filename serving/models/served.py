@@ -1,4 +1,4 @@
-"""The served model: one diffusers pipeline, split into what the three stages need.
+"""The served model: one diffusers pipeline, divided into its parts for the three stages.
 
 `ServedModel` copies no model code: it calls the pipeline's own text encoders, scheduler and autoencoder as the
 pipeline does, one request at a time (prepare, decode); a stepper denoises in between. Latents and images equal those of
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 MAX_TIMES_PIXELS = 64
 """Largest request, relative to the largest resolution that a model is made for; beyond it, images are useless."""
 _MOST_SCHEDULES = 4096
-"""Of the schedules (steps and resolution) that are known to be fine."""
+"""Most schedules (steps, first step and resolution) that are cached as valid."""
 
 
 class ServedModel:
@@ -63,22 +63,22 @@ class ServedModel:
 
     Args:
         pipe: a diffusers pipeline of a supported class, already on its device and in its dtype.
-        family: how it is served.
-        stepper: denoises.
+        family: family of the pipeline.
+        stepper: the denoise stage.
         name: the user's name for the model, for tables and reports.
-        fingerprint: of the model's files; part of the key of cached measurements.
-        defaults: steps, guidance scale and resolutions that suit the model.
-        options: which engine denoises, and how.
-        decode: does the autoencoder's part; None for the pipeline's own.
-        adapters: that requests may name; None for none.
-        stages: the processes that the family's functions ask; None where they compute themselves.
-        schedule: which steps are computed of requests that let the cache be used; None for all.
+        fingerprint: fingerprint of the model's files; part of the key of cached measurements.
+        defaults: default steps, guidance scale and resolutions of the model.
+        options: options of the engine.
+        decode: decoder in place of the pipeline's autoencoder; None for the autoencoder itself.
+        adapters: adapters that requests may name; None for none.
+        stages: processes that compute the functions of the family; None if this process computes them.
+        schedule: which steps are computed, for requests that allow the cache; None for all.
 
     Attributes:
-        unbatched: why each request calls a scheduler of its own; None where one update serves all of them.
-        reuse: records of templates that edits may read.
-        prompts: conditioning of earlier prompts; None where every text is encoded anew.
-        offload: what keeps the text encoders off the device; None where they stay there.
+        unbatched: reason why each request calls its own scheduler; None if one update serves all requests.
+        reuse: records of templates for edits.
+        prompts: cache for the conditioning of prompts; None if every text is encoded.
+        offload: keeps the text encoders off the device; None if they stay there.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ServedModel:
 
     @property
     def cache_stats(self) -> CacheStats | None:
-        """What its cache has left out; None without one."""
+        """Statistics of the cache; None without a cache."""
         cache = self._patch_cache
         return self._skipped if cache is None else cache.stats
 
@@ -125,7 +125,7 @@ class ServedModel:
         return self.stepper.model.cache if isinstance(self.stepper, PatchedStepper) else None
 
     def forget_cache(self) -> None:
-        """Let go of all that the cache holds, and let `cache_stats` begin anew."""
+        """Clear the cache, and reset `cache_stats`."""
         if (cache := self._patch_cache) is not None:
             cache.forget()
             cache.stats = CacheStats()
@@ -134,12 +134,12 @@ class ServedModel:
 
     @property
     def identity(self) -> ModelIdentity:
-        """What decides its images."""
+        """Identity of the model, which determines its images."""
         dtype = str(self.dtype).removeprefix("torch.")
         return ModelIdentity(self.name, self.fingerprint, dtype, self.device.type, self.options)
 
     def check_resolution(self, resolution: Resolution) -> None:
-        """Raise UsageError if the model cannot draw this resolution; the message names the allowed multiple."""
+        """Raise UsageError if the model cannot draw this resolution; the error names what is allowed."""
         self.family.geometry.check_size(resolution, self.name)
         largest = self.family.max_side
         if largest is not None and max(resolution) > largest:
@@ -177,12 +177,12 @@ class ServedModel:
         self._known_schedules.add(schedule)
 
     def num_computed(self, request: Request) -> int:
-        """How many steps of a request the model computes."""
+        """Return the number of steps of a request that the model computes."""
         schedule = self._schedule_of(request)
         return request.num_steps if schedule is None else schedule.num_computed(request)
 
     def _schedule_of(self, request: Request) -> CacheSchedule | None:
-        """Which of its steps are computed; None for all, as of an image that is to leave a record of all of them."""
+        """Return the schedule of computed steps; None for all steps, as for an image whose passes are recorded."""
         return None if request.request_id in self.reuse.trajectories else self.schedule
 
     def _start_schedule(self, request: Request, generator: torch.Generator | None) -> SamplerState:
@@ -199,41 +199,45 @@ class ServedModel:
         return state
 
     def tune(self, resolutions: Iterable[Resolution], folder: Path) -> None:
-        """Let the engine choose by measurement what is faster for these resolutions; `folder` keeps the result.
+        """Measure the faster choices of the engine for these resolutions; `folder` keeps the results.
 
-        Raises UsageError: the engine's options do not fit the resolutions.
+        Raises:
+            UsageError: the engine's options do not fit the resolutions.
+            RunError: the compiled model fails.
         """
         distinct = list(dict.fromkeys(resolutions))
         self.stepper.tune(self.tuning(distinct, folder))
         if self.options.compile:
-            # A graph for batches of one resolution, of two, and so on: requests that come later would wait for it.
+            # Compile a graph for batches of one resolution, of two, and so on; otherwise later requests wait for it.
             for count in range(1, len(distinct) + 1):
                 failures = self.stepper.step(self.examples(distinct[:count]))
                 if failures:
                     raise RunError(f"--compile: {next(iter(failures.values()))}")
 
     def block_facts(self, patch_size: int | None) -> BlockFacts:
-        """What a block profile of this model holds for, and a cache predictor must have been trained for; with None for
-        the default patch size."""
+        """Return the conditions under which a block profile is valid, and which a cache predictor must match.
+
+        None stands for the default patch size.
+        """
         return block_facts(self.pipe, self.name, self.fingerprint, patch_size)
 
     def tuning(self, resolutions: Sequence[Resolution], folder: Path) -> Tuning:
-        """What a stepper of this model needs to know to be fast for these resolutions."""
+        """Return the target of measurements for these resolutions."""
         sizes = [self.family.geometry.latent_size(resolution) for resolution in resolutions]
         return Tuning(sizes, folder, self.fingerprint, lambda: self.examples(resolutions))
 
     def examples(self, resolutions: Iterable[Resolution]) -> list[PreparedRequest]:
-        """Prepare a request of each resolution, with the model's own settings, to measure with."""
+        """Prepare a request of each resolution, with the model's default settings, for measurements."""
         steps, scale = self.defaults.num_inference_steps, self.defaults.guidance_scale
         with self._preparing, torch.inference_mode():
             return [self._prepare(Request(0, "", resolution, steps, scale)) for resolution in resolutions]
 
     @torch.inference_mode()
     def prepare(self, request: Request) -> PreparedRequest:
-        """Encode the text, set the schedule and draw the first latents from the request's own generator; of an edit,
-        encode its image.
+        """Encode the text, set the schedule and draw the first latents from the request's own generator.
 
-        The latents are drawn on the CPU whatever the device, so that a seed means the same image everywhere.
+        The image of an edit is encoded, too. Latents are drawn on the CPU whatever the device, so that a seed gives the
+        same image everywhere.
         """
         with self._preparing:
             prepared = self._prepare(request)
@@ -245,7 +249,7 @@ class ServedModel:
         edit, record = request.edit, self.reuse.find(request)
         template = None if edit is None or record is not None else edit.template
         if edit is not None and template is not None:
-            # A twin has no records at all, and begins as an edit that reads one.
+            # Without a store, an edit of a noised template begins like one that reads a record, as its exact twin.
             edit = edit if self.reuse.store is None and template.kind == "noised" else replace(edit, template=None)
         is_guided = self.family.uses_guidance(request.guidance_scale)
         encode, prompts = self.family.condition, self.prompts
@@ -305,12 +309,12 @@ class ServedModel:
         return self.family.decode(latents.to(self.dtype), self._decode)[0]
 
     def abort_stages(self) -> None:
-        """Have what waits for processes of stages fail at once, from any thread; `close` comes next."""
+        """Fail pending calls of stage processes at once, from any thread; `close` must follow."""
         if self.stages is not None:
             self.stages.abort()
 
     def close(self) -> None:
-        """Let go of what outlives calls, such as the processes of other ranks and of stages."""
+        """Release resources that outlive calls, such as the processes of other ranks and of stages."""
         self.stepper.close()
         if self.stages is not None:
             self.stages.close()

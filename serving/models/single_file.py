@@ -1,7 +1,6 @@
-"""Checkpoints of a single file, as diffusers' `from_single_file` reads them, with a diffusers directory that configures
-them.
+"""Single-file checkpoints, as diffusers' `from_single_file` reads them, with a diffusers directory as configuration.
 
-What a file is, is told by the names and shapes of its tensors, which stand in the first kilobytes.
+The model of a file is identified by the names and shapes of its tensors, which are in the first kilobytes.
 """
 
 import importlib.util
@@ -18,12 +17,12 @@ from .hub import fetch_configuration
 
 _DENOISER = "model.diffusion_model."
 _DEFAULT = "stable-diffusion-v1-5/stable-diffusion-v1-5"
-"""What diffusers takes a file for that it does not know."""
+"""Model that diffusers assumes for an unknown file."""
 _AUTOENCODER = ("first_stage_model.", "vae.")
 
 
 def configuration_of(file: Path) -> Path:
-    """The configuration of the published model that diffusers takes a file for, from the hub or its cache.
+    """Fetch the configuration of the published model that diffusers identifies in a file, from the hub or its cache.
 
     Raises:
         UsageError: the file is not a checkpoint of a model.
@@ -45,11 +44,11 @@ def configuration_of(file: Path) -> Path:
 
 
 def components_inside(file: Path, components: Mapping[str, tuple[str, str]]) -> set[str]:
-    """Those components of a pipeline that a file has weights of, by name: the denoising model, and what is found.
+    """Return the names of components whose weights are in a file: the denoising model, and others that are found.
 
     Args:
         file: the checkpoint.
-        components: by name, the library and the class.
+        components: library and class of each component, by name.
 
     Raises:
         RunError: the file is damaged.
@@ -67,12 +66,12 @@ def load_file(
     """Load a checkpoint with the pipeline's own loader.
 
     Args:
-        pipeline: its class.
+        pipeline: class of the pipeline.
         file: the checkpoint.
         config: diffusers directory of the same architecture.
-        components: by name, those that are not in the file.
-        inside: names of those that are.
-        dtype: of them.
+        components: components that are not in the file, by name.
+        inside: names of the components that are in the file.
+        dtype: dtype of these components.
 
     Raises:
         RunError: the file lacks tensors, or is of another architecture.
@@ -81,7 +80,7 @@ def load_file(
         pipe = pipeline.from_single_file(
             str(file), config=str(config), **components, dtype=dtype, local_files_only=True
         )
-    except Exception as error:  # whatever the conversion of names comes upon in a file for another model
+    except Exception as error:  # whatever the conversion of names raises for a file of another model
         raise _refusal(pipeline, file, config) from error
     # Tensors that have not come from the file are still without data.
     if any(tensor.is_meta for name in inside for tensor in getattr(pipe, name).state_dict().values()):
@@ -97,7 +96,7 @@ def _refusal(pipeline: Any, file: Path, config: Path) -> RunError:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """By name, something with the `shape` of each tensor."""
+    """Return an object with the `shape` of each tensor, by name."""
     check_safetensors(file)
     with safe_open(file, "np") as tensors:
         names = tensors.keys()

@@ -1,5 +1,6 @@
-"""Where a model's files are: a bundled name, a local diffusers directory, a hub id or a single file. No torch, but
-where a file must tell by itself what it is.
+"""Location of a model's files: a bundled name, a local diffusers directory, a hub id or a single file.
+
+No torch, except to identify a single file without a configuration.
 """
 
 import re
@@ -17,18 +18,18 @@ from .single_file import configuration_of
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 """org/name, or org/name@revision."""
 _CONFIGURED = re.compile(r"(.+?)@(.+)")
-"""A checkpoint of a single file, and where its configuration is, as `--config` gives it."""
+"""A single-file checkpoint and the location of its configuration, from `--config`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model's files are.
+    """Location of a model's files.
 
     Attributes:
-        folder: a diffusers directory on this machine. That of a hub id has weights once they have been fetched, and
-            that of a file may have none.
+        folder: diffusers directory on this machine. For a hub id it holds weights once they have been fetched; for a
+            single file it may hold none.
         hub: id and revision, if the weights come from the hub.
-        file: a checkpoint of a single file.
+        file: single-file checkpoint.
     """
 
     folder: Path
@@ -36,22 +37,22 @@ class ModelSource:
     file: Path | None = None
 
     def with_weights(self, index: dict[str, Any], variants: Sequence[str | None]) -> Path:
-        """The folder with its weights: those of a hub id are downloaded unless they are cached.
+        """Return the folder with its weights; those of a hub id are downloaded unless they are cached.
 
         Args:
-            index: of `model_index.json`.
-            variants: as `variants_for` has them.
+            index: content of `model_index.json`.
+            variants: variants in order of preference, as in `variants_for`.
 
-        Raises as `fetch_weights`.
+        Raises what `fetch_weights` raises.
         """
         return self.folder if self.hub is None else fetch_weights(*self.hub, self.folder, index, variants)
 
 
 def locate_model(spec: str) -> ModelSource:
-    """Where the model that `spec` names is; the configuration of a hub id is downloaded unless it is cached.
+    """Locate the model that `spec` names; the configuration of a hub id is downloaded unless it is cached.
 
     Raises:
-        UsageError: if nothing has that name, or a file is not a checkpoint that is loaded.
+        UsageError: if there is no such model, or a file is not a supported checkpoint.
         RunError: if a hub id, or the configuration of a file, cannot be downloaded.
     """
     if spec in GENERATORS:

@@ -1,4 +1,4 @@
-"""A process of `--stages processes`."""
+"""Entry point of a process of `--stages processes`."""
 
 import socket
 
@@ -9,9 +9,7 @@ from .stage_process import StageSettings, serve_stage
 
 
 def run(given: str, end: socket.socket) -> int:
-    """Be the stage at the other end of a socket with these settings, as `StageSettings.to_json` gives them; returns the
-    exit code.
-    """
+    """Run the stage at the other end of a socket, with settings from `StageSettings.to_json`; return the exit code."""
     quiet_libraries()
     settings = StageSettings.from_json(given)
     return serve_stage(Channel(end), lambda: load_stage(settings))

@@ -1,7 +1,7 @@
-"""What a served model does beside denoising, in processes of their own (`--stages processes`).
+"""Processes for the prepare and postprocess stages of a served model (`--stages processes`).
 
-Texts and images of edits are encoded in one, latents decoded in another (InstGenIE section 4.3). What is computed is
-what the threads of an engine compute; these wait for it, without Python's lock and without torch.
+One process encodes texts and images of edits, another one decodes latents (InstGenIE section 4.3). They compute what
+the threads of an engine would compute; these threads wait for the results without Python's lock and without torch.
 """
 
 import json
@@ -29,25 +29,25 @@ from .channel import Channel
 
 _ENTRY = f"{__package__}.stage:run"
 _END_S, _DEAD_S = 5.0, 1.0
-"""How long a process may take to end: one whose channel was closed, and one that has closed its own."""
+"""Times that a process may take to end: after we have closed its channel, and after it has closed the channel."""
 CALL_S, CALL_TIMES = 60.0, 40.0
-"""A call takes so long at most, or so many times as long as the slowest one before, for its size. Both are twice what a
-server calls stalled (`engine.stages.STALLED_S`), so that its probes have told before.
+"""Time limits of a call: in seconds, and as a multiple of the slowest earlier call, scaled by size. The longer one
+applies. Both are twice those of a stalled server (`engine.stages.STALLED_S`), so that its probes report it before.
 """
 _FIRST_CALL_S = 600.0
-"""The first call of each function: how long it takes is not known yet."""
+"""Time limit of the first call of each function, whose duration is not known yet."""
 Part = Literal["prepare", "postprocess"]
 _DOES: dict[Part, str] = {"prepare": "prepares requests", "postprocess": "decodes images"}
 
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:
-    """What a process loads.
+    """Settings of a stage process.
 
     Attributes:
-        model: the folder of its files.
-        device, dtype: by name, resolved.
-        part: what it is for.
+        model: folder of the model's files.
+        device, dtype: names of device and dtype, resolved.
+        part: stage that the process computes.
     """
 
     model: str
@@ -69,35 +69,36 @@ class _Failed:
 
 
 class StageProcess:
-    """One process, that is started anew whenever it has died, or does not answer. Any thread may call it; calls wait
-    for each other.
+    """One stage process, which is restarted when it dies or does not answer.
+
+    Any thread may call it; calls run one after the other.
 
     Args:
-        settings: what it loads.
+        settings: settings of the process.
     """
 
     def __init__(self, settings: StageSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
         self._is_over = False
-        # By function, for each element of its largest tensor.
+        # Seconds per element of the largest tensor, by function.
         self._slowest_s: dict[str, float] = {}
         self._start()
 
     @property
     def process_id(self) -> int:
-        """Of the one that is there now."""
+        """Id of the current process."""
         return self._process.pid or 0
 
     def wait(self) -> None:
-        """Return when it is ready. Raises RunError: it cannot load the model, or has died."""
+        """Wait until the process is ready. Raises RunError: it cannot load the model, or has died."""
         self.call("ready")
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What one of the functions of `serve_stage` returns.
+        """Call a function of `serve_stage`, and return its result.
 
-        Raises RunError: it has failed, or the process has died in it or since the last call, or it takes much longer
-        than any before (`CALL_S`). Another process is on its way then.
+        Raises RunError: the function has failed, the process has died during the call or since the last one, or the
+        call exceeds its time limit (`CALL_S`). In the last two cases another process is started.
         """
         with self._lock:
             if self._channel is None:
@@ -114,7 +115,7 @@ class StageProcess:
             except (OSError, EOFError) as error:
                 raise self._replaced(f"has died ({self._end(_DEAD_S)})") from error
             except BaseException:
-                # What it would say later is no answer to the next call.
+                # A late answer must not be taken for that of the next call.
                 self._end()
                 raise
         if isinstance(answer, _Failed):
@@ -122,22 +123,22 @@ class StageProcess:
         return answer
 
     def abort(self) -> None:
-        """End the process at once, whatever it is at: calls fail from now on, also those that wait, until `close`."""
+        """Kill the process at once; all calls fail until `close`, including pending ones."""
         self._is_over = True
         self._process.kill()
 
     def close(self) -> None:
-        """End the process; a call starts another one."""
+        """End the process; the next call starts another one."""
         with self._lock:
             self._end(_END_S)
             self._is_over = False
 
     def _exchange(self, name: str, *arguments: Any) -> Any:
-        """Ask the process. Raises TimeoutError, or OSError or EOFError: it has died."""
+        """Send a call and receive its answer. Raises TimeoutError; OSError or EOFError: the process has died."""
         assert self._channel is not None
         size = max((each.numel() for each in arguments if isinstance(each, torch.Tensor)), default=1)
         slowest_s = self._slowest_s.get(name)
-        # However long it takes to load a model for the first time: its user waits for it.
+        # The first load of a model has no limit, because its user waits for it.
         limit_s = None if name == "ready" else _FIRST_CALL_S
         if slowest_s is not None:
             limit_s = max(CALL_S, CALL_TIMES * slowest_s * size)
@@ -150,7 +151,7 @@ class StageProcess:
         return answer
 
     def _replaced(self, what: str) -> RunError:
-        """Start another process; returns the error of the call that has found the one before so."""
+        """Start another process, and return the error for the call that found the old one in this state."""
         if not self._is_over:
             self._start()
         return RunError(f"the process that {_DOES[self._settings.part]} {what}")
@@ -164,11 +165,11 @@ class StageProcess:
             self._process = start_process(_ENTRY, own.to_json(), theirs, device=own.device, name=name)
         self._channel: Channel | None = Channel(ours)
         self._is_loaded = False
-        if self._is_over:  # `abort` came meanwhile, or before
+        if self._is_over:  # `abort` was called in the meantime, or before
             self._process.kill()
 
     def _end(self, patience_s: float = 0.0) -> str:
-        """Returns how it has ended; it ends by itself when its channel is closed."""
+        """End the process by closing its channel, or kill it after `patience_s`; return how it ended."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -181,26 +182,26 @@ class StageProcess:
 
 
 class StageProcesses:
-    """Both processes of a model.
+    """Both stage processes of a model.
 
     Args:
-        settings: of both.
+        settings: settings of both, except `part`.
     """
 
     def __init__(self, settings: StageSettings) -> None:
         self.of = {part: StageProcess(replace(settings, part=part)) for part in _DOES}
 
     def wait(self) -> None:
-        """Return when both are ready. Raises RunError: one cannot load the model."""
+        """Wait until both are ready. Raises RunError: one cannot load the model."""
         for process in self.of.values():
             process.wait()
 
     def take_over(self, family: Family, device: torch.device) -> Family:
-        """The same family, that encodes and decodes in the processes, from tensors on this device and to there."""
+        """Return the same family with encoding and decoding in the processes, for tensors on this device."""
         prepare, postprocess = self.of["prepare"], self.of["postprocess"]
 
         def condition(request: Request, is_guided: bool) -> dict[str, torch.Tensor]:
-            # What an edit changes is none of the text's concern.
+            # The text does not depend on the edit.
             found = prepare.call("condition", replace(request, edit=None, traced=None), is_guided)
             return {name: tensor.to(device) for name, tensor in found.items()}
 
@@ -215,22 +216,22 @@ class StageProcesses:
         return replace(family, condition=condition, encode=encode, decode=decode)
 
     def abort(self) -> None:
-        """End both at once, see `StageProcess.abort`."""
+        """Kill both at once, see `StageProcess.abort`."""
         for process in self.of.values():
             process.abort()
 
     def close(self) -> None:
-        """End both."""
+        """End both processes."""
         for process in self.of.values():
             process.close()
 
 
 def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family]]) -> int:
-    """Do what is asked for until nobody is there any more; returns the exit code.
+    """Answer calls until the channel is closed; return the exit code.
 
     Args:
-        channel: to the process that asks.
-        load: the pipeline, with the parts that are needed here, and its family.
+        channel: channel to the calling process.
+        load: loads the pipeline, with the parts that are needed here, and its family.
     """
     compute_alone()
     try:
@@ -262,7 +263,7 @@ def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family]]) -> int
             name, arguments = channel.receive()
             try:
                 answer = functions[name](*arguments)
-            except Exception as error:  # noqa: BLE001  it is told, and the next request may be fine
+            except Exception as error:  # noqa: BLE001  the caller gets the error, and the next request may be fine
                 answer = _Failed(describe(name, error))
             channel.send(answer)
     return 0

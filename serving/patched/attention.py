@@ -1,8 +1,8 @@
 """Attention over packed tokens: every image attends to its own tokens and its own text, and to nothing else.
 
 Linear layers run once over the tokens of all rows; the attention itself runs once per resolution. The tokens of an
-image may come in any order, so patches need not be put together for it. Text keys and values of cross attention are
-computed when a batch is put together, not at every step. Source: PatchedServe section 4.2.1, "Self-Attention".
+image may come in any order, so patches need not be reassembled. Text keys and values of cross attention are computed
+once for a batch, not at every step. Source: PatchedServe section 4.2.1, "Self-Attention".
 """
 
 import math
@@ -51,7 +51,7 @@ class PatchedCrossAttention(nn.Module):
         self.text: tuple[Tensor, Tensor] | None = None
 
     def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, heads, length, width each] of text [rows, length, width]; `text` takes them."""
+        """Return keys and values [rows, heads, length, width each] of text [rows, length, width], for `self.text`."""
         attention = self.attention
         key, value = heads_of(self.keys_values(text), 2, self.heads()).transpose(1, 3).unbind(2)
         if attention.norm_k is not None:
@@ -59,7 +59,7 @@ class PatchedCrossAttention(nn.Module):
         return key.contiguous(), value.contiguous()
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> Tensor:
-        """[P, tokens, channels] -> the same. The text itself is not looked at, but what `read` has made of it."""
+        """[P, tokens, channels] -> the same. The text argument is ignored in favour of the result of `read`."""
         attention, rows, parts = self.attention, self.context.rows, []
         assert self.text is not None
         check_unused(unused)
@@ -77,8 +77,8 @@ class PatchedCrossAttention(nn.Module):
 class PatchedJointAttention(nn.Module):
     """SD3's joint attention: the tokens of an image and of its text attend to both.
 
-    Text tokens that are equal and stand at the end (what SD3 feeds where it has no T5) may be given once, with
-    `context.text_bias`: a key that counts n times has ln n added to its score.
+    Equal text tokens at the end (from SD3 without T5) may be merged into one, with `context.text_bias`: a key that
+    counts n times has ln n added to its score.
     """
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
@@ -97,8 +97,8 @@ class PatchedJointAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Image [P, tokens, channels] and text [rows, length, channels] -> the same two.
 
-        Image tokens are turned by their rotary angles, if there are any, and text tokens, if theirs come first. Where
-        only some cells are active, the text is that of the rows which have such cells.
+        Rotary angles, if any, apply to image tokens, and to text tokens if theirs come first. If only some cells are
+        active, the text is that of the rows which have such cells.
         """
         attention, context = self.attention, self.context
         check_unused(unused)
@@ -115,8 +115,9 @@ class PatchedJointAttention(nn.Module):
 
 
 class PatchedStreamAttention(nn.Module):
-    """Attention of blocks that take image and text as one stream: as `PatchedJointAttention`, with the same layers for
-    both and the text first; or of blocks that take the image alone as one. Several heads may share keys and values.
+    """Attention of single-stream blocks: as `PatchedJointAttention`, with the same layers for text and image.
+
+    The stream holds text first, then image tokens, or image tokens alone. Several heads may share keys and values.
     """
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
@@ -133,8 +134,9 @@ class PatchedStreamAttention(nn.Module):
         encoder_hidden_states: Tensor | None = None,
         **unused: object,
     ) -> Tensor:
-        """Tokens [tokens, 1, channels] -> the same; blocks may name them twice. Rotary angles are those of all tokens,
-        or of the image's.
+        """Tokens [tokens, 1, channels] -> the same; blocks may pass them twice.
+
+        Rotary angles are those of all tokens, or only of image tokens.
         """
         attention = self.attention
         check_unused(unused)
@@ -152,8 +154,9 @@ class PatchedStreamAttention(nn.Module):
 
 
 class PatchedParallelAttention(nn.Module):
-    """FLUX.2's attention of blocks that take image and text as one stream, with the feed-forward layers beside it: one
-    projection gives what both read, and one puts together what they make.
+    """FLUX.2's attention of single-stream blocks, parallel to the feed-forward layers.
+
+    One projection computes the inputs of both, and another one combines their outputs.
     """
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
@@ -163,7 +166,7 @@ class PatchedParallelAttention(nn.Module):
         self.slots = TokenSlots()
 
     def forward(self, hidden_states: Tensor, image_rotary_emb: Rotary | None = None, **unused: object) -> Tensor:
-        """As of `PatchedStreamAttention`."""
+        """Tokens [tokens, 1, channels] -> the same, with the arguments of `PatchedStreamAttention`."""
         attention = self.attention
         check_unused(unused)
         packed, width = attention.to_qkv_mlp_proj(hidden_states[:, 0]), self.width()
@@ -174,9 +177,9 @@ class PatchedParallelAttention(nn.Module):
 def _attend_in_stream(
     leaf: PatchedStreamAttention | PatchedParallelAttention, qkv: Tensor, all_turns: Rotary | None
 ) -> Tensor:
-    """Let tokens of a stream [tokens, 3, heads, width] attend to those of their image and its text.
+    """Attend from each token of a stream [tokens, 3, heads, width] to the tokens of its image and its text.
 
-    Returns [tokens, heads * width]. Rotary angles are those of all tokens, or of the image's.
+    Returns [tokens, heads * width]. Rotary angles are those of all tokens, or only of image tokens.
     """
     attention, context, num_tokens = leaf.attention, leaf.context, leaf.context.num_tokens
     num_text = len(qkv) - num_tokens
@@ -191,7 +194,7 @@ def _attend_in_stream(
 
 
 def _parted(turns: Rotary | None, num_tokens: int) -> tuple[Rotary | None, Rotary | None]:
-    """Rotary angles of text, None where it has none, and of so many image tokens behind it."""
+    """Split rotary angles into those of text, None if it has none, and those of `num_tokens` image tokens after it."""
     if turns is None or len(turns[0]) == num_tokens:
         return None, turns
     cosines, sines = turns
@@ -202,14 +205,14 @@ def _parted(turns: Rotary | None, num_tokens: int) -> tuple[Rotary | None, Rotar
 def _attend_both(
     slots: TokenSlots, image: Tensor, text: Tensor, context: PatchContext, *, queries_text: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Let the tokens of each image and of its text attend to both.
+    """Attend from the tokens of each image and of its text to both.
 
     Args:
-        slots: for keys and values of the image.
+        slots: slots for keys and values of the image.
         image: [tokens, 3, heads, width], queries, keys and values.
         text: [rows, length, 3, heads, width].
-        context: of the model.
-        queries_text: whether text tokens attend, too; without, their result is empty.
+        context: context of the model.
+        queries_text: whether text tokens attend, too; otherwise their result is empty.
 
     Returns:
         [tokens, heads * width] and [rows, length, heads * width].
@@ -233,17 +236,17 @@ def _attend_both(
 
 
 LEFT_OUT = -1e4
-"""What diffusers adds to the scores of tokens that are left out; to their exponentials, 0 is what is left of it."""
+"""Bias that diffusers adds to the scores of masked tokens; their exponentials become 0."""
 
 
 def text_bias_of(text: Tensor, repeats: int, mask: Tensor | None, *, adds_mask: bool) -> Tensor | None:
-    """What is added to the scores of text tokens as keys, [rows or 1, keys] for the last keys; None for nothing.
+    """Return the bias for the scores of text keys, [rows or 1, keys] for the last keys; None for no bias.
 
     Args:
         text: [rows, length, width].
-        repeats: how many times the last token counts.
-        mask: of `Transformer`, if it has any.
-        adds_mask: see `Transformer`. What all keys of a query get more makes no difference, so the bias is 0 for valid
+        repeats: number of times that the last token counts.
+        mask: mask of `Transformer`, if it has one.
+        adds_mask: see `Transformer`. A constant added to all keys of a query has no effect, so the bias is 0 for valid
             tokens.
     """
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Puts the cache before the blocks of a diffusers model: the block's own `forward` runs, on all cells, some or none."""
+"""Installs the cache in front of the blocks of a diffusers model, whose own `forward` runs on all, some or no cells."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,7 +23,8 @@ from .context import PatchContext, to_patches, to_tokens
 def install(model: Any, cache: PatchCache, context: PatchContext) -> None:
     """Wrap the blocks of a patched model, whose leaves share a context.
 
-    A U-Net has its down blocks, its middle and its up blocks; a transformer those of all its lists.
+    The blocks of a U-Net are its down blocks, its middle block and its up blocks; those of a transformer are the blocks
+    of all its lists.
     """
     wrapper = _CachedUNetBlock if transformer_of(model) is None else _CachedTransformerBlock
     for name, module in blocks_of(model):
@@ -34,7 +35,7 @@ def install(model: Any, cache: PatchCache, context: PatchContext) -> None:
 
 
 def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:
-    """Names and modules of the blocks that can be cached, in the order in which a step runs them."""
+    """Yield names and modules of the blocks that can be cached, in the order in which a step runs them."""
     transformer = transformer_of(model)
     if transformer is not None:
         for prefix, blocks in zip(("transformer", "single"), transformer.lists, strict=False):
@@ -48,9 +49,9 @@ def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def block_facts(pipe: Any, name: str, fingerprint: str, patch_size: int | None) -> BlockFacts:
-    """What a block profile of a pipeline holds for, and a cache predictor must have been trained for.
+    """Return the conditions under which a block profile of a pipeline is valid; a cache predictor must match them.
 
-    Where no patch size is given, it is the default for the model.
+    Without a patch size, the default of the model is used.
     """
     denoiser = denoiser_of(pipe)
     blocks = tuple(block for block, _ in blocks_of(denoiser))
@@ -59,13 +60,13 @@ def block_facts(pipe: Any, name: str, fingerprint: str, patch_size: int | None) 
         is_unet = transformer_of(denoiser) is None
         unit = 1 if is_unet else token_side(entry_of(type(denoiser).__name__), config)
         num_levels = len(config.block_out_channels) if is_unet else 1
-        # 128 is what the pipelines use for a model that names no size.
+        # 128 is the default of the pipelines for a model without a sample size.
         patch_size = default_patch_size(config.get("sample_size") or 128, num_levels, unit)
     return BlockFacts(name, fingerprint, type(pipe.scheduler).__name__, patch_size, blocks)
 
 
 class _Wrapper:
-    """What both kinds of blocks share: the block, its number in the cache, and the run with the context set."""
+    """Common base of both kinds of blocks: the block, its number in the cache, and its run with the context set."""
 
     forward: Callable[..., Any]
 
@@ -76,7 +77,7 @@ class _Wrapper:
         return (self.forward if self.cache.is_used else self.run)(*arguments, **named)
 
     def run_on(self, active: Active, *arguments: Any, **named: Any) -> Any:
-        """Run on what is active; where that is whole requests, operators keep what they read, if there is room."""
+        """Run on the active cells or rows; for whole requests, operators keep their inputs if there is room."""
         context, cache = self.context, self.cache
         if isinstance(active, ActiveSet):
             context.active = active
@@ -90,7 +91,7 @@ class _Wrapper:
 
 
 class _CachedUNetBlock(_Wrapper):
-    """A down, middle or up block; what it hands to the other side of the U-Net is cached too."""
+    """A down, middle or up block; the residuals that it passes to the up blocks are cached, too."""
 
     _out_level = 0
     _has_skips = False
@@ -129,15 +130,16 @@ class _CachedUNetBlock(_Wrapper):
 
     @staticmethod
     def _tokens(out: Any) -> tuple[Tensor, ...]:
-        """The outputs as tokens; what is handed on twice is one tensor."""
+        """Return the outputs as tokens; an output that occurs twice stays one tensor."""
         tensors = (out[0], *out[1]) if isinstance(out, tuple) else (out,)
         made = {id(tensor): to_tokens(tensor) for tensor in tensors}
         return tuple(made[id(tensor)] for tensor in tensors)
 
 
 class _CachedTransformerBlock(_Wrapper):
-    """A block of a transformer. The text of a row, beside the image or ahead of it in one stream, is computed where one
-    of its patches is.
+    """A block of a transformer.
+
+    The text of a row, be it separate or ahead of the image in one stream, is computed if one of its patches is.
     """
 
     def __init__(self, block: nn.Module, number: int, cache: PatchCache, context: PatchContext) -> None:
@@ -167,7 +169,7 @@ class _CachedTransformerBlock(_Wrapper):
 
     @contextmanager
     def _stream_of(self, active: ActiveSet | ActiveRows, length: int) -> Iterator[None]:
-        """Let tokens of one stream meanwhile be those of what is active."""
+        """Restrict the rows of stream tokens to the active cells or rows, until the context ends."""
         context = self.context
         before, context.stream_rows = context.stream_rows, active.stream(length).rows
         try:
@@ -176,19 +178,21 @@ class _CachedTransformerBlock(_Wrapper):
             context.stream_rows = before
 
     def _image_of(self, hidden_states: Tensor) -> Tensor:
-        """Image tokens [tokens, channels] of [P, tokens, channels], or of a stream [tokens, 1, channels]."""
+        """Return the image tokens [tokens, channels] of [P, tokens, channels], or of a stream [tokens, 1, channels]."""
         tokens = hidden_states.flatten(0, 1)
         return tokens[len(tokens) - self.context.num_tokens :]
 
     def _text_length(self, given: dict[str, Any]) -> int:
-        """Tokens of the text of a row."""
+        """Return the number of text tokens of a row."""
         if self._has_text_beside:
             return given["encoder_hidden_states"].shape[1]
         return (_hidden_states(given).shape[:2].numel() - self.context.num_tokens) // self.context.packing.num_rows
 
     def _part_of(self, given: dict[str, Any], active: ActiveSet | ActiveRows) -> dict[str, Any]:
-        """What the block is to be given of its arguments, which have an entry for each row, or for each patch or token
-        as `hidden_states`; angles for each token. Where there are as many of one as of the other, they are the same.
+        """Restrict the block's arguments to the active cells or rows.
+
+        An argument has an entry for each row, or for each patch or token like `hidden_states`; angles have one for each
+        token. If there are as many rows as patches or tokens, both indices are the same.
         """
         num_rows = self.context.packing.num_rows
         num_entries, tokens_of_entry = _hidden_states(given).shape[:2]
@@ -199,7 +203,7 @@ class _CachedTransformerBlock(_Wrapper):
             if isinstance(value, tuple):
                 length = (len(value[0]) - self.context.num_tokens) // num_rows
                 return tuple(angles.index_select(0, active.stream(length).places) for angles in value)
-            if not isinstance(value, Tensor) or len(value) == 1:  # what there is one of is for all
+            if not isinstance(value, Tensor) or len(value) == 1:  # a single entry applies to all
                 return value
             if len(value) == num_entries:
                 return value.index_select(0, entries)
@@ -209,7 +213,7 @@ class _CachedTransformerBlock(_Wrapper):
         return {name: part(value) for name, value in given.items()}
 
     def _parted(self, out: Any, length: int, num_rows: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What a block has given: image tokens [tokens, channels], and texts [rows, length, channels], if any."""
+        """Split a block's output into image tokens [tokens, channels] and texts [rows, length, channels], if any."""
         text, image = out if self._gives_both else (None, out)
         tokens = image.flatten(0, 1)
         if not self._has_text_beside and length:
@@ -217,7 +221,7 @@ class _CachedTransformerBlock(_Wrapper):
         return tokens, () if text is None or not length else (text,)
 
     def _kept(self, given: dict[str, Any]) -> Any:
-        """What the block would give, as it is kept."""
+        """Return the block's output as kept in the cache."""
         store, like = self.cache.stores[self.number], _hidden_states(given)
         texts, image = store.row_outputs, store.outputs[0]
         if self._has_text_beside:
@@ -231,5 +235,5 @@ class _CachedTransformerBlock(_Wrapper):
 
 
 def _hidden_states(given: dict[str, Any]) -> Tensor:
-    """What a block works on, its first argument, whatever its name."""
+    """Return the hidden states of a block, which are its first argument, whatever its name."""
     return next(iter(given.values()))

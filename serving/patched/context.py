@@ -1,5 +1,4 @@
-"""What the leaves of a patched model share: where they are in a pass, and how tokens, patches and images turn into each
-other.
+"""State shared by the leaves of a patched model, and conversions between tokens, patches and images.
 
 Patches are [P, channels, side, side], channels-last, so that they are also the tokens [P * side * side, channels].
 """
@@ -20,28 +19,27 @@ from ..layout.packing import Level, Packing
 
 Strategy = Literal["stitch", "regroup"]
 Fused = Literal["activation", "stitching"]
-"""Work of the leaves behind a norm that the norm's own kernel may do."""
+"""Work of the leaves after a norm that the norm's own kernel may do."""
 Choose = Callable[[Any, Level, Level], Strategy]
-"""Says how a convolution from one level to another sees beyond a patch."""
+"""Chooses the strategy of a convolution from one level to another."""
 
 
 @dataclass(slots=True, eq=False)
 class PatchContext:
-    """What the leaves of one patched model share while it runs. Not for two threads at a time.
+    """State shared by the leaves of one patched model during a pass. For one thread at a time.
 
     Attributes:
-        choose: which strategy a convolution uses.
+        choose: chooses the strategy of a convolution.
         kernels: one of `kernels.launch.KERNELS`.
         timesteps: (rows,) timestep of every row, for this forward pass.
-        kept: what stays the same while the batch has the same rows (text keys and values, positions, adapters).
-        text_bias: what is added to the scores of text tokens as keys, [rows or 1, keys] for the last keys; None for
-            nothing.
-        biased_text: (rows, length) 1 for text tokens whose own scores have that bias, 0 for those whose have none;
-            None where all have it.
-        cells: set while a block runs in full whose operators shall keep what they read, for the patch cache.
-        stream_rows: (tokens,) row of each token of blocks that take image and text as one stream.
-        active: set while only some cells go through a block; all tensors then hold the tokens of these, cell by cell.
-        rows: set while only some rows go through a block, as a batch of their own.
+        kept: values that stay the same while the batch has the same rows (text keys and values, positions, adapters).
+        text_bias: bias for the scores of text keys, [rows or 1, keys] for the last keys; None for no bias.
+        biased_text: (rows, length), 1 for text tokens as queries whose scores have this bias, else 0; None if all have
+            it.
+        cells: set while a block runs in full and its operators keep their inputs, for the patch cache.
+        stream_rows: (tokens,) row of each token of single-stream blocks.
+        active: set while a block runs on only some cells; all tensors then hold the tokens of these, cell by cell.
+        rows: set while a block runs on only some rows, as a batch of their own.
     """
 
     choose: Choose
@@ -60,20 +58,20 @@ class PatchContext:
 
     @property
     def packing(self) -> Packing:
-        """Where the rows of the current batch lie."""
+        """Packing of the rows that are computed."""
         assert self._packing is not None, "a patched model runs inside PatchedModel only"
         return self._packing
 
     @property
     def batch(self) -> Packing:
-        """Where all rows of the batch lie, also while some of them run by themselves."""
+        """Packing of all rows of the batch, even while only some of them are computed."""
         return self.packing if self.rows is None else self.rows.tables.packing
 
     @property
     def level(self) -> Level:
-        """The level of the leaf that ran last, as only convolutions and up-sampling change it.
+        """The level of the leaf that ran last. Only convolutions and up-sampling change it.
 
-        Shapes would not show it: where every image is one position, all deeper levels look the same.
+        It cannot be derived from shapes: once every image is a single position, all deeper levels look the same.
         """
         return self.packing.levels[0] if self._level is None else self._level
 
@@ -83,7 +81,7 @@ class PatchContext:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of images that are computed at the present level."""
+        """Number of image tokens that are computed at the present level."""
         return self.level.num_tokens if self.active is None else len(self.active.tokens(self.level.index))
 
     @property
@@ -95,24 +93,24 @@ class PatchContext:
 
     @property
     def row_of_token(self) -> Tensor:
-        """(tokens,) the row of each of these, among those that are computed."""
+        """(tokens,) the row of each image token that is computed."""
         if self.active is not None:
             return self.active.row_index(self.level.index, True)
         return self.level.row_index.repeat_interleave(self.level.grain**2)
 
     def begin(self, packing: Packing) -> None:
-        """Start a batch: nothing is kept of the one before."""
+        """Start a batch, and discard what was kept for the previous one."""
         self._packing = packing
         self.kept.clear()
 
     def begin_pass(self, timesteps: Tensor | None = None, level: Level | None = None) -> None:
-        """Start a forward pass at a level, the latents' by default; a pass that failed leaves nothing behind."""
+        """Start a forward pass at a level, by default that of the latents, and reset the state of a failed pass."""
         self.timesteps, self._level = timesteps, level
         self._fused.clear()
 
     @contextmanager
     def only(self, rows: ActiveRows) -> Iterator[None]:
-        """Let leaves work on some rows of the batch, as on a batch of their own."""
+        """Restrict the leaves to some rows of the batch, as a batch of their own, until the context ends."""
         packing, level, text_bias, biased_text = self.packing, self.level.index, self.text_bias, self.biased_text
         own = rows.own.packing
         if text_bias is not None and len(text_bias) > 1:
@@ -129,7 +127,7 @@ class PatchContext:
 
     @contextmanager
     def elsewhere(self, packing: Packing, kept: dict[Any, Any]) -> Iterator[None]:
-        """Let passes run on another batch, with what it keeps."""
+        """Switch to another batch, with its kept values, until the context ends."""
         before = self._packing, self.kept, self.text_bias, self.biased_text
         self._packing, self.kept, self.text_bias, self.biased_text = packing, kept, None, None
         try:
@@ -138,16 +136,19 @@ class PatchContext:
             self._packing, self.kept, self.text_bias, self.biased_text = before
 
     def at(self, x: Tensor) -> Level:
-        """The level of a leaf's input."""
+        """Return the level of a leaf's input."""
         level = self.level
         assert x.shape[2] == level.side
         assert self.active is not None or x.shape[0] == level.num_patches
         return level
 
     def entries_of(self, x: Tensor) -> Entries:
-        """Where rows are in the input of a layer: [rows, ...], patches or tokens of images at the present level, or
-        tokens of a stream; for adapters, which work on whole batches. Where two of these have the same form, there is
-        one entry for each row, in order.
+        """Return the rows of the entries in the input of a layer, for adapters, which work on whole batches.
+
+        The input is [rows, ...], patches or tokens of images at the present level, or tokens of a stream. If two of
+        these have the same shape, there is one entry for each row, in order.
+
+        Raises ValueError: the input has none of these shapes.
         """
         level, rows, shape = self.level, self.packing.num_rows, x.shape[:-1]
         assert self.active is None
@@ -162,18 +163,18 @@ class PatchContext:
         raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, which is neither rows nor tokens of the batch")
 
     def put_fused(self, *work: Fused) -> None:
-        """For a norm to say what it has done of the work of the leaves behind it."""
+        """Record which work of the leaves after it a norm has done."""
         self._fused = set(work)
 
     def take_fused(self, work: Fused) -> bool:
-        """Whether the norm before this leaf has done its work already. It is said once."""
+        """Return whether the norm before this leaf has done its work already, and clear this record."""
         is_done = work in self._fused
         self._fused.discard(work)
         return is_done
 
 
 def embedded_text(context: PatchContext) -> Tensor:
-    """The text of all rows [rows, length, width] as `PatchedModel` has embedded it for a batch."""
+    """Return the text of all rows [rows, length, width], as embedded by `PatchedModel` for a batch."""
     assert "embedded text" in context.kept, "a patched model runs inside PatchedModel only"
     return context.kept["embedded text"]
 
@@ -189,7 +190,7 @@ def to_patches(tokens: Tensor, side: int) -> Tensor:
 
 
 def images_of(tokens: Tensor, level: Level, kernels: str = "auto") -> list[Tensor]:
-    """Images [rows, channels, height, width], channels-last, of every resolution. Copies only in patch order."""
+    """Return images [rows, channels, height, width], channels-last, for each resolution. Copies only in patch order."""
     images, grain = [], level.grain
     for group in level.groups:
         part = tokens[group.start : group.end]
@@ -202,15 +203,16 @@ def images_of(tokens: Tensor, level: Level, kernels: str = "auto") -> list[Tenso
 
 
 def tokens_of(images: list[Tensor], level: Level, kernels: str = "auto") -> Tensor:
-    """The inverse of `images_of`; a copy where there are several resolutions or in patch order."""
+    """The inverse of `images_of`; a copy if there are several resolutions, or in patch order."""
     if level.grain > 1:
         return to_tokens(patch_split(images, level.grain, kernels=kernels))
     return joined([to_tokens(image) for image in images])
 
 
 def repeated(level: Level, table: Callable[[int, int], Tensor], kernels: str = "auto") -> Tensor:
-    """What `table` says of the tokens of an image of (height, width) tokens, [height * width, channels], for all images
-    of a level: [tokens, channels], in packed order.
+    """Repeat values that depend on the size of an image for all images of a level: [tokens, channels], in packed order.
+
+    `table` returns them for an image of (height, width) tokens, [height * width, channels].
     """
     parts = []
     for group in level.groups:
@@ -220,5 +222,5 @@ def repeated(level: Level, table: Callable[[int, int], Tensor], kernels: str = "
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """The tokens of all resolutions, one after the other."""
+    """Concatenate the tokens of all resolutions."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

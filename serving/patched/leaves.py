@@ -21,17 +21,17 @@ from ..layout.packing import Level
 from .context import Fused, PatchContext, Strategy, images_of, joined, to_patches, to_tokens, tokens_of
 
 _NATIVE_FROM_SIDE = 4
-"""Active cells of at least this many outputs on a side are convolved natively, smaller ones as a product over taps."""
+"""Least side of active cells, in outputs, that are convolved natively; smaller ones use a product over taps."""
 _FEW_TOKENS = 256
-"""On a CPU, GroupNorm of so many tokens is one call in float32: 31 us instead of 72 for 2 x 4 x 4 of 256 channels.
-Of more, sums are faster: 579 us instead of 1205 for 14848 tokens of 64 channels."""
+"""Most tokens for which GroupNorm in bfloat16 on a CPU is one call in float32: 31 us instead of 72 for 2 x 4 x 4 of 256
+channels. For more tokens sums are faster: 579 us instead of 1205 for 14848 tokens of 64 channels."""
 
 
 class PatchedConv(nn.Module):
     """A convolution of 1 x 1, or of 3 x 3 with padding 1 and stride 1 or 2, over the images that the patches make up.
 
-    `regroup`: the images of each resolution are put together and convolved by themselves.
-    `stitch`: every patch (image order: every position) gets the pixels around it, then one launch serves all.
+    `regroup`: the images of each resolution are reassembled and convolved separately.
+    `stitch`: every patch (in image order, every position) gets the pixels around it, then one launch serves all.
     """
 
     def __init__(self, conv: nn.Conv2d, context: PatchContext) -> None:
@@ -67,8 +67,10 @@ class PatchedConv(nn.Module):
         return self.masked(to_tokens(x), level, out_level)
 
     def _with_adapters(self, out: Tensor, reduced: "Callable[[PatchedConv], Tensor]") -> Tensor:
-        """Add what adapters do. Their first convolution, which has few outputs, is that of all rows, as patches need
-        their neighbours."""
+        """Add the outputs of adapters.
+
+        Their first convolution, which has few outputs, runs on all rows, because patches need their neighbours.
+        """
         if self._adapted is None or self._adapted.model.rows is None:
             return out
         tokens = to_tokens(out)
@@ -77,7 +79,7 @@ class PatchedConv(nn.Module):
         return to_patches(tokens, out.shape[2])
 
     def masked(self, tokens: Tensor, level: Level, out_level: Level) -> Tensor:
-        """Convolve the active cells, which see what was kept of the others."""
+        """Convolve the active cells, with the kept inputs of the others as context."""
         active = self.context.active
         assert active is not None
         place = level.index, out_level.index
@@ -94,11 +96,11 @@ class PatchedConv(nn.Module):
             self.slots.buffer.keep(to_tokens(x), self.context.cells, self.context.level.index)
 
     def shape_key(self, side: int) -> str:
-        """What decides how long the convolution takes, apart from the number of positions."""
+        """Return a key of the properties that determine the convolution's time, apart from the number of positions."""
         return f"{self.conv.in_channels}->{self.out_channels} stride {self.stride} side {side}"
 
     def run(self, x: Tensor, level: Level, out_level: Level, strategy: Strategy) -> Tensor:
-        """Convolve with the given strategy; both give the same."""
+        """Convolve with the given strategy; the result is the same with both."""
         if strategy == "regroup":
             kernels = self.context.kernels
             images = images_of(to_tokens(x), level, kernels)
@@ -115,25 +117,25 @@ class PatchedConv(nn.Module):
         return F.conv2d(padded, self.channels_last_weight(), self.conv.bias, self.stride)
 
     def _matrix(self) -> Tensor:
-        """The weight as a matrix (out channels, 9 * in channels), taps line by line."""
+        """Return the weight as a matrix (out channels, 9 * in channels), taps line by line."""
         return self.channels_last_weight().permute(0, 2, 3, 1).view(self.out_channels, -1)
 
     def channels_last_weight(self) -> Tensor:
-        """The weight in channels-last format, which is also the matrix of a product over taps; copied at first use."""
+        """Return the weight in channels-last format, also the matrix of a product over taps; copied at first use."""
         return self._taps.of(self.conv.weight)
 
 
 class PatchedGroupNorm(nn.Module):
-    """GroupNorm over the whole image of each row, with the SiLU behind it if there is one.
+    """GroupNorm over the whole image of each row, with the SiLU after it if there is one.
 
-    Where the convolution behind both stitches patches, norm, SiLU and stitching are one kernel (PatchedServe 4.2.2),
-    and the result is padded. `conv` is the convolution that follows with only an `ActivationUnlessDone` between.
+    If the convolution after both stitches patches, norm, SiLU and stitching are one kernel (PatchedServe 4.2.2), and
+    the result is padded. `conv` is the convolution that follows with only an `ActivationUnlessDone` between.
     """
 
     def __init__(self, norm: nn.GroupNorm, context: PatchContext, conv: PatchedConv | None = None) -> None:
         super().__init__()
         self.norm, self.context = norm, context
-        # In a tuple, so that the convolution is not a child of two modules.
+        # Held in a tuple, so that the convolution is not a child of two modules.
         self._conv = (conv,)
         self.slots = NormSlots(norm.num_groups)
         self._fused: tuple[Fused, ...] = () if conv is None else ("activation",)
@@ -161,7 +163,7 @@ class PatchedGroupNorm(nn.Module):
         return group_norm_apply(*known, activation=conv is not None, kernels=kernels)
 
     def _by_resolution(self, tokens: Tensor, level: Level) -> Tensor:
-        """torch's own GroupNorm on the images of each resolution; in float32 on a CPU, where bfloat16 is slow."""
+        """Apply torch's GroupNorm to the images of each resolution, in float32 for bfloat16 on a CPU, which is slow."""
         norm, channels = self.norm, tokens.shape[1]
         weight, bias, values = norm.weight, norm.bias, tokens
         if tokens.dtype == torch.bfloat16 and tokens.device.type == "cpu":
@@ -176,10 +178,10 @@ class PatchedGroupNorm(nn.Module):
         return (F.silu(out, inplace=True) if self._fused else out).to(tokens.dtype)
 
     def _by_sums(self, tokens: Tensor, level: Level) -> Tensor:
-        """From sums of the values and of their squares, in float32.
+        """Compute GroupNorm from sums of the values and of their squares, in float32.
 
         torch's channels-last GroupNorm in bfloat16 on a CPU is several times slower (239 us for 2 x 24 x 24 x 64). The
-        mean of squares less the square of the mean loses digits, but far fewer than the input has lost before.
+        mean of squares minus the square of the mean loses precision, but far less than bfloat16 inputs have lost.
         """
         norm, channels = self.norm, tokens.shape[1]
         num_groups, width = norm.num_groups, channels // norm.num_groups
@@ -202,7 +204,7 @@ class PatchedGroupNorm(nn.Module):
         return values.to(tokens.dtype)
 
     def _masked(self, tokens: Tensor, active: ActiveSet) -> Tensor:
-        """The tokens of the active cells, with the sums that were kept of the others."""
+        """Normalise the tokens of the active cells, with the kept sums of the others."""
         values = tokens.float().view(len(active), -1, tokens.shape[1])
         mean, rstd = self.slots.statistics(values, active, self.norm.eps)
         scale, shift = (part.index_select(0, active.row_of_cell) for part in self._scale_shift(mean, rstd))
@@ -212,7 +214,7 @@ class PatchedGroupNorm(nn.Module):
         return values.to(tokens.dtype).view(tokens.shape)
 
     def _scale_shift(self, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        """What (rows, groups) statistics come to: a factor and a summand, both [rows, 1, channels], float32."""
+        """Return scale and shift, both [rows, 1, channels] in float32, for statistics (rows, groups)."""
         norm = self.norm
         weight, bias = self._affine.of(norm.weight)
         scale = rstd[:, :, None] * weight
@@ -221,7 +223,7 @@ class PatchedGroupNorm(nn.Module):
 
 
 class ActivationUnlessDone(nn.Module):
-    """SiLU, except on what the norm before it has activated already."""
+    """SiLU, skipped if the norm before it has applied it already."""
 
     def __init__(self, activation: nn.Module, context: PatchContext) -> None:
         super().__init__()
@@ -238,11 +240,11 @@ class PatchedUpsample(nn.Module):
     def __init__(self, conv: PatchedConv, context: PatchContext) -> None:
         super().__init__()
         self.conv, self.context = conv, context
-        # It is kept here, before up-sampling: a quarter as much.
+        # The input is kept here, before up-sampling, at a quarter of the size.
         conv.keeps_input = False
 
     def forward(self, hidden_states: Tensor, output_size: object = None) -> Tensor:
-        """`output_size` is what diffusers asks for when sides are odd; the finer level has the same."""
+        """Up-sample and convolve. diffusers passes `output_size` for odd sides; it is the size of the finer level."""
         context = self.context
         level = context.at(hidden_states)
         finer = context.packing.levels[level.index - 1]

@@ -1,10 +1,9 @@
-"""Passes over a part of an image, the rest of which was seen before: InstGenIE's masked editing (section 3.1).
+"""Passes over a part of an image, with the rest read from a record: InstGenIE's masked editing (section 3.1).
 
-A whole pass over a template is recorded: what every operator with context has read of each cell (inputs of 3 x 3
+A whole pass over a template is recorded: for each cell, the input of every operator with context (inputs of 3 x 3
 convolutions, sums for GroupNorm, keys and values of attention to the image). A masked pass then computes only some
-cells of other requests for the same image, and reads the rest from the record of the same step: no operator runs on all
-tokens. Records that hold less leave more to compute, and where loads are slow passes may begin with all tokens: see
-`spans`.
+cells of other requests for the same image, and reads the rest from the record of the same step; no operator runs on all
+tokens. Smaller records leave more to compute, and passes may begin with all tokens if loads are slow: see `spans`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,28 +33,29 @@ from .unet_layers import place_of
 PassInputs = tuple[Tensor, Tensor, dict[str, Any]]
 """Tokens, timesteps and conditions, see `MaskedPasses.record`."""
 _PATIENCE = 1
-"""Passes of a batch that run eagerly before one is recorded, behind the first: batches of edits stay for long."""
+"""Eager passes of a batch before one is recorded, not counting the first: batches of edits last long."""
 
 
 class MaskedPasses:
     """Records passes of a patched model, and runs masked ones.
 
     Args:
-        model: is only used in one thread at a time.
-        keep: what is recorded and read. Whatever it is, a masked pass over the recorded input is the whole pass.
+        model: the patched model, used by one thread at a time.
+        keep: which tensors are recorded and read. With any choice, a masked pass over the recorded input gives the
+            result of the whole pass.
 
     Attributes:
         keep: see above.
-        freezes_norms: GroupNorm has the statistics of the recorded pass, as in SIGE (Li et al. 2022), in batches that
-            begin from now on.
-        units: of records (`data.templates.unit_of`), in the order in which passes read them.
-        parts: of a pass, in their order, each of which reads these units or computes all tokens, as a plan has it.
-            Without `Span`s there is one part, the whole pass.
-        returns: whether a part may compute all tokens after one that has not; else what it would need is not recorded.
+        freezes_norms: whether GroupNorm uses the statistics of the recorded pass, as in SIGE (Li et al. 2022); applies
+            to batches that begin later.
+        units: units of records (`data.templates.unit_of`), in the order in which passes read them.
+        parts: units of each part of a pass, in order. A plan decides for each part whether it reads its units or
+            computes all tokens. Without `Span`s the whole pass is one part.
+        returns: whether a part may compute all tokens after one that has not; otherwise its input is not recorded.
         cell: side of a cell in latent pixels: the smallest that keeps its shape on all levels.
-        starts: the blocks that `parts` begin with; none where that is the pass itself.
-        shorten, dtype, device: of the model.
-        failure: why passes are not recorded and played back, though that is asked for, see `CapturedPasses`.
+        starts: first blocks of `parts`; empty if the whole pass is one part.
+        shorten, dtype, device: attributes of the model.
+        failure: reason why passes are not captured for replay although this is enabled, see `CapturedPasses`.
     """
 
     def __init__(self, model: PatchedModel, keep: Keep = "all") -> None:
@@ -78,7 +78,7 @@ class MaskedPasses:
             if keep == "all" or (keep == "kv" and not isinstance(module, PatchedConv | PatchedGroupNorm))
         }
         self._kept = kept | {span.name: span.outputs for span in self._spans if not span.is_open}
-        """Of what records hold, by name."""
+        """Buffers that a record stores, by operator name."""
         self.units = tuple(dict.fromkeys(map(unit_of, sorted(self._kept, key=place_of))))
         self.parts = tuple(span.units for span in self._spans) or (self.units,)
         self.starts = [span.first for span in self._spans]
@@ -87,7 +87,7 @@ class MaskedPasses:
         self.failure: str | None = None
 
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
-        """Where rows with these latent sizes, sorted by resolution, lie: token by token, whatever the model's order."""
+        """Return the packing of rows with these latent sizes, sorted by resolution, always in `image` order."""
         model = self._model
         return pack_rows(
             sizes,
@@ -107,13 +107,13 @@ class MaskedPasses:
         active: Sequence[Booleans] | None = None,
         reuses: Sequence[bool] | None = None,
     ) -> "MaskedRows":
-        """Rows that take steps together.
+        """Return the rows of a batch, which take steps together.
 
         Args:
-            packing: from `pack`.
-            repeats: as of `PatchedModel.begin`.
-            active: for each row which of its cells are computed, line by line; None to record whole passes.
-            reuses: of each of `parts`, whether it reads its units; None: all do.
+            packing: result of `pack`.
+            repeats: number of times that the last text token counts, as in `PatchedModel.begin`.
+            active: for each row, which of its cells are computed, line by line; None to record whole passes.
+            reuses: for each of `parts`, whether it reads its units; None if all do.
         """
         slots = np.arange(1, 1 + sum(height * width // self.cell**2 for height, width in packing.sizes))
         tables = CellTables(packing, self.cell, self._model.unit, slots, range(packing.num_rows))
@@ -130,13 +130,13 @@ class MaskedPasses:
     def record(
         self, rows: "MaskedRows", tokens: Tensor, timesteps: Tensor, conditions: dict[str, Any]
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """Run whole, and return the prediction, and what operators have seen of each row, on the model's device.
+        """Run a whole pass; return the prediction and the recorded tensors of each row, on the model's device.
 
         Args:
-            rows: without active cells.
+            rows: rows without active cells.
             tokens: [P, channels, unit, unit], in the model's dtype.
             timesteps: (rows,).
-            conditions: as of `PatchedModel`.
+            conditions: conditions of `PatchedModel`.
         """
         context, tables = self._model.context, rows.tables
         try:
@@ -163,12 +163,12 @@ class MaskedPasses:
         timesteps: Tensor,
         conditions: dict[str, Any],
     ) -> Tensor:
-        """Predict for the active cells; elsewhere the result is 0. Parts of the pass that do not reuse compute all.
+        """Predict for the active cells; other cells of the result are 0. Parts that do not reuse compute all tokens.
 
         Args:
-            rows: with active cells in each.
-            seen: of each row, what was recorded of its step, on the model's device; asked for when it is needed.
-            tokens, timesteps, conditions: as of `record`.
+            rows: rows with active cells in each.
+            seen: recorded tensors of each row at its step, on the model's device; accessed when they are needed.
+            tokens, timesteps, conditions: arguments of `record`.
         """
         inputs = tokens, timesteps, conditions
         if rows.played is None:
@@ -207,10 +207,11 @@ class MaskedPasses:
 
 
 class _Playback:
-    """Passes over one batch, the first of which run eagerly; then one is recorded, and played back.
+    """Passes over one batch: the first ones run eagerly, then one is captured and replayed.
 
     Attributes:
-        captured: the recorded passes. They hold what is read of records, and go with the batch, whose tables they read.
+        captured: the captured passes. They hold tensors read from records, and live as long as the batch, whose tables
+            they read.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -225,8 +226,8 @@ class _Playback:
         inputs: PassInputs,
         kept: dict[Any, Any],
     ) -> Tensor:
-        """Do a pass; `run` does one, given what it reads, its inputs and what the batch keeps."""
-        # Edits of one image at one step read the same, and go on doing so.
+        """Run a pass eagerly or by replay; `run` takes recorded tensors, inputs and what the batch keeps."""
+        # Edits of one image at the same step read the same tensors, now and in later steps.
         distinct = list({id(each): each for each in seen}.values())
         places = tuple(next(place for place, own in enumerate(distinct) if own is each) for each in seen)
         if self._names is not None:
@@ -238,7 +239,7 @@ class _Playback:
             lambda given, kept: run([given["seen"][place] for place in places], given["inputs"], kept),
             {"seen": tuple(distinct), "inputs": inputs},
         )
-        # What the first pass has asked for is what all of them read.
+        # All passes read the tensors that the first one has read.
         self._names = self._names or tuple(seen[0])
         return predicted
 
@@ -248,12 +249,12 @@ class MaskedRows:
     """Rows of a batch between two changes of it.
 
     Attributes:
-        tables: of their cells.
+        tables: tables of their cells.
         active: the cells that are computed; None for all.
-        reuses: see `MaskedPasses.batch`.
-        units: of records that are read.
-        kept: what stays the same while the batch does.
-        played: records its passes and plays them back; None: all run eagerly.
+        reuses: for each part of a pass, whether it reads its units.
+        units: units of records that are read.
+        kept: values that stay the same for the batch.
+        played: captures and replays its passes; None if all run eagerly.
     """
 
     tables: CellTables

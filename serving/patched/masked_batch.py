@@ -1,4 +1,4 @@
-"""Edits that read the records of templates, between two changes of their set; and the making of records."""
+"""Batches of edits that read records of templates, and batches of requests whose passes are recorded."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ from .text import conditions_of
 
 
 class Plan(Protocol):
-    """What the parts of passes over a batch do.
+    """Plan of the passes over a batch.
 
     Attributes:
-        reuses: of each of `MaskedPasses.parts`, whether it reads its units.
-        latency_s: that one such pass behind the other should take.
+        reuses: for each of `MaskedPasses.parts`, whether it reads its units.
+        latency_s: expected latency of each of consecutive passes.
     """
 
     @property
@@ -35,20 +35,25 @@ class Plan(Protocol):
 
 
 class Planner(Protocol):
-    """Decides what the parts of passes over a batch do."""
+    """Decides which parts of the passes over a batch read records."""
 
     def plan(self, rows: Sequence[Work], num_cells: int) -> Plan:
-        """Args: what is computed of each row; cells that are loaded, of rows that read the same only once."""
+        """Return the plan of a batch.
+
+        Args:
+            rows: computed work of each row.
+            num_cells: number of loaded cells; rows that read the same cells count once.
+        """
         ...
 
 
 class _OwnPasses(ABC):
-    """Requests that take passes of their own kind, by size.
+    """Requests that take passes of their own kind, sorted by size.
 
     Attributes:
-        together: the batch itself.
-        forecast: nothing; see `stepper.PackedBatch`.
-        left_out: the requests of which a step reads a part, and does not compute it.
+        together: the batch of latents.
+        forecast: always empty; see `stepper.PackedBatch`.
+        left_out: the requests for which a step reads a part instead of computing it.
     """
 
     forecast: frozenset[int] = frozenset()
@@ -73,22 +78,25 @@ class _OwnPasses(ABC):
 
     @abstractmethod
     def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:
-        """What is computed of the rows."""
+        """Return the rows of the batch."""
 
     @abstractmethod
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
-        """See `DenoiseBatch`."""
+        """Predict for the rows of the batch, as `DenoiseBatch` requires."""
 
 
 class MaskedBatch(_OwnPasses):
     """Edits of any templates, masks, sizes and steps.
 
     Args:
-        passes, conditions, sampler, active: as of all.
-        planner: decides which parts of passes read records; None: all do.
+        passes: passes of the model.
+        conditions: maps conditioning tensors to arguments of the model's forward.
+        sampler: updates the requests together.
+        active: the edits.
+        planner: decides which parts of passes read records; None if all do.
 
     Attributes:
-        plan: that was made for the batch; None without a planner.
+        plan: plan of the batch; None without a planner.
     """
 
     def __init__(
@@ -120,7 +128,7 @@ class MaskedBatch(_OwnPasses):
 
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
         units = self._rows.units
-        # Edits of one image at one step read the same.
+        # Edits of one image at the same step read the same tensors.
         known: dict[tuple[int, int], Sequence[Seen]] = {}
         for template, step in self._places():
             if (id(template), step) not in known:
@@ -131,14 +139,14 @@ class MaskedBatch(_OwnPasses):
         return self._passes.run(self._rows, seen, tokens, timesteps, self._conditions)
 
     def _places(self) -> Iterator[tuple[Template, int]]:
-        """Of each edit its record, and the step of it that comes next."""
+        """Yield the record of each edit, and the step of the record that comes next."""
         for each in self._batch:
             assert each.template is not None, "only edits have templates"
             yield each.template, each.state.first + each.state.steps_done
 
 
 class RecordedBatch(_OwnPasses):
-    """Generations of any sizes and steps each pass of which is recorded, see `core.prepared.OnPass`."""
+    """Generations of any sizes and steps whose passes are all recorded, see `core.prepared.OnPass`."""
 
     def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:
         return self._passes.batch(row_packing, repeats=repeats)
@@ -154,7 +162,7 @@ class RecordedBatch(_OwnPasses):
 
 
 def cells_of(prepared: PreparedRequest, cell: int) -> Booleans:
-    """(cells,) of the image of an edit, those that are computed."""
+    """Return which cells of an edit's image are computed, (cells,)."""
     edit, (height, _) = prepared.request.edit, prepared.size
     assert edit is not None, "only edits have templates"
     return active_cells(latent_mask(edit.mask, len(edit.mask) // height), cell, edit.dilate).reshape(-1)
@@ -163,8 +171,10 @@ def cells_of(prepared: PreparedRequest, cell: int) -> Booleans:
 def record(
     passes: MaskedPasses, conditions: Conditions, sampler: BatchedSampler, steps: Sequence[PreparedRequest]
 ) -> list[list[dict[str, Tensor]]]:
-    """Run whole passes over the latents of requests of one size, each at its own step, and return of each, and of each
-    of its rows, what operators have seen.
+    """Run whole passes over the latents of requests of one size, each at its own step.
+
+    Returns:
+        The recorded tensors of each row of each request, by operator name.
     """
     row_packing, repeats, inputs = inputs_of(passes, conditions, sampler, steps)
     seen = iter(passes.record(passes.batch(row_packing, repeats=repeats), *inputs)[1])
@@ -174,7 +184,11 @@ def record(
 def inputs_of(
     passes: MaskedPasses, conditions: Conditions, sampler: BatchedSampler, steps: Sequence[PreparedRequest]
 ) -> tuple[Packing, int, PassInputs]:
-    """Of passes over requests of one size: where their rows lie, how often the last text token counts, the inputs."""
+    """Return the inputs of passes over requests of one size.
+
+    Returns:
+        The packing of their rows, the number of times that the last text token counts, and the inputs.
+    """
     packing = passes.pack([each.size for each in steps])
     row_packing = passes.pack([size for each in steps for size in [each.size] * each.num_rows])
     named, repeats = conditions_of(steps, conditions, shorten=passes.shorten)

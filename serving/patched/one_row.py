@@ -1,8 +1,8 @@
-"""Leaves of Lumina 2, whose forward puts image and text together itself, row by row.
+"""Leaves of Lumina 2, whose own forward joins image and text row by row.
 
-The model is called with all tokens of a batch as one row, [1, tokens, channels]: those of the texts of all rows first.
-Its blocks run on a row for each token, [tokens, 1, channels], so that what each row of the batch has once (see
-`RowsToStream`) is given to its tokens.
+The model is called with all tokens of a batch as one row, [1, tokens, channels], with the text tokens of all rows
+first. Its blocks run on a row for each token, [tokens, 1, channels], so that inputs with one entry per row of the batch
+are mapped to the tokens of the row (see `RowsToStream`).
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ from .streams import begin_stream
 
 
 class RefinedText(nn.Module):
-    """The timestep embedding of each row, and its text, which is refined once for a batch: no step changes it."""
+    """The timestep embedding of each row, and its text, which is refined once for a batch."""
 
     def __init__(self, embed: Any, refiner: nn.ModuleList, rotary: Any, context: PatchContext) -> None:
         super().__init__()
         self.embed, self.refiner, self.rotary, self.context = embed, refiner, rotary, context
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Timesteps (rows,) -> [rows, width], and the text that `refine` has made, [1, rows * length, width]."""
+        """Timesteps (rows,) -> embeddings [rows, width], and the refined text, [1, rows * length, width]."""
         embed, kept, rows = self.embed, self.context.kept, self.context.rows
         assert "refined text" in kept, "a patched model runs inside PatchedModel only"
         text = kept["refined text"]
@@ -32,7 +32,7 @@ class RefinedText(nn.Module):
         return embedded, text.flatten(0, 1)[None]
 
     def refine(self, text: Tensor, mask: Tensor) -> Tensor:
-        """What `context.kept` is to have of the text [rows, length, channels] of a batch, and of its mask."""
+        """Refine the text [rows, length, channels] of a batch, with its mask, for `context.kept`."""
         text = self.embed.caption_embedder(text)
         turns = self.rotary._get_freqs_cis(_text_ids(text.shape[1], text.device)[None])
         for block in self.refiner:
@@ -41,8 +41,9 @@ class RefinedText(nn.Module):
 
 
 class TokensInOneRow(nn.Module):
-    """Cuts what the model is called with into tokens, and turns each by its place: of a text token its number, of an
-    image token the length of its text, and row and column.
+    """Cuts the input of the model into tokens, and computes the rotary angles of each token.
+
+    The position of a text token is its number; that of an image token is the length of its text, row and column.
     """
 
     def __init__(self, rotary: Any, context: PatchContext) -> None:
@@ -50,8 +51,11 @@ class TokensInOneRow(nn.Module):
         self.rotary, self.context = rotary, context
 
     def forward(self, hidden_states: Tensor, attention_mask: None) -> tuple[Any, ...]:
-        """An image one token wide -> its tokens [1, tokens, channels], no angles of text, cosines and sines of image
-        tokens and of all, the number of text tokens and of all.
+        """Cut an image that is one token wide.
+
+        Returns:
+            Its tokens [1, tokens, channels]; None for the angles of text; cosines and sines of image tokens, and of all
+            tokens; the number of text tokens, and of all tokens.
         """
         context, (_, channels, _, side) = self.context, hidden_states.shape
         tokens = hidden_states.view(1, channels, -1, side, side).permute(0, 2, 3, 4, 1).flatten(2)
@@ -67,7 +71,7 @@ class TokensInOneRow(nn.Module):
         return tokens, None, image, both, [num_text], [num_text + tokens.shape[1]]
 
     def _angles(self) -> tuple[Tensor, ...]:
-        """Cosines and sines [tokens, width] of the texts of all rows, then of all image tokens in packed order."""
+        """Return cosines and sines [tokens, width] of the text of all rows, then of image tokens in packed order."""
         context = self.context
         mask, level = context.kept["text mask"], context.batch.levels[0]
         text = _text_ids(mask.shape[1], mask.device).repeat(len(mask), 1)
@@ -87,13 +91,13 @@ def _text_ids(length: int, device: torch.device) -> Tensor:
 
 
 def places_of(size: tuple[int, ...], device: torch.device) -> Tensor:
-    """Row and column of each token of an image of (height, width) tokens, (height * width, 2)."""
+    """Return row and column of each token of an image of (height, width) tokens, (height * width, 2)."""
     rows, columns = (torch.arange(count, dtype=torch.float32, device=device) for count in size)
     return torch.cartesian_prod(rows, columns)
 
 
 class StreamBegins(nn.Module):
-    """Stands before the blocks of one stream as if it were one: [1, tokens, channels] -> [tokens, 1, channels]."""
+    """First entry of the list of single-stream blocks: [1, tokens, channels] -> [tokens, 1, channels]."""
 
     def __init__(self, context: PatchContext) -> None:
         super().__init__()
@@ -105,9 +109,7 @@ class StreamBegins(nn.Module):
 
 
 class Turned(nn.Module):
-    """A module on tokens, with entries and rows of its result changed for each other; also stands behind blocks as if
-    it were one.
-    """
+    """A module on tokens, with the first two dimensions of its output swapped; it is also called as a final block."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

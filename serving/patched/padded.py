@@ -1,9 +1,9 @@
-"""Leaves of Z-Image, whose forward pads image and text to a multiple of tokens with tokens that count.
+"""Leaves of Z-Image, whose forward pads image and text to a multiple of tokens with pads that take part in attention.
 
 The model is called with the image tokens of a batch as one image, and with no text. Its blocks run on a row for each
-token, [tokens, 1, channels], as Lumina 2's do (see `one_row`). The pads of an image are equal at first and see the
-same, so they stay equal: each row has one, in front of its text, that counts as often as its image has pads. The pads
-of a text differ by their places, and are tokens like others.
+token, [tokens, 1, channels], as Lumina 2's do (see `one_row`). The pads of an image are equal at first and attend to
+the same tokens, so they stay equal: each row has a single pad, in front of its text, with the weight of all pads of its
+image. The pads of a text differ by their positions, and are treated as ordinary tokens.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ from .streams import begin_stream, text_of_rows
 
 
 def no_angles(ids: Tensor) -> Tensor:
-    """In place of the angles that the forward makes of places in one image: see `TurnedInStream`."""
+    """Return zeros in place of the angles of positions in one image, since `TurnedInStream` computes the angles."""
     return ids.new_zeros(len(ids), 1, dtype=torch.float32)
 
 
 class PaddedText(nn.Module):
-    """The text of each row with its pads, refined once for a batch: no step changes it."""
+    """The text of each row with its pads, refined once for a batch because it does not depend on the step."""
 
     def __init__(self, model: Any, refiner: nn.ModuleList, context: PatchContext) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PaddedText(nn.Module):
         self.rotary, self.pad = model.rope_embedder, model.cap_pad_token
 
     def embed(self, text: Tensor) -> Tensor:
-        """Text [rows, length, channels] -> [rows, length, width]."""
+        """Embed and refine text: [rows, length, channels] -> [rows, length, width]."""
         mask = self.context.kept["text mask"]
         text = torch.where((mask == PAD)[:, :, None], self.pad, self.embedder(text))
         turns = self.rotary(_text_places(text.shape[1], text.device)[1:])[None]
@@ -42,12 +42,12 @@ class PaddedText(nn.Module):
         return text
 
     def forward(self, text: Tensor) -> Tensor:
-        """Of the text that the model is given, which is none."""
+        """Embed the text that the model receives, which is empty."""
         return self.embedder(text)
 
 
 class TurnedInStream(nn.Module):
-    """Attention of blocks of a stream, by the angles that its beginning has left."""
+    """Attention of the blocks of a stream, with the angles computed at the beginning of the stream."""
 
     def __init__(self, attention: Any, stream: "PaddedStream") -> None:
         super().__init__()
@@ -59,22 +59,25 @@ class TurnedInStream(nn.Module):
 
 
 class PaddedStream:
-    """What the leaves of a model's two streams share: that of images and their pads, and that of all tokens.
+    """State shared by the leaves of a model's two streams: that of images and their pads, and that of all tokens.
 
     Attributes:
-        pads: [rows, 1, width] of the images, between the streams.
+        pads: [rows, 1, width], the pads of images, passed from the first stream to the second.
     """
 
     def __init__(self, model: Any, multiple: int, context: PatchContext) -> None:
         self.context, self.rotary, self.pad, self._multiple = context, model.rope_embedder, model.x_pad_token, multiple
         self.pads: Tensor | None = None
         self._length = 0
-        # Of the blocks of a pass, which go through the same tokens mostly.
+        # Cache of the last angles, because the blocks of a pass mostly compute the same tokens.
         self._last: tuple[ActiveSet | ActiveRows, int, tuple[Tensor, ...]] | None = None
 
     def begin(self, text: Tensor, image: Tensor) -> Tensor:
-        """A pad and, of the second stream, the text of each row [rows, length, width], and image tokens [tokens, width]
-        -> the stream [tokens, 1, width].
+        """Begin a stream, and return its tokens [tokens, 1, width].
+
+        Args:
+            text: [rows, length, width], the pad of each row, followed in the second stream by its text.
+            image: image tokens [tokens, width].
         """
         context, (rows, length, _) = self.context, text.shape
         if ("turns", length) not in context.kept:
@@ -88,7 +91,7 @@ class PaddedStream:
         return torch.cat([text.flatten(0, 1), image])[:, None]
 
     def turns(self) -> tuple[Tensor, ...]:
-        """Cosines and sines of the tokens of the present stream that go through its blocks."""
+        """Return cosines and sines of the tokens of the present stream that are computed."""
         context, length = self.context, self._length
         both, some = context.kept["turns", length], context.rows or context.active
         if some is None:
@@ -99,13 +102,14 @@ class PaddedStream:
         return self._last[2]
 
     def _bias(self, like: Tensor) -> Tensor:
-        """What counts a pad as often as each row of the batch has it, (rows, 1)."""
+        """Return the bias that weights the pad of each row by the row's number of pads, (rows, 1)."""
         counts = -self.context.batch.levels[0].row_tokens % self._multiple
         return torch.where(counts > 0, counts.log(), LEFT_OUT).to(like.dtype)
 
     def _turns(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all tokens of the batch: of a text token by its number, of an image token by its text's
-        length, row and column.
+        """Return cosines and sines of all tokens of the batch.
+
+        The position of a text token is its number; that of an image token is the length of its text, row and column.
         """
         context = self.context
         level, mask = context.batch.levels[0], context.kept["text mask"]
@@ -117,13 +121,13 @@ class PaddedStream:
 
 
 def _text_places(length: int, device: torch.device) -> Tensor:
-    """Those of an image's pad, and of a text: (1 + length, 3)."""
+    """Return the position ids of an image's pad and of a text, (1 + length, 3)."""
     numbers = torch.arange(1 + length, device=device)[:, None]
     return torch.cat([numbers, numbers.new_zeros(1 + length, 2)], 1)
 
 
 class _End(nn.Module):
-    """Stands before or behind the blocks of a stream as if it were one."""
+    """Module that is called as a block before or after the blocks of a stream."""
 
     def __init__(self, stream: PaddedStream) -> None:
         super().__init__()
@@ -131,16 +135,16 @@ class _End(nn.Module):
 
 
 class ImagesBegin(_End):
-    """Before the blocks that see the images alone."""
+    """First entry of the list of blocks that compute the images alone."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
-        """[1, tokens and what the forward has added, width] -> [rows and tokens, 1, width]."""
+        """[1, tokens with the pads that the forward has added, width] -> [rows and tokens, 1, width]."""
         context, pad = self.stream.context, self.stream.pad
         return self.stream.begin(pad.expand(len(text_of_rows(context)), 1, -1), x[0, : context.num_tokens])
 
 
 class ImagesEnd(_End):
-    """Behind these blocks: leaves the pads to the stream of all."""
+    """Final entry of this list, which passes the pads to the stream of all tokens."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[rows and tokens, 1, width] -> [1, tokens, width]."""
@@ -150,7 +154,7 @@ class ImagesEnd(_End):
 
 
 class AllBegin(_End):
-    """Before the blocks that see both."""
+    """First entry of the list of blocks that compute image and text."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[1, tokens, width] -> all tokens [tokens, 1, width]."""
@@ -160,7 +164,7 @@ class AllBegin(_End):
 
 
 class AllEnd(_End):
-    """Behind these blocks: leaves the image tokens [tokens, 1, width]."""
+    """Final entry of this list, which keeps the image tokens [tokens, 1, width]."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         context = self.stream.context

@@ -1,4 +1,4 @@
-"""Measures at start what the parts of masked passes take, for plans of loads (InstGenIE section 4.4)."""
+"""Measurement of the parts of masked passes at the start, for load plans (InstGenIE section 4.4)."""
 
 import statistics
 import time
@@ -21,26 +21,26 @@ from .masked import MaskedPasses, MaskedRows, PassInputs
 from .masked_batch import inputs_of
 
 _EDITS, _SHARES = (1, 4), (0.1, 0.4)
-"""Of the batches that are measured, for each size."""
+"""Numbers of edits and active shares of the measured batches, for each size."""
 _WARMUP, _REPEATS = 1, 5
 Stage = Callable[[Sequence[Seen], int, int], AbstractContextManager[Sequence[Template]]]
-"""Given what operators have seen of the rows of a request, so many records of so many equal steps, as edits read them
-that are not in memory.
+"""Provides records of equal steps that are read from files, given the recorded tensors of a request's rows, the number
+of records and the number of steps.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPass:
-    """What masked passes over one batch took.
+    """Measured times of masked passes over one batch.
 
     Attributes:
-        width, height: of the images, in pixels.
-        rows: of the batch.
-        active_share: of each row.
-        whole_s, active_s: seconds of each part of a pass (`MaskedPasses.parts`) where all tokens are computed, or the
-            active ones; what stands before the first, and behind each, counts with it. So does, for active ones, what
-            it costs the pass that meanwhile the next step is read.
-        bytes_per_cell: of each part, what records hold of a cell.
+        width, height: size of the images in pixels.
+        rows: number of rows of the batch.
+        active_share: active share of each row.
+        whole_s, active_s: seconds of each part of a pass (`MaskedPasses.parts`) that computes all tokens, or the active
+            ones. They include the modules before the first part and after each part and, for active tokens, the
+            slowdown from reading the next step at the same time.
+        bytes_per_cell: size in records of a cell, for each part.
     """
 
     width: int
@@ -55,7 +55,7 @@ class MeasuredPass:
 def part_times(
     passes: MaskedPasses, conditions: Conditions, sampler: BatchedSampler, target: Tuning, stage: Stage
 ) -> list[MeasuredPass]:
-    """Of batches of each of the target's sizes that is made of whole cells, see `load_or_measure`."""
+    """Measure batches of each of the target's sizes that consist of whole cells, see `load_or_measure`."""
 
     def measure() -> list[MeasuredPass]:
         sized = [each for each in target.examples() if not any(side % passes.cell for side in each.size)]
@@ -69,14 +69,14 @@ def part_times(
 def _measured(
     passes: MaskedPasses, conditions: Conditions, sampler: BatchedSampler, example: PreparedRequest, stage: Stage
 ) -> Iterator[MeasuredPass]:
-    """Time passes over batches of a request of which some cells are computed, by turns with whole ones."""
+    """Time passes that compute some cells of batches of a request, alternating with passes that compute all."""
     for count, share in product(_EDITS, _SHARES):
         packing, repeats, inputs = inputs_of(passes, conditions, sampler, [example] * count)
         _, seen = passes.record(passes.batch(packing, repeats=repeats), *inputs)
         num_cells = len(next(iter(seen[0].values())))
         active = np.arange(num_cells) < max(1, round(share * num_cells))
         samples: dict[bool, list[list[float]]] = {True: [], False: []}
-        # Parts of a pass that is played back as a whole have no times.
+        # A replayed pass has no times of its parts.
         batches = {
             is_reused: replace(
                 passes.batch(
@@ -113,7 +113,7 @@ def _measured(
 
 
 def _seconds_reading(records: Sequence[Template], units: Sequence[str], names: Sequence[str], step: int) -> float:
-    """Of reading a step of all records, while nothing is computed."""
+    """Return the time to read a step of all records while nothing is computed."""
     start_s = time.perf_counter()
     for row in [row for record in records for row in record.seen(step, units)]:
         for name in names:
@@ -124,7 +124,7 @@ def _seconds_reading(records: Sequence[Template], units: Sequence[str], names: S
 def _seconds_staged(
     passes: MaskedPasses, rows: MaskedRows, records: Sequence[Template], inputs: PassInputs
 ) -> list[float]:
-    """Of passes one behind the other, of edits that read these records, each while the step behind it is read."""
+    """Return the times of consecutive passes of edits that read these records, each while the next step is read."""
     found = []
     for step in range(_WARMUP + _REPEATS):
         start_s = time.perf_counter()
@@ -139,7 +139,7 @@ def _seconds_staged(
 
 
 def _seconds(passes: MaskedPasses, rows: MaskedRows, seen: Sequence[Seen], inputs: PassInputs) -> list[float]:
-    """Of each part of a pass, with what stands behind it, and before the first one."""
+    """Return the time of each part of a pass, with the modules after it, and for the first also those before it."""
     noted_s: list[float] = []
 
     def note(*unused: object) -> None:

@@ -1,4 +1,4 @@
-"""A diffusers model that runs on packed batches of mixed resolutions, beside the unmodified one and on its weights."""
+"""A diffusers model that runs on packed batches of mixed resolutions, and shares the weights of the unmodified one."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -35,21 +35,22 @@ from .text import Shorten
 
 
 class PatchedModel:
-    """Runs a model on packed batches. The given model is left as it is; weights are shared.
+    """Runs a model on packed batches. The given model is left unmodified; weights are shared.
 
-    Convolutions of 3 x 3, norms and fused projections keep a copy of their weights in the form that suits them, made
-    at first use: weights that are changed later need a new `PatchedModel`.
+    Convolutions of 3 x 3, norms and fused projections keep a copy of their weights in another layout, made at first
+    use, so weights that are changed later need a new `PatchedModel`.
 
-    Call it as the original is called, with patches for latents, and conditions and timesteps per row:
+    It is called like the original, with patches in place of latents, and conditions and timesteps per row:
     `model(patches, timesteps, **conditions)`.
 
     Args:
         model: a U-Net or a transformer of a supported family.
         order: see `packing`.
-        patch_size: side of a patch in latent pixels; None for the largest common divisor of each batch.
+        patch_size: side of a patch in latent pixels; None for the greatest common divisor of each batch.
         kernels: one of `kernels.launch.KERNELS`.
-        strategy: what every convolution uses; auto asks `table`, which is empty until it is measured (`use_table`).
-        adapters: the layers of the model that requests may change; None for none.
+        strategy: strategy of every convolution; `auto` looks it up in `table`, which is empty until it is measured
+            (`use_table`).
+        adapters: the layers that adapters of requests change; None for none.
 
     Raises:
         UsageError: if the model has a module that is not known to work on parts of images.
@@ -69,7 +70,7 @@ class PatchedModel:
         self.model: Any = copy_modules(model)
         self.table = StrategyTable()
         self._is_measured = strategy == "auto"
-        # The table is looked up at each call: `use_table` replaces it.
+        # `self.table` is read at each call, because `use_table` replaces it.
         choose: Choose = (lambda *place: self.table.choose(*place)) if strategy == "auto" else lambda *_: strategy
         self.context = PatchContext(choose, kernels)
         self.swap = PatchSwap(self.model, self.context)
@@ -90,24 +91,24 @@ class PatchedModel:
 
     @property
     def shorten(self) -> Shorten:
-        """What the text of a batch need not hold, see `conditions_of`."""
+        """The part of the text that may be left out of a batch, see `conditions_of`."""
         transformer = self._transformer
         if transformer is None or transformer.adds_mask or transformer.text_ids is not None:
             return None
         return "repeats" if transformer.mask is None else "padding"
 
     def use_graphs(self, recorder: Recorder, patience: int = PATIENCE) -> None:
-        """Record whole passes and play them back from now on (`CapturedPasses`). Not together with the patch cache."""
+        """Record and replay whole passes from now on (`CapturedPasses`). Not possible with the patch cache."""
         assert self.cache is None, "what a pass with the cache runs differs from step to step"
         self.captured = CapturedPasses(recorder, patience)
 
     def compile(self, *, backend: str | Callable[..., Any] = "inductor") -> int:
-        """Let the transformer blocks compile when they first run; returns how many there are."""
+        """Compile the transformer blocks when they first run; return their number."""
         self.is_compiled = True
         return compile_blocks(self.model, backend=backend)
 
     def use_cache(self, options: CacheOptions, rule: ReuseRule) -> PatchCache:
-        """Let the patch cache decide from now on: before every block, or about all of them as one.
+        """Use the patch cache from now on, which decides in front of every block, or for all blocks as one.
 
         Raises:
             UsageError: if its patch size does not suit the model, or differs from that of `patch` order.
@@ -130,17 +131,17 @@ class PatchedModel:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether `table` is worth measuring: transformers have no convolutions, a given strategy leaves no choice."""
+        """Whether `table` is used: transformers have no convolutions, and a fixed strategy leaves no choice."""
         return self.is_unet and self._is_measured
 
     @property
     def always_packs(self) -> bool:
-        """Whether batches of one resolution need this model, too: for its cache, or the passes that it has recorded."""
+        """Whether batches of one resolution use this model, too, because of its cache or its recorded passes."""
         return self.cache is not None or self.captured is not None
 
     @property
     def channels_last_weights(self) -> dict[str, Tensor]:
-        """Weights of the 3 x 3 convolutions in that format, by module name."""
+        """Weights of the 3 x 3 convolutions in channels-last format, by module name."""
         return {name: conv.channels_last_weight() for name, conv in self.swap.convs.items() if not conv.is_pointwise}
 
     def check_size(self, size: tuple[int, int]) -> None:
@@ -150,7 +151,7 @@ class PatchedModel:
             check_patch_size(wanted, [size], self.num_levels, self.unit)
 
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
-        """Say where rows with these latent sizes, sorted by resolution, lie. Raises UsageError as `pack_rows`."""
+        """Return the packing of rows with these latent sizes, sorted by resolution. Raises what `pack_rows` raises."""
         return pack_rows(
             sizes,
             order=self.order,
@@ -162,10 +163,10 @@ class PatchedModel:
         )
 
     def use_table(self, table: StrategyTable) -> None:
-        """Let measurements choose the strategy of each convolution from now on."""
+        """Choose the strategy of each convolution from this table from now on."""
         self.table = table
         if self.captured is not None:
-            self.captured.clear()  # recorded passes run what the old table chose
+            self.captured.clear()  # recorded passes use the choices of the old table
 
     @cached_property
     def convolutions(self) -> list[tuple[PatchedConv, int]]:
@@ -176,18 +177,18 @@ class PatchedModel:
                 continue
             level = unet_level(name, self.num_levels)
             shape = (conv.conv.in_channels, conv.out_channels, conv.stride, level)
-            # Most follow a norm; then that decides for all of the shape.
+            # A convolution that follows a norm represents its shape, because most do.
             if shape not in found or (conv in self.swap.norms and found[shape][0] not in self.swap.norms):
                 found[shape] = (conv, level)
         return list(found.values())
 
     def begin(self, packing: Packing, *, repeats: int = 1, requests: Sequence[CachedRequest] = ()) -> None:
-        """Say which rows the next calls have. Whatever is kept from call to call is let go.
+        """Begin a batch: set the rows of the next calls, and discard what was kept from call to call.
 
         Args:
-            packing: from `pack`.
-            repeats: how many times the last text token of every row counts (see `PatchedJointAttention`).
-            requests: the owners of the rows, in order, for the patch cache if there is one; without, it is not used.
+            packing: result of `pack`.
+            repeats: number of times that the last text token of every row counts (see `PatchedJointAttention`).
+            requests: the owners of the rows, in order, for the patch cache, which is not used without them.
         """
         self.context.begin(packing)
         self.context.kept["repeats"] = repeats
@@ -203,7 +204,7 @@ class PatchedModel:
         Args:
             patches: in the model's dtype.
             timesteps: (rows,).
-            steps_done: of every request given to `begin`, for the patch cache if there is one.
+            steps_done: number of steps done by every request given to `begin`, for the patch cache if there is one.
             conditions: tensors with one entry per row, named as the model's own forward names them.
         """
         if self.cache is not None and self.cache.is_used:
@@ -226,17 +227,18 @@ class PatchedModel:
 
     @property
     def reused(self) -> Booleans | None:
-        """(requests,) which of those given to `begin` the last call left out whole; None where that is never done."""
+        """(requests,) which of those given to `begin` the last call skipped as a whole; None if this never happens."""
         return self.cache.left_out if self.cache is not None and self.cache.is_used and self.cache.is_whole else None
 
     @property
     def left_out(self) -> Sequence[int]:
-        """Places, among the requests given to `begin`, of those of which the last call has reused anything."""
+        """Indices, among the requests given to `begin`, of those for which the last call has reused anything."""
         return () if self.cache is None or not self.cache.is_used else self.cache.left_out.nonzero()[0].tolist()
 
     def forward(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
-        """One pass without the patch cache, on what the context says; `kept` is what stays the same from pass to pass.
-        Arguments and result as of a call.
+        """Run one pass in the state of the context, without starting a step of the patch cache.
+
+        The arguments and the result are those of a call; `kept` holds values that stay the same from pass to pass.
         """
         context = self.context
         context.begin_pass(timesteps)
@@ -256,9 +258,9 @@ class PatchedModel:
     def _step_of_some(
         self, cache: PatchCache, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]
     ) -> Tensor:
-        """Predict, in float32: for the requests that the cache wants computed by the model, for the others by forecast.
+        """Predict in float32: with the model for the requests that the cache selects, by forecast for the others.
 
-        What the cache compares is the first block's input.
+        The cache compares the inputs of the first block.
         """
         context, store = self.context, cache.stores[0]
         context.begin_pass(timesteps)
@@ -283,7 +285,7 @@ class PatchedModel:
         return self._from_tokens(forecast(store), patches.shape)
 
     def _first_tokens(self, patches: Tensor) -> Tensor:
-        """What the first block is given of patches: [tokens, channels]."""
+        """Return the input of the first block for these patches: [tokens, channels]."""
         if self._transformer is None:
             return to_tokens(self.model.conv_in(patches))
         embed = self._transformer.embed
@@ -295,7 +297,7 @@ class PatchedModel:
         return patches.index_select(0, first // tokens_of_patch)
 
     def _to_tokens(self, patches: Tensor) -> Tensor:
-        """Patches of latents -> [tokens of the finest level, what a token stands for]."""
+        """Patches of latents -> [tokens of the finest level, values of a token]."""
         count, channels, side, unit = patches.shape[0], patches.shape[1], patches.shape[2], self.unit
         cut = patches.reshape(count, channels, side // unit, unit, side // unit, unit)
         return cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, channels * unit**2)
@@ -307,9 +309,9 @@ class PatchedModel:
         return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
     def _read_text(self, conditions: dict[str, Any], kept: dict[Any, Any]) -> dict[str, Any]:
-        """Give the attention leaves what they keep of the text; the first pass of a batch works it out.
+        """Pass the text to the attention leaves; it is computed in the first pass of a batch.
 
-        Returns the conditions for the model, whose mask the leaves know.
+        Returns the conditions for the model, without the mask, which the leaves hold.
         """
         text, transformer, context = conditions["encoder_hidden_states"], self._transformer, self.context
         if self._readers and self._readers[0] not in kept:
@@ -337,7 +339,7 @@ class PatchedModel:
 
 
 def _of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Conditions of some rows; what is no tensor stays as it is."""
+    """Select some rows of conditions; values that are not tensors stay unchanged."""
 
     def of(value: Any) -> Any:
         if isinstance(value, dict):
@@ -348,7 +350,7 @@ def _of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:
 
 
 def unet_level(name: str, num_levels: int) -> int:
-    """The level of the input of a U-Net's convolution, by its name in diffusers."""
+    """Return the level of the input of a U-Net's convolution, from its name in diffusers."""
     parts = name.split(".")
     if parts[0] == "down_blocks":
         return int(parts[1])

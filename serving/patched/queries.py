@@ -1,4 +1,4 @@
-"""Which tokens of a batch attend to which: those of each resolution, all of them or those that are computed."""
+"""Queries, keys and values of each resolution in a batch, with all tokens computed or only some."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,7 +10,7 @@ from .context import PatchContext
 
 
 def _before(text_bias: Tensor | None, rows: slice | Tensor, num_keys: int) -> Tensor | None:
-    """The bias of some rows with zeros for the keys before: [rows, 1, 1, keys]."""
+    """Return the bias of some rows, padded with zeros for preceding keys: [rows, 1, 1, keys]."""
     if text_bias is None:
         return None
     own = text_bias if len(text_bias) == 1 else text_bias[rows]
@@ -21,7 +21,7 @@ class Images:
     """The images of one resolution when all their tokens are computed.
 
     Attributes:
-        text_rows: of these images among the rows of the text that is computed.
+        text_rows: rows of these images among the rows of the computed text.
     """
 
     def __init__(self, group: Group, text_bias: Tensor | None) -> None:
@@ -29,16 +29,16 @@ class Images:
         self.text_rows = group.row_slice
 
     def queries(self, packed: Tensor) -> Tensor:
-        """Of packed tokens [tokens, ...] their own: [rows, tokens of a row, ...]."""
+        """Select the tokens of these images from packed tokens [tokens, ...]: [rows, tokens of a row, ...]."""
         group = self._group
         return packed[group.start : group.end].view(group.rows, -1, *packed.shape[1:])
 
     def keys_values(self, kept: Tensor) -> Tensor:
-        """Of what `kept_of` has returned their own: [rows, tokens of an image, ...]."""
+        """Select the entries of these images from the result of `kept_of`: [rows, tokens of an image, ...]."""
         return self.queries(kept)
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """Of values [rows, ...] those of their rows."""
+        """Select the rows of these images from values [rows, ...]."""
         return values[self._group.row_slice]
 
     def pack(self, attended: Tensor) -> Tensor:
@@ -46,12 +46,12 @@ class Images:
         return attended.reshape(-1, attended.shape[2] * attended.shape[3])
 
     def bias(self, num_keys: int) -> Tensor | None:
-        """What is added to the scores of so many keys, the last of which are those of text tokens."""
+        """Return the bias for the scores of `num_keys` keys, of which the last are text tokens; None for no bias."""
         return _before(self._text_bias, self._group.row_slice, num_keys)
 
 
 class ActiveImages:
-    """The images of one resolution of which only some cells are computed; shorter rows are padded. See `Images`."""
+    """The images of one resolution when only some cells are computed; shorter rows are padded. As `Images`."""
 
     def __init__(self, group: QueryGroup, active: ActiveSet, level: Level, text_bias: Tensor | None) -> None:
         self._group, self._text_bias = group, text_bias
@@ -80,7 +80,7 @@ class ActiveImages:
 
 
 def resolutions_of(context: PatchContext) -> list[Images] | list[ActiveImages]:
-    """The images of every resolution that has tokens to compute."""
+    """Return the images of every resolution that has tokens to compute."""
     active, level = context.active, context.level
     if active is not None:
         return [ActiveImages(group, active, level, context.text_bias) for group in active.queries]
@@ -88,10 +88,10 @@ def resolutions_of(context: PatchContext) -> list[Images] | list[ActiveImages]:
 
 
 def kept_of(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Tensor:
-    """Keep keys and values [tokens, 2, heads, width] if the patch cache asks for it.
+    """Keep keys and values [tokens, 2, heads, width] if the patch cache requests it.
 
     Returns:
-        Those of all tokens: the given ones, or where only some cells are active what is kept of all, by slots.
+        Keys and values of all tokens: the given ones or, if only some cells are active, those kept in slots.
     """
     if context.active is not None:
         return slots.write(keys_values, context.active, context.level.index)

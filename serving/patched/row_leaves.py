@@ -1,4 +1,4 @@
-"""Leaves that give what each row of a batch has once to the row's patches, and that make tokens of latents."""
+"""Leaves that repeat values with one entry per row for the row's patches, and that embed latents as tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from .context import PatchContext, repeated
 
 
 class RowsToPatches(nn.Module):
-    """A linear layer on what every row has once (timestep, text), with its result repeated for the row's patches."""
+    """A linear layer on values with one entry per row (timestep, text); repeats its output for the row's patches."""
 
     def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class RowsToPatches(nn.Module):
 
 
 class EmbToPatches(nn.Module):
-    """A norm with a scale and shift that every row has once (`emb`), given to the row's patches."""
+    """A norm whose scale and shift, one per row (`emb`), are applied to the row's patches."""
 
     def __init__(self, norm: nn.Module, context: PatchContext) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class EmbToPatches(nn.Module):
 
 
 class ResultsToPatches(nn.Module):
-    """A module with several results that every row has once, each repeated for the row's patches."""
+    """A module with several outputs of one entry per row, each of which is repeated for the row's patches."""
 
     def __init__(self, module: nn.Module, context: PatchContext) -> None:
         super().__init__()
@@ -47,8 +47,9 @@ class ResultsToPatches(nn.Module):
 
 
 class KeptConstant(nn.Module):
-    """A module whose results depend on the number of rows alone. They are kept on the model's device: what the model
-    gives the module lies on the CPU, and a copy from there would wait for the device in every pass.
+    """A module whose output depends only on the number of rows, and is kept on the model's device.
+
+    The model passes it an input on the CPU, and a copy from there would wait for the device in every pass.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -64,9 +65,9 @@ class KeptConstant(nn.Module):
 
 
 class CaptionForReaders(nn.Module):
-    """A projection of the text that only cross attention reads: `PatchedModel` runs it once for a batch.
+    """A projection of the text for cross attention, which `PatchedModel` runs once for a batch.
 
-    The model, which expects text for each patch, gets nothing worth looking at.
+    The model expects text for each patch, and gets zeros, which are not used.
     """
 
     def __init__(self, projection: Any, context: PatchContext) -> None:
@@ -78,7 +79,7 @@ class CaptionForReaders(nn.Module):
 
 
 class RowTimesteps(nn.Module):
-    """The timestep embedding of every row, whatever it is called with: diffusers repeats one for every patch."""
+    """The timestep embedding of every row. Its input is ignored, because diffusers repeats one for every patch."""
 
     def __init__(self, embedding: nn.Module, context: PatchContext) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class RowTimesteps(nn.Module):
 
 
 class PatchedPatchEmbed(nn.Module):
-    """The embedding of latent pixels with the positions that each image has at its own size; see `Transformer`."""
+    """The embedding of latent pixels, with the positions of each image at its own size; see `Transformer`."""
 
     def __init__(
         self, embed: Any, context: PatchContext, positions: Callable[[Any, int, int], Tensor] | None = None
@@ -121,5 +122,5 @@ class PatchedPatchEmbed(nn.Module):
 
 
 def _cropped(embed: Any, height: int, width: int) -> Tensor:
-    """SD3's positions."""
+    """Return SD3's positions, cropped to the size."""
     return embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]

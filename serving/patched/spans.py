@@ -1,11 +1,11 @@
-"""Transformer blocks that a masked pass enters and leaves with all tokens, and between computes the active cells only
-(InstGenIE figures 5 and 7).
+"""Spans of transformer blocks that a masked pass enters and leaves with all tokens, and within which it computes only
+active cells (InstGenIE figures 5 and 7).
 
-Records hold what the last block of a span has given for the other cells. What stands before and behind spans runs on
-all tokens: convolutions and norms of a U-Net. A span is one block where nothing else is recorded, and then keys and
-values of all tokens are computed in front of it; or it is all blocks of a stack, where records hold these, too. Where
-they hold all that is read, a pass that has begun with all tokens may go on with the active ones to its end, from some
-block or layer on: an open span.
+Records hold the output of the last block of a span for the other cells. Modules outside spans, such as convolutions and
+norms of a U-Net, run on all tokens. If records hold nothing else, a span is one block, and keys and values of all
+tokens are computed in front of it. If they hold keys and values, too, a span is all blocks of a stack. If they hold
+everything that is read, a pass that has begun with all tokens may continue with the active ones from some block or
+layer to its end: an open span.
 """
 
 from bisect import bisect_right
@@ -28,20 +28,20 @@ _STACKS, _OF_SD3 = "transformer_blocks", "JointTransformerBlock"
 
 
 class Span:
-    """From a block to another one of the same stack, or to itself; or an open one, from a block to the model's end.
+    """A range of blocks of one stack; an open span reaches from a block to the end of the model.
 
     Args:
-        blocks: by their names in the model; of an open span only the first.
-        context: of the model.
-        keeps_inputs: whether records have keys and values of attention; otherwise they are computed of all tokens.
-        is_open: see above.
+        blocks: the blocks, by name in the model; for an open span only the first.
+        context: context of the model.
+        keeps_inputs: whether records hold keys and values of attention; otherwise they are computed for all tokens.
+        is_open: whether the span is open.
 
     Attributes:
-        name: of the last block.
-        units: of records that its blocks read (`data.templates.unit_of`).
-        first: block.
+        name: name of the last block.
+        units: units of records that its blocks read (`data.templates.unit_of`).
+        first: the first block.
         is_open: see above.
-        outputs: buffer for what the last block has given, which an open span does not need.
+        outputs: buffer for outputs of the last block; not used by an open span.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Span:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Let whole passes meanwhile put what the last block gives into `outputs`."""
+        """Store the output of the last block in `outputs` during whole passes, until the context ends."""
 
         def keep(block: nn.Module, given: Any, out: Any) -> None:
             cells = self._context.cells
@@ -69,8 +69,10 @@ class Span:
 
     @contextmanager
     def masked(self, active: ActiveSet) -> Iterator[None]:
-        """Let passes over all tokens meanwhile compute the active cells only from the first block to the last, which
-        gives all tokens again: those of other cells as `outputs` has them. An open span computes them to the end.
+        """Restrict passes over all tokens to the active cells within the span, until the context ends.
+
+        The last block returns all tokens again, with those of other cells from `outputs`. In an open span, passes
+        compute only the active cells to the end.
         """
         handles = [
             self.first.register_forward_pre_hook(
@@ -89,7 +91,7 @@ class Span:
         self, active: ActiveSet, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         context = self._context
-        # U-Nets give the tokens by place, SD3 by name.
+        # U-Nets pass the tokens by position, SD3 by name.
         tokens: Tensor = given[0] if given else named["hidden_states"]
         if not self._keeps_inputs:
             self._keep_inputs(tokens, named.get("temb"), active)
@@ -98,13 +100,13 @@ class Span:
         return ((own, *given[1:]), named) if given else (given, named | {"hidden_states": own})
 
     def _keep_inputs(self, tokens: Tensor, timestep: Tensor | None, active: ActiveSet) -> None:
-        """Compute keys and values of all tokens."""
+        """Compute and keep keys and values of all tokens."""
         block: Any = self.first
         tables, level = active.tables, self._context.level.index
         if timestep is None:
             keep_keys_values(block.attn1, block.norm1(tokens), tables, level)
             return
-        # The norm gives the input of the first attention, then factors, and in SD3.5 the input of a second one.
+        # The norm returns the input of the first attention, then factors, and in SD3.5 the input of a second attention.
         found = block.norm1(tokens, emb=timestep)
         keep_keys_values(block.attn, found[0], tables, level)
         if getattr(block, "attn2", None) is not None:
@@ -122,7 +124,7 @@ class Span:
 
 
 class _FromLayer(Span):
-    """An open one from a layer of a U-Net; `units` are those up to the next layer."""
+    """An open span from a layer of a U-Net on; `units` are those up to the next layer."""
 
     def __init__(self, layer: UNetLayer, units: Sequence[str], context: PatchContext) -> None:
         super().__init__({layer.name: layer.module}, context, keeps_inputs=True, is_open=True)
@@ -130,7 +132,7 @@ class _FromLayer(Span):
 
     @contextmanager
     def masked(self, active: ActiveSet) -> Iterator[None]:
-        """See `Span`. What layers in front have handed to those behind is of all tokens, too."""
+        """Restrict passes as `Span.masked`; residuals from layers before the span are restricted, too."""
         handles = [
             block.register_forward_pre_hook(
                 lambda block, given, named: self._narrow(block, active, given, named), with_kwargs=True
@@ -154,20 +156,20 @@ class _FromLayer(Span):
 
 
 def spans_of(model: PatchedModel, keep: Keep, operators: Sequence[str]) -> list[Span]:
-    """The spans of a model, in the order of passes: its stacks for `kv`, its blocks for `outputs`.
+    """Return the spans of a model in the order of a pass: its stacks for `kv`, its blocks for `outputs`.
 
-    A transformer computes token by token beside its attention: with keys and values, it has no use for anything else.
-    Of SD3's, open spans may begin at any block then, as of a U-Net at any layer for `all`; of other models there are
-    none.
+    A transformer computes token by token except in attention, so with keys and values it needs nothing else. With
+    these, open spans may begin at any block of SD3; with `all`, they may begin at any layer of a U-Net. Other models
+    have no open spans.
 
     Args:
-        model: whose passes they are.
-        keep: what records hold.
-        operators: by their names, in the order of passes, those that read the record for `all`.
+        model: the model that runs the passes.
+        keep: which tensors records hold.
+        operators: names of the operators that read the record for `all`, in the order of a pass.
 
     Raises:
-        UsageError: the model has no stacks, or for `outputs` other blocks than those of U-Nets and of SD3, whose
-            attention to the image reads what their first norm gives.
+        UsageError: the model has no stacks, or `outputs` is used with blocks other than those of U-Nets and SD3, whose
+            attention to the image reads the output of their first norm.
     """
     if keep == "all" and model.is_unet:
         return _layer_spans(model, operators)
@@ -198,7 +200,10 @@ def spans_of(model: PatchedModel, keep: Keep, operators: Sequence[str]) -> list[
 
 
 def _layer_spans(model: PatchedModel, operators: Sequence[str]) -> list[Span]:
-    """Of layers that read the record; what stands in front of the first one, and behind each, is read with it."""
+    """Return the spans of layers that read the record.
+
+    Operators before the first layer belong to its span, and operators after a layer to that of the layer.
+    """
     layers = layers_of(model.model)
     places = [place_of(layer.name) for layer in layers]
     units = [dict[str, None]() for _ in layers]
@@ -210,11 +215,11 @@ def _layer_spans(model: PatchedModel, operators: Sequence[str]) -> list[Span]:
 def _is_known(block: nn.Module) -> bool:
     kind, second = type(block).__name__, getattr(block, "attn2", None)
     if kind == "BasicTransformerBlock":
-        # The second of two attentions to the image, one behind the other, would read what the first has given.
+        # The second of two consecutive attentions to the image would read the output of the first.
         return getattr(block, "norm_type", None) == "layer_norm" and isinstance(second, PatchedCrossAttention)
     return kind == _OF_SD3
 
 
 def _image_of(out: Any) -> Tensor:
-    """The image's tokens [tokens, 1, channels] among what a block gives: alone, or behind its text."""
+    """Return the image's tokens [tokens, 1, channels] from the output of a block: alone, or after its text."""
     return out[1] if isinstance(out, tuple) else out

@@ -1,8 +1,8 @@
 """The denoise stage of the patch engine: all active requests in one batch, whatever their resolutions and progress.
 
-The latents of the active requests lie in one packed tensor and are advanced there from step to step. They are packed
-anew only when a request joins or leaves (PatchedServe section 4.1: the layout changes with the active set, not with the
-step). Edits that read a template's record are a second batch, as theirs are other passes.
+The latents of the active requests stay in one packed tensor from step to step. They are packed anew only when a request
+joins or leaves (PatchedServe section 4.1: the layout changes with the active set, not with the step). Edits that read a
+template's record form a separate batch, because they need different passes; so do generations that are recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,10 +38,11 @@ class PatchedStepper:
 
     Attributes:
         masked: passes of edits that read records.
-        planner: decides which of their parts do; None: all.
-        batch: the requests of the last step, unless one has finished or failed; without those of templates.
-        batch_failures: steps of whole batches that failed, even if all requests then took them in smaller ones.
-        forecast: see `Stepper`.
+        planner: decides which parts of these passes read records; None if all do.
+        batch: batch of the last step, unless a request has finished or failed; without recorded requests and edits that
+            read records.
+        batch_failures: steps of whole batches that failed, even if all requests then took them in smaller batches.
+        forecast: ids of the requests that took the last step without the model, by forecast.
     """
 
     name = "patched"
@@ -75,21 +76,21 @@ class PatchedStepper:
 
     @property
     def recording_failure(self) -> str | None:
-        """Why passes are not recorded and played back, though that is asked for, see `CapturedPasses`."""
+        """Reason why passes are not recorded although this is enabled, see `CapturedPasses`; None otherwise."""
         captured = self.model.captured
         return self.masked.failure if captured is None else captured.failure or self.masked.failure
 
     def use_keep(self, keep: Keep) -> None:
-        """Say what records hold that are made and read from now on. Raises UsageError: as `spans_of`."""
+        """Set which tensors records hold from now on, for recording and reading. Raises UsageError: as `spans_of`."""
         self.masked, self.planner = MaskedPasses(self.model, keep), None
 
     def part_times(self, target: Tuning, stage: Stage) -> list[MeasuredPass]:
-        """What the parts of masked passes take, see `part_times`."""
+        """Return the measured times of the parts of masked passes, see `part_times`."""
         return part_times(self.masked, self.conditions, self._batched, target, stage)
 
     @property
     def plan(self) -> Plan | None:
-        """Of the edits of the last step, unless one has finished or failed; None where nothing is planned."""
+        """Plan of the edits of the last step; None without a planner, or if an edit has finished or failed."""
         batch = self._edits.batch
         return batch.plan if isinstance(batch, MaskedBatch) else None
 
@@ -102,7 +103,7 @@ class PatchedStepper:
     def tune(self, target: Tuning) -> None:
         """Measure the strategies of convolutions, and the memory format for batches of one resolution.
 
-        Where a strategy is given, nothing is measured: then images do not depend on timings.
+        With a fixed strategy nothing is measured, so that images do not depend on timings.
         """
         model, sizes = self.model, target.sizes
         if model.cache is not None:
@@ -114,8 +115,9 @@ class PatchedStepper:
                 self.plain.tune(target, self.conditions)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
-        """Raise UsageError if a batched schedule has a step without finite coefficients, or patches cannot cut the
-        size.
+        """Raise UsageError if a batched schedule has a step without finite coefficients, or the size does not fit.
+
+        A size fits if it can be cut into patches and into cells of the cache.
         """
         if isinstance(self.sampler, BatchedSampler):
             self.sampler.table(state)
@@ -124,7 +126,7 @@ class PatchedStepper:
             self.model.cache.check_sizes([size])
 
     def prepare(self, prepared: PreparedRequest) -> None:
-        """Work out a request's coefficients beside the denoise loop."""
+        """Compute a request's coefficients outside the denoise loop."""
         if isinstance(self.sampler, BatchedSampler):
             self.sampler.table(prepared.state)
         prepared.latents = prepared.latents.float()
@@ -132,7 +134,7 @@ class PatchedStepper:
 
     @torch.inference_mode()
     def record(self, steps: Sequence[PreparedRequest]) -> list[list[dict[str, Tensor]]]:
-        """Whole passes over the latents of requests of one size: for each, of each of its rows, what operators see."""
+        """Run whole passes over requests of one size; return the recorded tensors of each row of each request."""
         return record(self.masked, self.conditions, self._batched, steps)
 
     @torch.inference_mode()
@@ -141,13 +143,13 @@ class PatchedStepper:
 
         Returns:
             The requests that failed, by id, with the reason. A failing batch is repeated in halves, and these in
-            halves, so that only the requests which fail alone are named; the others have taken their step.
+            halves, so that only requests which fail alone are returned; the others have taken their step.
         """
         self.forecast.clear()
         self._stepped.clear()
         failures: dict[int, str] = {}
         lanes = [self._lane_of(prepared) for prepared in active]
-        # An edit may go from the first to the last, never back.
+        # An edit may move from the first lane to the last, never back.
         for lane in (self._whole, self._recorded, self._edits):
             own = [prepared for prepared, its in zip(active, lanes, strict=True) if its is lane]
             if own:
@@ -162,27 +164,27 @@ class PatchedStepper:
         return self._whole if prepared.on_pass is None else self._recorded
 
     def note_step(self, batch: "AnyBatch") -> None:
-        """A batch has taken its step."""
+        """Record that a batch has taken its step."""
         self.forecast |= batch.forecast
         for prepared in batch.left_out:
             prepared.steps_reused += 1
         self._stepped.append(batch.together)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there are no resources to release."""
 
     @torch.inference_mode()
     def peek(self, prepared: PreparedRequest) -> Tensor | None:
-        """See `Stepper`."""
+        """Return the clean latents predicted by the last step of a request in its batch; None for other requests."""
         batch = next((batch for batch in self._stepped if batch.has(prepared)), None)
         return None if batch is None else batch.x0_of(prepared)
 
 
 class _Lane:
-    """Requests that take their steps in one batch, of one kind.
+    """Requests of one kind, which take their steps in one batch.
 
     Attributes:
-        batch: of the last step, unless a request of it has finished or failed.
+        batch: batch of the last step; None if one of its requests has finished or failed.
     """
 
     def __init__(
@@ -194,7 +196,7 @@ class _Lane:
         self.batch: AnyBatch | None = None
 
     def step(self, active: Sequence[PreparedRequest], *, may_be_plain: bool = True) -> dict[int, str]:
-        """See `PatchedStepper.step`."""
+        """Take one step of these requests, in halves if the batch fails; return failures as `PatchedStepper.step`."""
         try:
             return self._step_together(active, may_be_plain)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
@@ -205,7 +207,7 @@ class _Lane:
         self._stepper.batch_failures.note(reason)
         failures: dict[int, str] = {}
         for half in (active[: len(active) // 2], active[len(active) // 2 :]):
-            # Not by the plain model: that would hide what fails for every batch with patches.
+            # Not with the plain model, which would hide failures of every batch with patches.
             failures |= self.step(half, may_be_plain=False)
             self.let_go(has_failed=True)
         return failures
@@ -223,15 +225,15 @@ class _Lane:
         return failures
 
     def let_go(self, *, has_failed: bool = False) -> None:
-        """Hand the latents of the current batch back to its requests."""
+        """Dissolve the current batch, and return the latents to its requests."""
         model = self._stepper.model
         if has_failed and model.cache is not None:
-            # A step that failed half way has left some blocks at this step and the others at the last one.
+            # A step that failed halfway has left some blocks at this step and the others at the last one.
             model.cache.forget()
         if self.batch is not None:
             self.batch.together.unpack()
             self.batch = None
-            # Who has finished goes to the decoder, which works on another stream.
+            # Finished requests go to the decoder, which works on another stream.
             finish_stream(model.device)
 
 
@@ -239,8 +241,8 @@ class PackedBatch:
     """The active requests between two changes of the active set, for the patched model or the unmodified one.
 
     Attributes:
-        is_plain: whether the unmodified model takes the batch, as it is of one resolution.
-        together: the batch itself.
+        is_plain: whether the unmodified model takes the batch, because it has one resolution.
+        together: the batch of latents.
     """
 
     def __init__(self, stepper: PatchedStepper, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> None:
@@ -248,7 +250,7 @@ class PackedBatch:
         self._batch = batch = sorted(active, key=lambda prepared: by_size(prepared.size))
         sizes = [prepared.size for prepared in batch]
         self._conditions, repeats = conditions_of(batch, stepper.conditions, shorten=model.shorten)
-        # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
+        # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are merged.
         self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
         if self.is_plain:
             self.together = plain_batch(stepper.plain, self._conditions, batch, stepper.sampler)
@@ -280,7 +282,7 @@ class PackedBatch:
 
     @property
     def left_out(self) -> list[PreparedRequest]:
-        """The requests of which the last step has reused anything."""
+        """The requests for which the last step has reused anything."""
         return [] if self.is_plain else [self._batch[index] for index in self._model.left_out]
 
     def _predict(self, patches: Tensor, timesteps: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which way of convolving a layer uses: what won in the measured batch that is most like the present one."""
+"""Choice of the convolution strategy of a layer: the faster one in the measured batch most like the present one."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,16 @@ from .context import Strategy
 from .leaves import PatchedConv
 
 _MOST_CHOSEN = 4096
-"""Choices that are remembered: batches of any mix of sizes have other numbers of tokens."""
+"""Most choices that are cached; the number of tokens differs between mixes of sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a convolution of a shape (see `PatchedConv.shape_key`) took in one batch.
+    """Times of a convolution of a shape in one batch.
 
     Attributes:
-        resolutions, tokens: of the batch: how many resolutions, and output tokens.
+        shape: shape of the convolution, see `PatchedConv.shape_key`.
+        resolutions, tokens: number of resolutions and of output tokens of the batch.
         stitch_us, regroup_us: median times in microseconds.
     """
 
@@ -28,13 +29,13 @@ class Point:
     regroup_us: float
 
     def distance(self, resolutions: int, tokens: int) -> float:
-        """How unlike another batch is: one for every doubling of tokens or of resolutions."""
+        """Return the distance of another batch: 1 for every doubling of tokens or of resolutions."""
         return abs(math.log2(tokens / self.tokens)) + abs(math.log2(resolutions / self.resolutions))
 
 
 @dataclass(slots=True)
 class StrategyTable:
-    """What was measured. Shapes that were not measured regroup."""
+    """Measured times of convolutions. Shapes that were not measured use `regroup`."""
 
     points: Sequence[Point] = ()
     _chosen: dict[tuple[str, int, int], Strategy] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Leaves of transformers with rotary positions, and with blocks that take image and text as one stream.
 
-In joint blocks the image has an entry for each patch and the text one for each row. In the blocks behind them every
-token is an entry of its own: [tokens, 1, channels], those of the texts of all rows first. So diffusers' own block runs,
-whose text is then empty, and nothing is put together or taken apart between two such blocks.
+In joint blocks the image has an entry for each patch, and the text has one for each row. In the single-stream blocks
+after them every token is an entry of its own: [tokens, 1, channels], with the text tokens of all rows first. This lets
+diffusers' own block run with an empty text, and nothing is concatenated or split between two such blocks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ class RotaryPositions(nn.Module):
     """The rotary angles of each image token at its place in its own image.
 
     Args:
-        embed: the model's own module, which makes angles of numbers.
+        embed: the model's own module, which computes angles from position ids.
         image_ids, text_ids: see `Transformer`.
     """
 
@@ -33,8 +33,10 @@ class RotaryPositions(nn.Module):
         self.embed, self.image_ids, self.text_ids, self.context = embed, image_ids, text_ids, context
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [image tokens, width], in packed order; of `ids` only dtype and device count. Where there
-        are none, those of the texts of all rows: a model that asks for them by themselves is given no text.
+        """Return cosines and sines [image tokens, width], in packed order; only dtype and device of `ids` are used.
+
+        If `ids` is empty, return those of the text tokens of all rows: a model that requests them separately receives
+        no text.
         """
         context = self.context
         if self.text_ids is not None and not len(ids):
@@ -66,7 +68,7 @@ class RotaryPositions(nn.Module):
 
 
 class RotaryOfBoth(nn.Module):
-    """The rotary angles of all tokens, where those of a text depend on the size of its image.
+    """The rotary angles of all tokens, for models in which those of a text depend on the size of its image.
 
     Args:
         embed: the model's own module.
@@ -78,7 +80,7 @@ class RotaryOfBoth(nn.Module):
         self.embed, self.turns, self.context = embed, turns, context
 
     def forward(self, sizes: object, max_txt_seq_len: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Cosines and sines [tokens, width], those of the texts of all rows first; `sizes` is not looked at."""
+        """Return cosines and sines [tokens, width], with the text tokens of all rows first; `sizes` is ignored."""
         context = self.context
         if "positions" not in context.kept:
             context.kept["positions"] = self._angles(max_txt_seq_len, device)
@@ -88,7 +90,7 @@ class RotaryOfBoth(nn.Module):
         return both[:, 0], both[:, 1]
 
     def _angles(self, length: int, device: torch.device) -> Tensor:
-        """[tokens, 2, width] of the texts of all rows, then of the image tokens in packed order."""
+        """Return [tokens, 2, width]: angles of the text tokens of all rows, then of image tokens in packed order."""
         level = self.context.batch.levels[0]
         sizes = {(group.height, group.width) for group in level.groups}
         made = {size: tuple(map(_parts_of, self.turns(self.embed, *size, length, device))) for size in sizes}
@@ -103,7 +105,7 @@ def _parts_of(turns: Tensor) -> Tensor:
 
 
 def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
-    """The row of each token of a stream, for all its leaves: first texts of so many rows and tokens, then images."""
+    """Set and return the row of each token of a stream: first text, `length` tokens for each of `rows`, then images."""
     if context.rows is not None:
         found = context.rows.stream(length).rows
     else:
@@ -118,13 +120,13 @@ def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
 
 
 def text_of_rows(context: PatchContext) -> Tensor:
-    """The embedded text of the rows that are computed, [rows, length, width]."""
+    """Return the embedded text of the rows that are computed, [rows, length, width]."""
     text, rows = embedded_text(context), context.rows
     return text if rows is None else text.index_select(0, rows.rows)
 
 
 class KeptText(nn.Module):
-    """An embedding of the text that `PatchedModel` runs once for a batch, whatever it is called with."""
+    """A text embedding that `PatchedModel` runs once for a batch; its own input is ignored."""
 
     def __init__(self, embed: nn.Module, context: PatchContext) -> None:
         super().__init__()
@@ -135,21 +137,21 @@ class KeptText(nn.Module):
 
 
 class StreamsJoined(nn.Module):
-    """Stands behind the joint blocks as if it were one: makes one stream of image and text."""
+    """Final entry of the list of joint blocks, which joins image and text to one stream."""
 
     def __init__(self, context: PatchContext) -> None:
         super().__init__()
         self.context = context
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> tuple[Tensor, Tensor]:
-        """Image [P, tokens, channels] and text [rows, length, channels] -> no text, and all tokens."""
+        """Image [P, tokens, channels] and text [rows, length, channels] -> empty text, and all tokens."""
         begin_stream(self.context, *encoder_hidden_states.shape[:2])
         tokens = torch.cat([encoder_hidden_states.flatten(0, 1), hidden_states.flatten(0, 1)])[:, None]
         return tokens[:, :0], tokens
 
 
 class StreamsParted(nn.Module):
-    """Stands behind the blocks of one stream as if it were one: leaves the image's tokens."""
+    """Final entry of the list of single-stream blocks, which keeps only the image's tokens."""
 
     def __init__(self, context: PatchContext) -> None:
         super().__init__()
@@ -158,8 +160,9 @@ class StreamsParted(nn.Module):
     def forward(
         self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **unused: object
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """No text, and all tokens [tokens, 1, channels] -> no text, and the image [P, tokens, channels]; without the
-        text where such blocks do not take it by itself.
+        """Empty text, and all tokens [tokens, 1, channels] -> empty text, and the image [P, tokens, channels].
+
+        The text is left out for models whose single-stream blocks do not take it as a separate argument.
         """
         context = self.context
         image = hidden_states[hidden_states.shape[0] - context.num_tokens :]
@@ -168,7 +171,7 @@ class StreamsParted(nn.Module):
 
 
 class EmbToStream(nn.Module):
-    """A norm with a scale and shift that every row has once (`emb`), given to all tokens of the row's stream."""
+    """A norm whose scale and shift, one per row (`emb`), are applied to all tokens of the row in a stream."""
 
     def __init__(self, norm: nn.Module, context: PatchContext) -> None:
         super().__init__()
@@ -180,7 +183,10 @@ class EmbToStream(nn.Module):
 
 
 class BlocksWithEnds(nn.ModuleList):
-    """Blocks, and what stands before and behind them as if it were one; it does not count: models number by `len`."""
+    """List of blocks with modules before and after them that are called as blocks.
+
+    `len` does not count these modules, because models number their blocks by it.
+    """
 
     _num_ends = 0
 
@@ -195,7 +201,7 @@ class BlocksWithEnds(nn.ModuleList):
 
 
 class RowsToStream(nn.Module):
-    """A linear layer on what every row has once, with its result repeated for all tokens of the row's stream."""
+    """A linear layer on values with one entry per row; repeats its output for all tokens of the row's stream."""
 
     def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
         super().__init__()
@@ -207,7 +213,7 @@ class RowsToStream(nn.Module):
 
 
 class RowsToStreamAhead(nn.Module):
-    """The same, of a layer that runs before the stream begins, for all of its blocks."""
+    """The same for a layer that runs once for all blocks, before the stream begins."""
 
     def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
         super().__init__()

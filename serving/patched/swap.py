@@ -1,4 +1,4 @@
-"""Where the patch engine's leaves go in an unmodified diffusers model."""
+"""Insertion of the patch engine's leaves into an unmodified diffusers model."""
 
 from typing import Any
 
@@ -45,8 +45,8 @@ class PatchSwap(Swap):
     """The patch engine's leaves in one model. The model works only through `PatchedModel` until `undo`.
 
     Attributes:
-        convs: of a U-Net, by name.
-        norms: those that are followed by a convolution with SiLU between, by that convolution.
+        convs: convolutions of a U-Net, by name.
+        norms: norms that a convolution follows with only SiLU between, by that convolution.
 
     Raises:
         UsageError: as `Swap`.
@@ -87,7 +87,7 @@ class PatchSwap(Swap):
         self.put(model, "time_proj", RowTimesteps(model.time_proj, context))
 
     def _fused_norms(self, model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, PatchedConv]:
-        """Norms with the convolution that follows with only SiLU between; that SiLU is swapped."""
+        """Return the convolutions that follow a norm with only SiLU between, by the norm's name; swap that SiLU."""
         fused: dict[str, PatchedConv] = {}
         for name, module in modules.items():
             if type(module).__name__ == "ResnetBlock2D" and isinstance(module.nonlinearity, nn.SiLU):
@@ -144,7 +144,7 @@ class PatchSwap(Swap):
                 is_parallel = hasattr(attention, "to_qkv_mlp_proj")
                 leaf = PatchedParallelAttention if is_parallel else PatchedStreamAttention
                 self.put(block, name, leaf(attention, context))
-        # What the model puts together and takes apart itself has a row for each row of the batch.
+        # Outside these lists, the model itself joins and splits tensors with a row for each row of the batch.
         ends: dict[str, nn.Module] = {
             transformer.joint.name: StreamsJoined(context),
             transformer.single.name: StreamsParted(context),
@@ -153,7 +153,7 @@ class PatchSwap(Swap):
             self.put(model, name, BlocksWithEnds(getattr(model, name), behind=[end]))
 
     def _swap_one_row(self, model: Any, transformer: Transformer, refiner: str) -> None:
-        """Put the leaves into a model like Lumina 2, see `one_row`."""
+        """Insert the leaves into a model like Lumina 2, see `one_row`."""
         context, image, both = self._context, transformer.joint, transformer.single
         assert both is not None, "text that is refined joins a stream"
         rotary = model.rope_embedder
@@ -174,7 +174,7 @@ class PatchSwap(Swap):
         self.put(model, both.name, BlocksWithEnds(getattr(model, both.name), before=[StreamBegins(context)]))
 
     def _swap_padded(self, model: Any, transformer: Transformer, refiner: str, multiple: int) -> None:
-        """Put the leaves into a model like Z-Image, see `padded`."""
+        """Insert the leaves into a model like Z-Image, see `padded`."""
         stream, image, both = PaddedStream(model, multiple, self._context), transformer.joint, transformer.single
         assert both is not None, "text that is refined joins a stream"
         for blocks in (image, both):
@@ -192,7 +192,7 @@ class PatchSwap(Swap):
             self.put(model, name, BlocksWithEnds(getattr(model, name), before=[begin(stream)], behind=[end(stream)]))
 
     def _modulate(self, block: nn.Module, name: str | None, of_linear: Any, of_norm: Any) -> None:
-        """Give what a module of this name, if there is one, has once for every row to the tokens of rows."""
+        """Wrap the module of this name so that its values, one per row, apply to the tokens of the row; None: none."""
         if name is None:
             return
         where, _, attribute = name.rpartition(".")
@@ -203,7 +203,7 @@ class PatchSwap(Swap):
 
 
 def _leaf_of(attention: Any) -> Any:
-    """The leaf for an attention of blocks whose image is a stream by itself."""
+    """Return the leaf class for an attention of blocks in which the image is a separate stream."""
     if getattr(attention, "add_k_proj", None) is not None:
         return PatchedJointAttention
     return PatchedCrossAttention if getattr(attention, "is_cross_attention", False) else PatchedSelfAttention

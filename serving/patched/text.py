@@ -1,4 +1,4 @@
-"""The text of a batch, and what the patch engine leaves out of it."""
+"""The text of a batch, and the parts of it that the patch engine leaves out."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -15,7 +15,7 @@ Shorten = Literal["repeats", "padding"] | None
 def conditions_of(
     requests: Sequence[PreparedRequest], conditions: Conditions, *, shorten: Shorten
 ) -> tuple[dict[str, Any], int]:
-    """The conditions of all rows of the requests, named as the model does, and how often their last text token counts.
+    """Return the model's conditions for all rows of the requests, and how often their last text token counts.
 
     `shorten` says which part of the text is left out: equal tokens (see `without_repeats`), or padding of all rows.
     """
@@ -29,9 +29,9 @@ def conditions_of(
 
 
 def without_repeats(text: Tensor) -> tuple[Tensor, int]:
-    """Text [rows, length, width] without the equal tokens at the end of all rows but the first, and how many it is.
+    """Merge equal tokens at the end of text [rows, length, width]; return the text and the count of its last token.
 
-    SD3 feeds as many zero tokens as its third text encoder would have given where there is none.
+    Without its third text encoder, SD3 pads the text with as many zero tokens as the encoder would return.
     """
     is_same = (text[:, 1:] == text[:, :-1]).all(-1)
     # Counted from the end until the first difference.

@@ -1,4 +1,4 @@
-"""Measures both ways of convolving, at start: for every shape (channels, stride, side of a patch), in mixed batches."""
+"""Measurement of both convolution strategies at the start, for every shape (channels, stride, side of a patch)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,12 +17,12 @@ from .patched_model import PatchedModel
 from .strategy import Point, StrategyTable
 
 MEASURED_ROWS = (2, 6, 16)
-"""Rows of every resolution in the batches that are measured: one, three and eight guided requests."""
+"""Rows of every resolution in the measured batches: one, three and eight guided requests."""
 _STRATEGIES: tuple[Strategy, Strategy] = ("stitch", "regroup")
 
 
 def strategy_table(model: PatchedModel, target: Tuning) -> StrategyTable:
-    """The table of this model for batches of the target's latent sizes, see `load_or_measure`."""
+    """Return the table of this model for batches of the target's latent sizes, see `load_or_measure`."""
     circumstances = target.circumstances(model) | {
         "order": model.order,
         "patch_size": model.patch_size,
@@ -60,7 +60,7 @@ def _time_both(model: PatchedModel, conv: PatchedConv, level: Level, out_level: 
     if norm is None or level.neighbours is None:
         runs = {f"{name}_us": partial(conv.run, x, level, out_level, name) for name in _STRATEGIES}
     else:
-        # One kernel of norm, SiLU and stitching replaces a norm and stitching by itself.
+        # One kernel for norm, SiLU and stitching replaces separate norm and stitching.
         runs = {f"{name}_us": partial(_norm_and_conv, model, norm, conv, x, level, name) for name in _STRATEGIES}
     return medians_us(runs, model.device)
 

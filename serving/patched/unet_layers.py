@@ -1,4 +1,4 @@
-"""The order of the modules of a U-Net of diffusers in a pass, and what later blocks get of earlier ones."""
+"""The order of a diffusers U-Net's modules in a pass, and the residuals that later blocks get from earlier ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +11,17 @@ _RESAMPLERS = ("downsamplers", "upsamplers")
 
 
 def place_of(name: str) -> tuple[int, ...]:
-    """Where a module of a U-Net comes in a pass: modules list their attentions before their resnets, and the last
-    blocks before the middle. What has the same place, and all of a transformer, comes in the order of modules.
+    """Return a sort key for the order of a U-Net's modules in a pass.
+
+    A module list differs from this order: it has attentions before resnets, and up blocks before the middle. Modules
+    with equal keys, and all modules of a transformer, run in the order of the list.
     """
     stage, *parts = name.split(".")
     if stage not in _STAGES or len(parts) < 2:
         return (_STAGES.get(stage, 4),)
     block = 0 if stage == "mid_block" else int(parts.pop(0))
     kind, layer = parts[:2]
-    # Resamplers come behind all layers.
+    # Resamplers come after all layers.
     return (_STAGES[stage], block, kind not in _LAYERS, int(layer), _LAYERS.get(kind, 2))
 
 
@@ -28,10 +30,10 @@ class UNetLayer:
     """A resnet, a stack of transformer blocks or a resampler.
 
     Attributes:
-        name: in the model.
-        module: itself.
-        bridging: by each up block, which of the residuals that it is given were made in front of this layer and are
-            used behind it; blocks that are given none of these are left out.
+        name: name in the model.
+        module: the module.
+        bridging: for each up block, which of its residuals are produced before this layer and used after it. Blocks
+            without such a residual are left out.
     """
 
     name: str
@@ -40,18 +42,18 @@ class UNetLayer:
 
 
 def layers_of(unet: nn.Module) -> list[UNetLayer]:
-    """All layers, in the order of passes."""
+    """Return all layers in the order of a pass."""
     modules = {name: module for name, module in unet.named_modules() if _is_layer(name)}
     names = sorted(modules, key=place_of)
     place = {name: number for number, name in enumerate(names)}
     down = [name for name in names if name.startswith("down_blocks.")]
     before_attention = {name.replace(".attentions.", ".resnets.") for name in down if ".attentions." in name}
-    # The first convolution makes a residual, then each resnet or the attention behind it, and each down-sampler.
+    # The first convolution produces a residual, then each resnet or the attention after it, and each down-sampler.
     made = [-1, *(place[name] for name in down if name not in before_attention)]
     spans: dict[nn.Module, list[tuple[int, int]]] = {}
     for number, block in enumerate(unet.get_submodule("up_blocks").children()):
         used = [at for name, at in place.items() if name.startswith(f"up_blocks.{number}.resnets.")]
-        # Each resnet takes the last residual that is left, and the block is given them in the order of making.
+        # Each resnet takes the last remaining residual, and the block receives them in the order of production.
         spans[block] = [(made.pop(), at) for at in used][::-1]
     return [
         UNetLayer(

@@ -1,7 +1,7 @@
 """A batch of one resolution for the unmodified model: the strongest form of plain diffusers, for every comparison.
 
-The text of all requests is put together once for as long as they stay, guidance and sampler take one operation each for
-all of them, and the model runs in the faster memory format. Both engines and `psctl bench steps` use it.
+The text of all requests is joined once per batch, guidance and sampler take one operation each for all requests, and
+the model runs in the faster memory format. Both engines and `psctl bench steps` use it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def plain_batch(
     requests: Sequence[PreparedRequest],
     sampler: BatchedSampler | PerRequestSampler,
 ) -> DenoiseBatch:
-    """Batch requests of one resolution; `conditions` are those of all their rows, as the model's forward names them."""
+    """Batch requests of one resolution; `conditions` are arguments of the model's forward, for all their rows."""
 
     rows, passes = adapters_of(requests, models.device), PassBatch(is_complete=True)
 
@@ -43,7 +43,7 @@ def whole_batch(
     sampler: BatchedSampler | PerRequestSampler,
     dtype: torch.dtype,
 ) -> DenoiseBatch:
-    """Batch requests of one resolution for whatever predicts whole images, in `dtype`."""
+    """Batch requests of one resolution for any function that predicts whole images, in `dtype`."""
     device = requests[0].latents.device
     rows = WholeImages(sum(prepared.num_rows for prepared in requests), device)
     return DenoiseBatch(requests, WholeImages(len(requests), device), rows, sampler, predict, dtype=dtype)

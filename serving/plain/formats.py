@@ -1,8 +1,8 @@
 """Plain diffusers in its strongest form: the faster memory format, compiled blocks, recorded passes.
 
-A U-Net has a second form whose convolutions are channels-last in memory. Which form is faster depends on the size of
-the batch, the dtype and the machine, so it is measured, as the strategies of convolutions are. `--compile` and
-`--cuda-graphs` do to the model what they do to the patch engine's, by the same code.
+A U-Net has a second form whose convolutions are channels-last in memory. The faster form depends on the batch size, the
+dtype and the machine, so it is measured, as are the strategies of convolutions. `--compile` and `--cuda-graphs` apply
+to this model as to the patch engine's, with the same code.
 """
 
 from collections.abc import Hashable, Mapping
@@ -31,7 +31,7 @@ _NO_WEIGHTS: Mapping[str, Tensor] = {}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a pass over `rows` of one latent size took in both formats, median in microseconds."""
+    """Median time of a pass over `rows` of one latent size in both formats, in microseconds."""
 
     size: tuple[int, int]
     rows: int
@@ -39,24 +39,24 @@ class Point:
     channels_last_us: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", tuple(self.size))  # JSON has lists only
+        object.__setattr__(self, "size", tuple(self.size))  # JSON has only lists
 
 
 class PlainModels:
-    """The unmodified model, and of a U-Net its channels-last form.
+    """The unmodified model and, for a U-Net, its channels-last form.
 
     Args:
         model: the unmodified model.
-        weights: of convolutions in channels-last format, by the module's name, as far as they exist already.
-        is_compiled: whether the transformer blocks of both forms, which then are copies, are compiled.
-        always: the format that is used whatever is faster.
-        adapters: the layers that requests may change; None for none.
-        captured: records passes and plays them back; None: all run eagerly.
+        weights: existing channels-last weights of convolutions, by module name.
+        is_compiled: whether the transformer blocks of both forms are compiled; both forms are then copies.
+        always: the format to use, whether it is faster or not; None to choose the faster one.
+        adapters: the layers that adapters of requests change; None for none.
+        captured: records and replays passes; None to run all passes eagerly.
 
     Attributes:
         captured: see above.
-        channels_last: the channels-last form, once it was needed.
-        points: what was measured; where nothing was, the model's own format is used.
+        channels_last: the channels-last form, created at its first use.
+        points: measured times; sizes without one use the model's own format.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class PlainModels:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model, and of what it predicts."""
+        """dtype of the model and of its predictions."""
         return self._model.dtype  # type: ignore[return-value]  diffusers' models have one
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
+        """Device of the model."""
         return self._model.device  # type: ignore[return-value]  as above
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """A transformer has next to no convolutions, so that a second form would be the same."""
+        """Available formats; a transformer has only one, because it has hardly any convolutions."""
         return ("default", "channels-last") if isinstance(self._model, UNet2DConditionModel) else ("default",)
 
     def predict(self, batch: PassBatch, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
@@ -152,7 +152,7 @@ class PlainModels:
         if self.captured is not None:
             circumstances |= {"cuda_graphs": True}
         found = load_or_measure(target.folder, "plain", circumstances, Point, measure)
-        # What is known of other sizes stays: SLOs may be measured for some of those that are served.
+        # Points of other sizes stay, because SLOs may be measured for a subset of the served sizes.
         sizes = {point.size for point in found}
         self.points = [*(point for point in self.points if point.size not in sizes), *found]
 
@@ -163,7 +163,7 @@ class PlainModels:
         dtype = example.conditioning["text"].dtype
         latents = example.latents.to(dtype).repeat(num_rows, 1, 1, 1)
         timesteps = example.state.timesteps[:1].expand(num_rows)
-        # Recorded in the second pass, which is not timed yet.
+        # The second pass is recorded; neither of the first two is timed.
         captured = None if self.captured is None else CapturedPasses(self.captured.recorder, patience=1)
         forms: dict[str, Format] = {"default_us": "default", "channels_last_us": "channels-last"}
         runs = {
@@ -174,14 +174,14 @@ class PlainModels:
 
 
 def _compiled_copy(model: nn.Module) -> nn.Module:
-    """A copy whose blocks are compiled: the model itself is shared with whoever wants it eager."""
+    """Return a copy with compiled blocks; the model itself is shared with users of its eager form."""
     copied = copy_modules(model)
     compile_blocks(copied)
     return copied
 
 
 def _constants(value: Any) -> Hashable:
-    """Conditions, with shapes in place of tensors: what a recorded pass cannot read anew."""
+    """Return the part of conditions that a recorded pass cannot read anew: shapes and dtypes in place of tensors."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, Mapping):
@@ -190,9 +190,9 @@ def _constants(value: Any) -> Hashable:
 
 
 def channels_last_copy(model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> nn.Module:
-    """A copy of a model whose convolutions are channels-last in memory; it shares all other weights.
+    """Return a copy of a model with channels-last convolutions; it shares all other weights.
 
-    `weights` holds those of convolutions that exist in that format, by module name.
+    `weights` holds existing weights of convolutions in this format, by module name.
     """
     copied = copy_modules(model)
     for name, module in copied.named_modules():

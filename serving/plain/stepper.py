@@ -21,10 +21,10 @@ class PlainStepper:
     """The exact, strong baseline: same-resolution batches of plain diffusers, with any of its schedulers.
 
     Args:
-        models: the unmodified model, in the memory formats that it may run in.
-        conditions: names conditioning tensors as the model does.
+        models: the unmodified model in its memory formats.
+        conditions: maps conditioning tensors to arguments of the model's forward.
         sampler: updates the requests of a batch together; None for a scheduler that `BatchedSampler` does not cover,
-            which each request then calls for itself.
+            which is then called for each request separately.
         alone: calls a request's own scheduler.
     """
 
@@ -45,18 +45,18 @@ class PlainStepper:
 
     @property
     def recording_failure(self) -> str | None:
-        """Why passes are not recorded and played back, though that is asked for, see `CapturedPasses`."""
+        """Reason why passes are not recorded although this is enabled, see `CapturedPasses`; None otherwise."""
         return None if self.models.captured is None else self.models.captured.failure
 
     def tune(self, target: Tuning) -> None:
-        """Measure the memory formats, or read what was measured before."""
+        """Measure the memory formats, or read earlier measurements."""
         self.models.tune(target, self.conditions)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
-        """Every schedule that diffusers makes can be stepped through, at any size."""
+        """Accept every schedule of diffusers, at any size."""
 
     def prepare(self, prepared: PreparedRequest) -> None:
-        """Work out a request's coefficients beside the denoise loop."""
+        """Compute a request's coefficients outside the denoise loop."""
         prepared.latents = prepared.latents.float()
         if self.sampler is not None:
             try:
@@ -64,7 +64,7 @@ class PlainStepper:
             except UsageError:
                 if prepared.state.plan is not None:
                     raise
-                # A schedule without finite coefficients: its own scheduler knows what diffusers does then.
+                # A schedule without finite coefficients is left to its own scheduler.
                 assert prepared.state.coefficients is None
 
     @torch.inference_mode()
@@ -73,15 +73,15 @@ class PlainStepper:
 
         Returns:
             The requests that failed, by id, with the reason. A failing forward pass is repeated in halves, so that
-            only the requests which fail alone are named; the others have taken their step.
+            only requests which fail alone are returned; the others have taken their step.
         """
         groups = self.groups_of(active)
         self._let_go([batch for batch in self._batches if not any(map(batch.holds, groups))])
         failures: dict[int, str] = {}
         for group in groups:
             self._step_or_halves(group, failures)
-        # The only waits for the device in an iteration, after all of it was launched. They make measured step times
-        # honest, and after them no kernel of this step still reads tensors that other threads are about to use.
+        # The only waits for the device in an iteration, after all of its work was launched. They make measured step
+        # times honest, and after them no kernel of this step still reads tensors that other threads are about to use.
         left, self._stepped = [], self._batches.copy()
         for batch in self._batches:
             failed = batch.failures()
@@ -92,16 +92,16 @@ class PlainStepper:
         return failures
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there are no resources to release."""
 
     @torch.inference_mode()
     def peek(self, prepared: PreparedRequest) -> torch.Tensor | None:
-        """See `Stepper`."""
+        """Return the clean latents predicted by the last step of a request in its batch; None for other requests."""
         batch = next((batch for batch in self._stepped if batch.has(prepared)), None)
         return None if batch is None else batch.x0_of(prepared)
 
     def _step_or_halves(self, group: Sequence[PreparedRequest], failures: dict[int, str]) -> None:
-        """Step a group of one resolution, together if possible, else in halves."""
+        """Step a group of one resolution together; if this fails, step it in halves."""
         batch = next((batch for batch in self._batches if batch.holds(group)), None)
         try:
             if batch is None:
@@ -121,11 +121,11 @@ class PlainStepper:
             self._step_or_halves(half, failures)
 
     def groups_of(self, active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:
-        """The requests that take their steps together."""
+        """Return groups of requests that take their steps together."""
         return [group for each in group_by_resolution(active).values() for group in _by_sampler(each)]
 
     def batch_of(self, group: Sequence[PreparedRequest], sampler: BatchedSampler | PerRequestSampler) -> DenoiseBatch:
-        """Put requests of one resolution together, to be stepped until one of them leaves or another joins."""
+        """Batch requests of one resolution, to be stepped until one of them leaves or another joins."""
         return plain_batch(self.models, self.conditions(join_conditioning(group)), group, sampler)
 
     def _sampler_of(self, group: Sequence[PreparedRequest]) -> BatchedSampler | PerRequestSampler:
@@ -133,17 +133,17 @@ class PlainStepper:
         return known or self.alone
 
     def _let_go(self, batches: Sequence[DenoiseBatch]) -> None:
-        """Hand the latents of these batches back to their requests."""
+        """Dissolve these batches, and return the latents to their requests."""
         for batch in batches:
             batch.unpack()
             self._batches.remove(batch)
         if batches:
-            # Who has finished goes to the decoder, which works on another stream.
+            # Finished requests go to the decoder, which works on another stream.
             finish_stream(batches[0].latents.device)
 
 
 def _by_sampler(group: list[PreparedRequest]) -> list[list[PreparedRequest]]:
-    """Requests with coefficients and those without, whose schedulers count their own steps."""
+    """Split requests into those with coefficients and those without, whose schedulers count their own steps."""
     parts = [[each for each in group if (each.state.coefficients is None) == is_alone] for is_alone in (False, True)]
     return [part for part in parts if part]
 

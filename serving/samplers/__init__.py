@@ -1,1 +1,1 @@
-"""Samplers: diffusers schedulers for one request at a time, and the batched update that equals them."""
+"""Samplers: diffusers schedulers for one request at a time, and an equivalent batched update."""

@@ -4,12 +4,12 @@ diffusers' schedulers remain the source of the numbers: `BatchedSampler.table` t
 copy into coefficients. One step of every supported scheduler is then
 
     model input = scale * x
-    x0 = x0_sample * x + x0_output * out          (clamped where DDIM's `clip_sample` asks for it)
-    x' = sample * x + output * out + x0 * x0 + previous_x0 * (x0 of the step before) + noise * (fresh noise)
-                    + carried * (what the step before has left)
+    x0 = x0_sample * x + x0_output * out          (clamped if `clip_sample` is set)
+    x' = sample * x + output * out + x0 * x0 + previous_x0 * (x0 of the previous step) + noise * (fresh noise)
+                    + carried * (tensor carried over from the previous step)
 
-with one scalar per request and term, where x are the latents and out is the model's prediction. The terms depend on
-the scheduler alone, never on the step, so requests at different steps share the same few operators. The update equals
+with one scalar per request and term, where x are the latents and out is the model's prediction. The terms depend only
+on the scheduler, never on the step, so requests at different steps share the same few operators. The update equals
 `scheduler.step` as pipelines call it (`eta` 0, no `s_churn`), in float32 whatever the model's dtype. `rules` has the
 formulas.
 """
@@ -30,16 +30,16 @@ def _refusal(given: str) -> UsageError:
 
 
 class BatchedSampler:
-    """The update rule of one served model's scheduler, which is only read; holds no state of any request.
+    """The update rule of one served model's scheduler, which is only read. It holds no state of requests.
 
     Attributes:
         terms: names of the terms of the update that this scheduler has; the columns of every table.
         clip: `clip_sample_range` of a scheduler that clips x0, else None.
         needs_noise: whether each step adds fresh noise.
-        kept: the terms whose tensors a step leaves for the next one.
+        kept: the terms whose tensors a step keeps for the next one.
 
     Raises:
-        UsageError: the scheduler's class or one of its options is not covered: `PerRequestSampler` takes it.
+        UsageError: the scheduler's class or one of its options is not covered; use `PerRequestSampler`.
     """
 
     def __init__(self, scheduler: Any, *, pass_step_kwargs: bool) -> None:
@@ -77,18 +77,18 @@ class BatchedSampler:
         return state.coefficients
 
     def columns(self, state: SamplerState) -> Columns:
-        """The coefficients of a request's steps by term, float64 (num_steps,)."""
+        """Return the coefficients of a request's steps by term, float64 (num_steps,)."""
         return {term: column[state.first :] for term, column in self._rule(state).items()}
 
     def advanced(
         self, of: Columns, x: torch.Tensor, output: torch.Tensor, history: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Latents after a step, without its noise, and what the step leaves for the next one.
+        """Return the latents after a step, without its noise, and the history for the next step.
 
         Args:
             of: coefficients by term, each (P, 1, 1, 1).
-            x, output: (P, channels, s, s) float32, the latents and what the model says of them.
-            history: (P, k * channels, s, s), what the step before has left; None if the sampler keeps nothing.
+            x, output: (P, channels, s, s) float32, the latents and the model's output for them.
+            history: (P, k * channels, s, s), tensors kept by the previous step; None if the sampler keeps nothing.
         """
         updated = torch.addcmul(x * of["sample"] if "sample" in of else x, output, of["output"])
         if "x0_sample" not in of:
@@ -109,7 +109,7 @@ class BatchedSampler:
         return updated, torch.cat([x0, carried], dim=1) if "previous_x0" in before else carried
 
     def x0_factors(self, state: SamplerState) -> tuple[float, float]:
-        """The factors of x and out in the x0 of the step that a request has taken last, which is one at the least."""
+        """Return the factors of x and out in the x0 of a request's last step; it must have taken at least one."""
         columns, last = self._rule(state), state.place(state.steps_done - 1)
         sample, output = (float(columns[name][last]) for name in ("x0_sample", "x0_output"))
         return sample, output
@@ -118,26 +118,26 @@ class BatchedSampler:
 class SamplerBatch:
     """The sampler's side of a packed batch: the latents of all requests in patches, advanced together.
 
-    Rebuilt whenever a request joins or leaves; in between, nothing else may change the states' `steps_done`. Tensors
-    that it is given or hands out are never written to.
+    It is rebuilt whenever a request joins or leaves; in between, nothing else may change the states' `steps_done`.
+    Tensors that it receives or returns are never written to.
 
     Args:
         sampler: the model's update rule.
-        states: of the n requests.
-        latents: (P, channels, s, s) float32, the patches of all requests, in any memory format; it is kept.
+        states: states of the n requests.
+        latents: (P, channels, s, s) float32, the patches of all requests, in any memory format, which is preserved.
         patch_request: (P,) int64, the index in `states` of the request that each patch belongs to.
-        history: (P, k * channels, s, s) float32, that of the batch before; rows of requests at their first step
-            may hold anything. None if all are at their first step, or if the sampler keeps nothing.
+        history: (P, k * channels, s, s) float32, the history of the previous batch; rows of requests at their first
+            step may hold any values. None if all are at their first step, or if the sampler keeps nothing.
 
     Attributes:
-        sampler: as given.
-        latents: as after the last step.
-        history: what the next step reads of those before; None if the sampler keeps nothing.
-        last: the latents before the last step and the prediction in it; None before the first.
-        needs_noise: the sampler's.
+        sampler: the sampler.
+        latents: latents after the last step.
+        history: tensors of earlier steps for the next one; None if the sampler keeps nothing.
+        last: the latents before the last step and the prediction in it; None before the first step.
+        needs_noise: whether each step adds fresh noise.
 
     Raises:
-        ValueError: the sampler keeps something, and it is missing.
+        ValueError: the sampler keeps a history, and it is missing.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class SamplerBatch:
         return self._timesteps.index_select(0, self._request_rows)
 
     def model_input(self) -> torch.Tensor:
-        """Return what the model sees, (P, channels, s, s) float32; the latents themselves if nothing scales them."""
+        """Return the model's input, (P, channels, s, s) float32; the latents themselves if nothing scales them."""
         return self.latents * self._current()["scale"] if "scale" in self.sampler.terms else self.latents
 
     def step(self, prediction: torch.Tensor, draw_noise: Callable[[], torch.Tensor] | None = None) -> None:
@@ -178,10 +178,10 @@ class SamplerBatch:
 
         Args:
             prediction: (P, channels, s, s), the model's guided output, in any dtype.
-            draw_noise: returns standard normal noise shaped as the latents; called once, only if `needs_noise`.
+            draw_noise: returns standard normal noise shaped like the latents; called once, only if `needs_noise`.
 
         Raises:
-            RuntimeError: a request is finished (also raised by `timesteps`); nothing has changed then.
+            RuntimeError: a request is finished (also raised by `timesteps`); the batch is then unchanged.
         """
         x, output = self.latents, prediction.float()
         updated, self.history = self.sampler.advanced(self._current(), x, output, self.history)
@@ -210,7 +210,7 @@ class SamplerBatch:
         is_first = [state.steps_done == 0 for state in self._states]
         if history is None and not all(is_first):
             raise ValueError("history is None, but a request past its first step needs it")
-        # The coefficient of these rows is 0, which does not silence NaN.
+        # The coefficient of these rows is 0, but 0 times NaN is NaN.
         is_unused = torch.tensor(is_first, device=self.latents.device)[patch_request, None, None, None]
         nothing = self.latents.repeat(1, len(self.sampler.kept), 1, 1) if history is None else history
         return nothing.masked_fill(is_unused, 0.0)

@@ -1,4 +1,4 @@
-"""Which sampler updates the requests of a model."""
+"""Choice of the sampler for the requests of a model."""
 
 from typing import Any
 
@@ -11,9 +11,12 @@ from .skipping import SkippingSampler
 def choose_sampler(
     scheduler: Any, *, pass_step_kwargs: bool, skips: bool = False
 ) -> tuple[BatchedSampler | PerRequestSampler, str | None]:
-    """What updates requests with this scheduler; where each calls its own, also why. With `skips` they may skip steps.
+    """Return the sampler for this scheduler, and the reason if each request calls its own scheduler, else None.
 
-    Raises UsageError: the scheduler draws noise that no seed decides; or steps are skipped, and it is not batched.
+    With `skips`, requests may skip steps.
+
+    Raises UsageError: the scheduler draws noise that does not depend on a seed; or steps are skipped, and it is not
+    batched.
     """
     if skips:
         return SkippingSampler(scheduler, pass_step_kwargs=pass_step_kwargs), None

@@ -1,4 +1,4 @@
-"""Samplers by the names that users give them. No torch."""
+"""Samplers by their names in options. No torch."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -40,4 +40,4 @@ SCHEDULERS: Mapping[SamplerName, tuple[str, Mapping[str, Any]]] = {
     "tcd": ("TCDScheduler", {}),
     "unipc": ("UniPCMultistepScheduler", {}),
 }
-"""diffusers' scheduler of each, and the options that it has beside those of the scheduler that it replaces."""
+"""diffusers' scheduler of each, with its options in addition to those of the scheduler that it replaces."""

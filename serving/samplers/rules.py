@@ -1,4 +1,4 @@
-"""The coefficients of one step of each sampler that is batched: what `batched` describes, one rule per scheduler.
+"""The coefficients of one step, described in `batched`, with one rule per batched scheduler.
 
 diffusers' schedulers remain the source of the numbers: a rule reads the schedule of a request's own copy.
 """
@@ -10,7 +10,7 @@ import torch
 
 from .single import SamplerState
 
-# The columns of a table by term, float64, a row for every timestep of the scheduler. Their formulas are in
+# The columns of a table by term, float64, with a row for every timestep of the scheduler. Their formulas assume
 # x = alpha * x0 + sigma * epsilon; a level is one of a scheduler's `sigmas`: sigma / alpha, or for flow models sigma.
 Columns = dict[str, torch.Tensor]
 
@@ -41,11 +41,11 @@ def _ddim(state: SamplerState) -> Columns:
 
 
 def _deterministic(config: Any, square: torch.Tensor, next_square: torch.Tensor, *, clips: bool = False) -> Columns:
-    """DDIM's step between two squares of alpha."""
+    """DDIM's step between two values of alpha squared."""
     alpha, sigma = square.sqrt(), (1 - square).sqrt()
     next_alpha, next_sigma = next_square.sqrt(), (1 - next_square).sqrt()
     a, b = _x0_columns(config.prediction_type, alpha, sigma)
-    # epsilon = (x - alpha x0) / sigma, of the x0 before it is clipped.
+    # epsilon = (x - alpha x0) / sigma, with x0 before clipping.
     sample, output = next_sigma * (1 - alpha * a) / sigma, next_sigma * -alpha * b / sigma
     if not clips:
         sample, output = sample + next_alpha * a, output + next_alpha * b
@@ -55,8 +55,8 @@ def _deterministic(config: Any, square: torch.Tensor, next_square: torch.Tensor,
 def _euler(state: SamplerState) -> Columns:
     """Euler: y' = y + (y - x0) / level * (level' - level) for y = x / alpha (Karras et al. 2022, algorithm 1).
 
-    The ancestral step goes down to level'^2 / level instead and then adds noise back up to level' (Song et al. 2021,
-    eq. 16 with eta = 1). diffusers writes the former as sqrt(level'^2 - up^2), which in float32 can give NaN.
+    The ancestral step goes down to level'^2 / level instead, and then adds noise up to level' (Song et al. 2021, eq. 16
+    with eta = 1). diffusers computes the former as sqrt(level'^2 - up^2), which can give NaN in float32.
     """
     scheduler = state.scheduler
     level, next_level = _levels(scheduler)
@@ -79,8 +79,8 @@ def _dpm_solver(state: SamplerState) -> Columns:
     """DPM-Solver++ 2M: x' = sigma' / sigma x + alpha' (1 - e^-h) x0 + w h / h_before (x0 - x0_before).
 
     h is the step in log(alpha / sigma); w is alpha' (1 - e^-h) / 2 for "midpoint" (Lu et al. 2022, DPM-Solver++,
-    algorithm 2) and alpha' (1 - (1 - e^-h) / h) for "heun". The last term is missing in the first step and, by
-    diffusers' rules, in the last step where steps are few or h is infinite.
+    algorithm 2) and alpha' (1 - (1 - e^-h) / h) for "heun". The last term is omitted in the first step and, by
+    diffusers' rules, in the last step if there are few steps or h is infinite.
     """
     config = state.scheduler.config
     alpha, next_alpha, sigma, next_sigma, a, b = _signal_and_noise(state.scheduler)
@@ -98,7 +98,7 @@ def _dpm_solver(state: SamplerState) -> Columns:
 
 
 def _signal_and_noise(scheduler: Any) -> tuple[torch.Tensor, ...]:
-    """Of solvers in log(alpha / sigma): alpha before and after each step, sigma so, and the columns of x0."""
+    """Return alpha and sigma before and after each step, and the columns of x0, for solvers in log(alpha / sigma)."""
     config = scheduler.config
     levels = torch.stack(_levels(scheduler))
     alphas = 1 - levels if config.use_flow_sigmas else (levels**2 + 1).rsqrt()
@@ -109,13 +109,14 @@ def _signal_and_noise(scheduler: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _uni_pc(state: SamplerState) -> Columns:
-    """UniPC: each step corrects the x that the step before has predicted, then predicts (Zhao et al. 2023, algorithms
-    5 to 8). With m0, m1 for the x0 of the two steps before, and y for a corrected x:
+    """UniPC: each step corrects the x predicted by the previous step, then predicts (Zhao et al. 2023, algorithms 5-8).
 
-        y  = c0 y_before + c1 m0 + c2 m1 + c3 x0        (y = x in the first step, or where no step is corrected)
+    With m0, m1 for the x0 of the two previous steps, and y for a corrected x:
+
+        y  = c0 y_before + c1 m0 + c2 m1 + c3 x0        (y = x in the first step, or if the step is not corrected)
         x' = p0 y + p1 x0 + p2 m0
 
-    The first three terms of y are known when the step before is done: they are what is carried.
+    The first three terms of y are known at the end of the previous step; their sum is carried over.
     """
     scheduler, first = state.scheduler, state.first
     config, count = scheduler.config, len(scheduler.timesteps)
@@ -128,11 +129,11 @@ def _uni_pc(state: SamplerState) -> Columns:
     h = (next_alpha.log() - next_sigma.log()) - (alpha.log() - sigma.log())
     gain = -torch.expm1(-h)  # 1 - e^-h
     scale = h if config.solver_type == "bh1" else gain
-    # Of a step of second order: how much longer it is than the one before, negative.
+    # For a step of second order, the negative ratio of the previous step's length to its own.
     ratio = -h.roll(1) / h
     slope = torch.where(is_second, next_alpha * scale / ratio, 0.0)
     p0, p1, p2 = next_sigma / sigma, next_alpha * gain - slope / 2, slope / 2
-    # The correction of x' in the step after, with as many x0 as the prediction had.
+    # The correction of x' in the next step, with the same number of x0 terms as the prediction.
     phi = gain / h - 1
     of_first, of_second = -phi / scale, (2 * phi / h + 1) / scale
     older = torch.where(is_second, (of_first - of_second) / (1 - ratio), 0.0)
@@ -191,8 +192,9 @@ def _flow_match(state: SamplerState) -> Columns:
     return {"x0_sample": torch.ones_like(level), "x0_output": -level, "output": next_level - level}
 
 
-# Scheduler class -> its columns, and option -> the values that they cover; all other options shape only what is read
-# from the scheduler. Classes go by name, so that a subclass with its own `step` is not taken for its parent.
+# Scheduler class -> its columns, and option -> the values that they cover; all other options affect only the values
+# read from the scheduler. Classes are matched by name, so that a subclass with its own `step` is not taken for its
+# parent.
 RULES: dict[str, tuple[Callable[[SamplerState], Columns], dict[str, tuple[Any, ...]]]] = {
     "DDIMScheduler": (_ddim, {"prediction_type": ("epsilon", "sample", "v_prediction"), "thresholding": (False,)}),
     "EulerDiscreteScheduler": (_euler, {"prediction_type": ("epsilon", "sample", "v_prediction")}),
@@ -226,7 +228,7 @@ SUPPORTED_SCHEDULERS: tuple[str, ...] = tuple(RULES)
 
 
 def terms_of(name: str, config: Any) -> tuple[str, ...]:
-    """Return the terms of this scheduler; left out are those that are 0, or for `sample` 1, at every step."""
+    """Return the terms of this scheduler, without those that are 0 (or 1 for `sample`) at every step."""
     if name == "FlowMatchEulerDiscreteScheduler":
         return ("output",)
     if name in ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler"):

@@ -1,4 +1,4 @@
-"""The schedule of each request, and plain diffusers' way of stepping through it.
+"""The schedule of each request, and stepping through it as plain diffusers does.
 
 diffusers' schedulers hold a step index and, for multistep methods, earlier model outputs, so each request has its own
 copy. `PerRequestSampler` calls that copy, which is exact for every scheduler that the pipeline accepts; `batched` only
@@ -21,15 +21,15 @@ _DRAW_NOISE = frozenset({
     *("DDPMScheduler", "DDPMParallelScheduler", "DPMSolverSDEScheduler", "EulerAncestralDiscreteScheduler"),
     *("FlowMatchLCMScheduler", "KDPM2AncestralDiscreteScheduler", "LCMScheduler", "SASolverScheduler"),
 })  # fmt: skip
-"""Schedulers that draw noise in their steps whatever their options are, as the pipelines call them."""
+"""Schedulers that draw noise in their steps with any options, when called as the pipelines do."""
 
 
 NOISING = ("scale_noise", "add_noise")
-"""How schedulers call the function that noises clean latents; some have none."""
+"""Names of the schedulers' methods that noise clean latents; some schedulers have none."""
 
 
 def draws_noise(scheduler: Any, *, pass_step_kwargs: bool) -> bool:
-    """Whether this scheduler of diffusers draws noise in its steps, as pipelines call it: with `eta` 0 or without."""
+    """Return whether this scheduler draws noise in its steps when called as pipelines do: with `eta` 0 or without."""
     name, config = type(scheduler).__name__, scheduler.config
     if name == "TCDScheduler":
         return not pass_step_kwargs  # its own `eta` is 0.3
@@ -43,14 +43,15 @@ class SamplerState:
 
     Attributes:
         scheduler: the request's own diffusers scheduler, with its timesteps set.
-        timesteps: (num_steps,) in the order in which they are visited: the scheduler's, from `first` on, or those of
-            them that are computed.
+        timesteps: (num_steps,), in the order of the steps: the scheduler's timesteps from `first` on, or those of them
+            that are computed.
         step_kwargs: further arguments of the scheduler's `step` (`eta`, `generator`), as the pipeline passes them.
-        first: where the request begins in the scheduler's timesteps; above 0 if it starts from an image.
-        plan: which of its steps are computed, so that `timesteps` are those alone; None for all.
+        first: index of the request's first step in the scheduler's timesteps; above 0 if it starts from an image.
+        plan: plan of the computed steps, to which `timesteps` are then restricted; None for all steps.
         steps_done: number of finished steps; `timesteps[steps_done]` is the next one.
-        coefficients: of all steps, once `BatchedSampler.table` has computed them.
-        num_kept: with them: tensors shaped as the latents that a step leaves for the next one.
+        coefficients: coefficients of all steps, set by `BatchedSampler.table`.
+        num_kept: number of tensors, each shaped like the latents, that a step keeps for the next one; set with
+            `coefficients`.
     """
 
     scheduler: Any
@@ -63,30 +64,30 @@ class SamplerState:
     plan: StepPlan | None = None
 
     def skip(self, plan: StepPlan) -> None:
-        """Compute the steps of a plan alone. Called once, before the first step; the sampler is a `SkippingSampler`."""
+        """Compute only the steps of a plan. Called once, before the first step; requires a `SkippingSampler`."""
         assert plan.num_steps == len(self.timesteps), "the plan is of another number of steps"
         assert self.coefficients is None, "coefficients are of the steps that are computed"
         self.plan, self.timesteps = plan, self.timesteps[list(plan.steps)]
 
     @property
     def whole_plan(self) -> StepPlan:
-        """Which steps are computed, also where these are all."""
+        """Plan of the computed steps, even if these are all steps."""
         return self.plan or StepPlan.of_all(len(self.timesteps))
 
     def place(self, step: int) -> int:
-        """Where a step lies in the scheduler's timesteps; that of the last one's end is their number."""
+        """Return the index of a step in the scheduler's timesteps; `num_steps` gives the index after the last one."""
         if self.plan is None:
             return self.first + step
         return self.first + (*self.plan.steps, self.plan.num_steps)[step]
 
     @property
     def num_passed(self) -> int:
-        """The steps that were asked for and are done, whether they were computed or skipped."""
+        """Number of requested steps that are done, computed or skipped."""
         return self.place(self.steps_done) - self.first
 
     @property
     def num_wanted(self) -> int:
-        """The steps that were asked for, computed or not."""
+        """Number of requested steps, computed or skipped."""
         return len(self.timesteps) if self.plan is None else self.plan.num_steps
 
     @property
@@ -98,15 +99,17 @@ class SamplerState:
         return self.steps_done >= len(self.timesteps)
 
     def noising(self) -> torch.Tensor:
-        """How the request's own scheduler noises clean latents: (num_steps + 1, 2) float32 on the CPU, of which row i
-        holds the factors of clean latents and noise before step i, and the last (1, 0).
+        """Return the factors with which the request's own scheduler noises clean latents.
+
+        Their shape is (num_steps + 1, 2), float32 on the CPU. Row i holds the factors of clean latents and noise before
+        step i; the last row is (1, 0).
         """
         scheduler = copy.deepcopy(self.scheduler)
         clean, noise = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
         factors = []
         for index, timestep in enumerate(self.timesteps.cpu().split(1)):
             if hasattr(scheduler, "_step_index"):
-                # As in a pipeline that has taken so many steps: then no timestep is looked up.
+                # As in a pipeline that has taken these steps, so that the timestep is not searched.
                 scheduler._step_index = self.place(index)
             if hasattr(scheduler, "scale_noise"):
                 factors.append(scheduler.scale_noise(clean, timestep, noise))
@@ -122,11 +125,12 @@ class PerRequestSampler:
     does not).
 
     Attributes:
-        draws_noise: whether steps draw noise. Its values depend on the number format, so that they are taken in
-            the model's then, as the pipelines do; in float32 otherwise.
+        draws_noise: whether steps draw noise. Its values depend on the dtype, so steps then run in the model's dtype,
+            as in the pipelines; in float32 otherwise.
 
     Raises:
-        UsageError: the scheduler draws noise that no seed decides, as the pipeline passes it no generator.
+        UsageError: the scheduler draws noise that does not depend on a seed, because the pipeline passes it no
+            generator.
     """
 
     def __init__(self, scheduler: Any, *, pass_step_kwargs: bool) -> None:
@@ -152,7 +156,7 @@ class PerRequestSampler:
         schedule_kwargs: dict[str, Any] | None = None,
         first_step: int = 0,
     ) -> SamplerState:
-        """Set a request's schedule; `first_step` of its steps are left out."""
+        """Set a request's schedule; the first `first_step` steps are skipped."""
         scheduler = copy.deepcopy(self._scheduler)
         scheduler.set_timesteps(num_inference_steps, device=device, **(schedule_kwargs or {}))
         first = first_step * scheduler.order
@@ -160,7 +164,7 @@ class PerRequestSampler:
             # Avoids a search for the first timestep, which on CUDA would wait for the device.
             scheduler.set_begin_index(first)
         if generator is not None and getattr(scheduler, "noise_sampler_seed", 0) is None:
-            # DPM++ SDE takes no generator; without a seed of its own its noise would be another each time.
+            # DPM++ SDE takes no generator; without its own seed, its noise would differ each time.
             scheduler.noise_sampler_seed = generator.initial_seed()
         step_kwargs: dict[str, Any] = {}
         if self._accepts_eta:
@@ -170,7 +174,7 @@ class PerRequestSampler:
         return SamplerState(scheduler, scheduler.timesteps[first:], step_kwargs, first)
 
     def model_input(self, states: Sequence[SamplerState], latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # Flow-match schedulers have no `scale_model_input`: the model sees the latents unscaled.
+        # Flow-match schedulers have no `scale_model_input`: the model gets the latents unscaled.
         return [
             state.scheduler.scale_model_input(latent, state.timesteps[state.steps_done])
             if hasattr(state.scheduler, "scale_model_input")
@@ -189,17 +193,18 @@ class PerRequestSampler:
 
 
 class PerRequestBatch:
-    """What `batched.SamplerBatch` is, for schedulers that it does not cover: each request calls its own.
+    """Counterpart of `batched.SamplerBatch` for schedulers that it does not cover: each request calls its own.
 
     Args:
-        sampler, states: of the n requests; their schedulers count along.
+        sampler: calls the schedulers.
+        states: states of the n requests; their schedulers count their own steps.
         latents: (P, channels, s, s) float32, the patches of all requests.
         packing: cuts images into patches.
-        dtype: of the model.
+        dtype: dtype of the model.
 
     Attributes:
-        latents: as after the last step.
-        errors: of the last step: by index, what a request's scheduler has raised; its latents have not changed then.
+        latents: latents after the last step.
+        errors: errors that schedulers raised in the last step, by index of the request, whose latents are unchanged.
     """
 
     history = None
@@ -221,12 +226,12 @@ class PerRequestBatch:
         return self._sampler.timesteps(self._states)
 
     def model_input(self) -> torch.Tensor:
-        """Return what the model sees, shaped as the latents."""
+        """Return the model's input, shaped like the latents."""
         seen = self._sampler.model_input(self._states, self._images(self.latents))
         return self._packing.pack([image[0].float() for image in seen])
 
     def step(self, prediction: torch.Tensor, draw_noise: Callable[[], torch.Tensor] | None = None) -> None:
-        """Advance every request by the model's guided output, shaped as the latents; each draws its own noise."""
+        """Advance every request by the model's guided output, shaped like the latents; each draws its own noise."""
         self.errors.clear()
         updated = self._images(self.latents)
         for index, (state, part) in enumerate(zip(self._states, self._images(prediction), strict=True)):
@@ -237,6 +242,6 @@ class PerRequestBatch:
         self.latents = self._packing.pack([image[0].float() for image in updated])
 
     def _images(self, patches: torch.Tensor) -> list[torch.Tensor]:
-        """The image (1, channels, height, width) of every request."""
+        """Return the latents (1, channels, height, width) of every request."""
         count = range(len(self._states))
         return [self._packing.unpack(patches, index)[None].to(self._dtype) for index in count]

@@ -1,9 +1,10 @@
-"""Requests that compute some steps of their schedule only: one update takes them over all steps to the next such one.
+"""Sampler for requests that compute only some steps: one update spans all steps up to the next computed one.
 
-What the model would say in between is forecast from the last two steps that it took (`training.cache.schedule`), which
-is linear in both outputs, as every supported sampler is in its own. So all that happens up to the next computed step is
-one linear map of the latents, the two outputs and what the sampler keeps; its coefficients are worked out once for a
-request, in float64. A step costs what it costs without a schedule, and there are fewer of them.
+Skipped outputs of the model are forecast from its last two outputs (`training.cache.schedule`). The forecast is linear
+in both outputs, and every supported sampler is linear in the model's output. All steps up to the next computed one are
+therefore a single linear map of the latents, the two outputs and the tensors that the sampler keeps; its coefficients
+are computed once per request, in float64. A computed step costs as much as without a schedule, and there are fewer
+steps.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ _PREVIOUS_OUTPUT = "previous_output"
 class SkippingSampler(BatchedSampler):
     """A batched sampler for requests some of which skip steps (`SamplerState.plan`).
 
-    Each tensor of which the next step reads is a sum of those that there are now, times the coefficient `TO<OF`.
+    Each tensor that the next step reads is a sum of the present tensors, each times the coefficient `TO<OF`.
 
     Raises:
         UsageError: as `BatchedSampler`; or the scheduler clips, so that its steps are not linear.
@@ -44,7 +45,7 @@ class SkippingSampler(BatchedSampler):
     def advanced(
         self, of: Columns, x: torch.Tensor, output: torch.Tensor, history: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents before the next computed step, and what is kept until then; arguments as of each batched sampler."""
+        """Return the latents before the next computed step and the history for it, as `BatchedSampler.advanced`."""
         assert history is not None, "the output before is always kept"
         tensors = dict(zip(self._sources, (x, output, *history.chunk(len(self.kept), dim=1)), strict=True))
 
@@ -58,13 +59,13 @@ class SkippingSampler(BatchedSampler):
         return summed("sample"), torch.cat([*map(summed, self._each.kept), output], dim=1)
 
     def columns(self, state: SamplerState) -> Columns:
-        """Coefficients by term, float64, a row for every computed step of a request."""
+        """Return the coefficients by term, float64, with a row for every computed step of a request."""
         columns = self._rule(state)
         rows = [self._folded(columns, state.first + gap.step, gap.shares) for gap in state.whole_plan.gaps()]
         return {term: torch.stack([row[term] for row in rows]) for term in self.terms}
 
     def output_weights(self, state: SamplerState) -> list[float]:
-        """What the outputs of a request's steps count in its final latents, if all of its steps are computed."""
+        """Return the weight of each step's output in a request's final latents, if all of its steps are computed."""
         columns, outputs = self._rule(state), torch.eye(state.num_steps, dtype=torch.float64)
         latents, history = torch.zeros_like(outputs[:1]), outputs.new_zeros(1, len(self._each.kept) * len(outputs))
         for step, output in enumerate(outputs, start=state.first):
@@ -72,14 +73,14 @@ class SkippingSampler(BatchedSampler):
         return latents[0].tolist()
 
     def _folded(self, columns: Columns, first: int, shares: Sequence[float]) -> Columns:
-        """The coefficients of all that happens from a computed step to the next: what becomes of unit vectors."""
+        """Return the coefficients from one computed step to the next, obtained by advancing unit vectors."""
         latents, output, *held, previous = torch.eye(len(self._sources), dtype=torch.float64).split(1)
         history, noise = torch.cat([*held, latents[:, :0]], dim=1), torch.zeros((), dtype=torch.float64)
         for step, share in enumerate(shares, start=first):
             forecast = output + share * (output - previous)
             latents, history = self._advanced_once(columns, step, latents, forecast, history)
             if self.needs_noise:
-                # What is drawn at each step by itself has this variance when it is drawn at once.
+                # Noise drawn at once has the total variance of noise drawn at each step.
                 noise = noise * columns["sample"][step] ** 2 + columns["noise"][step] ** 2
         row = {"noise": noise.sqrt()} | ({"scale": columns["scale"][first]} if "scale" in columns else {})
         parts = (latents, *history.split(len(self._sources), dim=1))
@@ -90,7 +91,7 @@ class SkippingSampler(BatchedSampler):
     def _advanced_once(
         self, columns: Columns, step: int, latents: torch.Tensor, output: torch.Tensor, history: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step of the scheduler, of which nothing is skipped."""
+        """Take a single step of the scheduler."""
         of = {term: columns[term][step] for term in self._each.terms}
         latents, kept = self._each.advanced(of, latents, output, history if self._each.kept else None)
         return latents, history if kept is None else kept
