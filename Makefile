@@ -9,6 +9,8 @@
 #   make lint     ruff, pyright and the import floors
 #   make bench    the benchmarks of tests/benchmarks
 #   make soak     a server under load of all kinds: 10,000 requests at once, then for two hours
+#   make sbom     dist/sbom.cdx.json, a bill of materials of what is installed
+#   make audit    known vulnerabilities of the set-up's versions, where their service can be reached
 #   make resolve  whether pip finds the set-up's versions, and those of a GPU, in PyPI's index alone
 #   make setup    only the set-up
 # PYTHON chooses the interpreter (3.11 or newer). TORCH_INDEX names an extra package index for torch; on Linux
@@ -31,7 +33,7 @@ EXTRAS := dev,docs,eval,http,lora,quantize,ray,single-file,train
 # A worker keeps to tests that lie together, and so builds what a file's tests share once, until it has none left.
 XDIST := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: setup resolve demo test test-exhaustive faults test-changed check gate docs lint lint-types lint-style format bench soak
+.PHONY: setup resolve demo test test-exhaustive faults test-changed check gate docs lint lint-types lint-style format bench soak sbom audit
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -104,6 +106,12 @@ bench: setup
 		if [ $$script = none ]; then echo "tests/benchmarks holds no bench_*.py yet" >&2; exit 1; fi; \
 		echo "== $$script"; $(BIN)/python $$script; \
 	done
+
+sbom: setup
+	$(BIN)/python .ci/sbom.py dist/sbom.cdx.json
+
+audit:
+	.ci/audit.sh $(VENV)/audit
 
 soak: setup
 	$(BIN)/python tests/benchmarks/soak.py $(SOAK_ARGS)
