@@ -183,7 +183,7 @@ class RandomRun:
                 loop.run_until_complete(work(process))
             except KilledError:
                 self.seen["kills"] += 1
-                _vanish(loop)
+                _vanish(loop, process)
             else:
                 left = [task for task in asyncio.all_tasks(loop) if not task.done()]
                 assert not left, f"these go on for ever: {left}"
@@ -393,14 +393,18 @@ class RandomRun:
             process.batches.cancel(chosen, key)
 
 
-def _vanish(loop: FastLoop) -> None:
+def _vanish(loop: FastLoop, process: Process) -> None:
     """What was going on goes on no more; nothing of it is written."""
     loop.after_turn = lambda: None
     for task in asyncio.all_tasks(loop):
         with contextlib.suppress(BaseException):
             task.get_coro().close()  # type: ignore[union-attr]
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-    # With it go its locks.
+    # With what is left of them go their locks.
+    task = None
+    process.batches._tasks.clear()
+    loop._scheduled.clear()  # type: ignore[attr-defined]
+    loop._ready.clear()  # type: ignore[attr-defined]
     gc.collect()
 
 
