@@ -153,7 +153,12 @@ def check_books(server: HttpServer, answers: dict[str, int]) -> None:
 
 
 FAULTS: dict[str, Callable[[int], None]] = {"stopped": stopped, "slowed": slowed, "killed": killed}
-CASES = [("prepare", "killed"), pytest.param("server", "stopped", marks=pytest.mark.faults)]
+CASES = [
+    pytest.param(part, fault, marks=() if (part, fault) in {("prepare", "killed")} else pytest.mark.faults)
+    for part in ("server", *PROCESSES)
+    for fault in FAULTS
+    if (part, fault) != ("server", "killed")
+]
 
 
 @pytest.mark.parametrize(("part", "fault"), CASES)
@@ -180,9 +185,60 @@ def test_it_is_whole_soon_after(part: str, fault: str, model: Path, tmp_path: Pa
     gone(children)
 
 
+@pytest.mark.faults
+def test_a_server_that_is_killed_leaves_nobody_and_is_whole_again(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path, "--stages", "processes") as server:
+        assert ask(server.url, "before").status_code == 200
+        children = descendants(server)
+        assert children
+        killed(server.process.pid)
+    gone(children)
+    with serving(model, tmp_path) as server:
+        assert is_whole(server.url)
+        assert not any("damaged" in line for line in server.lines)
+        assert server.stop() == 0
+
+
 def gone(children: set[int]) -> None:
     """Wait for the end of processes. Raises AssertionError: one goes on, which is named."""
     with suppress(AssertionError):
         until(lambda: not any(map(is_alive, children)), WHOLE_WITHIN_S)
     left = [Path(f"/proc/{each}/stat").read_text() for each in filter(is_alive, children)]
     assert not left, left
+
+
+def usage(process: int) -> tuple[int, int, int]:
+    """Open files, threads and children of a process."""
+    own = Path(f"/proc/{process}")
+    children = (own / f"task/{process}/children").read_text().split()
+    return len([*(own / "fd").iterdir()]), len([*(own / "task").iterdir()]), len(children)
+
+
+@pytest.mark.faults
+def test_many_faults_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+    """Neither files nor threads nor processes: a stage that is killed again and again, and clients that leave."""
+    with serving(model, tmp_path, "--stages", "processes") as server:
+
+        def leave() -> None:
+            body = {"prompt": "a cat", "num_inference_steps": 50, "stream": True, "progress": True}
+            with httpx.stream("POST", f"{server.url}/v1/images/generations", json=body, timeout=60) as stream:
+                next(stream.iter_lines())
+
+        def fault() -> None:
+            for part in ("prepare", "postprocess"):
+                [victim] = processes_of(server, part)
+                killed(victim)
+                ask(server.url, "")
+                until(lambda: is_whole(server.url), WHOLE_WITHIN_S)
+            for _ in range(5):
+                leave()
+            until(lambda: not httpx.get(f"{server.url}/v1/state").json()["requests"])
+
+        for _ in range(2):
+            fault()
+        before = usage(server.process.pid)
+        for _ in range(6):
+            fault()
+        # A connection that has just ended may still be there.
+        until(lambda: all(now <= then + 2 for now, then in zip(usage(server.process.pid), before, strict=True)))
+        assert server.stop() == 0
