@@ -2,12 +2,15 @@
 #   make demo     one overloaded trace, served by bucketed diffusers and by psctl: about four minutes
 #   make test     the tests of every promise: twenty minutes on two slow cores
 #   make test-exhaustive   all other tests: products of cases, and what takes long
+#   make faults   stopped and killed processes, failing disks, damaged files, random runs: at most twenty minutes
 #   make check    lint, the fast tests, and all tests of what differs from CHECK_SINCE: before a commit
 #   make gate     quality gates on both bundled models, as CI judges them
 #   make docs     the documentation as a web site, in strict mode
 #   make lint     ruff, pyright and the import floors
 #   make bench    the benchmarks of tests/benchmarks
 #   make soak     a server under load of all kinds: 10,000 requests at once, then for two hours
+#   make sbom     dist/sbom.cdx.json, a bill of materials of what is installed
+#   make audit    known vulnerabilities of the set-up's versions, where their service can be reached
 #   make resolve  whether pip finds the set-up's versions, and those of a GPU, in PyPI's index alone
 #   make setup    only the set-up
 # PYTHON chooses the interpreter (3.11 or newer). TORCH_INDEX names an extra package index for torch; on Linux
@@ -30,7 +33,7 @@ EXTRAS := dev,docs,eval,http,lora,quantize,ray,single-file,train
 # A worker keeps to tests that lie together, and so builds what a file's tests share once, until it has none left.
 XDIST := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: setup resolve demo test test-exhaustive test-changed check gate docs lint lint-types lint-style format bench soak
+.PHONY: setup resolve demo test test-exhaustive faults test-changed check gate docs lint lint-types lint-style format bench soak sbom audit
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -61,10 +64,13 @@ demo: setup
 	$(BIN)/psctl demo --output-dir $(DEMO_DIR)
 
 test: setup
-	$(BIN)/python -m pytest $(XDIST) -m "not exhaustive" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(XDIST) -m "not exhaustive and not faults" $(PYTEST_ARGS)
 
 test-exhaustive: setup
 	$(BIN)/python -m pytest $(XDIST) -m exhaustive $(PYTEST_ARGS)
+
+faults: setup
+	$(BIN)/python -m pytest $(XDIST) tests/faults $(PYTEST_ARGS)
 
 # Beside each other: pyright takes one core for longer than anything else.
 check: setup
@@ -100,6 +106,12 @@ bench: setup
 		if [ $$script = none ]; then echo "tests/benchmarks holds no bench_*.py yet" >&2; exit 1; fi; \
 		echo "== $$script"; $(BIN)/python $$script; \
 	done
+
+sbom: setup
+	$(BIN)/python .ci/sbom.py dist/sbom.cdx.json
+
+audit:
+	.ci/audit.sh $(VENV)/audit
 
 soak: setup
 	$(BIN)/python tests/benchmarks/soak.py $(SOAK_ARGS)

@@ -34,7 +34,8 @@ def atomic_write(path: str | os.PathLike[str], *, is_private: bool = False) -> I
     Raises:
         IsADirectoryError: if `path` is a folder.
         FileNotFoundError: if the body wrote nothing.
-        OSError: what the file system says (disk full, no permission); `path` is then as it was before.
+        OSError: what the file system says (disk full, no permission); `path` is then as it was before, unless only its
+            folder could not be synced.
     """
     target = Path(path)
     if target.is_dir():
@@ -73,7 +74,7 @@ def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> 
 
     Raises:
         NotADirectoryError: if `path` is a file.
-        OSError: what the file system says (disk full, no permission); `path` is then as it was before.
+        OSError: as `atomic_write`.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():

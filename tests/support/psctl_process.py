@@ -52,13 +52,14 @@ _PRELOADED = (
 """What most commands import. Not pyarrow, which starts a thread."""
 _NOT_FOR_LIBRARIES = {
     "PYTEST_CURRENT_TEST",
+    "FAULTY_DISK",
     "GOMP_SPINCOUNT",
     "DIFFUSERS_VERBOSITY",
     "TRANSFORMERS_VERBOSITY",
     "KINETO_LOG_LEVEL",
     "TORCHINDUCTOR_CACHE_DIR",
 }
-"""Beside `PSCTL_...`: what pytest changes with each test, and what psctl and torch set by themselves."""
+"""Beside `PSCTL_...`: what pytest changes with each test, how the disk fails, and what psctl and torch set."""
 _MOST_BYTES = 1 << 18
 
 

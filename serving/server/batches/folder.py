@@ -77,6 +77,11 @@ class BatchFolder:
         private_folder(self.batch(batch["id"]))
         write_json(self.batch(batch["id"]) / "batch.json", dict(batch), is_private=True)
 
+    def remove_batch(self, batch_id: str) -> None:
+        """Delete what is known of a batch."""
+        (self.batch(batch_id) / "batch.json").unlink(missing_ok=True)
+        self._whose.pop(batch_id, None)
+
     def file_ids(self, owner: str | None = None) -> list[str]:
         """Files of clients, or of one, the newest first. It reads what it has not read before of each."""
         return self._newest([path.stem for path in self._files.glob(f"{_FILE}*.jsonl")], self.read_file, owner)

@@ -122,6 +122,11 @@ class BatchRun:
         done = list(self.output.done.values())  # the writer's thread adds to them
         return {"total": len(self.lines), "completed": sum(done), "failed": len(done) - sum(done)}
 
+    @property
+    def is_done(self) -> bool:
+        """Whether every line has its answer."""
+        return all(line.custom_id in self.output.done for line in self.lines)
+
     async def _begin_all(self, tasks: asyncio.TaskGroup) -> None:
         places = asyncio.Semaphore(self.at_once)
         for line in self.lines:

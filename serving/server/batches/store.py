@@ -1,14 +1,13 @@
 """OpenAI's Files and Batches: kept in the workspace, run while nobody waits, resumed after a restart. No torch."""
 
 import asyncio
-import contextlib
 import secrets
 import shutil
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 _OUTPUT = "batch_output"
 """The purpose of a file that a client has not sent."""
 _POLL_S = 0.02
+_END_RETRY_S = 10.0
 _WINDOW_S = 24 * 3600
 _NAME_LENGTH = 200
 
@@ -172,7 +172,12 @@ class Batches:
             "metadata": metadata,
             OWNER: key,
         }
-        self._disk.write_batch(batch)
+        try:
+            self._disk.write_batch(batch)
+        except BaseException:
+            # It may be in its place already; who asked for it is told that it is not there.
+            self._disk.remove_batch(batch["id"])
+            raise
         self._begin(batch)
         return self._told(batch)
 
@@ -190,13 +195,13 @@ class Batches:
             batch, run, now = self._of(batch_id, key), self._runs.get(batch_id), int(time.time())
             if batch["status"] not in _ENDED:
                 batch |= {"status": "cancelling", "cancelling_at": now}
+                self._disk.write_batch(batch)
                 if run is not None:
                     run.cancel()
                 elif (waiting := self._tasks.get(batch_id)) is not None:
-                    # Its turn has not come.
+                    # Its turn has not come; what an earlier process has drawn of it is counted off the event loop.
                     waiting.cancel()
-                    batch |= {"status": "cancelled", "cancelled_at": now}
-                self._disk.write_batch(batch)
+                    self._begin(batch, self._end(batch | _ended("cancelled")))
         return self._told(batch)
 
     def _of(self, batch_id: str, key: str) -> dict[str, Any]:
@@ -213,44 +218,47 @@ class Batches:
             told["errors"] = _errors("disk_full", reason)
         return told
 
-    def _begin(self, batch: dict[str, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(self._work(batch))
-        self._tasks[batch["id"]] = task
+    def _begin(self, batch: dict[str, Any], work: Coroutine[Any, Any, None] | None = None) -> None:
+        """Draw a batch, or do something else with it, in its task."""
+        task = self._tasks[batch["id"]] = asyncio.get_running_loop().create_task(work or self._work(batch))
 
         def forget(done: "asyncio.Task[None]") -> None:
-            for known in (self._tasks, self._full):
-                known.pop(batch["id"], None)
+            if self._tasks.get(batch["id"]) is done:
+                for known in (self._tasks, self._full):
+                    known.pop(batch["id"], None)
 
         task.add_done_callback(forget)
 
     async def _work(self, batch: dict[str, Any]) -> None:
         # One batch at a time, in the order in which they came.
         async with self._turn:
-            try:
-                output = await self._written(
-                    batch, partial(BatchOutput, self._disk.batch(batch["id"]), is_private=True)
-                )
-            except FolderInUseError:
-                return  # another server of this workspace draws it
-            except (RunError, OSError) as error:
-                await self._fail(batch, error)
-                return
-            try:
-                await self._draw(batch, output)
-            except Exception as error:  # noqa: BLE001  such as a disk that is broken; the others have their turn
-                traceback.print_exc()
-                await self._fail(batch, error)
-            finally:
-                self._runs.pop(batch["id"], None)
-                output.close()
+            failed = await self._drawn(batch)
+        if failed is not None:
+            await self._end(batch | failed)
+
+    async def _drawn(self, batch: dict[str, Any]) -> dict[str, Any] | None:
+        """Draw a batch; returns what is to be said of it if it has failed."""
+        try:
+            output = await self._written(batch, partial(BatchOutput, self._disk.batch(batch["id"]), is_private=True))
+        except FolderInUseError:
+            return None  # another server of this workspace draws it
+        except (RunError, OSError) as error:
+            return _failed(error)
+        try:
+            await self._draw(batch, output)
+        except (UsageError, ApiError) as error:  # of its file
+            return _failed(error)
+        except Exception as error:  # noqa: BLE001  such as a disk that is broken
+            traceback.print_exc()
+            return _failed(error)
+        finally:
+            self._runs.pop(batch["id"], None)
+            output.close()
+        return None
 
     async def _draw(self, batch: dict[str, Any], output: BatchOutput) -> None:
-        try:
-            path = self.content(batch["input_file_id"], batch.get(OWNER, ""))
-            lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
-        except (UsageError, ApiError) as error:
-            await self._fail(batch, error)
-            return
+        path = self.content(batch["input_file_id"], batch.get(OWNER, ""))
+        lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
         run = self._runs[batch["id"]] = BatchRun(
             self.front_end,
             lines,
@@ -266,19 +274,24 @@ class Batches:
         else:
             await self._written(batch, partial(self._disk.write_batch, batch | {"status": "in_progress"}))
         await run.run()
-        ended = "cancelled" if run.is_cancelled else "completed"
-        await self._end(batch | {"status": ended, f"{ended}_at": int(time.time())})
-
-    async def _fail(self, batch: Mapping[str, Any], error: Exception) -> None:
-        failed = {"status": "failed", "failed_at": int(time.time()), "errors": _errors("invalid_batch", str(error))}
-        with contextlib.suppress(OSError):
-            await self._end({**batch, **failed})
+        if not run.is_cancelled and not run.is_done:
+            return  # the server ends, or its engine is gone: a later process goes on
+        await self._write_end(batch | _ended("cancelled" if run.is_cancelled else "completed"))
 
     async def _end(self, batch: Mapping[str, Any]) -> None:
-        """Write how a batch has ended, with what there is of it, however that was."""
-        await self._written(batch, partial(self._write_end, batch, self._runs.get(batch["id"])))
+        """Write how a batch has ended, again and again: else its client would wait for it."""
+        while True:
+            try:
+                await self._write_end(batch)
+                return
+            except OSError:
+                await asyncio.sleep(_END_RETRY_S)
 
-    def _write_end(self, batch: Mapping[str, Any], run: BatchRun | None) -> None:
+    async def _write_end(self, batch: Mapping[str, Any]) -> None:
+        """Write how a batch has ended, with what there is of it, however that was."""
+        await self._written(batch, partial(self._write_with_files, batch, self._runs.get(batch["id"])))
+
+    def _write_with_files(self, batch: Mapping[str, Any], run: BatchRun | None) -> None:
         files = self._disk.outputs(batch["id"])
         if run is None:
             counts = {"completed": num_lines(files["output"]), "failed": num_lines(files["errors"])}
@@ -306,6 +319,14 @@ class Batches:
         """Wait until no interactive request does."""
         while not self.front_end.is_ready or self.front_end.backend.load.num_waiting:
             await asyncio.sleep(_POLL_S)
+
+
+def _ended(status: BatchStatus) -> dict[str, Any]:
+    return {"status": status, f"{status}_at": int(time.time())}
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    return _ended("failed") | {"errors": _errors("invalid_batch", str(error))}
 
 
 def _errors(code: str, message: str) -> dict[str, Any]:

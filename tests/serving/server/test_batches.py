@@ -1,11 +1,15 @@
 """Files of requests: what is wrong in them, and what is kept of them whatever ends the process."""
 
 import asyncio
+import errno
 import io
 import json
+import os
+import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Coroutine
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +19,16 @@ import pytest
 from fastapi import FastAPI
 
 from patchedserve.data.errors import RunError, UsageError
+from patchedserve.serving.server.batches import store
 from patchedserve.serving.server.batches.api import batch_routes
 from patchedserve.serving.server.batches.file import MAX_LINES, BatchOutput, FolderInUseError, read_lines
 from patchedserve.serving.server.batches.folder import BatchFolder
 from patchedserve.serving.server.batches.store import Batches
 from patchedserve.serving.server.errors import invalid
 from patchedserve.serving.server.guards import Guards, Keys
+
+from ...support.random_engine import World
+from ...support.random_faults import Process
 
 
 def line(custom_id: Any = "a", **more: Any) -> str:
@@ -202,3 +210,117 @@ def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:
         asyncio.run(use())
     finally:
         is_over = True
+
+
+def process_over(folder: Path, work: Callable[[Process], Coroutine[Any, Any, None]], *, has_turns: bool = True) -> None:
+    """Do something with a server's batches in a folder, and end it; no batch has its turn if there are none."""
+
+    async def whole() -> None:
+        process = Process(World(random.Random(0)), folder, "fcfs")
+        if not has_turns:
+            await process.batches._turn.acquire()
+        await process.backend.start()
+        await process.batches.start()
+        await work(process)
+        await process.front_end.drain(0)
+        await process.batches.stop()
+
+    asyncio.run(asyncio.wait_for(whole(), 60))
+
+
+def begun(process: Process, *lines: str) -> str:
+    """Begin a batch of lines; returns its id."""
+    file = process.batches.add_file("batch.jsonl", io.BytesIO("\n".join(lines).encode()), "batch", "")
+    body = {"input_file_id": file["id"], "endpoint": "/v1/images/generations", "completion_window": "24h"}
+    return process.batches.create(body, "")["id"]
+
+
+def told(process: Process, batch_id: str) -> tuple[str, int]:
+    """How a batch stands, and how many of its lines are drawn."""
+    batch = process.batches.batch(batch_id, "")
+    return batch["status"], batch["request_counts"]["completed"]
+
+
+async def until_told(process: Process, batch_id: str, *wanted: str) -> dict[str, Any]:
+    while (batch := process.batches.batch(batch_id, ""))["status"] not in wanted:
+        await asyncio.sleep(0.01)
+    return batch
+
+
+def test_a_batch_that_a_drain_ends_goes_on(tmp_path: Path) -> None:
+    """Also where all of its lines had begun."""
+    known: list[str] = []
+
+    async def begin(process: Process) -> None:
+        process.batches.at_once = 2
+        known.append(begun(process, line("a"), line("b")))
+        while not process.front_end.open:
+            await asyncio.sleep(0.01)
+
+    async def go_on(process: Process) -> None:
+        await until_told(process, known[0], "completed", "failed")
+        assert told(process, known[0]) == ("completed", 2)
+
+    process_over(tmp_path, begin)
+    assert BatchFolder(tmp_path).read_batch(known[0])["status"] == "in_progress"  # type: ignore[index]
+    process_over(tmp_path, go_on)
+
+
+def test_a_batch_that_is_cancelled_before_its_turn_tells_what_was_drawn(tmp_path: Path) -> None:
+    known: list[str] = []
+
+    async def begin(process: Process) -> None:
+        process.batches.at_once = 1
+        known.append(begun(process, *(line(str(number)) for number in range(20))))
+        while told(process, known[0])[1] == 0:
+            await asyncio.sleep(0.01)
+
+    async def cancel(process: Process) -> None:
+        assert process.batches.cancel(known[0], "")["status"] == "cancelling"
+        batch = await until_told(process, known[0], "cancelled")
+        assert batch["output_file_id"] is not None
+        content = process.batches.content(batch["output_file_id"], "").read_bytes()
+        assert batch["request_counts"]["completed"] == content.count(b"\n") > 0
+
+    process_over(tmp_path, begin)
+    process_over(tmp_path, cancel, has_turns=False)
+
+
+def test_a_batch_that_cannot_be_kept_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fsync
+
+    def fsync(file: int) -> None:
+        if Path(f"/proc/self/fd/{file}").resolve().name.startswith("batch_"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(file)
+
+    async def create(process: Process) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match="Input/output error"):
+            begun(process, line())
+        assert process.batches.batch_ids("") == []
+
+    process_over(tmp_path, create)
+
+
+def test_the_end_of_a_batch_is_written_when_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_END_RETRY_S", 0.1)
+    replace, num_failed = os.replace, 0
+
+    async def create(process: Process) -> None:
+        nonlocal num_failed
+        batch_id = begun(process, line("a"))
+
+        def fails(source: Any, target: Any) -> None:
+            nonlocal num_failed
+            if Path(target).name == "batch.json" and num_failed < 4:
+                num_failed += 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", fails)
+        batch = await until_told(process, batch_id, "completed", "failed")
+        assert (batch["status"], num_failed) == ("failed", 4)
+        assert "Input/output error" in batch["errors"]["data"][0]["message"]
+
+    process_over(tmp_path, create)

@@ -1,0 +1,47 @@
+"""10,000 random runs of requests, batches and faults, none of which breaks an invariant."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ..support.faulty_disk import preloaded
+
+SHORT, LONG = 300, 2425
+FIRST = [0, *(pytest.param(first, marks=pytest.mark.faults) for first in range(SHORT, 10_000, LONG))]
+SEEN = {
+    "drawn",
+    "drains",
+    "kills",
+    "crashes",
+    "stand still",
+    "disk",
+    "taken back",
+    "batch completed",
+    "batch cancelled",
+    "batch failed",
+    "deadline_unreachable",
+    "engine_error",
+    "generation_failed",
+    "queue_full",
+    "timeout",
+    "draining",
+    "left",
+}
+"""What happens in some of so many runs; without it they would prove little."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", FIRST)
+def test_no_invariant_breaks(first: int) -> None:
+    count = SHORT if first == 0 else LONG
+    command: list[Any] = [sys.executable, "-m", "patchedserve.tests.support.random_faults", first, count]
+    done = subprocess.run(
+        [*map(str, command)], env=os.environ | preloaded(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = json.loads(done.stdout)
+    assert {what for what in SEEN if seen.get(what, 0) >= 5} == SEEN, seen

@@ -1,0 +1,114 @@
+"""A command whose disk fails at its k-th call, for many k: run in one process, which has imported everything once.
+
+`python -m patchedserve.tests.support.disk_runs` reads `DiskRuns` from stdin, as JSON, and writes `DiskRun`s to stdout;
+`faulty_disk.preloaded` must be in its environment.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from .faulty_disk import FaultyDisk, Mode, calls_in, failing_at, preloaded
+
+OUT = "OUT"
+"""Stands in arguments for the folder of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRun:
+    """How a command has ended of which a call has failed.
+
+    Attributes:
+        call, what, mode: its number, what was called, and how it failed.
+        code, err: its exit code, and what it wrote to stderr.
+        folder: that it wrote into.
+    """
+
+    call: int
+    what: str
+    mode: Mode
+    code: int
+    err: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRuns:
+    """What to run.
+
+    Attributes:
+        arguments: of psctl.
+        start: what each run finds in its folder.
+        runs_in: the folder of the runs' folders.
+        one_in: of the calls that differ, so many are one that fails.
+    """
+
+    arguments: Sequence[str]
+    start: str
+    runs_in: str
+    one_in: int = 1
+
+    def run(self) -> tuple[str, list[DiskRun]]:
+        """Run them in a process of their own; returns the folder of a run in which nothing has failed, and the others.
+        Raises AssertionError: that one did not succeed.
+        """
+        done = subprocess.run(
+            [sys.executable, "-m", "patchedserve.tests.support.disk_runs"],
+            input=json.dumps(asdict(self)),
+            env=os.environ | failing_at(0, "count", Path("/nowhere"), Path(self.runs_in, "calls")) | preloaded(),
+            stdout=subprocess.PIPE,
+            stderr=None,
+            text=True,
+            check=True,
+        )
+        whole, *others = [DiskRun(**each) for each in json.loads(done.stdout)]
+        assert whole.code == 0, whole.err
+        return whole.folder, others
+
+
+def _main() -> None:
+    runs = DiskRuns(**json.load(sys.stdin))
+    log = Path(runs.runs_in, "calls")
+    whole = _one(runs, 0, "", "count")
+    calls = calls_in(log)
+    found = [whole]
+    for turn, call in enumerate(_that_differ(calls)[:: runs.one_in]):
+        mode: Mode = ("eio", "enospc", "torn")[turn % 3]
+        found.append(_one(runs, call, calls[call - 1], mode))
+    json.dump([asdict(each) for each in found], sys.stdout)
+
+
+def _one(runs: DiskRuns, call: int, what: str, mode: Mode) -> DiskRun:
+    from patchedserve.psctl.app import main
+
+    folder, err = Path(runs.runs_in, f"{call:04}"), io.StringIO()
+    shutil.copytree(runs.start, folder)
+    disk, before = FaultyDisk(folder), Path.cwd()
+    Path(runs.runs_in, "calls").unlink(missing_ok=True)
+    os.chdir(folder)
+    disk.fail_at(call, mode)
+    try:
+        with open(os.devnull, "w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([each.replace(OUT, str(folder)) for each in runs.arguments])
+    finally:
+        disk.fail_at(0, "count")
+        os.chdir(before)
+    return DiskRun(call, what, mode, code, err.getvalue(), str(folder))
+
+
+def _that_differ(calls: Sequence[str]) -> list[int]:
+    """Numbers of calls, without those between the first and the last of many alike."""
+    changes = [number for number, (one, other) in enumerate(pairwise(calls), 1) if one != other]
+    return sorted({1, *changes, *(number + 1 for number in changes), len(calls)})
+
+
+if __name__ == "__main__":
+    _main()
