@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import tracemalloc
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -153,6 +154,26 @@ def test_a_half_line_is_cut_off_however_long_it_is(tmp_path: Path) -> None:
         (tmp_path / "output.jsonl").write_bytes(content)
         BatchOutput(tmp_path).close()
         assert (tmp_path / "output.jsonl").read_bytes() == wanted
+
+
+def test_lines_of_any_length_are_read_in_little_memory(tmp_path: Path) -> None:
+    """Whole ones, torn ones that another one follows, and ends and heads that lie across pieces."""
+    start, end = b'{"id": "batch_req_1", "custom_id": "', b'"}\n'
+    head = start + b'a", "response": "'
+    path = tmp_path / "output.jsonl"
+    for length in (30_000_000, *range(65_536 - 60, 65_536 + 4)):
+        filled = head + b"x" * (length - len(head))
+        path.write_bytes(filled + end + start + b'\\u00e4", "response": {}}\n')
+        tracemalloc.start()
+        with closing(BatchOutput(tmp_path)) as output:
+            peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert (output.done, output.counts) == ({"a": True, "ä": True}, (2, 0))
+        assert peak < 5_000_000
+        for damaged in (filled + head + end, filled + b"\n"):
+            path.write_bytes(damaged)
+            with pytest.raises(RunError, match="line 1: is damaged"):
+                BatchOutput(tmp_path)
 
 
 def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:
