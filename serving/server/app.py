@@ -168,8 +168,8 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         return told
 
     @app.get("/v1/state")
-    async def state(request: Request) -> dict[str, Any]:
-        return live.state(caller_of(request.scope).key)
+    async def state(request: Request) -> Response:
+        return Response(live.state(caller_of(request.scope).key), media_type="application/json")
 
     @app.get("/v1/state/stream")
     async def state_stream(request: Request) -> Response:

@@ -147,17 +147,18 @@ class _ByOwner:
                 created, owner = self._whose.pop(gone)
                 del self._of[owner][bisect_left(self._of[owner], (created, gone))]
             self._unread = ids - self._whose.keys()
-        changed = set[str]()
-        for each in list(self._unread):
-            content = read(each)
-            if content is None:  # it is not whole yet, or damaged
-                continue
-            self._unread.discard(each)
-            created, owner = self._whose[each] = content["created_at"], content.get(OWNER, "")
-            self._of.setdefault(owner, []).append((created, each))
-            changed.add(owner)
-        for owner in changed:
-            self._of[owner].sort()
+        owners = set[str]()
+        try:
+            for each in list(self._unread):
+                content = read(each)
+                if content is not None:  # else it is not whole yet, or damaged
+                    created, owner = self._whose[each] = content["created_at"], content.get(OWNER, "")
+                    self._of.setdefault(owner, []).append((created, each))
+                    self._unread.discard(each)
+                    owners.add(owner)
+        finally:
+            for owner in owners:
+                self._of[owner].sort()
 
 
 def _read(path: Path, kinds: Mapping[str, type], known_id: str | None = None) -> dict[str, Any] | None:
