@@ -106,16 +106,14 @@ class Metrics(Watcher):
             size = str(record.resolution)
             if record.slo_s is not None and record.status != "cancelled":
                 (self._met if record.slo_met else self._missed).labels(size if size in self._sizes else "other").inc()
-            if record.latency_s is not None:
-                self._latency.observe(record.latency_s)
             if record.reused is not None and record.status == "completed":
                 self._edits.labels(str(record.reused).lower()).inc()
-            if record.queueing_s is not None:
-                self._queue.observe(record.queueing_s)
-            for histogram, start_s, end_s in (
-                (self._prepare, record.prepare_start_s, record.prepare_end_s),
-                (self._denoise, record.admitted_s, record.denoise_end_s),
-                (self._decode, record.denoise_end_s, record.finish_s),
+            for histogram, seconds in (
+                (self._latency, record.latency_s),
+                (self._queue, record.queueing_s),
+                (self._prepare, record.prepare_s),
+                (self._denoise, record.denoise_s),
+                (self._decode, record.decode_s),
             ):
-                if start_s is not None and end_s is not None:
-                    histogram.observe(end_s - start_s)
+                if seconds is not None:
+                    histogram.observe(seconds)

@@ -267,18 +267,13 @@ def facts_of(record: RequestRecord) -> dict[str, Any]:
 def metrics_of(records: Sequence[RequestRecord]) -> dict[str, Any]:
     """Where the time of a ticket went, by the slowest of its images, in seconds; None for what it has not come to."""
     record = max(records, key=lambda each: each.finish_s or 0.0)
-    prepare_s = _between(record.prepare_start_s, record.prepare_end_s)
-    waited_s = _between(record.arrival_s, record.admitted_s)
+    queued_s = record.queueing_s
     return {
-        "queue_s": None if waited_s is None else max(0.0, waited_s - (prepare_s or 0.0)),
-        "prepare_s": prepare_s,
-        "denoise_s": _between(record.admitted_s, record.denoise_end_s),
-        "decode_s": _between(record.denoise_end_s, record.finish_s),
+        "queue_s": None if queued_s is None else max(0.0, queued_s - (record.prepare_s or 0.0)),
+        "prepare_s": record.prepare_s,
+        "denoise_s": record.denoise_s,
+        "decode_s": record.decode_s,
         "latency_s": record.latency_s,
         "slo_s": record.slo_s,
         "slo_met": None if record.slo_s is None else all(each.slo_met is True for each in records),
     }
-
-
-def _between(start_s: float | None, end_s: float | None) -> float | None:
-    return None if start_s is None or end_s is None else end_s - start_s

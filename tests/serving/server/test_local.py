@@ -6,7 +6,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, Literal, get_args
 
 import httpx
@@ -15,7 +17,7 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.core.request_state import RequestRecord, RequestState, Stage
+from patchedserve.serving.core.request_state import FINAL_STATUSES, RequestRecord, RequestState, Stage
 from patchedserve.serving.engine.side_stages import MOST_FAILED, SideStages
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.loading import load_model
@@ -36,6 +38,7 @@ from patchedserve.serving.server.live import Live
 from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
 from patchedserve.serving.server.metrics import Metrics
 from patchedserve.serving.server.protocol import ModelFacts, parse_generation
+from patchedserve.serving.server.tickets import metrics_of
 
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
@@ -61,6 +64,13 @@ class Ending(Follower):
 
     def on_end(self, record: RequestRecord, image: Any) -> None:
         self.ended.set_result((record, image))
+
+
+class Quick:
+    """Step latencies, for policies that ask."""
+
+    def step_latency_s(self, active: Sequence[Any]) -> float:
+        return 1e-3
 
 
 def request(number: int, steps: int = 6, size: Resolution = SIZE) -> Request:
@@ -182,6 +192,51 @@ def test_after_a_crash_the_next_engine_serves(
         assert backend.health is Health.READY
 
     run(work, model)
+
+
+@pytest.mark.parametrize("stages", ["inline", "threads"])
+def test_however_a_request_ends_its_times_make_sense(
+    stages: Literal["inline", "threads"], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that fail at any stage, are cancelled at any moment, cannot be in time, or are drawn."""
+    model, random = load_model(folder, "cpu", "float32", EngineOptions(stages=stages)), Random(7)
+    records: list[RequestRecord] = []
+
+    async def one(backend: LocalBackend, number: int) -> None:
+        asked, ending = request(number, random.randint(1, 8)), Ending()
+        if is_late := number % 4 == 0:
+            asked = replace(asked, slo_s=1e-9)
+        if not await is_taken(backend, asked, ending):
+            return
+        if not is_late and random.random() < 0.4:
+            await asyncio.sleep(random.expovariate(50))
+            backend.cancel(asked.request_id, "its client has left")
+        records.append((await ending.ended)[0])
+
+    async def whole() -> None:
+        system = replace(get_system("patched-fcfs"), policy="continuous-drop")
+        backend = LocalBackend(LocalSetup(model, system, Quick()))
+        await backend.start()
+        try:
+            for stage in ("preparing", "denoising", "postprocessing"):
+                with monkeypatch.context() as broken:
+                    failing(broken, model, stage, lambda: random.random() < 0.05)
+                    await asyncio.gather(*(one(backend, number) for number in range(40)))
+        finally:
+            await backend.stop()
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+    assert {record.status for record in records} == set(FINAL_STATUSES)
+    for record in records:
+        told = metrics_of([record])
+        assert told.keys() >= {"queue_s", "prepare_s", "denoise_s", "decode_s", "latency_s"}
+        assert all(told[name] is None or 0 <= told[name] < 120 for name in told.keys() - {"slo_s", "slo_met"}), told
+        times = record.arrival_s, record.prepare_start_s, record.prepare_end_s, record.admitted_s, record.denoise_end_s
+        reached = [time_s is not None for time_s in times]
+        assert reached == sorted(reached, reverse=True), "no stage is passed over"
+        has = [told[name] is not None for name in ("prepare_s", "queue_s", "denoise_s", "decode_s")]
+        assert has == [*reached[2:], reached[-1]]
+        assert (told["latency_s"] is not None) == (record.status == "completed")
 
 
 def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
