@@ -184,7 +184,7 @@ class Deployment:
 
 
 def _close_to_others() -> None:
-    """Let a Ray that is started by this process listen on loopback alone, and take calls only with a token of its own."""
+    """Let a Ray that this process starts listen on loopback alone, and take calls only with a token of its own."""
     from ray._private import ray_constants
 
     # As on systems for which Ray has no clusters: it replaces an address of loopback that it is given.
