@@ -210,7 +210,7 @@ class Ticket(Follower):
     async def _end_one(self, index: int, record: RequestRecord, image: "Image | None") -> None:
         error = None
         if image is None:
-            error = error_of(record, self.id)
+            error = error_of(record)
         else:
             try:
                 drawn = Drawn(await self._encoded(image), record)
@@ -240,13 +240,19 @@ class Ticket(Follower):
         self.on_over(self)
 
 
-def error_of(record: RequestRecord, ticket_id: str) -> ApiError:
+def error_of(record: RequestRecord) -> ApiError:
     """What a client is told of a request without an image."""
     if record.status == "discarded":
         return too_late(f"the deadline cannot be met: {record.reason}")
     if record.status == "failed":
-        return ApiError(500, f"the image could not be drawn: {record.reason}", code="generation_failed")
-    return ApiError(500, f"the engine has stopped, and {ticket_id} with it; it may be sent again", code="engine_error")
+        return ApiError(
+            500,
+            f"the image could not be drawn: {record.reason}",
+            code="generation_failed",
+            # Whoever asks again by itself might end one engine after the other.
+            headers={"x-should-retry": "false"},
+        )
+    return ApiError(500, "the engine has stopped, and what it drew with it; it may be sent again", code="engine_error")
 
 
 def facts_of(record: RequestRecord) -> dict[str, Any]:
