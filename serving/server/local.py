@@ -53,8 +53,8 @@ class LocalSetup:
         max_batch_size: largest number of requests in the batch.
         standalone_s: latency of a request alone, for policies that ask for it; called where requests are handed in.
         records_templates: as of `Engine`.
-        warm_up: served before the backend is ready, one batch after the other; the first of them proves that an engine can
-            draw after one for which everything failed.
+        warm_up: served before the backend is ready, one batch after the other; the first of them proves that an engine
+            can draw after one for which everything failed.
     """
 
     model: "ServedModel"
@@ -200,10 +200,14 @@ class LocalBackend:
             may_lag=not follows_steps,
             on_partial=partial(self._post, follower.on_partial, number),
         )
+        handing_in = self._pool.submit(self._hand_in, request, watch)
         try:
-            await self._loop.run_in_executor(self._pool, self._hand_in, request, watch)
-        except BaseException:
+            await asyncio.wrap_future(handing_in)
+        except BaseException as error:
             self._followers.pop(number, None)
+            if isinstance(error, asyncio.CancelledError):
+                # The thread goes on: only once the engine has it can the engine give it up.
+                handing_in.add_done_callback(lambda _: self.cancel(number, "its client has left"))
             raise
 
     def _hand_in(self, request: Request, watch: Watch | None) -> None:

@@ -1,6 +1,7 @@
 """The engine behind the server: crashes at every stage, too many of them, a stall, and what it cannot serve."""
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -33,6 +34,7 @@ from patchedserve.serving.server.batches.store import Batches
 from patchedserve.serving.server.edit_processes import EditProcesses
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.front_end import FrontEnd, Pricing
+from patchedserve.serving.server.guards import Guards, Keys
 from patchedserve.serving.server.limits import Limits
 from patchedserve.serving.server.live import Live
 from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
@@ -237,6 +239,87 @@ def test_however_a_request_ends_its_times_make_sense(
         has = [told[name] is not None for name in ("prepare_s", "queue_s", "denoise_s", "decode_s")]
         assert has == [*reached[2:], reached[-1]]
         assert (told["latency_s"] is not None) == (record.status == "completed")
+
+
+def test_who_leaves_while_a_request_is_handed_in_has_it_cancelled(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, is_at_it = threading.Event(), threading.Event()
+    check = ServedModel.check_request
+
+    def slow_check(served: ServedModel, asked: Request) -> None:
+        is_at_it.set()
+        goes_on.wait(30)
+        check(served, asked)
+
+    async def work(backend: LocalBackend) -> None:
+        monkeypatch.setattr(ServedModel, "check_request", slow_check)
+        long, waiting = Ending(), Ending()
+        # Longer than anybody waits for; the other one has not come to the thread that hands in.
+        handing_in = [
+            asyncio.ensure_future(backend.submit(request(number, 1_000_000), ending))
+            for number, ending in enumerate((long, waiting), 1)
+        ]
+        await asyncio.to_thread(is_at_it.wait, 30)
+        for task in handing_in:
+            task.cancel()
+        assert [type(each) for each in await asyncio.gather(*handing_in, return_exceptions=True)] == [
+            asyncio.CancelledError
+        ] * 2
+        goes_on.set()
+        # Handed in after them, by the same thread.
+        assert await status_of(backend, 3) == "completed"
+        while backend.load.num_running or backend.load.num_waiting:
+            await asyncio.sleep(0.01)
+        assert not long.ended.done()
+        assert not waiting.ended.done()
+
+    run(work, model)
+
+
+def test_who_leaves_before_a_stream_begins_has_it_cancelled(model: ServedModel, tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        front_end = front_end_of(backend, Limits())
+        edits, batches = EditProcesses(front_end.model, front_end.limits), Batches(tmp_path, front_end, 1)
+        app = make_app(front_end, Metrics((SIZE,), backend), Live(front_end), batches, edits)
+        guards = Guards(app, keys=Keys(()), hosts=None, max_body=1000)
+        has_left = asyncio.Event()
+        body = json.dumps({"prompt": "a cat", "stream": True, "num_inference_steps": 200}).encode()
+        told = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if told:
+                return told.pop()
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            # The connection takes nothing more.
+            has_left.set()
+            await asyncio.Event().wait()
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/images/generations",
+            "raw_path": b"/v1/images/generations",
+            "query_string": b"",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        await guards(scope, receive, send)
+        assert has_left.is_set()
+        while front_end.open:
+            await asyncio.sleep(0.01)
+        [ticket] = front_end.ended.values()
+        assert ticket.status == "cancelled"
+        assert ticket.steps_done.get(0, 0) < 200
+
+    run(work, model)
 
 
 def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
