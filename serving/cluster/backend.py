@@ -55,6 +55,7 @@ class ClusterBackend:
         self.on_stopped: Callable[[str], None] = lambda reason: None
         self.on_row: Callable[[StepRow], None] = lambda row: None
         self._replicas: tuple[ReplicaState, ...] = ()
+        self._trouble = ""
         self._answered_s: dict[str, float] = {}
         self._is_stopped = self._has_begun = False
         self._seen_s = 0.0
@@ -78,7 +79,7 @@ class ClusterBackend:
     @property
     def trouble(self) -> str:
         """See `Backend`."""
-        return f"no replica has answered for {_ALL_GONE_S:g} s" if self.health is Health.RESTARTING else ""
+        return f"no replica has answered for {_ALL_GONE_S:g} s" if self.health is Health.RESTARTING else self._trouble
 
     @property
     def load(self) -> Load:
@@ -248,6 +249,7 @@ class ClusterBackend:
         before.sort(key=lambda each: self._answered_s[each.name], reverse=True)
         silent = [replace(each, health=Health.STALLED) for each in before[:num_silent]]
         self._replicas = (*(each.state for each in found), *silent)
+        self._trouble = next((f"replica {each.state.name}: {each.trouble}" for each in found if each.trouble), "")
         self._answered_s = {each.name: self._answered_s.get(each.name, now_s) for each in silent} | dict.fromkeys(
             answering, now_s
         )

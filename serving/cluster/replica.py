@@ -94,7 +94,7 @@ class Replica:
         self._rows.clear()
         backend = self._backend
         state = ReplicaState(self._name, os.getpid(), backend.health, backend.load, self._num_drawn)
-        return ReplicaStatus(state, rows)
+        return ReplicaStatus(state, rows, backend.trouble)
 
     async def _end_when_alone(self, app_name: str) -> None:
         """End the application once nobody has asked how it is for long: its front end was killed."""

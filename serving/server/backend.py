@@ -90,7 +90,7 @@ class Backend(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why it does not draw, where something has happened; "" else."""
+        """Why it does not draw, or not as it should; "" else."""
         ...
 
     @property

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import os
 import sys
 import threading
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 STALLED_S, STALLED_TIMES = 30.0, 20.0
 """A step, or preparing or decoding a request, is stalled after so long, and so many times as long as the last one."""
+TOLD_FOR_S = 600.0
+"""That the steps of batches have failed, as where memory is full, is told for so long."""
 _LOOK_EVERY_S = 0.1
 
 
@@ -109,6 +112,7 @@ class LocalBackend:
         self._preview = Preview()
         self._last_step_s = time.monotonic()
         self._last_duration_s = 0.0
+        self._num_failed, self._failed_s = 0, -math.inf
         # `check_request` may run torch: not on the event loop.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=compute_alone)
         self._has_begun = threading.Event()
@@ -132,9 +136,12 @@ class LocalBackend:
     def trouble(self) -> str:
         """See `Backend`."""
         error = self._error
-        if error is None or self._health not in (Health.RESTARTING, Health.STOPPED):
-            return ""
-        return str(error) if isinstance(error, PsctlError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        if error is not None and self._health in (Health.RESTARTING, Health.STOPPED):
+            return str(error) if isinstance(error, PsctlError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        if self._health is Health.READY and time.monotonic() - self._failed_s < TOLD_FOR_S:
+            found = self._setup.model.stepper.batch_failures
+            return f"steps of batches fail and are repeated in halves: {found.count} so far, the first by {found.first}"
+        return ""
 
     @property
     def load(self) -> Load:
@@ -369,8 +376,12 @@ class _Posts(Collector):
         self._backend._post(self._backend._ended, record, image)
 
     def on_step(self, row: StepRow) -> None:
-        self._backend._last_step_s, self._backend._last_duration_s = time.monotonic(), row.duration_s
-        self._backend._rows.append(row)
+        backend = self._backend
+        backend._last_step_s, backend._last_duration_s = time.monotonic(), row.duration_s
+        num_failed = backend._setup.model.stepper.batch_failures.count
+        if num_failed != backend._num_failed:
+            backend._num_failed, backend._failed_s = num_failed, backend._last_step_s
+        backend._rows.append(row)
 
 
 class _Awaited(Follower):

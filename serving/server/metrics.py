@@ -52,7 +52,15 @@ class Metrics(Watcher):
         self.predictor_scale = gauge("predictor_scale", "What predicted step latencies are multiplied by.")
         self.cache_reused_share = gauge("cache_reused_share", "Share of computation that the patch cache has saved.")
         self.templates_recorded = gauge("templates_recorded", "Records of templates made since the start.")
-        for known_here in (self.predictor_scale, self.cache_reused_share, self.templates_recorded):
+        self.batch_failures = gauge(
+            "batch_failures", "Steps of batches that failed, as where memory is full, and were repeated in halves."
+        )
+        for known_here in (
+            self.predictor_scale,
+            self.cache_reused_share,
+            self.templates_recorded,
+            self.batch_failures,
+        ):
             # Engines in processes of their own do not tell.
             known_here.set(float("nan"))
         self._ended = counter("request_success", "Images that have ended, by how.", "finished_reason")

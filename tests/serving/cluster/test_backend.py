@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,7 +175,7 @@ def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest
         deployment.answers = (status("a"), status("b")), 0
         while len(backend.replicas) < 2:
             await asyncio.sleep(0.01)
-        assert (backend.health, backend.load.rate) == (Health.READY, 200.0)
+        assert (backend.health, backend.load.rate, backend.trouble) == (Health.READY, 200.0, "")
         heard = Heard()
         await backend.submit(request(), heard, follows_steps=True)
         book.confirm(1, "a")
@@ -193,6 +194,9 @@ def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest
             await asyncio.sleep(0.01)
         deployment.answers = (status("a"), status("b")), 0
         while any(each.health is not Health.READY for each in backend.replicas):
+            await asyncio.sleep(0.01)
+        deployment.answers = (status("a"), replace(status("b"), trouble="its batches fail")), 0
+        while backend.trouble != "replica b: its batches fail":
             await asyncio.sleep(0.01)
 
     run(work, [Accepted("a"), Stepped(1), STANDS_STILL], [Accepted("b"), Stepped(1), Stepped(2), "completed"])

@@ -401,6 +401,36 @@ def test_an_engine_whose_model_always_fails_takes_nothing_more(
     assert stage in said
 
 
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_batches_that_are_too_large_are_told(
+    engine: Literal["patched", "plain"], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = load_model(folder, "cpu", "float32", EngineOptions(engine=engine))
+
+    async def work(backend: LocalBackend) -> None:
+        has_failed = False
+
+        def fails() -> bool:
+            nonlocal has_failed
+            is_first = not has_failed and backend.load.num_running > 1
+            has_failed = has_failed or is_first
+            return is_first
+
+        failing(monkeypatch, model, "denoising", fails)
+        endings = [Ending(), Ending()]
+        for number, ending in enumerate(endings):
+            await backend.submit(request(number, 100), ending)
+        assert [(await ending.ended)[0].status for ending in endings] == ["completed"] * 2
+        assert has_failed
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 200, "/health": 200}
+        assert backend.trouble.startswith("steps of batches fail and are repeated in halves: 1 so far, the first by")
+        assert "illegal memory access" in backend.trouble
+        monkeypatch.setattr(local, "TOLD_FOR_S", 0.0)
+        assert backend.trouble == ""
+
+    run(work, model)
+
+
 def test_while_an_engine_is_restarted_probes_say_why(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
