@@ -161,7 +161,8 @@ def test_where_no_replica_has_it_it_may_be_sent_again() -> None:
         assert record.reason == "none of 3 replicas in a row has drawn it"
         assert error_of(record).code == "engine_error"
 
-    run(work, *[[died()] for _ in range(MOST_TRIES)])
+    dead: Script = [died()]
+    run(work, *[dead] * MOST_TRIES)
 
 
 def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
