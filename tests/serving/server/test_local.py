@@ -616,6 +616,7 @@ def test_what_the_model_cannot_serve_is_refused_at_once(model: ServedModel) -> N
         record, image = await ending.ended
         assert (record.status, record.reason, image) == ("cancelled", "its client has left", None)
         assert (backend.load.num_running, backend.load.num_waiting, backend.load.pixel_steps) == (0, 0, 0)
+        assert await status_of(backend, 2) == "completed"
         assert backend.load.rate is not None
 
     run(work, model)
