@@ -84,7 +84,7 @@ def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> 
     temporary, old = (target.with_name(f".{target.name[:100]}.{token}.{mark}") for mark in ("tmp", "old"))
     temporary.mkdir(mode=_PRIVATE_FOLDER if is_private else 0o777)
     try:
-        with _held(temporary):
+        with held(temporary):
             yield temporary
         for current, _, names in os.walk(temporary):
             for name in names:
@@ -106,14 +106,14 @@ def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> 
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[bool]:
-    """Hold a folder, or until this process ends, however it does; tells whether it could be had. Some network file
-    systems cannot hold any. Raises OSError: it is no folder.
+def held(folder: Path, *, with_others: bool = False) -> Iterator[bool]:
+    """Hold a folder, alone or with others that hold it so, or until this process ends, however it does; tells whether
+    it could be had. Some network file systems cannot hold any. Raises OSError: it is no folder.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     is_held = False
     with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if with_others else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         is_held = True
     try:
         yield is_held
@@ -129,7 +129,7 @@ def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
         # Another process may hold it, or delete it meanwhile; or it is no folder.
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime >= least_age_s:
-                with _held(folder) as is_free:
+                with held(folder) as is_free:
                     if is_free:
                         shutil.rmtree(folder)
 

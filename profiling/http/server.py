@@ -153,6 +153,7 @@ def assemble(
 
 def _follow(engine: BuiltEngine, metrics: "Metrics") -> None:
     """Gauges that ask the engine itself."""
+    metrics.batch_failures.set_function(lambda: engine.model.stepper.batch_failures.count)
     if (correction := engine.correction) is not None:
         metrics.predictor_scale.set_function(lambda: correction.scale)
     if (templates := engine.model.reuse.store) is not None:

@@ -239,10 +239,9 @@ def what_was_learnt(
         found["predictions_outside"] = outside
     if isinstance(model.stepper, PatchedStepper | PlainStepper) and model.stepper.recording_failure is not None:
         found["recording_failure"] = model.stepper.recording_failure
-    if isinstance(model.stepper, PatchedStepper):
-        failures = model.stepper.batch_failures
-        if failures.count:
-            found["batch_failures"] = asdict(failures)
+    failures = model.stepper.batch_failures
+    if failures.count:
+        found["batch_failures"] = asdict(failures)
     if model.cache_stats is not None:
         found["cache"] = model.cache_stats.to_json()
     if isinstance(model.stepper, ParallelStepper):

@@ -26,7 +26,6 @@ from ...serving.models.build import as_plain, with_engine, without_cache
 from ...serving.models.loading import resolve_model
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName
-from ...serving.patched.stepper import PatchedStepper
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.step_durations import ProfiledSteps
@@ -260,9 +259,8 @@ class EngineSide:
         standalone_s: Standalone,
         predictor: OnlineCorrection | None,
     ) -> RunResult:
-        if isinstance(model.stepper, PatchedStepper):
-            # The cache's figures and the failures are to be those of one run.
-            model.stepper.batch_failures = Failures()
+        # The cache's figures and the failures are to be those of one run.
+        model.stepper.batch_failures = Failures()
         model.forget_cache()
         batch = self._settings.max_batch_size
         engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=batch)

@@ -52,6 +52,15 @@ class HttpFlags:
     drain_timeout: Annotated[
         float, flag("--drain-timeout", f"{_HTTP}to finish after a signal.", min=0.0, metavar="SECONDS")
     ] = 30.0
+    keep_alive: Annotated[
+        float,
+        flag(
+            "--keep-alive",
+            f"{_HTTP}that an idle connection stays open: more than its proxy keeps it.",
+            min=0.001,
+            metavar="SECONDS",
+        ),
+    ] = 90.0
     log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}write prompts into the log, too.")] = False
 
     def limits(self, largest_pixels: int) -> "Limits":
@@ -82,7 +91,13 @@ class HttpFlags:
                 raise UsageError(f"--api-key-file {self.api_key_file} holds no key")
             keys += found
         address = Address(
-            self.host, self.port, tuple(keys), tuple(self.allowed_host or ()), self.drain_timeout, self.insecure
+            self.host,
+            self.port,
+            tuple(keys),
+            tuple(self.allowed_host or ()),
+            self.drain_timeout,
+            self.insecure,
+            self.keep_alive,
         )
         address.check()
         return address

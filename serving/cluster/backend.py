@@ -22,7 +22,10 @@ from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Ste
 if TYPE_CHECKING:
     from ..server.local import LocalSetup
 
-MAX_RESUBMITS = 2
+MOST_TRIES, MOST_DEATHS = 3, 2
+"""Replicas that a request is sent to, and of these such that die, or whose engine does, while they draw it: it may be
+what kills them.
+"""
 _STATUS_EVERY_S = 0.5
 _BUSY_S = 0.5
 _SILENT_S = 10.0
@@ -52,6 +55,7 @@ class ClusterBackend:
         self.on_stopped: Callable[[str], None] = lambda reason: None
         self.on_row: Callable[[StepRow], None] = lambda row: None
         self._replicas: tuple[ReplicaState, ...] = ()
+        self._trouble = ""
         self._answered_s: dict[str, float] = {}
         self._is_stopped = self._has_begun = False
         self._seen_s = 0.0
@@ -75,7 +79,7 @@ class ClusterBackend:
     @property
     def trouble(self) -> str:
         """See `Backend`."""
-        return f"no replica has answered for {_ALL_GONE_S:g} s" if self.health is Health.RESTARTING else ""
+        return f"no replica has answered for {_ALL_GONE_S:g} s" if self.health is Health.RESTARTING else self._trouble
 
     @property
     def load(self) -> Load:
@@ -142,9 +146,12 @@ class ClusterBackend:
         """Have a request drawn, and again where its replica dies meanwhile; its follower is told how it ends."""
         request, end = entry.request, None
         try:
-            for _ in range(1 + MAX_RESUBMITS):
+            for _ in range(MOST_TRIES):
                 # Whatever its deadline: the policy of the next replica refuses what is too late, or serves it late.
-                if (end := await self._attempt(entry)) is not None:
+                end = await self._attempt(entry)
+                if end is None and entry.num_died == MOST_DEATHS:
+                    end = _closed(request, "failed", f"{MOST_DEATHS} replicas have died while they drew it")
+                if end is not None:
                     break
         except asyncio.CancelledError:
             end = _closed(request, "cancelled", entry.reason or "the server is shutting down")
@@ -155,7 +162,7 @@ class ClusterBackend:
             self._open.pop(request.request_id, None)
         if end is None:
             # Not "failed": it is nothing that the request has done.
-            end = _closed(request, "cancelled", f"the replicas that drew it have died, {1 + MAX_RESUBMITS} in a row")
+            end = _closed(request, "cancelled", f"none of {MOST_TRIES} replicas in a row has drawn it")
         if not entry.accepted.done():
             if entry.refused is not None:
                 entry.accepted.set_exception(entry.refused)
@@ -173,10 +180,12 @@ class ClusterBackend:
         self._book.begin(entry.view)
         events = self._deployment.draw(request, waited_s, entry.num_partials, entry.follows_steps)
         entry.steps_done, entry.refused, entry.is_moving = 0, None, False
+        has_it = False
         try:
             async for told in events:
                 self._seen_s = asyncio.get_running_loop().time()
                 if isinstance(told, Accepted):
+                    has_it = True
                     if not entry.accepted.done():
                         entry.accepted.set_result(None)
                 elif isinstance(told, Refused):
@@ -198,7 +207,8 @@ class ClusterBackend:
                         entry.next_partial = told.index + 1
                         entry.follower.on_partial(number, told.index, told.image)
                 elif told.record.status == "cancelled" and entry.reason is None:
-                    break  # its engine has crashed
+                    entry.num_died += 1  # its engine has crashed
+                    break
                 else:
                     return _with_times_of(told, request)
         except asyncio.CancelledError:
@@ -209,7 +219,8 @@ class ClusterBackend:
         except RayTaskError as error:
             raise RunError(str(error)) from error
         except RayError:
-            pass  # the replica, its node or what it has sent is lost
+            # The replica, its node or what it has sent is lost.
+            entry.num_died += has_it
         self._book.release(number)
         return None
 
@@ -238,6 +249,7 @@ class ClusterBackend:
         before.sort(key=lambda each: self._answered_s[each.name], reverse=True)
         silent = [replace(each, health=Health.STALLED) for each in before[:num_silent]]
         self._replicas = (*(each.state for each in found), *silent)
+        self._trouble = next((f"replica {each.state.name}: {each.trouble}" for each in found if each.trouble), "")
         self._answered_s = {each.name: self._answered_s.get(each.name, now_s) for each in silent} | dict.fromkeys(
             answering, now_s
         )
@@ -260,6 +272,7 @@ class _Open:
         refused: why no replica takes it.
         is_mute: nobody wants to hear of it.
         is_moving: its replica does not answer: another one takes it.
+        num_died: replicas that have died while they drew it.
         steps_done, most_steps: of the replica that draws it, and the most that any has told of.
         next_partial: of those that were shown.
     """
@@ -275,6 +288,7 @@ class _Open:
     refused: Exception | None = None
     is_mute: bool = False
     is_moving: bool = False
+    num_died: int = 0
     steps_done: int = 0
     most_steps: int = 0
     next_partial: int = 0

@@ -94,8 +94,10 @@ class Deployment:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if not ray.is_initialized():
             # RAY_ADDRESS names a cluster, which is left standing; without it one of this process's own is started.
-            self._owns_ray = not os.environ.get("RAY_ADDRESS")
-            options: dict[str, Any] = {"address": "local", "include_dashboard": False} if self._owns_ray else {}
+            options: dict[str, Any] = {}
+            if not os.environ.get("RAY_ADDRESS"):
+                self._owns_ray, options = True, {"address": "local", "include_dashboard": False}
+                _close_to_others()
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         self._check_room(ray.cluster_resources())
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
@@ -179,6 +181,18 @@ class Deployment:
         if found < self._plan.most:
             self.end()
             raise UsageError(f"{self._plan.most} replicas take one {kind} each, but the cluster has {found}")
+
+
+def _close_to_others() -> None:
+    """Let a Ray that this process starts listen on loopback alone, and take calls only with a token of its own."""
+    from ray._private import ray_constants
+
+    # As on systems for which Ray has no clusters: it replaces an address of loopback that it is given.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        # Ray would write one into the home folder, where others can read it.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def last_line_of(error: Exception) -> str:

@@ -60,7 +60,9 @@ class ReplicaStatus:
     Attributes:
         state: by its name, as the router knows it.
         rows: its steps since it was asked last; only the newest ones, if it was not asked for long.
+        trouble: as of `Backend`.
     """
 
     state: ReplicaState
     rows: Sequence[StepRow]
+    trouble: str = ""

@@ -37,6 +37,7 @@ class Replica:
 
         from ..server.local import LocalBackend, engine_thread
 
+        _listen_like_ray()
         self._name = serve.get_replica_context().replica_id.unique_id
         thread = engine_thread()
         setup, self._described = await asyncio.get_running_loop().run_in_executor(thread, build)
@@ -93,7 +94,7 @@ class Replica:
         self._rows.clear()
         backend = self._backend
         state = ReplicaState(self._name, os.getpid(), backend.health, backend.load, self._num_drawn)
-        return ReplicaStatus(state, rows)
+        return ReplicaStatus(state, rows, backend.trouble)
 
     async def _end_when_alone(self, app_name: str) -> None:
         """End the application once nobody has asked how it is for long: its front end was killed."""
@@ -113,6 +114,18 @@ class Replica:
         health = self._backend.health
         if health in (Health.STALLED, Health.STOPPED):
             raise RuntimeError(f"the engine is {health.value}")
+
+
+def _listen_like_ray() -> None:
+    """Where Ray is on loopback alone, let the port of this replica be there, too: Serve opens it on every address, and
+    asks only for the port.
+    """
+    import ray
+    from ray._common.tls_utils import add_port_to_grpc_server
+    from ray.serve._private import replica
+
+    if (host := ray.util.get_node_ip_address()) == "127.0.0.1":
+        replica.add_port_to_grpc_server = lambda server, address: add_port_to_grpc_server(server, f"{host}:0")
 
 
 class _Box(Follower):

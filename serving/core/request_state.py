@@ -211,6 +211,21 @@ class RequestRecord:
         return self.finish_s - self.arrival_s
 
     @property
+    def prepare_s(self) -> float | None:
+        """How long it was prepared; None if that has not come to its end. So are the others."""
+        return _between(self.prepare_start_s, self.prepare_end_s)
+
+    @property
+    def denoise_s(self) -> float | None:
+        """From joining the active queue to the last step."""
+        return _between(self.admitted_s, self.denoise_end_s)
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the last step to the end."""
+        return _between(self.denoise_end_s, self.finish_s)
+
+    @property
     def slo_met(self) -> bool | None:
         """Whether the image was finished within the SLO; False if there is no image, None without an SLO or while
         pending.
@@ -233,6 +248,11 @@ class RequestRecord:
     def from_row(cls, row: dict[str, Any]) -> Self:
         """Restore a record from its `to_row`; computed columns are ignored."""
         return cls(**{field.name: row[field.name] for field in fields(cls)})
+
+
+def _between(start_s: float | None, end_s: float | None) -> float | None:
+    # Threads and processes note times: they may look at the clock in another order than they write them down.
+    return None if start_s is None or end_s is None else max(0.0, end_s - start_s)
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from ..samplers.single import SamplerState
+from .failures import Failures
 from .prepared import PreparedRequest
 
 
@@ -40,7 +41,13 @@ class Tuning:
 
 
 class Stepper(Protocol):
-    """The denoise stage. One instance serves one model; only one thread at a time may call `step`."""
+    """The denoise stage. One instance serves one model; only one thread at a time may call `step`.
+
+    Attributes:
+        batch_failures: steps of several requests that failed, even if all of them then took them in smaller batches.
+    """
+
+    batch_failures: Failures
 
     @property
     def name(self) -> str: ...

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
-from ...data.files import atomic_folder, private_folder, put_aside, remove_leftovers, sha256_of, write_json
+from ...data.files import atomic_folder, held, private_folder, put_aside, remove_leftovers, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
 from ..core.prepared import Seen
@@ -60,8 +60,6 @@ class TemplateStore:
         self.num_added = 0
         self._lock = threading.Lock()
         self._link = Link(link_mbps)
-        # Records that are read step by step, for as long as an edit uses them.
-        self._streamed: weakref.WeakValueDictionary[str, TemplateRecord] = weakref.WeakValueDictionary()
         self._held: OrderedDict[str, TemplateRecord] = OrderedDict()
         self._checked: set[str] = set()
 
@@ -77,15 +75,24 @@ class TemplateStore:
         """
         digest = key.digest
         with self._lock:
-            if (held := self._held.get(digest)) is not None:
+            if (known := self._held.get(digest)) is not None:
                 self._held.move_to_end(digest)
-                return held
-            if not (self.folder / digest / MANIFEST).is_file():
+                return known
+            manifest = self.folder / digest / MANIFEST
+            if not manifest.is_file():
                 return None
             try:
-                self._check(digest)
-                found = self._read(digest, device)
+                with contextlib.ExitStack() as reading:
+                    # Others may share the folder, and make room in it.
+                    reading.enter_context(held(self.folder / digest, with_others=True))
+                    self._check(digest)
+                    found = self._read(digest, device)
+                    if found.steps is None:
+                        # As long as it is read from its files.
+                        weakref.finalize(found, reading.pop_all().close)
             except _DAMAGE as error:
+                if not manifest.is_file():  # another process has deleted it
+                    return None
                 put_aside(self.folder / digest, f"template {digest}", error)
                 return None
             except OSError as error:
@@ -197,9 +204,12 @@ class TemplateStore:
         for _, template_id, size in sorted(found):
             if total <= self._most_disk_bytes:
                 return
-            if template_id != kept and template_id not in self._streamed:
-                self._delete(template_id)
-                total -= size
+            if template_id == kept:
+                continue
+            with contextlib.suppress(FileNotFoundError), held(self.folder / template_id) as is_free:
+                if is_free:  # else it is read, by whichever process
+                    self._delete(template_id)
+                    total -= size
 
     def _delete(self, template_id: str) -> None:
         """Delete a record so that concurrent readers find either all of it or nothing."""
@@ -227,17 +237,8 @@ class TemplateStore:
         place = self.folder / digest
         content = _manifest_of(place)
         if content["bytes"] > self._most_bytes:
-            found = from_files(
-                device,
-                content["bytes"],
-                place,
-                len(content["files"]),
-                content["about"]["rows"],
-                self._link,
-                self.staging,
-            )
-            self._streamed[digest] = found
-            return found
+            num_steps, num_rows = len(content["files"]), content["about"]["rows"]
+            return from_files(device, content["bytes"], place, num_steps, num_rows, self._link, self.staging)
         steps = [read_step(place / name) for name in sorted(content["files"])]
         return in_memory(device, content["bytes"], steps, self._link, self.staging)
 

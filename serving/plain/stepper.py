@@ -8,6 +8,7 @@ from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ..core.denoise_batch import DenoiseBatch, join_conditioning
 from ..core.denoiser import Conditions
+from ..core.failures import Failures
 from ..core.prepared import PreparedRequest, describe
 from ..core.stepper import Tuning
 from ..core.timing import finish_stream
@@ -26,6 +27,9 @@ class PlainStepper:
         sampler: updates the requests of a batch together; None for a scheduler that `BatchedSampler` does not cover,
             which is then called for each request separately.
         alone: calls a request's own scheduler.
+
+    Attributes:
+        batch_failures: see `Stepper`.
     """
 
     name = "plain"
@@ -40,6 +44,7 @@ class PlainStepper:
     ) -> None:
         self.models = models
         self.conditions, self.sampler, self.alone = conditions, sampler, alone
+        self.batch_failures = Failures()
         self._batches: list[DenoiseBatch] = []
         self._stepped: list[DenoiseBatch] = []
 
@@ -116,6 +121,7 @@ class PlainStepper:
         if len(group) == 1:
             failures[group[0].request.request_id] = reason
             return
+        self.batch_failures.note(reason)
         middle = len(group) // 2
         for half in (group[:middle], group[middle:]):
             self._step_or_halves(half, failures)

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from ...data.files import is_disk_full
 from .backend import Health
@@ -104,11 +105,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
 
         ticket = await _unless_left(request, drawn())
         if wanted.stream:
-            return StreamingResponse(
-                _stream(front_end, ticket),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Generation-Id": ticket.id},
-            )
+            return _Stream(front_end, ticket)
         return JSONResponse(_images_of(ticket, str(request.base_url)))
 
     @app.get(GENERATIONS + "/{ticket_id}", responses=errors(401, 403, 404))
@@ -168,8 +165,8 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         return told
 
     @app.get("/v1/state")
-    async def state(request: Request) -> dict[str, Any]:
-        return live.state(caller_of(request.scope).key)
+    async def state(request: Request) -> Response:
+        return Response(live.state(caller_of(request.scope).key), media_type="application/json")
 
     @app.get("/v1/state/stream")
     async def state_stream(request: Request) -> Response:
@@ -208,13 +205,22 @@ async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> R
             task.cancel()
 
 
-async def _stream(front_end: FrontEnd, ticket: Ticket) -> AsyncIterator[bytes]:
-    try:
-        async for part in events_of(ticket, front_end.limits.request_timeout_s):
-            yield part
-    finally:
-        # Also where the client has left, which ends this generator.
-        ticket.cancel("its client has left")
+class _Stream(StreamingResponse):
+    """The events of a ticket, which is cancelled where the client leaves: also before the first of them is sent."""
+
+    def __init__(self, front_end: FrontEnd, ticket: Ticket) -> None:
+        self._ticket = ticket
+        super().__init__(
+            events_of(ticket, front_end.limits.request_timeout_s),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Generation-Id": ticket.id},
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ticket.cancel("its client has left")
 
 
 def _images_of(ticket: Ticket, base_url: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Load:
     Attributes:
         num_running, num_waiting: requests in the batch, and those that are not in it yet.
         pixel_steps: what is still to be denoised.
-        rate: pixel steps per second of full batches, as far as it has had any; None before it has drawn anything.
+        rate: pixel steps per second of full batches, as far as it has had any; None before it has taken some steps.
     """
 
     num_running: int = 0
@@ -90,7 +90,7 @@ class Backend(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why it does not draw, where something has happened; "" else."""
+        """Why it does not draw, or not as it should; "" else."""
         ...
 
     @property

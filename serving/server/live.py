@@ -1,10 +1,13 @@
 """What the live page shows: the running batch, the queue, attainment, latencies, the newest images. No torch.
 
-Everything is bounded, and put together only while somebody looks.
+Everything is bounded. It is put together only while somebody looks, once for all who do, in a time that does not
+depend on how many requests have ended.
 """
 
 import asyncio
-import time
+import contextlib
+import json
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -14,23 +17,56 @@ from typing import Any
 from ..core.step_row import StepRow
 from .errors import ApiError
 from .front_end import FrontEnd, Watcher
-from .sse import event
 from .tickets import Ticket
 
 WINDOWS_S = (60, 300, 3600)
 UPDATES_PER_S, RECENT_IMAGES = 5, 24
-_MOST_ENDED, _MOST_SHOWN, _MOST_VIEWERS = 20_000, 64, 32
+_LATENCIES_S, _MOST_LATENCIES, _MOST_OF_SIZE = 300, 2000, 500
+_MOST_SHOWN, _MOST_VIEWERS = 64, 32
 _IDLE_S = 2.0
 """Without news the page is told that it still listens to somebody this often."""
+_NUM_SPANS = 60
+
+
+class _Window:
+    """How many were in time of those that have ended in the last seconds, in spans of a sixtieth of these."""
+
+    def __init__(self, seconds: float) -> None:
+        self._span_s = seconds / _NUM_SPANS
+        self._spans = [(-1, 0, 0)] * _NUM_SPANS
+
+    def note(self, is_met: bool, now_s: float) -> None:
+        """One has ended."""
+        number = int(now_s / self._span_s)
+        known, num_met, num = self._spans[number % _NUM_SPANS]
+        if known != number:
+            num_met, num = 0, 0
+        self._spans[number % _NUM_SPANS] = (number, num_met + is_met, num + 1)
+
+    def to_json(self, now_s: float) -> dict[str, Any]:
+        """The share of them that was in time, and how many there are."""
+        oldest = int(now_s / self._span_s) - _NUM_SPANS
+        spans = [each for each in self._spans if each[0] > oldest]
+        num = sum(each[2] for each in spans)
+        return {"share": sum(each[1] for each in spans) / num if num else None, "n": num}
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _Latency:
     at_s: float
     size: str
-    latency_s: float | None
+    latency_s: float
     slo_s: float | None
-    is_met: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What all see at one moment, as JSON; with what only those of a key see, as far as any of them has looked."""
+
+    at_s: float
+    is_last: bool
+    shared: bytes
+    by_key: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -42,10 +78,15 @@ class Live(Watcher):
     """
 
     front_end: FrontEnd
-    _ended: deque[_Ended] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))
+    _windows: dict[int, _Window] = field(default_factory=lambda: {each: _Window(each) for each in WINDOWS_S})
+    _latencies: deque[_Latency] = field(default_factory=lambda: deque(maxlen=_MOST_LATENCIES))
     _images: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=RECENT_IMAGES))
     _last_row: StepRow | None = None
+    _state: _State = field(default_factory=lambda: _State(-math.inf, False, b""))
+    _is_stale: bool = True
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
     _viewers: set[asyncio.Event] = field(default_factory=set)
+    _showing: "asyncio.Task[None] | None" = None
 
     def on_row(self, row: StepRow) -> None:
         """A step was taken."""
@@ -64,11 +105,14 @@ class Live(Watcher):
 
     def on_over(self, ticket: Ticket) -> None:
         """See `Watcher`."""
-        now_s = time.time()
+        now_s = asyncio.get_running_loop().time()
         for record in ticket.records:
             # What its client has taken back was neither in time nor late.
-            is_met = None if record.status == "cancelled" else record.slo_met
-            self._ended.append(_Ended(now_s, str(record.resolution), record.latency_s, record.slo_s, is_met))
+            if record.status != "cancelled" and record.slo_met is not None:
+                for window in self._windows.values():
+                    window.note(record.slo_met, now_s)
+            if record.latency_s is not None:
+                self._latencies.append(_Latency(now_s, str(record.resolution), record.latency_s, record.slo_s))
         for index, drawn in ticket.drawn.items():
             image = {
                 "id": ticket.id,
@@ -82,19 +126,56 @@ class Live(Watcher):
         self._tell()
 
     def _tell(self) -> None:
-        for news in self._viewers:
-            news.set()
+        self._is_stale = True
+        self._news.set()
 
     def check_viewers(self) -> None:
         """Raise ApiError if too many look on already."""
         if len(self._viewers) >= _MOST_VIEWERS:
             raise ApiError(503, f"{_MOST_VIEWERS} look on already", code="too_many_viewers")
 
-    def state(self, key: str) -> dict[str, Any]:
+    def state(self, key: str) -> bytes:
         """Everything that the page shows to who has this key, as JSON: of others only that they are there."""
+        return self._of(key, self._newest())
+
+    async def stream(self, key: str) -> AsyncIterator[bytes]:
+        """The state whenever it has changed, some times a second at the most, as events."""
+        changed = asyncio.Event()
+        self._viewers.add(changed)
+        if self._showing is None or self._showing.done():
+            self._showing = asyncio.ensure_future(self._show())
+        try:
+            state = self._newest()
+            while True:
+                yield b"data: " + self._of(key, state) + b"\n\n"
+                if state.is_last:
+                    return
+                await changed.wait()
+                changed.clear()
+                state = self._state
+        finally:
+            self._viewers.discard(changed)
+
+    async def _show(self) -> None:
+        """Look for all viewers, as long as there are any."""
+        while self._viewers:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), _IDLE_S)
+            self._news.clear()
+            self._look()
+            for changed in self._viewers:
+                changed.set()
+            await asyncio.sleep(1 / UPDATES_PER_S)
+
+    def _newest(self) -> _State:
+        age_s = asyncio.get_running_loop().time() - self._state.at_s
+        return self._look() if self._is_stale or age_s > 1 / UPDATES_PER_S else self._state
+
+    def _look(self) -> _State:
+        self._is_stale = False
         front_end, now_s = self.front_end, asyncio.get_running_loop().time()
         load = front_end.backend.load
-        return {
+        shared = {
             "model": front_end.model.name,
             "status": "draining" if front_end.is_draining else front_end.backend.health.value,
             "load": {"running": load.num_running, "waiting": load.num_waiting, "drain_s": front_end.admission.drain_s},
@@ -116,28 +197,17 @@ class Live(Watcher):
             ],
             "plan": front_end.backend.plan,
             "batch": self._batch(),
-            "attainment": {str(window): self._attainment(window) for window in WINDOWS_S},
-            "latencies": self._latencies(),
-            "images": [image for owner, image in self._images if owner == key],
+            "attainment": {str(window): found.to_json(now_s) for window, found in self._windows.items()},
+            "latencies": self._latencies_by_size(now_s),
         }
+        self._state = _State(now_s, front_end.is_draining, _json(shared))
+        return self._state
 
-    async def stream(self, key: str) -> AsyncIterator[bytes]:
-        """The state whenever it has changed, some times a second at the most."""
-        news = asyncio.Event()
-        self._viewers.add(news)
-        try:
-            while True:
-                news.clear()
-                yield event(self.state(key))
-                if self.front_end.is_draining:
-                    return
-                await asyncio.sleep(1 / UPDATES_PER_S)
-                try:
-                    await asyncio.wait_for(news.wait(), _IDLE_S)
-                except TimeoutError:
-                    continue
-        finally:
-            self._viewers.discard(news)
+    def _of(self, key: str, state: _State) -> bytes:
+        if key not in state.by_key:
+            images = _json([image for owner, image in self._images if owner == key])
+            state.by_key[key] = state.shared.removesuffix(b"}") + b', "images": ' + images + b"}"
+        return state.by_key[key]
 
     def _batch(self) -> dict[str, Any] | None:
         row = self._last_row
@@ -163,20 +233,18 @@ class Live(Watcher):
             "slack_s": None if slo_s is None else ticket.arrival_s + slo_s - now_s,
         }
 
-    def _attainment(self, window_s: float) -> dict[str, Any]:
-        since_s = time.time() - window_s
-        met = [each.is_met for each in self._ended if each.at_s >= since_s and each.is_met is not None]
-        return {"share": sum(met) / len(met) if met else None, "n": len(met)}
-
-    def _latencies(self) -> dict[str, dict[str, Any]]:
+    def _latencies_by_size(self, now_s: float) -> dict[str, dict[str, Any]]:
         """By size: the latencies of the last five minutes, and the SLO of the newest."""
-        since_s = time.time() - WINDOWS_S[1]
         found: dict[str, dict[str, Any]] = {}
-        for each in self._ended:
-            if each.at_s >= since_s and each.latency_s is not None:
+        for each in self._latencies:
+            if each.at_s >= now_s - _LATENCIES_S:
                 of_size = found.setdefault(each.size, {"latencies_s": [], "slo_s": None})
                 of_size["latencies_s"].append(round(each.latency_s, 4))
                 of_size["slo_s"] = each.slo_s
         for of_size in found.values():
-            del of_size["latencies_s"][:-500]
+            del of_size["latencies_s"][:-_MOST_OF_SIZE]
         return found
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode()

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import os
 import sys
 import threading
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from ..models.served import ServedModel
 
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
+TOLD_FOR_S = 600.0
+"""How long probes report that steps of batches have failed, as where memory is full."""
 _LOOK_EVERY_S = 0.1
 
 
@@ -105,6 +108,7 @@ class LocalBackend:
         self._proving: asyncio.Task[None] | None = None
         self._rate = DrainRate()
         self._preview = Preview()
+        self._num_failed, self._failed_s = 0, -math.inf
         # `check_request` may run torch: not on the event loop.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=compute_alone)
         self._has_begun = threading.Event()
@@ -126,9 +130,12 @@ class LocalBackend:
     def trouble(self) -> str:
         """See `Backend`."""
         error = self._error
-        if error is None or self._health not in (Health.RESTARTING, Health.STOPPED):
-            return ""
-        return str(error) if isinstance(error, PsctlError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        if error is not None and self._health in (Health.RESTARTING, Health.STOPPED):
+            return str(error) if isinstance(error, PsctlError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        if self._health is Health.READY and time.monotonic() - self._failed_s < TOLD_FOR_S:
+            found = self._setup.model.stepper.batch_failures
+            return f"steps of batches fail and are repeated in halves: {found.count} so far, the first by {found.first}"
+        return ""
 
     @property
     def load(self) -> Load:
@@ -191,10 +198,14 @@ class LocalBackend:
             may_lag=not follows_steps,
             on_partial=partial(self._post, follower.on_partial, number),
         )
+        handing_in = self._pool.submit(self._hand_in, request, watch)
         try:
-            await self._loop.run_in_executor(self._pool, self._hand_in, request, watch)
-        except BaseException:
+            await asyncio.wrap_future(handing_in)
+        except BaseException as error:
             self._followers.pop(number, None)
+            if isinstance(error, asyncio.CancelledError):
+                # The thread goes on: only once the engine has it can the engine give it up.
+                handing_in.add_done_callback(lambda _: self.cancel(number, "its client has left"))
             raise
 
     def _hand_in(self, request: Request, watch: Watch | None) -> None:
@@ -356,7 +367,11 @@ class _Posts(Collector):
         self._backend._post(self._backend._ended, record, image)
 
     def on_step(self, row: StepRow) -> None:
-        self._backend._rows.append(row)
+        backend = self._backend
+        num_failed = backend._setup.model.stepper.batch_failures.count
+        if num_failed != backend._num_failed:
+            backend._num_failed, backend._failed_s = num_failed, time.monotonic()
+        backend._rows.append(row)
 
 
 class _Awaited(Follower):

@@ -52,7 +52,15 @@ class Metrics(Watcher):
         self.predictor_scale = gauge("predictor_scale", "What predicted step latencies are multiplied by.")
         self.cache_reused_share = gauge("cache_reused_share", "Share of computation that the patch cache has saved.")
         self.templates_recorded = gauge("templates_recorded", "Records of templates made since the start.")
-        for known_here in (self.predictor_scale, self.cache_reused_share, self.templates_recorded):
+        self.batch_failures = gauge(
+            "batch_failures", "Steps of batches that failed, as where memory is full, and were repeated in halves."
+        )
+        for known_here in (
+            self.predictor_scale,
+            self.cache_reused_share,
+            self.templates_recorded,
+            self.batch_failures,
+        ):
             # Engines in processes of their own do not tell.
             known_here.set(float("nan"))
         self._ended = counter("request_success", "Images that have ended, by how.", "finished_reason")
@@ -106,16 +114,14 @@ class Metrics(Watcher):
             size = str(record.resolution)
             if record.slo_s is not None and record.status != "cancelled":
                 (self._met if record.slo_met else self._missed).labels(size if size in self._sizes else "other").inc()
-            if record.latency_s is not None:
-                self._latency.observe(record.latency_s)
             if record.reused is not None and record.status == "completed":
                 self._edits.labels(str(record.reused).lower()).inc()
-            if record.queueing_s is not None:
-                self._queue.observe(record.queueing_s)
-            for histogram, start_s, end_s in (
-                (self._prepare, record.prepare_start_s, record.prepare_end_s),
-                (self._denoise, record.admitted_s, record.denoise_end_s),
-                (self._decode, record.denoise_end_s, record.finish_s),
+            for histogram, seconds in (
+                (self._latency, record.latency_s),
+                (self._queue, record.queueing_s),
+                (self._prepare, record.prepare_s),
+                (self._denoise, record.denoise_s),
+                (self._decode, record.decode_s),
             ):
-                if start_s is not None and end_s is not None:
-                    histogram.observe(end_s - start_s)
+                if seconds is not None:
+                    histogram.observe(seconds)

@@ -32,7 +32,10 @@ from .metrics import Metrics
 from .protocol import GENERATIONS
 
 _BACKLOG = 256
-_KEEP_ALIVE_S = 15
+KEEP_ALIVE_S = 90.0
+"""Longer than proxies do: nginx and load balancers keep connections for 60 s. Where the server closes one first, a
+request that is on its way there is answered with 502.
+"""
 _LAST_ANSWERS_S = 5
 _INTERRUPTED = 130
 
@@ -47,6 +50,7 @@ class Address:
         allowed_hosts: names that it may be asked by besides the host; on other hosts than loopback none means any.
         drain_timeout_s: how long what is open may still take after a signal.
         is_open: whether it may listen elsewhere than on loopback without keys.
+        keep_alive_s: how long a connection stays open on which nothing is asked any more.
     """
 
     host: str = "127.0.0.1"
@@ -55,6 +59,7 @@ class Address:
     allowed_hosts: Sequence[str] = ()
     drain_timeout_s: float = 30.0
     is_open: bool = False
+    keep_alive_s: float = KEEP_ALIVE_S
 
     @property
     def is_loopback(self) -> bool:
@@ -141,7 +146,7 @@ async def serve_forever(
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=address.keep_alive_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=_LAST_ANSWERS_S,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

@@ -210,7 +210,7 @@ class Ticket(Follower):
     async def _end_one(self, index: int, record: RequestRecord, image: "Image | None") -> None:
         error = None
         if image is None:
-            error = error_of(record, self.id)
+            error = error_of(record)
         else:
             try:
                 drawn = Drawn(await self._encoded(image), record)
@@ -240,13 +240,19 @@ class Ticket(Follower):
         self.on_over(self)
 
 
-def error_of(record: RequestRecord, ticket_id: str) -> ApiError:
+def error_of(record: RequestRecord) -> ApiError:
     """What a client is told of a request without an image."""
     if record.status == "discarded":
         return too_late(f"the deadline cannot be met: {record.reason}")
     if record.status == "failed":
-        return ApiError(500, f"the image could not be drawn: {record.reason}", code="generation_failed")
-    return ApiError(500, f"the engine has stopped, and {ticket_id} with it; it may be sent again", code="engine_error")
+        return ApiError(
+            500,
+            f"the image could not be drawn: {record.reason}",
+            code="generation_failed",
+            # Whoever asks again by itself might end one engine after the other.
+            headers={"x-should-retry": "false"},
+        )
+    return ApiError(500, "the engine has stopped, and what it drew with it; it may be sent again", code="engine_error")
 
 
 def facts_of(record: RequestRecord) -> dict[str, Any]:
@@ -267,18 +273,13 @@ def facts_of(record: RequestRecord) -> dict[str, Any]:
 def metrics_of(records: Sequence[RequestRecord]) -> dict[str, Any]:
     """Where the time of a ticket went, by the slowest of its images, in seconds; None for what it has not come to."""
     record = max(records, key=lambda each: each.finish_s or 0.0)
-    prepare_s = _between(record.prepare_start_s, record.prepare_end_s)
-    waited_s = _between(record.arrival_s, record.admitted_s)
+    queued_s = record.queueing_s
     return {
-        "queue_s": None if waited_s is None else max(0.0, waited_s - (prepare_s or 0.0)),
-        "prepare_s": prepare_s,
-        "denoise_s": _between(record.admitted_s, record.denoise_end_s),
-        "decode_s": _between(record.denoise_end_s, record.finish_s),
+        "queue_s": None if queued_s is None else max(0.0, queued_s - (record.prepare_s or 0.0)),
+        "prepare_s": record.prepare_s,
+        "denoise_s": record.denoise_s,
+        "decode_s": record.decode_s,
         "latency_s": record.latency_s,
         "slo_s": record.slo_s,
         "slo_met": None if record.slo_s is None else all(each.slo_met is True for each in records),
     }
-
-
-def _between(start_s: float | None, end_s: float | None) -> float | None:
-    return None if start_s is None or end_s is None else end_s - start_s

@@ -26,6 +26,7 @@ from ..conftest import RunPsctl
 from ..support.edits import file_of, image_of
 from ..support.http_server import HttpServer, small_model
 from ..support.latency_tables import write_profiles
+from ..support.sockets import listening, started_by
 from ..support.waits import until
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -100,6 +101,26 @@ def test_the_same_pixels_whoever_draws(server: HttpServer) -> None:
     assert len(images) <= 2
     refused = httpx.post(f"{server.url}{GENERATIONS}", json={**body(0), "size": "40x36"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
+
+
+def test_nobody_else_reaches_ray(server: HttpServer) -> None:
+    """It listens on this machine alone, and takes no call without its token."""
+    import grpc
+
+    until(lambda: len(replicas_of(server)) == 2, 60)
+    sockets = {pid: list(listening(pid).values()) for pid in started_by(server.process.pid)}
+    # The server's own, those of the replicas, and of the processes of Ray.
+    assert {server.process.pid, *(each["process_id"] for each in replicas_of(server))} <= sockets.keys()
+    assert sum(map(bool, sockets.values())) >= 6
+    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in sockets}
+    open_to_others = {
+        (names[pid], str(address)) for pid, found in sockets.items() for address, _ in found if not address.is_loopback
+    }
+    assert open_to_others == set()
+    [(_, port)] = next(found for pid, found in sockets.items() if names[pid] == "gcs_server")
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=30)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_partial_images_come_through(server: HttpServer) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import pytest
 from PIL import Image
 
 from patchedserve.eval.metrics.psnr import psnr
+from patchedserve.psctl.options.http import HttpFlags
+from patchedserve.serving.server.run import Address
 
 from ..conftest import RunPsctl
 from ..support.http_server import HttpServer, small_model
@@ -138,6 +141,7 @@ def test_models_health_and_metrics(http: httpx.Client, server: HttpServer) -> No
     http.post(GENERATIONS, json={**ASK, "n": 3}).raise_for_status()
     assert server.metric('psctl_request_success_total{finished_reason="completed"}') == before + 3
     assert server.metric("psctl_num_requests_running") == 0
+    assert server.metric("psctl_batch_failures") == 0
 
 
 def test_head_is_get_without_a_body(http: httpx.Client) -> None:
@@ -281,6 +285,20 @@ def test_a_signal_drains(model: Path, workspace: Path) -> None:
         asking.join(60)
         assert found[0].status_code == 200
         assert server.process.wait(60) == 0
+
+
+def test_an_idle_connection_stays_longer_than_proxies_keep_it(model: Path, workspace: Path) -> None:
+    assert HttpFlags().keep_alive == Address().keep_alive_s > 75
+    with HttpServer(model, workspace, "--keep-alive", "0.5") as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            for _ in range(2):
+                connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                answer = b""
+                while not answer.endswith(b"}"):
+                    answer += connection.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 200")
+            assert connection.recv(65536) == b"", "closed by the server, sooner than by default"
 
 
 def test_what_takes_too_long_is_given_up(model: Path, workspace: Path) -> None:

@@ -38,7 +38,7 @@ def batch_routes(batches: Batches) -> APIRouter:
     @routes.get(FILES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def files(request: Request) -> dict[str, Any]:
         caller = caller_of(request.scope)
-        return await run_in_threadpool(_page, batches.file_ids, batches.file, caller.key, request.query_params)
+        return await run_in_threadpool(_page, batches.file_page, batches.file, caller.key, request.query_params)
 
     @routes.get(FILES + "/{file_id}", responses=errors(400, 401, 403, 404))
     async def file(file_id: str, request: Request) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def batch_routes(batches: Batches) -> APIRouter:
     @routes.get(BATCHES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def all_batches(request: Request) -> dict[str, Any]:
         caller = caller_of(request.scope)
-        return await run_in_threadpool(_page, batches.batch_ids, batches.batch, caller.key, request.query_params)
+        return await run_in_threadpool(_page, batches.batch_page, batches.batch, caller.key, request.query_params)
 
     @routes.get(BATCHES + "/{batch_id}", responses=errors(400, 401, 403, 404))
     async def batch(batch_id: str, request: Request) -> dict[str, Any]:
@@ -73,18 +73,21 @@ def batch_routes(batches: Batches) -> APIRouter:
 
 
 def _page(
-    ids_of: Callable[[str], list[str]], told: Callable[[str, str], dict[str, Any]], key: str, query: QueryParams
+    page_of: Callable[[str, str | None, int], tuple[list[str], bool] | None],
+    told: Callable[[str, str], dict[str, Any]],
+    key: str,
+    query: QueryParams,
 ) -> dict[str, Any]:
     """A page of them: `limit`, and the id `after` which it begins. It waits for the disk."""
     limit, after = query.get("limit", str(MAX_LISTED)), query.get("after")
     if not re.fullmatch(r"[0-9]{1,3}", limit, re.ASCII) or not 1 <= int(limit) <= MAX_LISTED:
         raise invalid(f"limit is {shown(limit)}, but it must be a whole number from 1 to {MAX_LISTED}", "limit")
-    ids = ids_of(key)
-    if after is not None and after not in ids:
+    found = page_of(key, after, int(limit))
+    if found is None:
         raise invalid(f"after is {shown(after)}, but nothing listed has this id", "after")
-    rest = ids[0 if after is None else ids.index(after) + 1 :]
+    ids, has_more = found
     page = []
-    for each in rest[: int(limit)]:
+    for each in ids:
         with contextlib.suppress(ApiError):  # deleted meanwhile
             page.append(told(each, key))
     return {
@@ -92,5 +95,5 @@ def _page(
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
-        "has_more": len(rest) > int(limit),
+        "has_more": has_more,
     }

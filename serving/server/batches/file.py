@@ -129,6 +129,7 @@ class BatchOutput:
     Attributes:
         folder: of both, and of `images/`.
         done: ids of the lines that have an answer, by whether it is an image.
+        counts: how many of these have an image, and how many an error.
 
     Raises:
         FolderInUseError: another process has it open.
@@ -136,7 +137,7 @@ class BatchOutput:
     """
 
     def __init__(self, folder: Path, *, is_private: bool = False) -> None:
-        self.folder, self.done = folder, dict[str, bool]()
+        self.folder, self.done, self.counts = folder, dict[str, bool](), (0, 0)
         self._is_private, self._mode = is_private, 0o600 if is_private else 0o666
         (folder / "images").mkdir(parents=True, exist_ok=True)
         if is_private:
@@ -161,11 +162,17 @@ class BatchOutput:
         for name, is_good in ((OUTPUT_FILE, True), (ERROR_FILE, False)):
             path = folder / name
             _cut_half_line(path)
-            for number, line in enumerate(_lines_of(path), 1):
-                head = _HEAD.match(line)
-                if head is None or not line.endswith(b"}\n") or line.find(_START, head.end()) >= 0:
+            for number, custom_id in enumerate(_ids_of(path), 1):
+                if custom_id is None:
                     raise RunError(f"{path}, line {number}: is damaged")
-                self.done[json.loads(head[1])] = is_good
+                self._note(custom_id, is_good)
+
+    def _note(self, custom_id: str, is_good: bool) -> None:
+        before = self.done.get(custom_id)
+        completed, failed = self.counts
+        # In one piece, as any thread may read it.
+        self.counts = completed + is_good - (before is True), failed + (not is_good) - (before is False)
+        self.done[custom_id] = is_good
 
     def keep_to(self, about: Mapping[str, str]) -> None:
         """Remember what is drawn here, by name: its file, its model. Raises UsageError: it was another before."""
@@ -191,13 +198,13 @@ class BatchOutput:
         """A line has its images, which are in their places already."""
         response = {"status_code": 200, "request_id": request_id, "body": body}
         self._append(OUTPUT_FILE, line, response, None)
-        self.done[line.custom_id] = True
+        self._note(line.custom_id, True)
 
     def failed(self, line: BatchLine, error: ApiError, request_id: str) -> None:
         """A line has no images."""
         response = {"status_code": error.status, "request_id": request_id, "body": error.to_json()}
         self._append(ERROR_FILE, line, response, {"code": error.code, "message": error.message})
-        self.done[line.custom_id] = False
+        self._note(line.custom_id, False)
 
     def _append(self, name: str, line: BatchLine, response: Mapping[str, Any], error: Mapping[str, str] | None) -> None:
         content = {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": error}
@@ -242,7 +249,18 @@ def num_lines(path: Path) -> int:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b""))
 
 
-def _lines_of(path: Path) -> Iterator[bytes]:
-    if path.exists():
-        with path.open("rb", buffering=1 << 20) as file:
-            yield from file
+def _ids_of(path: Path) -> Iterator[str | None]:
+    """The custom id of each line of an output; None: the line is damaged. Lines may hold images of any size, and are
+    read in pieces.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        while piece := file.readline(_CHUNK):
+            head = _HEAD.match(piece)
+            is_whole = head is not None and piece.find(_START, head.end()) < 0
+            while not piece.endswith(b"\n") and (more := file.readline(_CHUNK)):
+                # Another head may lie across two pieces.
+                piece = piece[-len(_START) :] + more
+                is_whole = is_whole and _START not in piece
+            yield json.loads(head[1]) if head is not None and is_whole and piece.endswith(b"}\n") else None

@@ -1,7 +1,11 @@
 """The folder of files and batches: what lies where, and whose it is. Only its owner can read it. No torch."""
 
 import json
+import os
 import re
+import threading
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +22,10 @@ _FILE, _BATCH = "file-", "batch_"
 _ID = re.compile(rf"({_FILE}|{_BATCH})[A-Za-z0-9]{{1,64}}", re.ASCII)
 _FIELDS_OF_FILE = {"filename": str, "created_at": int, "purpose": str}
 _FIELDS_OF_BATCH = {"id": str, "status": str, "created_at": int, "input_file_id": str, "request_counts": dict}
-_Whose = tuple[int, str]
-"""When it was created, and its owner, of which neither changes."""
+_SETTLED_S = 2.0
+"""A folder that has changed within so long may change again without a newer time: clocks of file systems are coarse."""
+_Reader = Callable[[str], dict[str, Any] | None]
+_Page = tuple[list[str], bool]
 
 
 class BatchFolder:
@@ -33,7 +39,7 @@ class BatchFolder:
 
     def __init__(self, root: Path) -> None:
         self._files, self._batches = root / "files", root / "batches"
-        self._whose: dict[str, _Whose] = {}
+        self._files_by_owner, self._batches_by_owner = _ByOwner(self._files, ".jsonl"), _ByOwner(self._batches, "")
         for folder in (root, self._files, self._batches):
             private_folder(folder)
 
@@ -66,7 +72,6 @@ class BatchFolder:
         """Delete what there is of a client's file."""
         for path in (self.file(file_id), self.file(file_id).with_suffix(".json")):
             path.unlink(missing_ok=True)
-        self._whose.pop(file_id, None)
 
     def read_batch(self, batch_id: str) -> dict[str, Any] | None:
         """What is kept of a batch; None: there is none."""
@@ -80,28 +85,95 @@ class BatchFolder:
     def remove_batch(self, batch_id: str) -> None:
         """Delete what is known of a batch."""
         (self.batch(batch_id) / "batch.json").unlink(missing_ok=True)
-        self._whose.pop(batch_id, None)
+        self._batches_by_owner.forget(batch_id)
 
-    def file_ids(self, owner: str | None = None) -> list[str]:
-        """Files of clients, or of one, the newest first. It reads what it has not read before of each."""
-        return self._newest([path.stem for path in self._files.glob(f"{_FILE}*.jsonl")], self.read_file, owner)
+    def file_page(self, owner: str, after: str | None, limit: int) -> _Page | None:
+        """Ids of at most `limit` files of a client, the newest first, from behind `after` on, and whether there are
+        more; None: it has no file `after`. It waits for the disk, and reads what it has not read before of each.
+        """
+        return self._files_by_owner.page(self.read_file, owner, after, limit)
 
-    def batch_ids(self, owner: str | None = None) -> list[str]:
+    def batch_page(self, owner: str, after: str | None, limit: int) -> _Page | None:
         """Batches, likewise."""
-        return self._newest([path.name for path in self._batches.glob(f"{_BATCH}*")], self.read_batch, owner)
+        return self._batches_by_owner.page(self.read_batch, owner, after, limit)
 
-    def _newest(self, ids: list[str], read: Callable[[str], dict[str, Any] | None], owner: str | None) -> list[str]:
-        found: list[tuple[int, str]] = []
-        for each in filter(_ID.fullmatch, ids):
-            whose = self._whose.get(each)
-            if whose is None:
+    def all_batches(self) -> list[str]:
+        """Batches of all clients, the oldest first. It reads what pages need, of files as well."""
+        self._files_by_owner.all_of_them(self.read_file)
+        return self._batches_by_owner.all_of_them(self.read_batch)
+
+
+class _ByOwner:
+    """Ids in a folder by their owner, in the order in which they were created. Any thread may ask.
+
+    Other servers may share the folder: its names are looked at again when its time says that it has changed.
+
+    Args:
+        folder: of files or folders that are named by their ids.
+        suffix: that their names have besides.
+    """
+
+    def __init__(self, folder: Path, suffix: str) -> None:
+        self._folder, self._suffix = folder, suffix
+        self._seen_ns = -1
+        # When it was created, and its owner, of which neither changes.
+        self._whose: dict[str, tuple[int, str]] = {}
+        self._of: dict[str, list[tuple[int, str]]] = {}
+        self._unread: set[str] = set()
+        self._lock = threading.Lock()
+
+    def page(self, read: _Reader, owner: str, after: str | None, limit: int) -> _Page | None:
+        """See `BatchFolder.file_page`."""
+        with self._lock:
+            self._look(read)
+            found = self._of.get(owner, [])
+            end = len(found)
+            if after is not None:
+                whose = self._whose.get(after)
+                if whose is None or whose[1] != owner:
+                    return None
+                end = bisect_left(found, (whose[0], after))
+            return [each for _, each in reversed(found[max(0, end - limit) : end])], end > limit
+
+    def all_of_them(self, read: _Reader) -> list[str]:
+        """The ids of all owners, the oldest first."""
+        with self._lock:
+            self._look(read)
+            return [each for _, each in sorted(entry for found in self._of.values() for entry in found)]
+
+    def forget(self, gone: str) -> None:
+        """Take an id out; it comes back if it can be read again."""
+        with self._lock:
+            self._remove(gone)
+            self._seen_ns = -1
+
+    def _remove(self, gone: str) -> None:
+        if (whose := self._whose.pop(gone, None)) is not None:
+            created, owner = whose
+            del self._of[owner][bisect_left(self._of[owner], (created, gone))]
+
+    def _look(self, read: _Reader) -> None:
+        changed_ns = self._folder.stat().st_mtime_ns
+        if changed_ns != self._seen_ns:
+            self._seen_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_S * 1e9 else -1
+            with os.scandir(self._folder) as entries:
+                names = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
+            ids = set(filter(_ID.fullmatch, (name.removesuffix(self._suffix) for name in names)))
+            for gone in self._whose.keys() - ids:
+                self._remove(gone)
+            self._unread = ids - self._whose.keys()
+        owners = set[str]()
+        try:
+            for each in list(self._unread):
                 content = read(each)
-                if content is None:
-                    continue
-                whose = self._whose[each] = content["created_at"], content.get(OWNER, "")
-            if owner is None or whose[1] == owner:
-                found.append((whose[0], each))
-        return [each for _, each in sorted(found, reverse=True)]
+                if content is not None:  # else it is not whole yet, or damaged
+                    created, owner = self._whose[each] = content["created_at"], content.get(OWNER, "")
+                    self._of.setdefault(owner, []).append((created, each))
+                    self._unread.discard(each)
+                    owners.add(owner)
+        finally:
+            for owner in owners:
+                self._of[owner].sort()
 
 
 def _read(path: Path, kinds: Mapping[str, type], known_id: str | None = None) -> dict[str, Any] | None:

@@ -119,8 +119,8 @@ class BatchRun:
     @property
     def counts(self) -> dict[str, int]:
         """How many lines there are, and how many of them have images, or an error."""
-        done = list(self.output.done.values())  # the writer's thread adds to them
-        return {"total": len(self.lines), "completed": sum(done), "failed": len(done) - sum(done)}
+        completed, failed = self.output.counts
+        return {"total": len(self.lines), "completed": completed, "failed": failed}
 
     @property
     def is_done(self) -> bool:

@@ -69,7 +69,7 @@ class Batches:
                 self._begin(batch)
 
     def _unfinished(self) -> list[dict[str, Any]]:
-        found = [self._disk.read_batch(each) for each in reversed(self._disk.batch_ids())]
+        found = [self._disk.read_batch(each) for each in self._disk.all_batches()]
         return [batch for batch in found if batch is not None and batch["status"] not in _ENDED]
 
     async def stop(self) -> None:
@@ -111,9 +111,9 @@ class Batches:
         """The file of a client, or the output of a batch of its own."""
         return self._found(file_id, key)[0]
 
-    def file_ids(self, key: str) -> list[str]:
-        """All files that a client has sent, the newest first; waits for the disk."""
-        return self._disk.file_ids(key)
+    def file_page(self, key: str, after: str | None, limit: int) -> tuple[list[str], bool] | None:
+        """Files that a client has sent: see `BatchFolder.file_page`."""
+        return self._disk.file_page(key, after, limit)
 
     def delete_file(self, file_id: str, key: str) -> dict[str, Any]:
         """Forget a file that a client has sent."""
@@ -185,9 +185,9 @@ class Batches:
         """What a client is told of a batch."""
         return self._told(self._of(batch_id, key))
 
-    def batch_ids(self, key: str) -> list[str]:
-        """All of a client, the newest first; waits for the disk."""
-        return self._disk.batch_ids(key)
+    def batch_page(self, key: str, after: str | None, limit: int) -> tuple[list[str], bool] | None:
+        """Batches of a client, likewise."""
+        return self._disk.batch_page(key, after, limit)
 
     def cancel(self, batch_id: str, key: str) -> dict[str, Any]:
         """End a batch: what it has drawn stays."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cluster import backend as backend_module
-from patchedserve.serving.cluster.backend import MAX_RESUBMITS, ClusterBackend
+from patchedserve.serving.cluster.backend import MOST_DEATHS, MOST_TRIES, ClusterBackend
 from patchedserve.serving.cluster.deployment import ReplicaPlan
 from patchedserve.serving.cluster.load_book import LoadBook
 from patchedserve.serving.cluster.messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped, Told
@@ -20,6 +21,7 @@ from patchedserve.serving.scheduling.routers import DEFAULT_ROUTER
 from patchedserve.serving.scheduling.step_latency import TableLatency
 from patchedserve.serving.server.backend import Follower, Health, Load, ReplicaState
 from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.tickets import error_of
 
 exceptions = pytest.importorskip("ray.exceptions", reason="the extra `ray` is not installed")
 Script = list["Told | BaseException | Status"]
@@ -121,25 +123,46 @@ def test_whoever_draws_it_in_the_end_nothing_is_told_twice() -> None:
 
     image: Any = None
     first: Script = [Accepted("a"), Stepped(1), PartialImage(0, image), Stepped(2), died()]
-    lost: Script = [Accepted("b"), Stepped(1), exceptions.ObjectLostError("0", None, "")]
+    lost: Script = [exceptions.ObjectLostError("0", None, "")]
     last: Script = [Accepted("c"), Stepped(1), PartialImage(0, image), Stepped(2), Stepped(3), PartialImage(1, image)]
     run(work, first, lost, [*last, Stepped(4), "completed"])
 
 
-def test_it_is_handed_in_so_many_times() -> None:
+def test_what_kills_replicas_is_drawn_by_two_at_most() -> None:
     async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
-        heard = Heard()
-        await backend.submit(request(), heard)
-        record = await heard.ended
-        # Not failed: it may be sent again.
-        assert (record.status, deployment.num_asked) == ("cancelled", 1 + MAX_RESUBMITS)
-        assert record.reason == "the replicas that drew it have died, 3 in a row"
+        for num_asked in (2, 5, 8):
+            heard = Heard()
+            await backend.submit(request(), heard)
+            record = await heard.ended
+            assert deployment.num_asked == num_asked
+            assert (record.status, record.reason) == ("failed", "2 replicas have died while they drew it")
+            error = error_of(record)
+            assert (error.status, error.code, error.headers) == (500, "generation_failed", {"x-should-retry": "false"})
+            assert "2 replicas have died while they drew it" in error.message
         # Whether it is too late is for the policy of the next replica to say.
         late = Heard()
         await backend.submit(request(slo_s=1e-9), late)
         assert (await late.ended).status == "completed"
 
-    run(work, *[[Accepted("a"), died()] for _ in range(2 + MAX_RESUBMITS)], [Accepted("b"), "completed"])
+    dies: Script = [Accepted("a"), Stepped(1), died()]
+    crashes: Script = [Accepted("a"), "cancelled"]
+    # One that was dead before it had the request has not died of it.
+    runs = [[dies] * MOST_DEATHS, [dies, [died()], crashes], [crashes, [Refused("it restarts", is_busy=True)], dies]]
+    run(work, *(script for each in runs for script in each), dies, [Accepted("b"), "completed"])
+
+
+def test_where_no_replica_has_it_it_may_be_sent_again() -> None:
+    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+        heard = Heard()
+        await backend.submit(request(), heard)
+        record = await heard.ended
+        # Not failed: it is nothing that the request has done.
+        assert (record.status, deployment.num_asked) == ("cancelled", MOST_TRIES)
+        assert record.reason == "none of 3 replicas in a row has drawn it"
+        assert error_of(record).code == "engine_error"
+
+    dead: Script = [died()]
+    run(work, *[dead] * MOST_TRIES)
 
 
 def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +176,7 @@ def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest
         deployment.answers = (status("a"), status("b")), 0
         while len(backend.replicas) < 2:
             await asyncio.sleep(0.01)
-        assert (backend.health, backend.load.rate) == (Health.READY, 200.0)
+        assert (backend.health, backend.load.rate, backend.trouble) == (Health.READY, 200.0, "")
         heard = Heard()
         await backend.submit(request(), heard, follows_steps=True)
         book.confirm(1, "a")
@@ -172,6 +195,9 @@ def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest
             await asyncio.sleep(0.01)
         deployment.answers = (status("a"), status("b")), 0
         while any(each.health is not Health.READY for each in backend.replicas):
+            await asyncio.sleep(0.01)
+        deployment.answers = (status("a"), replace(status("b"), trouble="its batches fail")), 0
+        while backend.trouble != "replica b: its batches fail":
             await asyncio.sleep(0.01)
 
     run(work, [Accepted("a"), Stepped(1), STANDS_STILL], [Accepted("b"), Stepped(1), Stepped(2), "completed"])

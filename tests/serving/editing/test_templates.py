@@ -1,6 +1,8 @@
 """Records in their folder and in memory: damage, bounds, and what cannot be written or read."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,41 @@ def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: P
     assert found is not None
     assert found.steps is None
     assert torch.equal(serve(held, [request]).latents[0], serve(streamed, [request]).latents[0])
+
+
+READER = """
+import sys
+from pathlib import Path
+from patchedserve.data.files import held
+
+with held(Path(sys.argv[1]), with_others=True) as is_held:
+    print(is_held, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_record_that_another_process_reads_stays(tmp_path: Path) -> None:
+    """Replicas share a folder: none deletes what another one, or itself, reads step by step."""
+    requests = [edit_request(0, SMALL, num_steps=2, template=TemplateSpec("", seed)) for seed in range(3)]
+    model = model_with(pipeline("sdxl"), tmp_path, requests[:2])
+    first, second = (some(model.reuse.key_of(request)) for request in requests[:2])
+    for age_s, key in ((2, first), (1, second)):
+        os.utime(tmp_path / key.digest / MANIFEST, (age_s, age_s))
+    num_bytes = some(model.reuse.store).list()[0]["bytes"]
+    model.reuse.store = store = TemplateStore(tmp_path, TemplateTiers(memory_mb=0, disk_mb=1.5 * num_bytes / 1e6))
+    command = [sys.executable, "-c", READER, str(tmp_path / first.digest)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "True\n"
+        reading = store.find(second, model.device)
+        assert reading is not None
+        store._make_room("none")
+        assert {each["id"] for each in store.list()} == {first.digest, second.digest}
+        del reading
+        store._make_room("none")
+        assert [each["id"] for each in store.list()] == [first.digest]
+    model.reuse.use_template(requests[2], tmp_path, lambda count: None)
+    assert [each["id"] for each in store.list()] == [some(model.reuse.key_of(requests[2])).digest]
 
 
 def test_a_record_whose_steps_cannot_be_staged_is_not_read(tmp_path: Path) -> None:

@@ -115,9 +115,9 @@ def test_ranks_of_one_machine_listen_on_loopback_only(backend: str, tmp_path: Pa
     before = listening(os.getpid())
     with closing(process_ranks(folder, "2", backend=backend)) as group:
         own, other = listening(os.getpid()), listening(pid_of(group, 1))
-    found = [address for inode, address in own.items() if inode not in before]
+    found = [socket for inode, socket in own.items() if inode not in before]
     assert found, "the store, where ranks meet"
-    assert all(address.is_loopback for address in [*found, *other.values()]), (found, other)
+    assert all(address.is_loopback for address, _ in [*found, *other.values()]), (found, other)
 
 
 @pytest.mark.exhaustive

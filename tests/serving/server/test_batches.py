@@ -9,8 +9,10 @@ import random
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Coroutine
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -161,6 +163,92 @@ def test_a_half_line_is_cut_off_however_long_it_is(tmp_path: Path) -> None:
         (tmp_path / "output.jsonl").write_bytes(content)
         BatchOutput(tmp_path).close()
         assert (tmp_path / "output.jsonl").read_bytes() == wanted
+
+
+def test_lines_of_any_length_are_read_in_little_memory(tmp_path: Path) -> None:
+    """Whole ones, torn ones that another one follows, and ends and heads that lie across pieces."""
+    start, end = b'{"id": "batch_req_1", "custom_id": "', b'"}\n'
+    head = start + b'a", "response": "'
+    path = tmp_path / "output.jsonl"
+    for length in (30_000_000, *range(65_536 - 60, 65_536 + 4)):
+        filled = head + b"x" * (length - len(head))
+        path.write_bytes(filled + end + start + b'\\u00e4", "response": {}}\n')
+        tracemalloc.start()
+        with closing(BatchOutput(tmp_path)) as output:
+            peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert (output.done, output.counts) == ({"a": True, "ä": True}, (2, 0))
+        assert peak < 5_000_000
+        for damaged in (filled + head + end, filled + b"\n"):
+            path.write_bytes(damaged)
+            with pytest.raises(RunError, match="line 1: is damaged"):
+                BatchOutput(tmp_path)
+
+
+def opened_below(folder: Path, work: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What work returns, and the names of files that it opened and folders that it listed."""
+    seen: list[str] = []
+    is_over = False
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        # A hook stays as long as the process.
+        if not is_over and event in ("open", "os.scandir", "os.listdir") and str(arguments[0]).startswith(str(folder)):
+            seen.append(Path(str(arguments[0])).name)
+
+    sys.addaudithook(watch)
+    try:
+        return work(), seen
+    finally:
+        is_over = True
+
+
+def test_a_page_costs_what_it_shows(tmp_path: Path) -> None:
+    """And it shows what other servers of the same workspace add and remove."""
+    ours, theirs = (Batches(tmp_path, cast(Any, None)) for _ in range(2))
+
+    def add(batches: Batches, key: str = "") -> str:
+        return batches.add_file("batch.jsonl", io.BytesIO(b"x"), "batch", key)["id"]
+
+    def listed(key: str = "", limit: int = 1000, after: str | None = None) -> tuple[list[str], bool]:
+        found = ours.file_page(key, after, limit)
+        assert found is not None
+        return found
+
+    ids = {add(each) for each in (ours, theirs) * 10}
+    others = add(theirs, "another")
+    os.utime(tmp_path / "files", (1e9, 1e9))  # it has not changed for long
+    page, seen = opened_below(tmp_path, lambda: listed(limit=5))
+    assert (len(page[0]), page[1], len(seen)) == (5, True, 22), "all of it is read once"
+    found, after = list[str](), None
+    while True:
+        (page, has_more), seen = opened_below(tmp_path, partial(listed, limit=3, after=after))
+        assert seen == []
+        found += page
+        if not has_more:
+            break
+        after = page[-1]
+    assert found == listed()[0]
+    assert set(found) == ids
+    assert listed("another") == ([others], False)
+    assert ours.file_page("", others, 1) is None, "it is not of this key"
+    removed = found.pop(7)
+    theirs.delete_file(removed, "")
+    assert listed()[0] == found
+    assert ours.file_page("", removed, 1) is None
+    new = add(theirs)
+    assert set(listed()[0]) == {new, *found}
+    assert ours.file_page("nobody", None, 1) == ([], False)
+
+
+def test_a_batch_that_is_not_whole_yet_is_listed_later(tmp_path: Path) -> None:
+    ours, folder = Batches(tmp_path, cast(Any, None)), BatchFolder(tmp_path)
+    folder.batch("batch_1").mkdir()
+    os.utime(tmp_path / "batches", (1e9, 1e9))
+    assert ours.batch_page("", None, 10) == ([], False)
+    batch = {"id": "batch_1", "status": "completed", "created_at": 1, "input_file_id": "file-1", "request_counts": {}}
+    folder.write_batch(batch)
+    os.utime(tmp_path / "batches", (1e9, 1e9))
+    assert ours.batch_page("", None, 10) == (["batch_1"], False)
 
 
 def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:

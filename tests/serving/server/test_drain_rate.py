@@ -8,7 +8,8 @@ from patchedserve.serving.server.drain_rate import DrainRate
 def test_a_quiet_hour_does_not_slow_down_what_full_batches_take() -> None:
     rate = DrainRate()
     assert rate.value is None
-    rate.note(128 * 128, 0.01)
+    for _ in range(5):
+        rate.note(128 * 128, 0.01)
     assert rate.value == pytest.approx(128 * 128 / 0.01), "all that is known"
     for _ in range(40):
         rate.note(16 * 192 * 192, 0.15)
@@ -21,6 +22,22 @@ def test_a_quiet_hour_does_not_slow_down_what_full_batches_take() -> None:
 
 def test_it_follows_a_machine_that_slows_down() -> None:
     rate = DrainRate()
-    for seconds in (0.1, *[0.2] * 100):
+    for seconds in (*[0.1] * 100, *[0.2] * 20):
         rate.note(10**6, seconds)
-    assert rate.value == pytest.approx(10**6 / 0.2, rel=0.02)
+    assert rate.value == pytest.approx(10**6 / 0.2)
+
+
+def test_single_steps_say_nothing() -> None:
+    """Neither the first one of a size nor two that took a minute, as where the process was stopped."""
+    rate = DrainRate()
+    for _ in range(4):
+        rate.note(10**6, 0.1)
+        assert rate.value is None
+    rate.note(10**6, 0.1)
+    for seconds in (60.0, 60.0):
+        rate.note(2 * 10**6, seconds)
+        rate.note(10**6, seconds)
+        assert rate.value == pytest.approx(10**6 / 0.1)
+    for _ in range(3):
+        rate.note(2 * 10**6, 0.15)
+    assert rate.value == pytest.approx(2 * 10**6 / 0.15)

@@ -1,12 +1,15 @@
 """The engine behind the server: crashes at every stage, too many of them, a stall, and what it cannot serve."""
 
 import asyncio
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, Literal, get_args
 
 import httpx
@@ -15,7 +18,7 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.core.request_state import RequestRecord, RequestState, Stage
+from patchedserve.serving.core.request_state import FINAL_STATUSES, RequestRecord, RequestState, Stage
 from patchedserve.serving.engine import stages
 from patchedserve.serving.engine.side_stages import MOST_FAILED, SideStages
 from patchedserve.serving.models.defaults import ModelDefaults
@@ -25,18 +28,20 @@ from patchedserve.serving.models.stage_process import Part
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.scheduler import Scheduler
 from patchedserve.serving.scheduling.systems import get_system
-from patchedserve.serving.server import tickets
+from patchedserve.serving.server import local, tickets
 from patchedserve.serving.server.app import make_app
 from patchedserve.serving.server.backend import FIRST_ID, Follower, Health
 from patchedserve.serving.server.batches.store import Batches
 from patchedserve.serving.server.edit_processes import EditProcesses
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.front_end import FrontEnd, Pricing
+from patchedserve.serving.server.guards import Guards, Keys
 from patchedserve.serving.server.limits import Limits
 from patchedserve.serving.server.live import Live
 from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
 from patchedserve.serving.server.metrics import Metrics
 from patchedserve.serving.server.protocol import ModelFacts, parse_generation
+from patchedserve.serving.server.tickets import metrics_of
 
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
@@ -62,6 +67,13 @@ class Ending(Follower):
 
     def on_end(self, record: RequestRecord, image: Any) -> None:
         self.ended.set_result((record, image))
+
+
+class Quick:
+    """Step latencies, for policies that ask."""
+
+    def step_latency_s(self, active: Sequence[Any]) -> float:
+        return 1e-3
 
 
 def request(number: int, steps: int = 6, size: Resolution = SIZE) -> Request:
@@ -185,6 +197,132 @@ def test_after_a_crash_the_next_engine_serves(
     run(work, model)
 
 
+@pytest.mark.parametrize("stages", ["inline", "threads"])
+def test_however_a_request_ends_its_times_make_sense(
+    stages: Literal["inline", "threads"], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that fail at any stage, are cancelled at any moment, cannot be in time, or are drawn."""
+    model, random = load_model(folder, "cpu", "float32", EngineOptions(stages=stages)), Random(7)
+    records: list[RequestRecord] = []
+
+    async def one(backend: LocalBackend, number: int) -> None:
+        asked, ending = request(number, random.randint(1, 8)), Ending()
+        if is_late := number % 4 == 0:
+            asked = replace(asked, slo_s=1e-9)
+        if not await is_taken(backend, asked, ending):
+            return
+        if not is_late and random.random() < 0.4:
+            await asyncio.sleep(random.expovariate(50))
+            backend.cancel(asked.request_id, "its client has left")
+        records.append((await ending.ended)[0])
+
+    async def whole() -> None:
+        system = replace(get_system("patched-fcfs"), policy="continuous-drop")
+        backend = LocalBackend(LocalSetup(model, system, Quick()))
+        await backend.start()
+        try:
+            for stage in ("preparing", "denoising", "postprocessing"):
+                with monkeypatch.context() as broken:
+                    failing(broken, model, stage, lambda: random.random() < 0.05)
+                    await asyncio.gather(*(one(backend, number) for number in range(40)))
+        finally:
+            await backend.stop()
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+    assert {record.status for record in records} == set(FINAL_STATUSES)
+    for record in records:
+        told = metrics_of([record])
+        assert told.keys() >= {"queue_s", "prepare_s", "denoise_s", "decode_s", "latency_s"}
+        assert all(told[name] is None or 0 <= told[name] < 120 for name in told.keys() - {"slo_s", "slo_met"}), told
+        times = record.arrival_s, record.prepare_start_s, record.prepare_end_s, record.admitted_s, record.denoise_end_s
+        reached = [time_s is not None for time_s in times]
+        assert reached == sorted(reached, reverse=True), "no stage is passed over"
+        has = [told[name] is not None for name in ("prepare_s", "queue_s", "denoise_s", "decode_s")]
+        assert has == [*reached[2:], reached[-1]]
+        assert (told["latency_s"] is not None) == (record.status == "completed")
+
+
+def test_who_leaves_while_a_request_is_handed_in_has_it_cancelled(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, is_at_it = threading.Event(), threading.Event()
+    check = ServedModel.check_request
+
+    def slow_check(served: ServedModel, asked: Request) -> None:
+        is_at_it.set()
+        goes_on.wait(30)
+        check(served, asked)
+
+    async def work(backend: LocalBackend) -> None:
+        monkeypatch.setattr(ServedModel, "check_request", slow_check)
+        long, waiting = Ending(), Ending()
+        # Longer than anybody waits for; the other one has not come to the thread that hands in.
+        handing_in = [
+            asyncio.ensure_future(backend.submit(request(number, 1_000_000), ending))
+            for number, ending in enumerate((long, waiting), 1)
+        ]
+        await asyncio.to_thread(is_at_it.wait, 30)
+        for task in handing_in:
+            task.cancel()
+        assert [type(each) for each in await asyncio.gather(*handing_in, return_exceptions=True)] == [
+            asyncio.CancelledError
+        ] * 2
+        goes_on.set()
+        # Handed in after them, by the same thread.
+        assert await status_of(backend, 3) == "completed"
+        while backend.load.num_running or backend.load.num_waiting:
+            await asyncio.sleep(0.01)
+        assert not long.ended.done()
+        assert not waiting.ended.done()
+
+    run(work, model)
+
+
+def test_who_leaves_before_a_stream_begins_has_it_cancelled(model: ServedModel, tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        front_end = front_end_of(backend, Limits())
+        edits, batches = EditProcesses(front_end.model, front_end.limits), Batches(tmp_path, front_end, 1)
+        app = make_app(front_end, Metrics((SIZE,), backend), Live(front_end), batches, edits)
+        guards = Guards(app, keys=Keys(()), hosts=None, max_body=1000)
+        has_left = asyncio.Event()
+        body = json.dumps({"prompt": "a cat", "stream": True, "num_inference_steps": 200}).encode()
+        told = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if told:
+                return told.pop()
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            # The connection takes nothing more.
+            has_left.set()
+            await asyncio.Event().wait()
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/images/generations",
+            "raw_path": b"/v1/images/generations",
+            "query_string": b"",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        await guards(scope, receive, send)
+        assert has_left.is_set()
+        while front_end.open:
+            await asyncio.sleep(0.01)
+        [ticket] = front_end.ended.values()
+        assert ticket.status == "cancelled"
+        assert ticket.steps_done.get(0, 0) < 200
+
+    run(work, model)
+
+
 def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     crashes = bombed(monkeypatch, lambda states: True)
 
@@ -262,6 +400,36 @@ def test_an_engine_whose_model_always_fails_takes_nothing_more(
     said = capsys.readouterr().err
     assert said.count("The engine has stopped: 8 tries in a row have failed") == 1
     assert stage in said
+
+
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_batches_that_are_too_large_are_told(
+    engine: Literal["patched", "plain"], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = load_model(folder, "cpu", "float32", EngineOptions(engine=engine))
+
+    async def work(backend: LocalBackend) -> None:
+        has_failed = False
+
+        def fails() -> bool:
+            nonlocal has_failed
+            is_first = not has_failed and backend.load.num_running > 1
+            has_failed = has_failed or is_first
+            return is_first
+
+        failing(monkeypatch, model, "denoising", fails)
+        endings = [Ending(), Ending()]
+        for number, ending in enumerate(endings):
+            await backend.submit(request(number, 100), ending)
+        assert [(await ending.ended)[0].status for ending in endings] == ["completed"] * 2
+        assert has_failed
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 200, "/health": 200}
+        assert backend.trouble.startswith("steps of batches fail and are repeated in halves: 1 so far, the first by")
+        assert "illegal memory access" in backend.trouble
+        monkeypatch.setattr(local, "TOLD_FOR_S", 0.0)
+        assert backend.trouble == ""
+
+    run(work, model)
 
 
 def test_while_an_engine_is_restarted_probes_say_why(
@@ -451,6 +619,7 @@ def test_what_the_model_cannot_serve_is_refused_at_once(model: ServedModel) -> N
         record, image = await ending.ended
         assert (record.status, record.reason, image) == ("cancelled", "its client has left", None)
         assert (backend.load.num_running, backend.load.num_waiting, backend.load.pixel_steps) == (0, 0, 0)
+        assert await status_of(backend, 2) == "completed"
         assert backend.load.rate is not None
 
     run(work, model)

@@ -1,19 +1,26 @@
 """Lines of the log: what they say, and that nobody waits for who reads them."""
 
+import asyncio
+import hashlib
 import io
 import json
 import os
 import subprocess
 import sys
+from typing import Any, cast
 
 import pytest
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.core.request_state import RequestRecord, Status
+from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.protocol import ModelFacts, parse_generation
 from patchedserve.serving.server.request_log import RequestLog
-from patchedserve.serving.server.tickets import metrics_of
+from patchedserve.serving.server.tickets import Drawn, Ticket, metrics_of
 
+SIZE = Resolution(64, 64)
 _LINES = """
 import sys
 from patchedserve.serving.server.log_stream import lossy_stderr
@@ -48,6 +55,30 @@ def test_stages_that_were_not_reached_have_no_time() -> None:
         "decode_s": 1.0,
         "latency_s": None,
     }
+
+
+def test_no_line_tells_where_images_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who knows the id of a ticket can fetch its images without a key."""
+
+    async def end(record_status: Status) -> Ticket:
+        facts = ModelFacts("tiny", ModelDefaults(6, 3.0, SIZE, (SIZE,)))
+        wanted = parse_generation({"prompt": "a cat", "n": 2}, facts, Limits())
+        ticket = Ticket(wanted, None, lambda *_: None, cast(Any, None), RequestLog().on_over, request_id="mine")
+        ticket.numbers = [1, 2]
+        record = RequestRecord.of(Request(1, "a cat", SIZE))
+        record.close(record_status, 1.0, "for a reason")
+        ticket.drawn[1] = Drawn(b"an image", record)
+        ticket.on_end(record, None)
+        ticket.fail(None, 1)
+        await ticket.over.wait()
+        return ticket
+
+    for status in ("failed", "cancelled", "discarded"):
+        ticket = asyncio.run(end(status))
+        line = json.loads(capsys.readouterr().err)
+        assert (line["request_id"], line["event"]) == ("mine", "failed")
+        assert line["id"] == hashlib.sha256(ticket.id.encode()).hexdigest()[:12]
+        assert ticket.id not in json.dumps(line)
 
 
 def test_lines_are_whole_and_in_order() -> None:
