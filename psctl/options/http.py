@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ...data.errors import UsageError
 from ..flags import flag
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ class HttpFlags:
     port: Annotated[int, flag("--port", f"{_HTTP}its port; 0 for a free one.", min=0, max=65535)] = 8000
     api_key_file: Annotated[
         Path | None,
-        flag("--api-key-file", f"{_HTTP}keys that are let in, one a line, besides {KEY_VARIABLE}.", dir_okay=False),
+        flag("--api-key-file", f"{_HTTP}keys that are let in, one a line, or by name (.toml).", dir_okay=False),
     ] = None
     insecure: Annotated[bool, flag("--insecure", f"{_HTTP}listen on any host without a key.")] = False
     allowed_host: Annotated[
@@ -69,20 +68,10 @@ class HttpFlags:
 
     def address(self) -> "Address":
         """Where to listen. Raises UsageError: the keys cannot be read, or there is none where there must be."""
+        from ...serving.server.keys import read_keys
         from ...serving.server.run import Address
 
-        keys = [key for key in (os.environ.get(KEY_VARIABLE, "").strip(),) if key]
-        if self.api_key_file is not None:
-            try:
-                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"--api-key-file {self.api_key_file} cannot be read: {error}") from error
-            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-            if not found:
-                raise UsageError(f"--api-key-file {self.api_key_file} holds no key")
-            keys += found
-        address = Address(
-            self.host, self.port, tuple(keys), tuple(self.allowed_host or ()), self.drain_timeout, self.insecure
-        )
+        keys = read_keys(self.api_key_file, os.environ.get(KEY_VARIABLE, "").strip() or None)
+        address = Address(self.host, self.port, keys, tuple(self.allowed_host or ()), self.drain_timeout, self.insecure)
         address.check()
         return address

@@ -182,8 +182,8 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         return page_response()
 
     @app.get("/metrics")
-    async def scrape() -> Response:
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE)
+    async def scrape(request: Request) -> Response:
+        return Response(metrics.exposition(caller_of(request.scope).key), media_type=CONTENT_TYPE)
 
     app.include_router(batch_routes(batches))
     return app

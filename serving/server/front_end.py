@@ -34,7 +34,7 @@ class Watcher(Protocol):
     """Told of everything that happens to tickets, and of every answer of HTTP: metrics, the live page, the log."""
 
     def on_accepted(self, ticket: Ticket) -> None: ...
-    def on_rejected(self, error: ApiError, request_id: str) -> None: ...
+    def on_rejected(self, error: ApiError, request_id: str, key: str) -> None: ...
     def on_over(self, ticket: Ticket) -> None: ...
     def on_answer(self, route: str, status: int, request_id: str) -> None: ...
 
@@ -129,7 +129,7 @@ class FrontEnd:
             ticket = self._let_in(wanted, key, request_id, arrival_s, is_batch)
         except ApiError as error:
             for watcher in self.watchers:
-                watcher.on_rejected(error, request_id)
+                watcher.on_rejected(error, request_id, key)
             raise
         if streams:
             ticket.events = asyncio.Queue()

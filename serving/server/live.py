@@ -56,7 +56,7 @@ class Live(Watcher):
         """See `Watcher`."""
         self._tell()
 
-    def on_rejected(self, error: ApiError, request_id: str) -> None:
+    def on_rejected(self, error: ApiError, request_id: str, key: str) -> None:
         """See `Watcher`."""
 
     def on_answer(self, route: str, status: int, request_id: str) -> None:

@@ -29,9 +29,11 @@ class BatchFolder:
 
     Args:
         root: the folder, which is created.
+        renamed: what owners are called now.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, renamed: Mapping[str, str] | None = None) -> None:
+        self._renamed = renamed or {}
         self._files, self._batches = root / "files", root / "batches"
         self._whose: dict[str, _Whose] = {}
         for folder in (root, self._files, self._batches):
@@ -56,7 +58,10 @@ class BatchFolder:
         if not path.is_file():
             return None
         unknown = {"filename": path.name, "purpose": "batch", "created_at": int(path.stat().st_mtime)}
-        return unknown | (_read(path.with_suffix(".json"), _FIELDS_OF_FILE) or {})
+        found = _read(path.with_suffix(".json"), _FIELDS_OF_FILE) or {}
+        if self._rename_owner(found):
+            self.write_file(file_id, found)
+        return unknown | found
 
     def write_file(self, file_id: str, about: Mapping[str, Any]) -> None:
         """Keep what is told of a client's file."""
@@ -70,7 +75,10 @@ class BatchFolder:
 
     def read_batch(self, batch_id: str) -> dict[str, Any] | None:
         """What is kept of a batch; None: there is none."""
-        return _read(self.batch(batch_id) / "batch.json", _FIELDS_OF_BATCH, batch_id)
+        found = _read(self.batch(batch_id) / "batch.json", _FIELDS_OF_BATCH, batch_id)
+        if found is not None and self._rename_owner(found):
+            self.write_batch(found)
+        return found
 
     def write_batch(self, batch: Mapping[str, Any]) -> None:
         """Keep what is known of a batch."""
@@ -84,6 +92,12 @@ class BatchFolder:
     def batch_ids(self, owner: str | None = None) -> list[str]:
         """Batches, likewise."""
         return self._newest([path.name for path in self._batches.glob(f"{_BATCH}*")], self.read_batch, owner)
+
+    def _rename_owner(self, content: dict[str, Any]) -> bool:
+        """Write the name of the owner as it is now; returns whether it was another."""
+        before = content.get(OWNER, "")
+        content[OWNER] = self._renamed.get(before, before)
+        return content[OWNER] != before
 
     def _newest(self, ids: list[str], read: Callable[[str], dict[str, Any] | None], owner: str | None) -> list[str]:
         found: list[tuple[int, str]] = []

@@ -62,6 +62,7 @@ class BatchRun:
         lines: of the batch.
         output: where it goes; lines that are done there are left out.
         at_once: lines that are drawn together.
+        key: whose it is.
         may_begin: waited for before every line.
         writes_b64: whether output lines hold the images, as a server's do, or only the names of their files.
         on_line: told after each line whether it has its images.
@@ -72,6 +73,7 @@ class BatchRun:
     lines: Sequence[BatchLine]
     output: BatchOutput
     at_once: int = 16
+    key: str = ""
     may_begin: May | None = None
     writes_b64: bool = False
     on_line: Callable[[bool], None] = lambda is_good: None
@@ -186,7 +188,7 @@ class BatchRun:
         front_end = self.front_end
         wanted = line.generation(front_end.model, front_end.limits)
         arrival_s = asyncio.get_running_loop().time()
-        ticket = await front_end.generate(wanted, arrival_s=arrival_s, is_batch=True)
+        ticket = await front_end.generate(wanted, key=self.key, arrival_s=arrival_s, is_batch=True)
         self._open.add(ticket)
         try:
             await front_end.wait(ticket)

@@ -48,11 +48,13 @@ class Batches:
         folder: of `files/` and `batches/`.
         front_end: draws the lines.
         at_once: lines that are drawn together.
+        renamed: what owners of earlier files and batches are called now.
     """
 
     folder: Path
     front_end: FrontEnd
     at_once: int = 16
+    renamed: Mapping[str, str] = field(default_factory=dict)
     _runs: dict[str, BatchRun] = field(default_factory=dict)
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _full: dict[str, str] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class Batches:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self._disk = BatchFolder(self.folder)
+        self._disk = BatchFolder(self.folder, self.renamed)
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
@@ -69,6 +71,8 @@ class Batches:
                 self._begin(batch)
 
     def _unfinished(self) -> list[dict[str, Any]]:
+        if self.renamed:
+            self._disk.file_ids()  # each that it reads is renamed
         found = [self._disk.read_batch(each) for each in reversed(self._disk.batch_ids())]
         return [batch for batch in found if batch is not None and batch["status"] not in _ENDED]
 
@@ -256,6 +260,7 @@ class Batches:
             lines,
             output,
             self.at_once,
+            batch.get(OWNER, ""),
             self._nobody_waits,
             writes_b64=True,
             on_full=partial(self._on_full, batch["id"]),

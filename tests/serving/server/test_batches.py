@@ -20,7 +20,8 @@ from patchedserve.serving.server.batches.file import MAX_LINES, BatchOutput, Fol
 from patchedserve.serving.server.batches.folder import BatchFolder
 from patchedserve.serving.server.batches.store import Batches
 from patchedserve.serving.server.errors import invalid
-from patchedserve.serving.server.guards import Guards, Keys
+from patchedserve.serving.server.guards import Guards
+from patchedserve.serving.server.keys import Keys
 
 
 def line(custom_id: Any = "a", **more: Any) -> str:

@@ -1,0 +1,99 @@
+"""Several keys on one server: what is whose, and that none is in the way of another."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ..conftest import RunPsctl
+from ..support.http_server import HttpServer, small_model
+from ..support.waits import until
+
+pytestmark = pytest.mark.slow
+ASK = {"prompt": "a cat", "num_inference_steps": 3, "size": "32x32"}
+GENERATIONS, BATCHES = "/v1/images/generations", "/v1/batches"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def keys_file(path: Path, text: str) -> tuple[str, str]:
+    path.write_text(text)
+    return "--api-key-file", str(path)
+
+
+def client_of(server: HttpServer, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def ask(server: HttpServer, key: str, **change: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{server.url}{GENERATIONS}", json={**ASK, **change}, headers=headers, timeout=60)
+
+
+def send(client: openai.OpenAI, bodies: Sequence[Mapping[str, Any]], **more: Any) -> Any:
+    lines = [json.dumps({"custom_id": f"line {number}", "body": body}) for number, body in enumerate(bodies)]
+    return client.files.create(file=("batch.jsonl", "\n".join(lines).encode()), purpose="batch", **more)
+
+
+def begin(client: openai.OpenAI, file: Any) -> Any:
+    return client.batches.create(input_file_id=file.id, endpoint=GENERATIONS, completion_window="24h")  # type: ignore[arg-type]
+
+
+def metrics_of(server: HttpServer, key: str) -> str:
+    return httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {key}"}).raise_for_status().text
+
+
+def test_names_keep_what_their_keys_had(model: Path, tmp_path: Path) -> None:
+    """First a key of its own, then one of a name, then that name has another one."""
+    with HttpServer(model, tmp_path, *keys_file(tmp_path / "keys", "sk-old\nsk-other\n")) as server:
+        client = client_of(server, "sk-old")
+        file = send(client, [ASK])
+        batch = begin(client, file)
+        until(lambda: client.batches.retrieve(batch.id).status == "completed", 60)
+    named = "[red]\nkeys = [{}]\n[blue]\nkeys = ['sk-other']\n"
+    for number, keys in enumerate((["sk-new", "sk-old"], ["sk-new"])):
+        options = keys_file(tmp_path / f"{number}.toml", named.format(", ".join(map(repr, keys))))
+        with HttpServer(model, tmp_path, *options, env={"PSCTL_API_KEY": "sk-boss"}) as server:
+            until(lambda: client_of(server, "sk-new").batches.retrieve(batch.id).output_file_id is not None)
+            for key in keys:
+                assert [each.id for each in client_of(server, key).files.list()] == [file.id]
+            with pytest.raises(openai.NotFoundError):
+                client_of(server, "sk-other").batches.retrieve(batch.id)
+            drawn = ask(server, keys[-1])
+            assert drawn.status_code == 200
+            found = httpx.get(
+                f"{server.url}{GENERATIONS}/{drawn.json()['id']}", headers={"authorization": f"Bearer {keys[0]}"}
+            )
+            assert found.status_code == 200
+            assert ask(server, "sk-other", size="64x32").status_code == 200
+            until(lambda: sum('"event": "completed"' in line for line in server.lines) == 2)
+            lines = [json.loads(line) for line in server.lines if line.startswith("{")]
+            assert [each["key"] for each in lines if each["event"] == "completed"] == ["red", "blue"]
+            red, blue = (f'psctl_key_images_total{{key="{name}"}} 1.0' for name in ("red", "blue"))
+            work = {name: f'psctl_key_pixel_steps_total{{key="{name}"}}' for name in ("red", "blue")}
+            boss, own = metrics_of(server, "sk-boss"), metrics_of(server, "sk-new")
+            for told in (red, blue, f"{work['red']} {32 * 32 * 3}.0", f"{work['blue']} {64 * 32 * 3}.0"):
+                assert told in boss
+            assert red in own
+            assert "blue" not in own
+        assert not any("sk-" in line for line in server.lines)
+
+
+def test_wrong_files_of_keys(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
+    for text, message in (
+        ("[red]\nkeys = ['sesame']\n[blue]\nkeys = ['sesame']\n", "key 1 of blue is one of red, too"),
+        ("[red]\nkeys = 'sesame'\n", "red has no keys"),
+    ):
+        done = run_psctl("serve", "--http", "--model", model, *keys_file(tmp_path / "keys.toml", text))
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "sesame" not in done.stderr
+        assert len(done.stderr.splitlines()) == 1
