@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..flags import flag
 
 if TYPE_CHECKING:
+    from ...serving.server.keys import Keys
     from ...serving.server.limits import Limits
     from ...serving.server.run import Address
 
@@ -39,7 +40,8 @@ class HttpFlags:
         float, flag("--max-queue-time", f"{_HTTP}seconds that what waits may take.", min=0.001, metavar="SECONDS")
     ] = 60.0
     max_per_key: Annotated[
-        int | None, flag("--max-per-key", f"{_HTTP}images that one key may have open. Default: --max-queue.", min=1)
+        int | None,
+        flag("--max-per-key", f"{_HTTP}images that one key may have open. Default: all that others leave.", min=1),
     ] = None
     max_pixels: Annotated[
         int | None, flag("--max-pixels", f"{_HTTP}of an image. Default: those of the largest served size.", min=64)
@@ -53,8 +55,8 @@ class HttpFlags:
     ] = 30.0
     log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}write prompts into the log, too.")] = False
 
-    def limits(self, largest_pixels: int) -> "Limits":
-        """What is refused; the largest served size has so many pixels."""
+    def limits(self, largest_pixels: int, keys: "Keys") -> "Limits":
+        """What is refused of these keys; the largest served size has so many pixels."""
         from ...serving.server.limits import Limits
 
         return Limits(
@@ -62,7 +64,8 @@ class HttpFlags:
             max_queue_time_s=self.max_queue_time,
             max_pixels=largest_pixels if self.max_pixels is None else self.max_pixels,
             max_steps=self.max_steps,
-            max_per_key=self.max_per_key or self.max_queue,
+            owners=keys.owners,
+            max_per_key=self.max_per_key,
             request_timeout_s=self.request_timeout,
         )
 

@@ -21,16 +21,19 @@ class Place:
 class Admission:
     """Counts what is open. One thread (that of the event loop) calls it.
 
+    With several owners of keys, half of the queue is divided among them: what one of them has not taken of its share
+    is kept free for it, and what takes long to draw is no reason to refuse it.
+
     Attributes:
         limits: of the server.
         rate: pixel steps per second that the server takes, as far as is known; None: not yet.
-        pending: pixel steps that clients wait for, from the moment they are let in.
+        pending: pixel steps that the clients with a key wait for, from the moment they are let in; of None, all.
         num_images: that are open.
     """
 
     limits: Limits
     rate: Callable[[], float | None]
-    pending: Callable[[], float]
+    pending: Callable[[str | None], float]
     num_images: int = 0
     _of_key: Counter[str] = field(default_factory=Counter)
 
@@ -41,19 +44,22 @@ class Admission:
             ApiError: 429, with `Retry-After` of when there may be room.
         """
         limits, wait_s = self.limits, self.drain_s
-        if self.num_images + num_images > limits.max_queue:
+        num_left = limits.max_queue - self.num_images - num_images
+        num_own = self._of_key[key] + num_images
+        if num_left < 0:
             raise overloaded(
                 f"{self.num_images} images are waiting or being drawn, and there is room for {limits.max_queue}",
                 "queue_full",
                 wait_s,
             )
-        if self._of_key[key] + num_images > limits.max_per_key:
+        most = limits.max_per_key
+        if most is None and num_own > self._share and num_left < (num_kept := self._num_kept_from(key)):
+            most = max(self._share, num_own + num_left - num_kept)
+        if most is not None and num_own > most:
             raise overloaded(
-                f"{self._of_key[key]} images of this key are open, and it may have {limits.max_per_key}",
-                "too_many_in_flight",
-                wait_s,
+                f"{self._of_key[key]} images of this key are open, and it may have {most}", "too_many_in_flight", wait_s
             )
-        if wait_s > limits.max_queue_time_s:
+        if wait_s > limits.max_queue_time_s and not self._is_behind(key):
             raise overloaded(
                 f"what is waiting takes {wait_s:.0f} s, and more comes in only up to {limits.max_queue_time_s:g} s",
                 "queue_too_long",
@@ -75,5 +81,23 @@ class Admission:
     @property
     def drain_s(self) -> float:
         """Seconds until all that clients wait for is drawn."""
+        return self._seconds_of(None)
+
+    @property
+    def _share(self) -> int:
+        num_owners = len(self.limits.owners)
+        return max(1, self.limits.max_queue // (2 * num_owners)) if num_owners > 1 else 0
+
+    def _num_kept_from(self, key: str) -> int:
+        """Places that are kept for others; where there are more of these than places, half of all."""
+        others = sum(max(0, self._share - self._of_key[each]) for each in self.limits.owners if each != key)
+        return min(others, self.limits.max_queue // 2)
+
+    def _is_behind(self, key: str) -> bool:
+        """Whether a key waits for less than its share of the time that the queue may take."""
+        num_owners = len(self.limits.owners)
+        return num_owners > 1 and self._seconds_of(key) < self.limits.max_queue_time_s / (2 * num_owners)
+
+    def _seconds_of(self, key: str | None) -> float:
         rate = self.rate()
-        return self.pending() / rate if rate else 0.0
+        return self.pending(key) / rate if rate else 0.0

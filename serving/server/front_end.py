@@ -159,8 +159,12 @@ class FrontEnd:
         self.open[ticket.id] = ticket
         return ticket
 
-    def _pending(self) -> int:
-        return sum(ticket.pixel_steps for ticket in self.open.values() if ticket.place is not None)
+    def _pending(self, key: str | None) -> int:
+        return sum(
+            ticket.pixel_steps
+            for ticket in self.open.values()
+            if ticket.place is not None and key in (None, ticket.key)
+        )
 
     async def _hand_in(self, ticket: Ticket) -> None:
         wanted, num_in = ticket.generation, 0

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,24 @@ def test_names_keep_what_their_keys_had(model: Path, tmp_path: Path) -> None:
             assert red in own
             assert "blue" not in own
         assert not any("sk-" in line for line in server.lines)
+
+
+def test_a_key_that_sends_a_lot_leaves_room_for_others(model: Path, tmp_path: Path) -> None:
+    options = ("--max-queue", "8", "--max-steps", "1000", *keys_file(tmp_path / "keys", "red\nblue\n"))
+    long = {"num_inference_steps": 1000, "slo": 600}
+    with HttpServer(model, tmp_path, *options) as server:
+
+        def stream(key: str, n: int) -> AbstractContextManager[httpx.Response]:
+            headers, body = {"authorization": f"Bearer {key}"}, {**ASK, **long, "n": n, "stream": True}
+            return httpx.stream("POST", f"{server.url}{GENERATIONS}", json=body, headers=headers, timeout=60)
+
+        with stream("red", 6) as red:
+            assert red.status_code == 200
+            refused = ask(server, "red", **long)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_in_flight")
+            assert int(refused.headers["retry-after"]) >= 1
+            with stream("blue", 2) as blue:
+                assert blue.status_code == 200, "it was let in"
 
 
 def test_wrong_files_of_keys(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
