@@ -141,7 +141,7 @@ def _serve(
                 parts.front_end,
                 parts.metrics,
                 parts.live,
-                Batches(folder / "batches", parts.front_end, most_at_once, address.keys.renamed),
+                Batches(folder / "batches", parts.front_end, most_at_once, address.keys),
                 address,
                 listening,
                 on_ready=lambda url: out.note(f"Serving at {url}"),

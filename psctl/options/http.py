@@ -64,7 +64,7 @@ class HttpFlags:
             max_queue_time_s=self.max_queue_time,
             max_pixels=largest_pixels if self.max_pixels is None else self.max_pixels,
             max_steps=self.max_steps,
-            owners=keys.owners,
+            keys=keys.limits,
             max_per_key=self.max_per_key,
             request_timeout_s=self.request_timeout,
         )

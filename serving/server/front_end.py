@@ -153,7 +153,7 @@ class FrontEnd:
                 code="id_in_flight",
                 headers={"x-should-retry": "false"},
             )
-        place = None if is_batch else self.admission.reserve(len(wanted.seeds), key)
+        place = None if is_batch else self.admission.reserve(len(wanted.seeds), key, wanted.pixel_steps)
         ticket = Ticket(wanted, place, self.backend.cancel, self._pool, self._over, key, request_id, arrival_s)
         ticket.numbers = [next(self._numbers) for _ in wanted.seeds]
         self.open[ticket.id] = ticket

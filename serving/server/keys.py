@@ -2,19 +2,26 @@
 
 import hashlib
 import hmac
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from ...data.errors import UsageError
 from .errors import ApiError
+from .fields import shown
+from .limits import KeyLimits
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _KEY = re.compile(r"[\x21-\x7e]{1,1024}", re.ASCII)
 _TABLE = re.compile(r"\[.*\]")
 _KEYS = "keys"
+_WHOLE = ("max_open", "max_batches")
+SHARED = KeyLimits(max_batches=16, max_disk_mb=10_000)
+"""Of every owner where there are several."""
 
 
 class Keys:
@@ -24,25 +31,37 @@ class Keys:
         unnamed: keys each of which is an owner by itself.
         named: keys by the name of their owner.
         operator: one of them, whose owner is told of all others.
+        limits: of owners by their names.
+        default: of all others.
 
     Attributes:
-        owners: all of them: names, and for unnamed keys a part of their digests.
+        limits: of every owner: of names, and for unnamed keys of a part of their digests.
         operator: an owner; "" for none.
         renamed: of named keys, what they are called where they have no name: what such an owner has is the name's.
     """
 
     def __init__(
-        self, unnamed: Sequence[str] = (), named: Mapping[str, Sequence[str]] | None = None, operator: str | None = None
+        self,
+        unnamed: Sequence[str] = (),
+        named: Mapping[str, Sequence[str]] | None = None,
+        operator: str | None = None,
+        limits: Mapping[str, KeyLimits] | None = None,
+        default: KeyLimits | None = None,
     ) -> None:
         self._owners = {_digest_of(key): name for name, keys in (named or {}).items() for key in keys}
         self.renamed = {_owner_of(digest): name for digest, name in self._owners.items()}
         for digest in map(_digest_of, unnamed):
             self._owners.setdefault(digest, _owner_of(digest))
-        self.owners = tuple(dict.fromkeys(self._owners.values()))
+        known, default = limits or {}, default or KeyLimits()
+        self.limits = {owner: known.get(owner, default) for owner in self._owners.values()}
         self.operator = "" if operator is None else self._owners[_digest_of(operator)]
 
     def __bool__(self) -> bool:
         return bool(self._owners)
+
+    def limits_of(self, owner: str) -> KeyLimits:
+        """What an owner may have; none of ours, and "" where there are no keys, as much as there is."""
+        return self.limits.get(owner, KeyLimits())
 
     def owner(self, authorization: str | None) -> str:
         """Whose key a header has. Raises ApiError: there is none, or it is not one of these."""
@@ -68,6 +87,8 @@ class Keys:
 def read_keys(path: Path | None, operator: str | None = None) -> Keys:
     """The operator's key, and those of a file: one a line, or (.toml) a table for each name with its `keys`.
 
+    Where there are several owners, each has `SHARED` limits as far as the file does not say others.
+
     Raises:
         UsageError: the file cannot be read, holds no key, or something that it must not.
     """
@@ -80,29 +101,38 @@ def read_keys(path: Path | None, operator: str | None = None) -> Keys:
         raise UsageError(f"--api-key-file {path} cannot be read: {error}") from error
     if path.suffix.lower() == ".toml":
         try:
-            named = _named_keys(tomllib.loads(text))
+            return _by_name(tomllib.loads(text), operator)
         except (tomllib.TOMLDecodeError, UsageError) as error:
             raise UsageError(f"--api-key-file {path}: {error}") from None
-        return Keys(more, named, operator)
     found = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not found:
         raise UsageError(f"--api-key-file {path} holds no key")
     if any(map(_TABLE.fullmatch, found)):
         raise UsageError(f"--api-key-file {path} has names: call it .toml, or write one key a line")
-    return Keys((*more, *found), operator=operator)
+    keys = (*more, *found)
+    return Keys(keys, operator=operator, default=SHARED if len({*keys}) > 1 else None)
 
 
-def _named_keys(content: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The keys of a file by name. Raises UsageError, which tells no key."""
+def _by_name(content: Mapping[str, Any], operator: str | None) -> Keys:
+    """Raises UsageError, which tells no key."""
+    tables = {name: table for name, table in content.items() if isinstance(table, dict)}
+    of_all = _limits_in("the top of the file", {name: content[name] for name in content if name not in tables})
+    named = _named_keys(tables)
+    is_more = operator is not None and not any(operator in keys for keys in named.values())
+    shared = asdict(SHARED if len(named) + is_more > 1 else KeyLimits()) | of_all
+    limits = {
+        name: KeyLimits(**shared | _limits_in(name, {field: table[field] for field in table if field != _KEYS}))
+        for name, table in tables.items()
+    }
+    return Keys((operator,) if operator else (), named, operator, limits, KeyLimits(**shared))
+
+
+def _named_keys(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     named: dict[str, list[str]] = {}
     owners: dict[str, str] = {}
-    for name, table in content.items():
+    for name, table in tables.items():
         if not _NAME.fullmatch(name):
             raise UsageError(f"the name {name[:80]!r} must be 1 to 64 letters, digits, dots, hyphens and underscores")
-        if not isinstance(table, dict):
-            raise UsageError(f"{name} must be a table with its keys: [{name}]")
-        for field_name in table.keys() - {_KEYS}:
-            raise UsageError(f"{name} has {field_name[:80]!r}, but it may have: {_KEYS}")
         keys = table.get(_KEYS)
         if not isinstance(keys, list) or not keys:
             raise UsageError(f'{name} has no keys: {_KEYS} = ["KEY", "ANOTHER"]')
@@ -115,6 +145,19 @@ def _named_keys(content: Mapping[str, Any]) -> dict[str, list[str]]:
     if not named:
         raise UsageError("it holds no name with keys")
     return named
+
+
+def _limits_in(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    allowed = [each.name for each in fields(KeyLimits)]
+    for name, value in given.items():
+        if name not in allowed:
+            raise UsageError(f"{where} has {name[:80]!r}, but limits are {', '.join(allowed)}")
+        is_whole = name in _WHOLE
+        is_right = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+        if not is_right or not 0 < value < math.inf:
+            kind = "whole number" if is_whole else "finite number"
+            raise UsageError(f"{name} of {where} is {shown(value)}, but it must be a {kind} above 0")
+    return dict(given)
 
 
 def _digest_of(key: str) -> bytes:

@@ -105,6 +105,63 @@ def test_a_key_that_sends_a_lot_leaves_room_for_others(model: Path, tmp_path: Pa
                 assert blue.status_code == 200, "it was let in"
 
 
+LIMITED = """
+[red]
+keys = ["sk-red"]
+requests_per_minute = 2
+max_batches = 1
+max_disk_mb = 0.05
+
+[blue]
+keys = ["sk-blue"]
+"""
+
+
+def test_limits_of_a_key_are_its_own(model: Path, tmp_path: Path) -> None:
+    bodies = [{**ASK, "seed": number} for number in range(20)]
+    with HttpServer(model, tmp_path, *keys_file(tmp_path / "keys.toml", LIMITED)) as server:
+        red, blue = client_of(server, "sk-red"), client_of(server, "sk-blue")
+        assert [ask(server, "sk-red").status_code for _ in range(2)] == [200, 200]
+        refused = ask(server, "sk-red")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "2 requests per minute" in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert [ask(server, "sk-blue").status_code for _ in range(3)] == [200] * 3
+        with pytest.raises(openai.APIStatusError, match="and they may take") as full:
+            send(red, [{**ASK, "prompt": "x" * 1000}] * 60)
+        assert (full.value.status_code, full.value.code) == (507, "quota_exceeded")  # type: ignore[attr-defined]
+        other = begin(blue, send(blue, bodies))
+        until(lambda: blue.batches.retrieve(other.id).status == "completed", 60)
+        output = blue.batches.retrieve(other.id).output_file_id
+        assert output is not None
+        with pytest.raises(openai.NotFoundError):
+            red.files.delete(output)
+        assert blue.files.delete(output).deleted
+        with pytest.raises(openai.NotFoundError):
+            blue.files.content(output)
+        assert not list(tmp_path.rglob(f"{other.id}/images"))
+        file = send(red, bodies)
+        batch = begin(red, file)
+        with pytest.raises(openai.RateLimitError, match="1 batches of this key have not ended, and it may have 1"):
+            begin(red, file)
+
+        def errors_of() -> list[Any]:
+            found = red.batches.retrieve(batch.id).errors
+            return [] if found is None else [each.code for each in found.data or []]
+
+        until(lambda: errors_of() == ["quota_exceeded"], 60)
+        paused = red.batches.retrieve(batch.id)
+        assert paused.request_counts is not None
+        assert 0 < paused.request_counts.completed < len(bodies)
+        with pytest.raises(openai.BadRequestError, match="has not ended"):
+            red.files.delete(batch.id.replace("batch_", "file-") + "-output")
+        assert red.batches.cancel(batch.id).status == "cancelling"
+        until(lambda: red.batches.retrieve(batch.id).status == "cancelled", 60)
+        assert red.files.delete(batch.id.replace("batch_", "file-") + "-output").deleted
+        red.files.delete(file.id)
+        send(red, bodies[:5])
+
+
 def test_wrong_files_of_keys(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     for text, message in (
         ("[red]\nkeys = ['sesame']\n[blue]\nkeys = ['sesame']\n", "key 1 of blue is one of red, too"),

@@ -46,13 +46,13 @@ def batch_routes(batches: Batches) -> APIRouter:
 
     @routes.delete(FILES + "/{file_id}", responses=errors(400, 401, 403, 404))
     async def delete(file_id: str, request: Request) -> dict[str, Any]:
-        return batches.delete_file(file_id, caller_of(request.scope).key)
+        return await run_in_threadpool(batches.delete_file, file_id, caller_of(request.scope).key)
 
     @routes.get(FILES + "/{file_id}/content", responses=errors(400, 401, 403, 404))
     async def content(file_id: str, request: Request) -> Response:
         return FileResponse(batches.content(file_id, caller_of(request.scope).key), media_type="application/jsonl")
 
-    @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415, 507))
+    @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415, 429, 507))
     async def create(request: Request) -> dict[str, Any]:
         return batches.create(await object_in(request), caller_of(request.scope).key)
 

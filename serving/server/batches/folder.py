@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,17 @@ class BatchFolder:
         """The files of what has become of its lines, by the name that their ids end in."""
         folder = self.batch(batch_id)
         return {"output": folder / OUTPUT_FILE, "errors": folder / ERROR_FILE}
+
+    def of_output(self, file_id: str) -> tuple[str, str]:
+        """The id of the batch whose output this would be, and the output's name."""
+        batch, _, name = file_id.removeprefix(_FILE).partition("-")
+        return f"{_BATCH}{batch}", name
+
+    def remove_output(self, path: Path) -> None:
+        """Delete an output, and with the one of images these."""
+        path.unlink(missing_ok=True)
+        if path.name == OUTPUT_FILE and (images := path.parent / "images").is_dir():
+            shutil.rmtree(images)
 
     def read_file(self, file_id: str) -> dict[str, Any] | None:
         """What is kept of a client's file; None: there is none."""

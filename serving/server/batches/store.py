@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import math
+import os
 import secrets
 import shutil
 import threading
@@ -19,12 +21,14 @@ from fastapi.concurrency import run_in_threadpool
 from ....data.checks import is_text
 from ....data.errors import RunError, UsageError
 from ....data.files import atomic_write
-from ..errors import ApiError, invalid
+from ..errors import ApiError, invalid, overloaded
 from ..fields import shown
 from ..front_end import FrontEnd
+from ..keys import Keys
 from ..protocol import GENERATIONS
 from .file import BatchOutput, FolderInUseError, num_lines, read_lines
 from .folder import OWNER, BatchFolder
+from .quota import DiskUse, too_much
 from .run import BatchRun, Result, when_there_is_room
 
 BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cancelling", "cancelled"]
@@ -33,7 +37,9 @@ _ENDED = frozenset({"completed", "failed", "cancelled"})
 _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 _OUTPUT = "batch_output"
 """The purpose of a file that a client has not sent."""
-_POLL_S = 0.02
+_POLL_S, _LOOK_AGAIN_S = 0.02, 2.0
+_LATER_S = 60.0
+"""After which a key that has too many batches may ask again."""
 _WINDOW_S = 24 * 3600
 _NAME_LENGTH = 200
 
@@ -48,21 +54,23 @@ class Batches:
         folder: of `files/` and `batches/`.
         front_end: draws the lines.
         at_once: lines that are drawn together.
-        renamed: what owners of earlier files and batches are called now.
+        keys: whose owners have them, and what each of these may have.
     """
 
     folder: Path
     front_end: FrontEnd
     at_once: int = 16
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    keys: Keys = field(default_factory=Keys)
     _runs: dict[str, BatchRun] = field(default_factory=dict)
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    _full: dict[str, str] = field(default_factory=dict)
+    _owners: dict[str, str] = field(default_factory=dict)
+    _full: dict[str, tuple[str, str]] = field(default_factory=dict)
     _writing: threading.Lock = field(default_factory=threading.Lock)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self._disk = BatchFolder(self.folder, self.renamed)
+        self._disk = BatchFolder(self.folder, self.keys.renamed)
+        self._use = DiskUse(self._disk)
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
@@ -71,7 +79,7 @@ class Batches:
                 self._begin(batch)
 
     def _unfinished(self) -> list[dict[str, Any]]:
-        if self.renamed:
+        if self.keys.renamed:
             self._disk.file_ids()  # each that it reads is renamed
         found = [self._disk.read_batch(each) for each in reversed(self._disk.batch_ids())]
         return [batch for batch in found if batch is not None and batch["status"] not in _ENDED]
@@ -83,20 +91,28 @@ class Batches:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def add_file(self, name: str, content: IO[bytes], purpose: str, key: str) -> dict[str, Any]:
-        """Keep a file; waits for the disk. Raises ApiError: its purpose is not `batch`."""
+        """Keep a file; waits for the disk. Raises ApiError: its purpose is not `batch`, or there is no room for it."""
         if purpose != "batch":
             raise invalid(f"purpose is {shown(purpose)}, but it must be batch", "purpose")
         file_id, disk = f"file-{secrets.token_hex(12)}", self._disk
         told = name[:_NAME_LENGTH].encode("utf-8", "backslashreplace").decode()
-        # Before the file, which nobody owns without it.
-        disk.write_file(file_id, {"filename": told, "created_at": int(time.time()), "purpose": purpose, OWNER: key})
+        self._use.expect(key, file_id, content.seek(0, os.SEEK_END), self._most_bytes(key))
+        content.seek(0)
         try:
+            # Before the file, which nobody owns without it.
+            disk.write_file(file_id, {"filename": told, "created_at": int(time.time()), "purpose": purpose, OWNER: key})
             with atomic_write(disk.file(file_id), is_private=True) as temporary, temporary.open("wb") as kept:
                 shutil.copyfileobj(content, kept)
         except BaseException:
             disk.remove_file(file_id)
             raise
+        finally:
+            self._use.settle(file_id)
         return self.file(file_id, key)
+
+    def _most_bytes(self, key: str) -> float:
+        most_mb = self.keys.limits_of(key).max_disk_mb
+        return math.inf if most_mb is None else most_mb * 1e6
 
     def file(self, file_id: str, key: str) -> dict[str, Any]:
         """What a client is told of a file."""
@@ -120,18 +136,22 @@ class Batches:
         return self._disk.file_ids(key)
 
     def delete_file(self, file_id: str, key: str) -> dict[str, Any]:
-        """Forget a file that a client has sent."""
-        if self._found(file_id, key)[1]["purpose"] == _OUTPUT:
-            raise invalid("this file is the output of a batch and stays with it", "file_id")
-        self._disk.remove_file(file_id)
+        """Forget a file that a client has sent, or an output of a batch that has ended, with its images."""
+        path, about = self._found(file_id, key)
+        if about["purpose"] != _OUTPUT:
+            self._disk.remove_file(file_id)
+        elif self._of(self._disk.of_output(file_id)[0], key)["status"] not in _ENDED:
+            raise invalid("this file is an output of a batch that has not ended", "file_id")
+        else:
+            self._disk.remove_output(path)
         return {"id": file_id, "object": "file", "deleted": True}
 
     def _found(self, file_id: str, key: str) -> tuple[Path, dict[str, Any]]:
         """A file of a client, or of a batch of its own, and what is kept of it."""
-        batch, _, name = file_id.removeprefix("file-").partition("-")
+        batch_id, name = self._disk.of_output(file_id)
         if name in ("output", "errors"):
-            self._of(f"batch_{batch}", key)
-            path = self._disk.outputs(f"batch_{batch}")[name]
+            self._of(batch_id, key)
+            path = self._disk.outputs(batch_id)[name]
             if path.is_file():
                 about = {"filename": path.name, "purpose": _OUTPUT, "created_at": int(path.stat().st_mtime)}
                 return path, about
@@ -159,6 +179,7 @@ class Batches:
         if not isinstance(file_id, str):
             raise invalid("input_file_id is missing", "input_file_id", code="missing_required_parameter")
         self.content(file_id, key)
+        self._check_room(key)
         now = int(time.time())
         batch = {
             "id": f"batch_{secrets.token_hex(12)}",
@@ -179,6 +200,14 @@ class Batches:
         self._disk.write_batch(batch)
         self._begin(batch)
         return self._told(batch)
+
+    def _check_room(self, key: str) -> None:
+        """Raise ApiError unless a key may begin one more batch."""
+        most = self.keys.limits_of(key).max_batches
+        num_open = sum(owner == key for owner in self._owners.values())
+        if most is not None and num_open >= most:
+            message = f"{num_open} batches of this key have not ended, and it may have {most}"
+            raise overloaded(message, "too_many_batches", _LATER_S)
 
     def batch(self, batch_id: str, key: str) -> dict[str, Any]:
         """What a client is told of a batch."""
@@ -213,16 +242,16 @@ class Batches:
         told = {name: value for name, value in batch.items() if name != OWNER}
         if (run := self._runs.get(batch["id"])) is not None:
             told["request_counts"] = run.counts
-        if (reason := self._full.get(batch["id"])) is not None:
-            told["errors"] = _errors("disk_full", reason)
+        if (why := self._full.get(batch["id"])) is not None:
+            told["errors"] = _errors(*why)
         return told
 
     def _begin(self, batch: dict[str, Any]) -> None:
         task = asyncio.get_running_loop().create_task(self._work(batch))
-        self._tasks[batch["id"]] = task
+        self._tasks[batch["id"]], self._owners[batch["id"]] = task, batch.get(OWNER, "")
 
         def forget(done: "asyncio.Task[None]") -> None:
-            for known in (self._tasks, self._full):
+            for known in (self._tasks, self._owners, self._full):
                 known.pop(batch["id"], None)
 
         task.add_done_callback(forget)
@@ -252,6 +281,7 @@ class Batches:
         try:
             path = self.content(batch["input_file_id"], batch.get(OWNER, ""))
             lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
+            await run_in_threadpool(self._use.count, batch.get(OWNER, ""))
         except (UsageError, ApiError) as error:
             await self._fail(batch, error)
             return
@@ -261,7 +291,7 @@ class Batches:
             output,
             self.at_once,
             batch.get(OWNER, ""),
-            self._nobody_waits,
+            partial(self._may_begin, batch),
             writes_b64=True,
             on_full=partial(self._on_full, batch["id"]),
         )
@@ -303,9 +333,23 @@ class Batches:
         if error is None:
             self._full.pop(batch_id, None)
         elif batch_id not in self._full:
-            self._full[batch_id] = f"the disk is full ({error}): the batch goes on when there is room"
-            warnings.warn(f"{batch_id}: {self._full[batch_id]}", stacklevel=2)
+            why = f"the disk is full ({error}): the batch goes on when there is room"
+            self._full[batch_id] = "disk_full", why
+            warnings.warn(f"{batch_id}: {why}", stacklevel=2)
         return True
+
+    async def _may_begin(self, batch: Mapping[str, Any]) -> None:
+        """Wait until its owner has room on the disk, and no interactive request waits."""
+        batch_id, owner = batch["id"], self._owners[batch["id"]]
+        most_bytes = self._most_bytes(owner)
+        if most_bytes < math.inf and self._use.note(owner, batch_id) >= most_bytes:
+            while (used := await run_in_threadpool(self._use.count, owner)) >= most_bytes:
+                if self._runs[batch_id].is_cancelled:
+                    return
+                self._full[batch_id] = "quota_exceeded", f"{too_much(used, most_bytes)}; the batch goes on then"
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            self._full.pop(batch_id, None)
+        await self._nobody_waits()
 
     async def _nobody_waits(self) -> None:
         """Wait until no interactive request does."""

@@ -7,7 +7,9 @@ import pytest
 
 from patchedserve.serving.server.admission import Admission
 from patchedserve.serving.server.errors import ApiError
-from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.limits import KeyLimits, Limits
+
+TWO = {"a": KeyLimits(), "b": KeyLimits()}
 
 
 class Work:
@@ -22,9 +24,9 @@ def admission(work: Work, **limits: Any) -> Admission:
     )
 
 
-def refused(room: Admission, count: int = 1, key: str = "") -> ApiError:
+def refused(room: Admission, count: int = 1, key: str = "", pixel_steps: float = 0.0) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        room.reserve(count, key)
+        room.reserve(count, key, pixel_steps)
     assert caught.value.status == 429
     return caught.value
 
@@ -63,7 +65,10 @@ def taken(room: Admission, key: str) -> int:
 @pytest.mark.parametrize("max_queue", [1, 2, 8, 64])
 def test_every_key_finds_room_whatever_the_others_send(max_queue: int, num_owners: int) -> None:
     owners = [f"key-{number}" for number in range(num_owners)]
-    room, share = admission(Work(), max_queue=max_queue, owners=owners), max(1, max_queue // (2 * num_owners))
+    room, share = (
+        admission(Work(), max_queue=max_queue, keys=dict.fromkeys(owners, KeyLimits())),
+        max(1, max_queue // (2 * num_owners)),
+    )
     first = taken(room, owners[0])
     assert max_queue / 2 <= first <= max_queue, "a key alone has at least half"
     num_waiting = min(num_owners - 1, max_queue // 2)
@@ -75,9 +80,9 @@ def test_every_key_finds_room_whatever_the_others_send(max_queue: int, num_owner
 
 
 def test_the_whole_queue_is_for_one_key_or_for_whom_it_is_given() -> None:
-    for limits in ({}, {"owners": ("a",)}, {"owners": ("a", "b"), "max_per_key": 64}):
+    for limits in ({}, {"keys": {"a": KeyLimits()}}, {"keys": TWO, "max_per_key": 64}):
         assert taken(admission(Work(), **limits), "a") == 64
-    room = admission(Work(), owners=("a", "b"))
+    room = admission(Work(), keys=TWO)
     assert taken(room, "a") == 48
     assert "48 images of this key are open, and it may have 48" in refused(room, key="a").message
     room.reserve(10, "b")
@@ -87,12 +92,57 @@ def test_the_whole_queue_is_for_one_key_or_for_whom_it_is_given() -> None:
 
 def test_a_long_queue_of_one_key_does_not_keep_others_out() -> None:
     work = Work()
-    room = admission(work, owners=("a", "b"))
+    room = admission(work, keys=TWO)
     work.rate, work.pending, work.of_key = 1e7, 1e9, {"a": 1e9}
     assert refused(room, key="a").code == "queue_too_long"
     room.reserve(1, "b")
     work.of_key = {"a": 1e9 - 1.6e8, "b": 1.6e8}
     assert refused(room, key="b").code == "queue_too_long", "16 s of its own wait, of 60 s for both"
+
+
+def test_what_a_key_asks_for_in_time_is_limited() -> None:
+    now_s = 100.0
+    limits = {"a": KeyLimits(requests_per_minute=3), "b": KeyLimits(pixel_steps_per_second=10), "c": KeyLimits()}
+    room = Admission(Limits(keys=limits), lambda: None, lambda key: 0.0, clock=lambda: now_s)
+
+    def wait_of(key: str, pixel_steps: float) -> str:
+        error = refused(room, key=key, pixel_steps=pixel_steps)
+        assert error.code == "rate_limit_exceeded"
+        return error.headers["Retry-After"]
+
+    for key in "aaa":
+        room.release(room.reserve(1, key, 1e9))
+    assert wait_of("a", 1) == "20"
+    now_s += 19
+    assert wait_of("a", 1) == "1"
+    now_s += 1
+    room.release(room.reserve(1, "a", 1e9))
+    now_s += 3600
+    for key in "aaa":
+        room.release(room.reserve(1, key, 1e9))
+    assert wait_of("a", 1) == "20", "a long pause saves up no more than a minute's worth"
+    # More than a minute's worth is let in, and owed.
+    room.release(room.reserve(1, "b", 900))
+    assert wait_of("b", 100) == "40"
+    now_s += 40
+    room.release(room.reserve(1, "b", 100))
+    for _ in range(50):
+        room.release(room.reserve(1, "c", 1e12))
+    assert not room.num_images
+
+
+def test_what_is_refused_for_lack_of_room_uses_up_nothing() -> None:
+    room = admission(Work(), max_queue=1, keys={"a": KeyLimits(requests_per_minute=1), "b": KeyLimits()})
+    place = room.reserve(1, "b")
+    assert refused(room, key="a").code == "queue_full"
+    room.release(place)
+    room.reserve(1, "a")
+
+
+def test_images_of_a_key_that_may_be_open() -> None:
+    room = admission(Work(), keys={"a": KeyLimits(max_open=3), "b": KeyLimits(max_open=60), "c": KeyLimits()})
+    assert taken(room, "a") == 3
+    assert taken(room, "b") == 64 - 3 - 7 - 10, "7 places are left of the share of a, and 10 of that of c"
 
 
 def test_what_takes_too_long_waits_outside() -> None:
