@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,16 +26,19 @@ from ..errors import ApiError, invalid, overloaded
 from ..fields import shown
 from ..front_end import FrontEnd
 from ..keys import Keys
+from ..openapi import MOST_FILE_S
 from ..protocol import GENERATIONS
 from .file import BatchOutput, FolderInUseError, num_lines, read_lines
 from .folder import OWNER, BatchFolder
+from .places import FairPlaces
 from .quota import DiskUse, too_much
 from .run import BatchRun, Result, when_there_is_room
 
-BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cancelling", "cancelled"]
+BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cancelling", "cancelled", "expired"]
 MAX_FILE_BYTES = 200_000_000
-_ENDED = frozenset({"completed", "failed", "cancelled"})
+_ENDED = frozenset({"completed", "failed", "cancelled", "expired"})
 _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
+_EXPIRES, _SWEEP_S = "expires_at", 600.0
 _OUTPUT = "batch_output"
 """The purpose of a file that a client has not sent."""
 _POLL_S, _LOOK_AGAIN_S = 0.02, 2.0
@@ -53,7 +57,7 @@ class Batches:
     Attributes:
         folder: of `files/` and `batches/`.
         front_end: draws the lines.
-        at_once: lines that are drawn together.
+        at_once: lines that are drawn together, of all batches.
         keys: whose owners have them, and what each of these may have.
     """
 
@@ -66,32 +70,63 @@ class Batches:
     _owners: dict[str, str] = field(default_factory=dict)
     _full: dict[str, tuple[str, str]] = field(default_factory=dict)
     _writing: threading.Lock = field(default_factory=threading.Lock)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _expires: dict[str, float] = field(default_factory=dict)
+    _sweeping: "asyncio.Task[None] | None" = None
+    _turns: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
     def __post_init__(self) -> None:
         self._disk = BatchFolder(self.folder, self.keys.renamed)
         self._use = DiskUse(self._disk)
+        self._places = FairPlaces(self.at_once)
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
-        for batch in await run_in_threadpool(self._unfinished):
+        for batch in await run_in_threadpool(self._look_around):
             if batch["id"] not in self._tasks:
                 self._begin(batch)
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    def _look_around(self) -> list[dict[str, Any]]:
+        """Learn when files expire, and which batches have not ended. Each that it reads has the name of its owner."""
+        for file_id in self._disk.file_ids():
+            if (about := self._disk.read_file(file_id)) is not None:
+                self._expires[file_id] = _expires_at(about)
+        self._remove_expired()
+        return self._unfinished()
 
     def _unfinished(self) -> list[dict[str, Any]]:
-        if self.keys.renamed:
-            self._disk.file_ids()  # each that it reads is renamed
         found = [self._disk.read_batch(each) for each in reversed(self._disk.batch_ids())]
         return [batch for batch in found if batch is not None and batch["status"] not in _ENDED]
 
     async def stop(self) -> None:
         """Stop where it is; a later process goes on from there."""
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *([] if self._sweeping is None else [self._sweeping])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def add_file(self, name: str, content: IO[bytes], purpose: str, key: str) -> dict[str, Any]:
-        """Keep a file; waits for the disk. Raises ApiError: its purpose is not `batch`, or there is no room for it."""
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            await run_in_threadpool(self._remove_expired)
+
+    def _remove_expired(self) -> None:
+        """Delete files that have expired, but for those that a batch is drawn from."""
+        now_s = time.time()
+        if expired := [file_id for file_id, at_s in list(self._expires.items()) if at_s <= now_s]:
+            in_use = {batch["input_file_id"] for batch in self._unfinished()}
+            for file_id in expired:
+                if file_id not in in_use:
+                    self._disk.remove_file(file_id)
+                    self._expires.pop(file_id, None)
+
+    def add_file(
+        self, name: str, content: IO[bytes], purpose: str, key: str, lasts_s: int = MOST_FILE_S
+    ) -> dict[str, Any]:
+        """Keep a file for so many seconds; waits for the disk.
+
+        Raises ApiError: its purpose is not `batch`, or there is no room for it.
+        """
         if purpose != "batch":
             raise invalid(f"purpose is {shown(purpose)}, but it must be batch", "purpose")
         file_id, disk = f"file-{secrets.token_hex(12)}", self._disk
@@ -100,7 +135,9 @@ class Batches:
         content.seek(0)
         try:
             # Before the file, which nobody owns without it.
-            disk.write_file(file_id, {"filename": told, "created_at": int(time.time()), "purpose": purpose, OWNER: key})
+            now, about = int(time.time()), {"filename": told, "purpose": purpose, OWNER: key}
+            disk.write_file(file_id, about | {"created_at": now, _EXPIRES: now + lasts_s})
+            self._expires[file_id] = now + lasts_s
             with atomic_write(disk.file(file_id), is_private=True) as temporary, temporary.open("wb") as kept:
                 shutil.copyfileobj(content, kept)
         except BaseException:
@@ -116,12 +153,14 @@ class Batches:
 
     def file(self, file_id: str, key: str) -> dict[str, Any]:
         """What a client is told of a file."""
-        path, about = self._found(file_id, key)
+        path, about = self._valid(file_id, key)
+        lasts = {_EXPIRES: at_s} if (at_s := _expires_at(about)) < math.inf else {}
         return {
             "id": file_id,
             "object": "file",
             "bytes": path.stat().st_size,
             "created_at": about["created_at"],
+            **lasts,
             "filename": about["filename"],
             "purpose": about["purpose"],
             "status": "processed",
@@ -129,7 +168,7 @@ class Batches:
 
     def content(self, file_id: str, key: str) -> Path:
         """The file of a client, or the output of a batch of its own."""
-        return self._found(file_id, key)[0]
+        return self._valid(file_id, key)[0]
 
     def file_ids(self, key: str) -> list[str]:
         """All files that a client has sent, the newest first; waits for the disk."""
@@ -137,14 +176,22 @@ class Batches:
 
     def delete_file(self, file_id: str, key: str) -> dict[str, Any]:
         """Forget a file that a client has sent, or an output of a batch that has ended, with its images."""
-        path, about = self._found(file_id, key)
+        path, about = self._valid(file_id, key)
         if about["purpose"] != _OUTPUT:
             self._disk.remove_file(file_id)
+            self._expires.pop(file_id, None)
         elif self._of(self._disk.of_output(file_id)[0], key)["status"] not in _ENDED:
             raise invalid("this file is an output of a batch that has not ended", "file_id")
         else:
             self._disk.remove_output(path)
         return {"id": file_id, "object": "file", "deleted": True}
+
+    def _valid(self, file_id: str, key: str) -> tuple[Path, dict[str, Any]]:
+        """As `_found`, without files that have expired."""
+        path, about = self._found(file_id, key)
+        if _expires_at(about) <= time.time():
+            raise _no_file()
+        return path, about
 
     def _found(self, file_id: str, key: str) -> tuple[Path, dict[str, Any]]:
         """A file of a client, or of a batch of its own, and what is kept of it."""
@@ -157,7 +204,7 @@ class Batches:
                 return path, about
         elif (about := self._disk.read_file(file_id)) is not None and about.get(OWNER, "") == key:
             return self._disk.file(file_id), about
-        raise ApiError(404, "there is no such file", code="not_found", param="file_id")
+        raise _no_file()
 
     def create(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Begin a batch. Raises ApiError: a field is not allowed, or there is no such file."""
@@ -192,7 +239,7 @@ class Batches:
             "output_file_id": None,
             "error_file_id": None,
             "created_at": now,
-            "expires_at": now + _WINDOW_S,
+            _EXPIRES: now + _WINDOW_S,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": metadata,
             OWNER: key,
@@ -257,29 +304,39 @@ class Batches:
         task.add_done_callback(forget)
 
     async def _work(self, batch: dict[str, Any]) -> None:
-        # One batch at a time, in the order in which they came.
-        async with self._turn:
-            try:
-                output = await self._written(
-                    batch, partial(BatchOutput, self._disk.batch(batch["id"]), is_private=True)
-                )
-            except FolderInUseError:
-                return  # another server of this workspace draws it
-            except (RunError, OSError) as error:
-                await self._fail(batch, error)
-                return
-            try:
-                await self._draw(batch, output)
-            except Exception as error:  # noqa: BLE001  such as a disk that is broken; the others have their turn
-                traceback.print_exc()
-                await self._fail(batch, error)
-            finally:
-                self._runs.pop(batch["id"], None)
-                output.close()
+        # Of every owner one batch at a time, in the order in which they came.
+        turn = self._turns[batch.get(OWNER, "")]
+        try:
+            async with asyncio.timeout(_seconds_left(batch)):
+                await turn.acquire()
+        except TimeoutError:
+            await self._end({**batch, **_ended("expired")})
+            return
+        try:
+            await self._work_in_turn(batch)
+        finally:
+            turn.release()
+
+    async def _work_in_turn(self, batch: dict[str, Any]) -> None:
+        try:
+            output = await self._written(batch, partial(BatchOutput, self._disk.batch(batch["id"]), is_private=True))
+        except FolderInUseError:
+            return  # another server of this workspace draws it
+        except (RunError, OSError) as error:
+            await self._fail(batch, error)
+            return
+        try:
+            await self._draw(batch, output)
+        except Exception as error:  # noqa: BLE001  such as a disk that is broken; the others have their turn
+            traceback.print_exc()
+            await self._fail(batch, error)
+        finally:
+            self._runs.pop(batch["id"], None)
+            output.close()
 
     async def _draw(self, batch: dict[str, Any], output: BatchOutput) -> None:
         try:
-            path = self.content(batch["input_file_id"], batch.get(OWNER, ""))
+            path, _ = self._found(batch["input_file_id"], batch.get(OWNER, ""))
             lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
             await run_in_threadpool(self._use.count, batch.get(OWNER, ""))
         except (UsageError, ApiError) as error:
@@ -289,9 +346,10 @@ class Batches:
             self.front_end,
             lines,
             output,
-            self.at_once,
+            self._places,
             batch.get(OWNER, ""),
-            partial(self._may_begin, batch),
+            partial(self._has_room, batch["id"]),
+            partial(self._nobody_waits, batch["id"]),
             writes_b64=True,
             on_full=partial(self._on_full, batch["id"]),
         )
@@ -300,14 +358,21 @@ class Batches:
             run.cancel()
         else:
             await self._written(batch, partial(self._disk.write_batch, batch | {"status": "in_progress"}))
-        await run.run()
-        ended = "cancelled" if run.is_cancelled else "completed"
-        await self._end(batch | {"status": ended, f"{ended}_at": int(time.time())})
+        left_s = _seconds_left(batch)
+        expiring = None if left_s is None else asyncio.get_running_loop().call_later(left_s, run.expire)
+        try:
+            await run.run()
+        finally:
+            if expiring is not None:
+                expiring.cancel()
+        ended: BatchStatus = "completed"
+        if run.is_cancelled and not run.is_done:
+            ended = "expired" if run.is_expired else "cancelled"
+        await self._end(batch | _ended(ended))
 
     async def _fail(self, batch: Mapping[str, Any], error: Exception) -> None:
-        failed = {"status": "failed", "failed_at": int(time.time()), "errors": _errors("invalid_batch", str(error))}
         with contextlib.suppress(OSError):
-            await self._end({**batch, **failed})
+            await self._end({**batch, **_ended("failed"), "errors": _errors("invalid_batch", str(error))})
 
     async def _end(self, batch: Mapping[str, Any]) -> None:
         """Write how a batch has ended, with what there is of it, however that was."""
@@ -338,27 +403,48 @@ class Batches:
             warnings.warn(f"{batch_id}: {why}", stacklevel=2)
         return True
 
-    async def _may_begin(self, batch: Mapping[str, Any]) -> None:
-        """Wait until its owner has room on the disk, and no interactive request waits."""
-        batch_id, owner = batch["id"], self._owners[batch["id"]]
+    async def _has_room(self, batch_id: str) -> None:
+        """Wait until the owner of a batch may have more on the disk, or it ends."""
+        owner = self._owners[batch_id]
         most_bytes = self._most_bytes(owner)
-        if most_bytes < math.inf and self._use.note(owner, batch_id) >= most_bytes:
-            while (used := await run_in_threadpool(self._use.count, owner)) >= most_bytes:
-                if self._runs[batch_id].is_cancelled:
-                    return
-                self._full[batch_id] = "quota_exceeded", f"{too_much(used, most_bytes)}; the batch goes on then"
-                await asyncio.sleep(_LOOK_AGAIN_S)
-            self._full.pop(batch_id, None)
-        await self._nobody_waits()
+        if most_bytes == math.inf or self._use.note(owner, batch_id) < most_bytes:
+            return
+        while (used := await run_in_threadpool(self._use.count, owner)) >= most_bytes:
+            if self._runs[batch_id].is_cancelled:
+                return
+            self._full[batch_id] = "quota_exceeded", f"{too_much(used, most_bytes)}; the batch goes on then"
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        self._full.pop(batch_id, None)
 
-    async def _nobody_waits(self) -> None:
-        """Wait until no interactive request does."""
-        while not self.front_end.is_ready or self.front_end.backend.load.num_waiting:
+    async def _nobody_waits(self, batch_id: str) -> None:
+        """Wait until no interactive request does, or the batch ends."""
+        front_end, run = self.front_end, self._runs[batch_id]
+        while (not front_end.is_ready or front_end.backend.load.num_waiting) and not run.is_cancelled:
             await asyncio.sleep(_POLL_S)
+
+
+def _ended(status: BatchStatus) -> dict[str, Any]:
+    return {"status": status, f"{status}_at": int(time.time())}
+
+
+def _seconds_left(batch: Mapping[str, Any]) -> float | None:
+    """Until a batch expires; None: it does not."""
+    at_s = _expires_at(batch)
+    return None if at_s == math.inf else max(0.0, at_s - time.time())
 
 
 def _errors(code: str, message: str) -> dict[str, Any]:
     return {"object": "list", "data": [{"code": code, "message": message, "param": None}]}
+
+
+def _expires_at(about: Mapping[str, Any]) -> float:
+    """When a file or a batch expires; infinity: never, as those of earlier versions."""
+    at_s = about.get(_EXPIRES)
+    return at_s if isinstance(at_s, int) else math.inf
+
+
+def _no_file() -> ApiError:
+    return ApiError(404, "there is no such file", code="not_found", param="file_id")
 
 
 def _no_batch() -> ApiError:
