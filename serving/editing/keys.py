@@ -12,6 +12,7 @@ from ...data.templates import Keep
 
 VERSION = 2
 """Of records; it changes with what is in them."""
+_OWNER = "owner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class TemplateKey:
 
     Attributes:
         about: all that a record depends on: the model and its files, dtype, schedule, image, size, prompt, seed,
-            rows, and what it keeps.
+            rows, and what it keeps; and its owner, if it is not everybody's.
     """
 
     about: Mapping[str, Any]
@@ -29,6 +30,16 @@ class TemplateKey:
     def digest(self) -> str:
         """Names the folder."""
         return hashlib.sha256(json.dumps([VERSION, self.about], sort_keys=True).encode()).hexdigest()[:24]
+
+    @property
+    def owner(self) -> str:
+        """Whose the record is; "" for everybody's."""
+        return self.about.get(_OWNER, "")
+
+    @property
+    def of_everybody(self) -> "TemplateKey":
+        """The same record, if it is everybody's."""
+        return TemplateKey({name: value for name, value in self.about.items() if name != _OWNER})
 
 
 def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
@@ -48,6 +59,7 @@ def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
         "seed": template.seed if is_noised else None,
         "guidance": None if is_noised else request.guidance_scale,
         "keep": keep,
+        **({_OWNER: template.owner} if template.owner else {}),
     }
 
 

@@ -12,7 +12,6 @@ import shutil
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
+from ...data.fair_store import FairStore, largest
 from ...data.files import atomic_folder, private_folder, put_aside, remove_leftovers, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
@@ -41,8 +41,8 @@ class TemplateStore:
     Args:
         folder: of the workspace.
         tiers: what they may take. A record that is larger than the memory is read from its files at every step. In the
-            folder the records that were read longest ago make room for a new one, but none whose files are read at
-            the time.
+            folder the records that were read longest ago, of the owner who has most, make room for a new one, but none
+            whose files are read at the time.
         link_mbps: reading a step from its file is throttled to so many megabytes per second, and every record is read
             so, whatever the memory is: none is kept there. None: it is as fast as the disk.
 
@@ -62,13 +62,13 @@ class TemplateStore:
         self._link = Link(link_mbps)
         # Those that are read step by step, as long as an edit does.
         self._streamed: weakref.WeakValueDictionary[str, TemplateRecord] = weakref.WeakValueDictionary()
-        self._held: OrderedDict[str, TemplateRecord] = OrderedDict()
+        self._held: FairStore[TemplateRecord] = FairStore(self._most_bytes)
         self._checked: set[str] = set()
 
     @property
     def num_held_bytes(self) -> int:
         """Of the records in memory."""
-        return sum(each.num_bytes for each in self._held.values())
+        return int(self._held.size)
 
     def find(self, key: TemplateKey, device: torch.device) -> TemplateRecord | None:
         """The record for a key; None: there is none, or it is damaged, which is warned of, and put aside.
@@ -78,7 +78,7 @@ class TemplateStore:
         digest = key.digest
         with self._lock:
             if (held := self._held.get(digest)) is not None:
-                self._held.move_to_end(digest)
+                self._held.use(digest)
                 return held
             if not (self.folder / digest / MANIFEST).is_file():
                 return None
@@ -90,7 +90,7 @@ class TemplateStore:
                 return None
             except OSError as error:
                 raise RunError(f"template {digest} in {self.folder} cannot be read: {error}") from error
-            self._hold(digest, found)
+            self._hold(key, found)
             with contextlib.suppress(OSError):  # the folder may be read only
                 os.utime(self.folder / digest / MANIFEST)
             return found
@@ -118,11 +118,11 @@ class TemplateStore:
             pass
         if kept.steps is not None:
             with self._lock:
-                self._hold(digest, in_memory(device, kept.num_bytes, kept.steps, self._link, self.staging))
+                self._hold(key, in_memory(device, kept.num_bytes, kept.steps, self._link, self.staging))
         if failure is not None:
             raise failure
         self.num_added += 1
-        self._make_room(digest)
+        self._make_room(key)
 
     def _write(self, key: TemplateKey, steps: Iterator[Sequence[Seen]], kept: "_Kept", folder: Path) -> None:
         files = {}
@@ -135,7 +135,7 @@ class TemplateStore:
             content = content_of(rows)
             if step == 0:
                 # About as large as all of them will be.
-                self._make_room(key.digest, len(content) * int(key.about["num_inference_steps"]))
+                self._make_room(key, len(content) * int(key.about["num_inference_steps"]))
             (folder / file_of(step)).write_bytes(content)
             files[file_of(step)] = hashlib.sha256(content).hexdigest()
         manifest = {"version": VERSION, "about": key.about, "bytes": kept.num_bytes, "files": files}
@@ -177,28 +177,32 @@ class TemplateStore:
         """Delete a record. Raises UsageError: there is none of this id."""
         self._require(template_id)
         with self._lock:
-            self._held.pop(template_id, None)
+            self._held.pop(template_id)
         self._delete(template_id)
 
-    def _make_room(self, kept: str, num_bytes: float = 0.0) -> None:
-        """Delete what killed processes have left, and the records that were read longest ago, but not this one, until
-        so much more fits into the folder.
+    def _make_room(self, kept: TemplateKey, num_bytes: float = 0.0) -> None:
+        """Delete what killed processes have left, and the records that were read longest ago of the owners who have
+        most, but not this one, until so much more of it fits into the folder.
         """
         remove_leftovers(self.folder)
-        found = []
+        found: list[tuple[float, str, int, str]] = []
         for each in self.list():
             with contextlib.suppress(OSError):  # another process has deleted it
                 place = self.folder / each["id"]
                 manifest = place / MANIFEST
                 read_s = (manifest if manifest.exists() else place).stat().st_mtime
-                found.append((read_s, each["id"], sum(file.stat().st_size for file in place.iterdir())))
-        total = num_bytes + sum(size for _, _, size in found)
-        for _, template_id, size in sorted(found):
-            if total <= self._most_disk_bytes:
-                return
-            if template_id != kept and template_id not in self._streamed:
-                self._delete(template_id)
-                total -= size
+                size = sum(file.stat().st_size for file in place.iterdir())
+                found.append((read_s, each["id"], size, TemplateKey(each.get("about", {})).owner))
+        sizes = {kept.owner: num_bytes}
+        for _, _, size, owner in found:
+            sizes[owner] = sizes.get(owner, 0.0) + size
+        may_go = [each for each in sorted(found) if each[1] != kept.digest and each[1] not in self._streamed]
+        while may_go and sum(sizes.values()) > self._most_disk_bytes:
+            owner = largest({each[3]: sizes[each[3]] for each in may_go})
+            gone = next(each for each in may_go if each[3] == owner)
+            may_go.remove(gone)
+            self._delete(gone[1])
+            sizes[owner] -= gone[2]
 
     def _delete(self, template_id: str) -> None:
         """Whoever reads it meanwhile finds all of it, or nothing."""
@@ -240,12 +244,9 @@ class TemplateStore:
         steps = [read_step(place / name) for name in sorted(content["files"])]
         return in_memory(device, content["bytes"], steps, self._link, self.staging)
 
-    def _hold(self, digest: str, record: TemplateRecord) -> None:
-        if record.steps is None or record.num_bytes > self._most_bytes:
-            return
-        self._held[digest] = record
-        while self.num_held_bytes > self._most_bytes:
-            self._held.popitem(last=False)
+    def _hold(self, key: TemplateKey, record: TemplateRecord) -> None:
+        if record.steps is not None:
+            self._held.put(key.owner, key.digest, record, record.num_bytes)
 
 
 class _Kept:

@@ -5,7 +5,7 @@ Everything is bounded, and put together only while somebody looks.
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -43,7 +43,9 @@ class Live(Watcher):
 
     front_end: FrontEnd
     _ended: deque[_Ended] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))
-    _images: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=RECENT_IMAGES))
+    _images: defaultdict[str, deque[dict[str, Any]]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=RECENT_IMAGES))
+    )
     _last_row: StepRow | None = None
     _viewers: set[asyncio.Event] = field(default_factory=set)
 
@@ -78,7 +80,7 @@ class Live(Watcher):
                 "latency_s": drawn.record.latency_s,
                 "slo_met": drawn.record.slo_met,
             }
-            self._images.appendleft((ticket.key, image))
+            self._images[ticket.key].appendleft(image)
         self._tell()
 
     def _tell(self) -> None:
@@ -118,7 +120,7 @@ class Live(Watcher):
             "batch": self._batch(),
             "attainment": {str(window): self._attainment(window) for window in WINDOWS_S},
             "latencies": self._latencies(),
-            "images": [image for owner, image in self._images if owner == key],
+            "images": list(self._images[key]),
         }
 
     async def stream(self, key: str) -> AsyncIterator[bytes]:

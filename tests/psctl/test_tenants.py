@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from patchedserve.data.resolution import Resolution
+
 from ..conftest import RunPsctl
+from ..support.edits import file_of, image_of
 from ..support.http_server import HttpServer, small_model
+from ..support.tiny_models import save_tiny, tiny_sdxl
 from ..support.waits import until
 
 pytestmark = pytest.mark.slow
@@ -213,3 +218,32 @@ def test_batches_of_other_keys_do_not_wait(model: Path, tmp_path: Path) -> None:
             until(lambda each=each: red.batches.retrieve(each.id).status == "expired", 60)
             assert red.batches.retrieve(each.id).expired_at is not None
         until(lambda: client_of(server, "sk-full").batches.retrieve(paused.id).status == "expired", 60)
+
+
+def test_what_one_key_has_edited_nobody_else_finds_out(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"guidance_scale": 4.0, "num_inference_steps": 4, "resolutions": ["64x64"]}
+    save_tiny(tmp_path / "model", tiny_sdxl(), **settings)
+    mask = np.zeros((64, 64), dtype=bool)
+    mask[:32, :32] = True
+    files = {"image": file_of(image_of(Resolution(64, 64), 0)), "mask": file_of(mask)}
+    keys = keys_file(tmp_path / "keys", "red\nblue\n")
+    with HttpServer(tmp_path / "model", tmp_path / "workspace", "--reuse-templates", *keys) as server:
+
+        def has_reused(key: str) -> bool:
+            fields = {name: (None, value) for name, value in {"prompt": "a red hat", "seed": "5", "slo": "600"}.items()}
+            headers = {"authorization": f"Bearer {key}"}
+            answer = httpx.post(
+                f"{server.url}/v1/images/edits", files={**files, **fields}, headers=headers, timeout=120
+            )
+            assert answer.status_code == 200, answer.text
+            return answer.json()["data"][0]["reused"]
+
+        def num_recorded() -> float:
+            return float(metrics_of(server, "red").partition("\npsctl_templates_recorded ")[2].partition("\n")[0])
+
+        assert not has_reused("red")
+        until(lambda: num_recorded() == 1, 60)
+        assert has_reused("red")
+        assert not has_reused("blue")
+        until(lambda: num_recorded() == 2, 60)
+        assert has_reused("blue")
