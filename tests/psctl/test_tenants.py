@@ -124,7 +124,7 @@ keys = ["sk-blue"]
 
 
 def test_limits_of_a_key_are_its_own(model: Path, tmp_path: Path) -> None:
-    bodies = [{**ASK, "seed": number} for number in range(20)]
+    bodies = [{**ASK, "seed": number} for number in range(40)]
     with HttpServer(model, tmp_path, *keys_file(tmp_path / "keys.toml", LIMITED)) as server:
         red, blue = client_of(server, "sk-red"), client_of(server, "sk-blue")
         assert ask(server, "sk-red").status_code == 200
