@@ -33,11 +33,13 @@ class TemplateSpec:
         prompt: says what the whole image shows.
         seed: of the noise outside masks.
         kind: what the record is of. A generation has a prompt and a seed of its own, so that none are given then.
+        owner: whose edits read the record that is made of it, besides records that are everybody's; "" for everybody.
     """
 
     prompt: str = ""
     seed: int = 0
     kind: TemplateKind = "noised"
+    owner: str = ""
 
     def __post_init__(self) -> None:
         require_text("the template's prompt", self.prompt)

@@ -51,6 +51,7 @@ def batch_run(
     try:
         from ...profiling.http.server import HttpSettings
         from ...serving.server.batches.file import BatchOutput, read_lines
+        from ...serving.server.batches.places import FairPlaces
         from ...serving.server.batches.run import BatchRun
         from ...serving.server.limits import Limits
     except ImportError as error:
@@ -74,7 +75,8 @@ def batch_run(
             front_end = make_parts(recipe, settings, replicas, at_once, limits.request_timeout_s, target, out).front_end
             with out.phases() as start:
                 phase = start("lines", len(lines), done=len(lines) - num_left)
-                run = BatchRun(front_end, lines, output, at_once * replicas.most, on_line=lambda is_good: phase())
+                places = FairPlaces(at_once * replicas.most)
+                run = BatchRun(front_end, lines, output, places, on_line=lambda is_good: phase())
                 asyncio.run(run.run_alone())
         else:
             out.note(f"All {len(lines)} lines are done: {output_dir}")

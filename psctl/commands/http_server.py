@@ -133,7 +133,7 @@ def _serve(
     require_places(target.workspace)
     listening = address.listen()
     try:
-        limits = web.limits(max(size.pixels for size in sizes))
+        limits = web.limits(max(size.pixels for size in sizes), address.keys)
         names = tuple(web.served_model_name or ())
         parts = make(HttpSettings(slo_scale, limits, names, web.log_prompts, fixed_s=fixed_s))
         asyncio.run(
@@ -141,7 +141,7 @@ def _serve(
                 parts.front_end,
                 parts.metrics,
                 parts.live,
-                Batches(folder / "batches", parts.front_end, most_at_once),
+                Batches(folder / "batches", parts.front_end, most_at_once, address.keys),
                 address,
                 listening,
                 on_ready=lambda url: out.note(f"Serving at {url}"),

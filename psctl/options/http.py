@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ...data.errors import UsageError
 from ..flags import flag
 
 if TYPE_CHECKING:
+    from ...serving.server.keys import Keys
     from ...serving.server.limits import Limits
     from ...serving.server.run import Address
 
@@ -26,7 +26,7 @@ class HttpFlags:
     port: Annotated[int, flag("--port", f"{_HTTP}its port; 0 for a free one.", min=0, max=65535)] = 8000
     api_key_file: Annotated[
         Path | None,
-        flag("--api-key-file", f"{_HTTP}keys that are let in, one a line, besides {KEY_VARIABLE}.", dir_okay=False),
+        flag("--api-key-file", f"{_HTTP}keys that are let in, one a line, or by name (.toml).", dir_okay=False),
     ] = None
     insecure: Annotated[bool, flag("--insecure", f"{_HTTP}listen on any host without a key.")] = False
     allowed_host: Annotated[
@@ -40,7 +40,8 @@ class HttpFlags:
         float, flag("--max-queue-time", f"{_HTTP}seconds that what waits may take.", min=0.001, metavar="SECONDS")
     ] = 60.0
     max_per_key: Annotated[
-        int | None, flag("--max-per-key", f"{_HTTP}images that one key may have open. Default: --max-queue.", min=1)
+        int | None,
+        flag("--max-per-key", f"{_HTTP}images that one key may have open. Default: all that others leave.", min=1),
     ] = None
     max_pixels: Annotated[
         int | None, flag("--max-pixels", f"{_HTTP}of an image. Default: those of the largest served size.", min=64)
@@ -63,8 +64,10 @@ class HttpFlags:
     ] = 90.0
     log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}write prompts into the log, too.")] = False
 
-    def limits(self, largest_pixels: int) -> "Limits":
-        """Return the limits of the server; `largest_pixels` is the number of pixels of the largest served size."""
+    def limits(self, largest_pixels: int, keys: "Keys") -> "Limits":
+        """Return the limits of a server with these keys; `largest_pixels` is the number of pixels of the largest served
+        size.
+        """
         from ...serving.server.limits import Limits
 
         return Limits(
@@ -72,28 +75,21 @@ class HttpFlags:
             max_queue_time_s=self.max_queue_time,
             max_pixels=largest_pixels if self.max_pixels is None else self.max_pixels,
             max_steps=self.max_steps,
-            max_per_key=self.max_per_key or self.max_queue,
+            keys=keys.limits,
+            max_per_key=self.max_per_key,
             request_timeout_s=self.request_timeout,
         )
 
     def address(self) -> "Address":
         """Return the address to listen on. Raises UsageError: the keys cannot be read, or a required key is missing."""
+        from ...serving.server.keys import read_keys
         from ...serving.server.run import Address
 
-        keys = [key for key in (os.environ.get(KEY_VARIABLE, "").strip(),) if key]
-        if self.api_key_file is not None:
-            try:
-                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"--api-key-file {self.api_key_file} cannot be read: {error}") from error
-            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-            if not found:
-                raise UsageError(f"--api-key-file {self.api_key_file} holds no key")
-            keys += found
+        keys = read_keys(self.api_key_file, os.environ.get(KEY_VARIABLE, "").strip() or None)
         address = Address(
             self.host,
             self.port,
-            tuple(keys),
+            keys,
             tuple(self.allowed_host or ()),
             self.drain_timeout,
             self.insecure,

@@ -12,6 +12,7 @@ from ...data.templates import Keep
 
 VERSION = 2
 """Version of the format of records."""
+_OWNER = "owner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class TemplateKey:
 
     Attributes:
         about: everything that a record depends on: the model and its files, dtype, schedule, image, size, prompt,
-            seed, rows, and which tensors it keeps.
+            seed, rows, and which tensors it keeps; and its owner, if it has one.
     """
 
     about: Mapping[str, Any]
@@ -29,6 +30,16 @@ class TemplateKey:
     def digest(self) -> str:
         """Hash of the key, which is the name of the record's folder."""
         return hashlib.sha256(json.dumps([VERSION, self.about], sort_keys=True).encode()).hexdigest()[:24]
+
+    @property
+    def owner(self) -> str:
+        """Owner of the record; "" if all keys may read it."""
+        return self.about.get(_OWNER, "")
+
+    @property
+    def of_everybody(self) -> "TemplateKey":
+        """Key of the same record without an owner."""
+        return TemplateKey({name: value for name, value in self.about.items() if name != _OWNER})
 
 
 def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
@@ -49,6 +60,7 @@ def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
         "seed": template.seed if is_noised else None,
         "guidance": None if is_noised else request.guidance_scale,
         "keep": keep,
+        **({_OWNER: template.owner} if template.owner else {}),
     }
 
 

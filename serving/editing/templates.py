@@ -12,7 +12,6 @@ import shutil
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
+from ...data.fair_store import FairStore, largest
 from ...data.files import atomic_folder, held, private_folder, put_aside, remove_leftovers, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
@@ -41,8 +41,8 @@ class TemplateStore:
     Args:
         folder: folder in the workspace.
         tiers: bounds on disk, memory and staging. A record that is larger than the memory is read from its files at
-            every step. In the folder, the least recently read records are evicted for a new one, except those whose
-            files are in use.
+            every step. In the folder, the least recently read records of the owner that has most are evicted for a new
+            one, except those whose files are in use.
         link_mbps: limit in megabytes per second on reading steps from files. With a limit, all records are read from
             their files at every step, and none is kept in memory. None for the speed of the disk.
 
@@ -60,13 +60,13 @@ class TemplateStore:
         self.num_added = 0
         self._lock = threading.Lock()
         self._link = Link(link_mbps)
-        self._held: OrderedDict[str, TemplateRecord] = OrderedDict()
+        self._held: FairStore[TemplateRecord] = FairStore(self._most_bytes)
         self._checked: set[str] = set()
 
     @property
     def num_held_bytes(self) -> int:
         """Size of the records in memory."""
-        return sum(each.num_bytes for each in self._held.values())
+        return int(self._held.size)
 
     def find(self, key: TemplateKey, device: torch.device) -> TemplateRecord | None:
         """Return the record for a key, or None if there is none. A damaged record is put aside with a warning.
@@ -76,7 +76,7 @@ class TemplateStore:
         digest = key.digest
         with self._lock:
             if (known := self._held.get(digest)) is not None:
-                self._held.move_to_end(digest)
+                self._held.use(digest)
                 return known
             manifest = self.folder / digest / MANIFEST
             if not manifest.is_file():
@@ -97,7 +97,7 @@ class TemplateStore:
                 return None
             except OSError as error:
                 raise RunError(f"template {digest} in {self.folder} cannot be read: {error}") from error
-            self._hold(digest, found)
+            self._hold(key, found)
             with contextlib.suppress(OSError):  # the folder may be read-only
                 os.utime(self.folder / digest / MANIFEST)
             return found
@@ -125,11 +125,11 @@ class TemplateStore:
             pass
         if kept.steps is not None:
             with self._lock:
-                self._hold(digest, in_memory(device, kept.num_bytes, kept.steps, self._link, self.staging))
+                self._hold(key, in_memory(device, kept.num_bytes, kept.steps, self._link, self.staging))
         if failure is not None:
             raise failure
         self.num_added += 1
-        self._make_room(digest)
+        self._make_room(key)
 
     def _write(self, key: TemplateKey, steps: Iterator[Sequence[Seen]], kept: "_Kept", folder: Path) -> None:
         files = {}
@@ -142,7 +142,7 @@ class TemplateStore:
             content = content_of(rows)
             if step == 0:
                 # An estimate: all steps are about as large as the first.
-                self._make_room(key.digest, len(content) * int(key.about["num_inference_steps"]))
+                self._make_room(key, len(content) * int(key.about["num_inference_steps"]))
             (folder / file_of(step)).write_bytes(content)
             files[file_of(step)] = hashlib.sha256(content).hexdigest()
         manifest = {"version": VERSION, "about": key.about, "bytes": kept.num_bytes, "files": files}
@@ -184,32 +184,36 @@ class TemplateStore:
         """Delete a record. Raises UsageError: there is no such record."""
         self._require(template_id)
         with self._lock:
-            self._held.pop(template_id, None)
+            self._held.pop(template_id)
         self._delete(template_id)
 
-    def _make_room(self, kept: str, num_bytes: float = 0.0) -> None:
-        """Delete leftovers of killed processes, and evict the least recently read records until `num_bytes` more fit.
+    def _make_room(self, kept: TemplateKey, num_bytes: float = 0.0) -> None:
+        """Delete leftovers of killed processes, and evict the least recently read records of the owners that have most
+        until `num_bytes` more fit.
 
         The record `kept` is never evicted.
         """
         remove_leftovers(self.folder)
-        found = []
+        found: list[tuple[float, str, int, str]] = []
         for each in self.list():
             with contextlib.suppress(OSError):  # another process has deleted it
                 place = self.folder / each["id"]
                 manifest = place / MANIFEST
                 read_s = (manifest if manifest.exists() else place).stat().st_mtime
-                found.append((read_s, each["id"], sum(file.stat().st_size for file in place.iterdir())))
-        total = num_bytes + sum(size for _, _, size in found)
-        for _, template_id, size in sorted(found):
-            if total <= self._most_disk_bytes:
-                return
-            if template_id == kept:
-                continue
-            with contextlib.suppress(FileNotFoundError), held(self.folder / template_id) as is_free:
+                size = sum(file.stat().st_size for file in place.iterdir())
+                found.append((read_s, each["id"], size, TemplateKey(each.get("about", {})).owner))
+        sizes = {kept.owner: num_bytes}
+        for _, _, size, owner in found:
+            sizes[owner] = sizes.get(owner, 0.0) + size
+        may_go = [each for each in sorted(found) if each[1] != kept.digest]
+        while may_go and sum(sizes.values()) > self._most_disk_bytes:
+            owner = largest({each[3]: sizes[each[3]] for each in may_go})
+            gone = next(each for each in may_go if each[3] == owner)
+            may_go.remove(gone)
+            with contextlib.suppress(FileNotFoundError), held(self.folder / gone[1]) as is_free:
                 if is_free:  # else it is read, by whichever process
-                    self._delete(template_id)
-                    total -= size
+                    self._delete(gone[1])
+                    sizes[owner] -= gone[2]
 
     def _delete(self, template_id: str) -> None:
         """Delete a record so that concurrent readers find either all of it or nothing."""
@@ -242,12 +246,9 @@ class TemplateStore:
         steps = [read_step(place / name) for name in sorted(content["files"])]
         return in_memory(device, content["bytes"], steps, self._link, self.staging)
 
-    def _hold(self, digest: str, record: TemplateRecord) -> None:
-        if record.steps is None or record.num_bytes > self._most_bytes:
-            return
-        self._held[digest] = record
-        while self.num_held_bytes > self._most_bytes:
-            self._held.popitem(last=False)
+    def _hold(self, key: TemplateKey, record: TemplateRecord) -> None:
+        if record.steps is not None:
+            self._held.put(key.owner, key.digest, record, record.num_bytes)
 
 
 class _Kept:

@@ -35,7 +35,7 @@ class TemplateRecorder:
     def __init__(self, model: ServedModel, changed: threading.Condition, on_error: Callable[[], None]) -> None:
         assert model.reuse.store is not None, "there is no place for records"
         self._model, self._store, self._changed = model, model.reuse.store, changed
-        self._open: set[str] = set()
+        self._open: dict[str, str] = {}
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
         self._due: Sequence[PreparedRequest] = ()
         self._taken: queue.SimpleQueue[_Seen | Exception | None] = queue.SimpleQueue()
@@ -59,7 +59,8 @@ class TemplateRecorder:
         """Request the recording of the template that an edit has missed. Not thread-safe.
 
         Does nothing if the template is being recorded or has failed before, if it belongs to a generation, which is
-        over, if no edit could or should read the record, or if many others wait; a later edit then requests it again.
+        over, if no edit could or should read the record, or if many others of its owner wait; a later edit then
+        requests it again.
         """
         edit = request.edit
         if (
@@ -70,9 +71,11 @@ class TemplateRecorder:
         ):
             return
         key = self._model.reuse.key_of(request)
-        if key is None or key.digest in self._open or key.digest in self._given_up or len(self._open) >= _MOST_WAITING:
+        if key is None or key.digest in self._open or key.digest in self._given_up:
             return
-        self._open.add(key.digest)
+        if sum(owner == key.owner for owner in list(self._open.values())) >= _MOST_WAITING:
+            return
+        self._open[key.digest] = key.owner
         self._thread.put((request, key))
 
     def take_passes(self, num_free: int) -> None:
@@ -101,7 +104,7 @@ class TemplateRecorder:
             self._given_up.append(key.digest)
             warnings.warn(f"template {key.digest} could not be recorded, and is not tried again: {error}", stacklevel=1)
         finally:
-            self._open.discard(key.digest)
+            self._open.pop(key.digest, None)
 
     def _seen(self, request: Request) -> Iterator[Sequence[Mapping[str, Tensor]]]:
         passes = self._model.reuse.template_passes(request)

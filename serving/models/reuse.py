@@ -138,6 +138,8 @@ class TemplateReuse:
         key = self.key_of(request)
         try:
             found = None if key is None else self.store.find(key, self._device)
+            if found is None and key is not None and key.owner:
+                found = self.store.find(key.of_everybody, self._device)
         except RunError as error:
             warnings.warn(str(error), stacklevel=4)
             return None

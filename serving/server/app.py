@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -85,6 +86,10 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         arrival_s = asyncio.get_running_loop().time()
         parts = await form_in(request, front_end.limits)
         wanted = await _unless_left(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
+        if wanted.edit is not None and wanted.edit.template is not None:
+            # What one key has edited is nothing that another could find out.
+            template = replace(wanted.edit.template, owner=caller_of(request.scope).key)
+            wanted = replace(wanted, edit=replace(wanted.edit, template=template))
         await caller_of(request.scope).leave_room()
         return await answered(request, wanted, arrival_s)
 
@@ -179,8 +184,8 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         return page_response()
 
     @app.get("/metrics")
-    async def scrape() -> Response:
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE)
+    async def scrape(request: Request) -> Response:
+        return Response(metrics.exposition(caller_of(request.scope).key), media_type=CONTENT_TYPE)
 
     app.include_router(batch_routes(batches))
     return app

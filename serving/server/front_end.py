@@ -6,13 +6,13 @@ No torch. All of it runs on the event loop.
 import asyncio
 import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...data.errors import UsageError
+from ...data.fair_store import FairStore
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from .admission import Admission
@@ -26,15 +26,15 @@ from .tickets import Ticket
 
 _ENCODERS = 2
 _POLL_S, _CANCELLED_WITHIN_S = 0.05, 5.0
-_MOST_TICKETS, _MOST_BYTES = 512, 256_000_000
-"""Of those that have ended and can still be asked about, and of their images."""
+_MOST_BYTES, _LEAST_BYTES = 256_000_000, 500_000
+"""Of the images of tickets that have ended and can still be asked about, and what one counts that has less."""
 
 
 class Watcher(Protocol):
     """Told of everything that happens to tickets, and of every answer of HTTP: metrics, the live page, the log."""
 
     def on_accepted(self, ticket: Ticket) -> None: ...
-    def on_rejected(self, error: ApiError, request_id: str) -> None: ...
+    def on_rejected(self, error: ApiError, request_id: str, key: str) -> None: ...
     def on_over(self, ticket: Ticket) -> None: ...
     def on_answer(self, route: str, status: int, request_id: str) -> None: ...
 
@@ -74,7 +74,7 @@ class FrontEnd:
         store: images that are fetched by their address.
         watchers: told of everything.
         is_draining: nothing more is let in.
-        open, ended: tickets by id; of the ended ones the newest.
+        open, ended: tickets by id; of the ended ones the newest of each key.
     """
 
     model: ModelFacts
@@ -85,12 +85,11 @@ class FrontEnd:
     watchers: list[Watcher] = field(default_factory=list)
     is_draining: bool = False
     open: dict[str, Ticket] = field(default_factory=dict)
-    ended: OrderedDict[str, Ticket] = field(default_factory=OrderedDict)
+    ended: FairStore[Ticket] = field(default_factory=lambda: FairStore(_MOST_BYTES))
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.limits, lambda: self.backend.load.rate, self._pending)
         self._numbers = itertools.count(FIRST_ID)
-        self._ended_bytes = 0
         self._pool = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="psctl-encode")
 
     @property
@@ -129,7 +128,7 @@ class FrontEnd:
             ticket = self._let_in(wanted, key, request_id, arrival_s, is_batch)
         except ApiError as error:
             for watcher in self.watchers:
-                watcher.on_rejected(error, request_id)
+                watcher.on_rejected(error, request_id, key)
             raise
         if streams:
             ticket.events = asyncio.Queue()
@@ -153,14 +152,18 @@ class FrontEnd:
                 code="id_in_flight",
                 headers={"x-should-retry": "false"},
             )
-        place = None if is_batch else self.admission.reserve(len(wanted.seeds), key)
+        place = None if is_batch else self.admission.reserve(len(wanted.seeds), key, wanted.pixel_steps)
         ticket = Ticket(wanted, place, self.backend.cancel, self._pool, self._over, key, request_id, arrival_s)
         ticket.numbers = [next(self._numbers) for _ in wanted.seeds]
         self.open[ticket.id] = ticket
         return ticket
 
-    def _pending(self) -> int:
-        return sum(ticket.pixel_steps for ticket in self.open.values() if ticket.place is not None)
+    def _pending(self, key: str | None) -> int:
+        return sum(
+            ticket.pixel_steps
+            for ticket in self.open.values()
+            if ticket.place is not None and key in (None, ticket.key)
+        )
 
     async def _hand_in(self, ticket: Ticket) -> None:
         wanted, num_in = ticket.generation, 0
@@ -220,11 +223,8 @@ class FrontEnd:
         if ticket.status == "completed" and ticket.generation.response_format == "url":
             media_type = MEDIA_TYPES[ticket.generation.output_format]
             for index, drawn in ticket.drawn.items():
-                self.store.put(f"{ticket.id}-{index}", drawn.content, media_type)
-        self.ended[ticket.id] = ticket
-        self._ended_bytes += ticket.num_bytes
-        while len(self.ended) > _MOST_TICKETS or (self._ended_bytes > _MOST_BYTES and len(self.ended) > 1):
-            self._ended_bytes -= self.ended.popitem(last=False)[1].num_bytes
+                self.store.put(f"{ticket.id}-{index}", drawn.content, media_type, ticket.key)
+        self.ended.put(ticket.key, ticket.id, ticket, max(_LEAST_BYTES, ticket.num_bytes))
         for watcher in self.watchers:
             watcher.on_over(ticket)
 

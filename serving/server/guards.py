@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import json
 import re
 import secrets
@@ -13,6 +11,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from .errors import ApiError
+from .keys import Keys
 from .large_bodies import LargeBodies
 
 Scope = MutableMapping[str, Any]
@@ -42,43 +41,13 @@ class Caller:
 
     Attributes:
         request_id: of the request.
-        key: a digest of the key.
+        key: whose it is: the name of its key, or a digest of one without a name.
         leave_room: lets the next large body in: this one is taken apart. Else the end of the answer does.
     """
 
     request_id: str
     key: str
     leave_room: Callable[[], Awaitable[None]]
-
-
-class Keys:
-    """The keys that are let in; none: everybody is. Kept as digests, and compared in constant time."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def owner(self, authorization: str | None) -> str:
-        """A name for the key of a header. Raises ApiError: there is none, or it is not one of these."""
-        if not self._digests:
-            return ""
-        scheme, _, given = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not given:
-            raise ApiError(
-                401,
-                "an API key is needed: Authorization: Bearer KEY",
-                code="missing_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        # Headers are bytes; `_Headers` has read them as Latin-1.
-        digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
-        # All of them are looked at, whichever it is.
-        matches = [hmac.compare_digest(digest, each) for each in self._digests]
-        if not any(matches):
-            raise ApiError(401, "the API key is wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        return digest.hex()[:16]
 
 
 class Guards:

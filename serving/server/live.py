@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -80,7 +80,9 @@ class Live(Watcher):
     front_end: FrontEnd
     _windows: dict[int, _Window] = field(default_factory=lambda: {each: _Window(each) for each in WINDOWS_S})
     _latencies: deque[_Latency] = field(default_factory=lambda: deque(maxlen=_MOST_LATENCIES))
-    _images: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=RECENT_IMAGES))
+    _images: defaultdict[str, deque[dict[str, Any]]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=RECENT_IMAGES))
+    )
     _last_row: StepRow | None = None
     _state: _State = field(default_factory=lambda: _State(-math.inf, False, b""))
     _is_stale: bool = True
@@ -97,7 +99,7 @@ class Live(Watcher):
         """See `Watcher`."""
         self._tell()
 
-    def on_rejected(self, error: ApiError, request_id: str) -> None:
+    def on_rejected(self, error: ApiError, request_id: str, key: str) -> None:
         """See `Watcher`."""
 
     def on_answer(self, route: str, status: int, request_id: str) -> None:
@@ -122,7 +124,7 @@ class Live(Watcher):
                 "latency_s": drawn.record.latency_s,
                 "slo_met": drawn.record.slo_met,
             }
-            self._images.appendleft((ticket.key, image))
+            self._images[ticket.key].appendleft(image)
         self._tell()
 
     def _tell(self) -> None:
@@ -205,7 +207,7 @@ class Live(Watcher):
 
     def _of(self, key: str, state: _State) -> bytes:
         if key not in state.by_key:
-            images = _json([image for owner, image in self._images if owner == key])
+            images = _json(list(self._images[key]))
             state.by_key[key] = state.shared.removesuffix(b"}") + b', "images": ' + images + b"}"
         return state.by_key[key]
 

@@ -1,6 +1,6 @@
 """Prometheus metrics: psctl_ and the stems that vLLM uses. No torch.
 
-Labels are served sizes (others are `other`), codes and routes; never users or ids.
+Labels are served sizes (others are `other`), codes, routes and names of keys; never users or ids.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,15 @@ class Metrics(Watcher):
     Args:
         sizes: that have a label of their own.
         backend: its load is asked for at every scrape.
+
+    Attributes:
+        operator: the owner of a key who is told of all keys; others only of their own.
     """
 
     def __init__(self, sizes: Sequence[Resolution], backend: Backend) -> None:
         self._sizes = frozenset(map(str, sizes))
-        registry = self._registry = CollectorRegistry()
+        registry, by_key = CollectorRegistry(), CollectorRegistry()
+        self._registry, self._by_key, self.operator = registry, by_key, ""
 
         def gauge(name: str, about: str) -> Gauge:
             return Gauge(f"psctl_{name}", about, registry=registry)
@@ -70,6 +74,11 @@ class Metrics(Watcher):
         self._rejected = counter("rejected", "Requests that were not let in.", "code")
         self.log_lines_lost = counter("log_lines_lost", "Lines of the log that nobody read in time.")
         self._answers = counter("http_requests", "Answers.", "route", "code")
+        self._images_of = Counter("psctl_key_images", "Images of a key that were drawn.", ["key"], registry=by_key)
+        self._work_of = Counter("psctl_key_pixel_steps", "Pixels times steps of these.", ["key"], registry=by_key)
+        self._rejected_of = Counter(
+            "psctl_key_rejected", "Requests of a key that were not let in.", ["key", "code"], registry=by_key
+        )
         self._latency = seconds("e2e_request_latency_seconds", "From the request to its image.")
         self._queue = seconds("request_queue_time_seconds", "From the request to the batch.")
         self._prepare = seconds("request_prepare_time_seconds", "Text encoding and first latents.")
@@ -84,9 +93,12 @@ class Metrics(Watcher):
             "psctl_batch_resolutions", "Different sizes in a step.", buckets=_COUNTS[:5], registry=registry
         )
 
-    def exposition(self) -> bytes:
-        """What Prometheus reads."""
-        return generate_latest(self._registry)
+    def exposition(self, key: str) -> bytes:
+        """What Prometheus reads with this key."""
+        by_key = generate_latest(self._by_key).splitlines(keepends=True)
+        own = f'key="{key}"'.encode()
+        is_told = [line for line in by_key if line.startswith(b"#") or key == self.operator or own in line]
+        return generate_latest(self._registry) + b"".join(is_told)
 
     def on_row(self, row: StepRow) -> None:
         """A step was taken."""
@@ -101,14 +113,20 @@ class Metrics(Watcher):
     def on_accepted(self, ticket: Ticket) -> None:
         """See `Watcher`."""
 
-    def on_rejected(self, error: ApiError, request_id: str) -> None:
+    def on_rejected(self, error: ApiError, request_id: str, key: str) -> None:
         """See `Watcher`."""
         self._rejected.labels(error.code).inc()
+        if key:
+            self._rejected_of.labels(key, error.code).inc()
 
     def on_over(self, ticket: Ticket) -> None:
         """See `Watcher`."""
         if ticket.first_image_s is not None:
             self._first.observe(ticket.first_image_s)
+        if ticket.key and ticket.drawn:
+            wanted, num_drawn = ticket.generation, len(ticket.drawn)
+            self._images_of.labels(ticket.key).inc(num_drawn)
+            self._work_of.labels(ticket.key).inc(num_drawn * wanted.resolution.pixels * wanted.num_steps)
         for record in ticket.records:
             self._ended.labels(record.status).inc()
             size = str(record.resolution)

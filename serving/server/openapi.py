@@ -12,6 +12,8 @@ from .limits import Limits
 from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, QUALITIES, ModelFacts
 
 MAX_LISTED = 100
+LEAST_FILE_S, MOST_FILE_S = 3600, 30 * 24 * 3600
+"""How long a client may want a file to be kept; if it does not say it, the longest."""
 _ERROR = {
     "description": "an error",
     "content": {
@@ -143,7 +145,12 @@ def batch_body() -> dict[str, Any]:
 
 def file_body() -> dict[str, Any]:
     """The body of `POST /v1/files`."""
-    properties = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}}
+    properties: dict[str, Any] = {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": _whole(LEAST_FILE_S, MOST_FILE_S),
+    }
     schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
     return body_of(schema, "multipart/form-data")
 

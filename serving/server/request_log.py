@@ -25,9 +25,10 @@ class RequestLog(Watcher):
     def on_accepted(self, ticket: Ticket) -> None:
         """See `Watcher`."""
 
-    def on_rejected(self, error: ApiError, request_id: str) -> None:
+    def on_rejected(self, error: ApiError, request_id: str, key: str) -> None:
         """See `Watcher`."""
-        self._write({"event": "rejected", "request_id": request_id, "status": error.status, "code": error.code})
+        line = {"event": "rejected", "request_id": request_id, **_owner(key)}
+        self._write(line | {"status": error.status, "code": error.code})
 
     def on_answer(self, route: str, status: int, request_id: str) -> None:
         """See `Watcher`. What comes to a ticket or to its place has its own line."""
@@ -42,6 +43,7 @@ class RequestLog(Watcher):
             # With its id anybody could fetch its images.
             "id": hashlib.sha256(ticket.id.encode()).hexdigest()[:_SHOWN],
             "request_id": ticket.request_id,
+            **_owner(ticket.key),
             "n": len(wanted.seeds),
             "size": str(wanted.resolution),
             "num_inference_steps": wanted.num_inference_steps,
@@ -61,6 +63,10 @@ class RequestLog(Watcher):
         # Of now: while the server runs it is a `log_stream`, which does not block.
         is_ascii = not writes_all_text(sys.stderr)
         sys.stderr.write(json.dumps({"time": f"{at}Z", **line}, ensure_ascii=is_ascii) + "\n")
+
+
+def _owner(key: str) -> dict[str, str]:
+    return {"key": key} if key else {}
 
 
 def _short(value: Any) -> Any:

@@ -24,7 +24,8 @@ from .connections import TimedConnection
 from .edit_processes import EditProcesses
 from .edits import EDITS, MAX_EDIT_BYTES
 from .front_end import FrontEnd
-from .guards import ANY_ADDRESS, LOOPBACK, Guards, Keys, Scope
+from .guards import ANY_ADDRESS, LOOPBACK, Guards, Scope
+from .keys import Keys
 from .large_bodies import LargeBodies
 from .live import Live
 from .log_stream import lossy_stderr
@@ -55,7 +56,7 @@ class Address:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    keys: Sequence[str] = field(default=(), repr=False)
+    keys: Keys = field(default_factory=Keys, repr=False)
     allowed_hosts: Sequence[str] = ()
     drain_timeout_s: float = 30.0
     is_open: bool = False
@@ -119,6 +120,7 @@ async def serve_forever(
         RunError: the backend could not start, or has given up.
     """
     edits = EditProcesses(front_end.model, front_end.limits)
+    metrics.operator = address.keys.operator
     app = make_app(front_end, metrics, live, batches, edits)
     paths = {route.path for route in app.routes if hasattr(route, "path")}  # type: ignore[attr-defined]
 
@@ -130,7 +132,7 @@ async def serve_forever(
 
     guarded = Guards(
         app,
-        keys=Keys(address.keys),
+        keys=address.keys,
         hosts=address.hosts,
         max_body=front_end.limits.max_body_bytes,
         large_paths={FILES: LargeBodies(MAX_FILE_BYTES, 300.0), EDITS: LargeBodies(MAX_EDIT_BYTES, 30.0)},

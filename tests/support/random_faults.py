@@ -246,7 +246,7 @@ class RandomRun:
         await self._end(process)
 
     def _batches(self, process: Process) -> list[dict[str, Any]]:
-        return [process.batches.batch(each, key) for key in _KEYS for each in process.batches.batch_ids(key)]
+        return [process.batches.batch(each, key) for key in _KEYS for each in process.batches.batch_page(key, None, 1000)[0]]
 
     def _check_batches(self, process: Process) -> None:
         """Each line of each batch has one answer, and its own image."""
@@ -381,12 +381,12 @@ class RandomRun:
     def _change(self, process: Process, what: str) -> None:
         key = self.rng.choice(_KEYS)
         if what == "delete":
-            for each in process.batches.file_ids(key)[:1]:
+            for each in process.batches.file_page(key, None, 1)[0]:
                 used = {batch["input_file_id"] for batch in self._batches(process)}
                 if each not in used:
                     process.batches.delete_file(each, key)
             return
-        ids = process.batches.batch_ids(key)
+        ids = process.batches.batch_page(key, None, 1000)[0]
         if ids:
             chosen = self.rng.choice(ids)
             self._cancelled.add(chosen)

@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, Response
-from starlette.datastructures import QueryParams, UploadFile
+from starlette.datastructures import FormData, QueryParams, UploadFile
 
 from ..errors import ApiError, invalid
 from ..fields import shown
 from ..guards import caller_of
 from ..json_body import object_in
-from ..openapi import MAX_LISTED, batch_body, errors, file_body, page_query
+from ..openapi import LEAST_FILE_S, MAX_LISTED, MOST_FILE_S, batch_body, errors, file_body, page_query
 from .store import Batches
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
@@ -32,8 +32,8 @@ def batch_routes(batches: Batches) -> APIRouter:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
                 raise invalid("the fields file and purpose are needed", "file", code="missing_required_parameter")
-            name = file.filename or "batch.jsonl"
-            return await run_in_threadpool(batches.add_file, name, file.file, purpose, caller_of(request.scope).key)
+            name, key = file.filename or "batch.jsonl", caller_of(request.scope).key
+            return await run_in_threadpool(batches.add_file, name, file.file, purpose, key, _lasts_s(form))
 
     @routes.get(FILES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def files(request: Request) -> dict[str, Any]:
@@ -46,13 +46,13 @@ def batch_routes(batches: Batches) -> APIRouter:
 
     @routes.delete(FILES + "/{file_id}", responses=errors(400, 401, 403, 404))
     async def delete(file_id: str, request: Request) -> dict[str, Any]:
-        return batches.delete_file(file_id, caller_of(request.scope).key)
+        return await run_in_threadpool(batches.delete_file, file_id, caller_of(request.scope).key)
 
     @routes.get(FILES + "/{file_id}/content", responses=errors(400, 401, 403, 404))
     async def content(file_id: str, request: Request) -> Response:
         return FileResponse(batches.content(file_id, caller_of(request.scope).key), media_type="application/jsonl")
 
-    @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415, 507))
+    @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415, 429, 507))
     async def create(request: Request) -> dict[str, Any]:
         return batches.create(await object_in(request), caller_of(request.scope).key)
 
@@ -70,6 +70,20 @@ def batch_routes(batches: Batches) -> APIRouter:
         return batches.cancel(batch_id, caller_of(request.scope).key)
 
     return routes
+
+
+def _lasts_s(form: FormData) -> int:
+    """How long a file is to be kept, as OpenAI's client says it. Raises ApiError."""
+    anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    if anchor is None and seconds is None:
+        return MOST_FILE_S
+    if anchor != "created_at":
+        raise invalid(f"expires_after[anchor] is {shown(anchor)}, but it must be created_at", "expires_after")
+    is_whole = isinstance(seconds, str) and re.fullmatch(r"[0-9]{1,9}", seconds, re.ASCII)
+    if not is_whole or not LEAST_FILE_S <= int(str(seconds)) <= MOST_FILE_S:
+        what = f"a whole number from {LEAST_FILE_S} to {MOST_FILE_S}"
+        raise invalid(f"expires_after[seconds] is {shown(seconds)}, but it must be {what}", "expires_after")
+    return int(str(seconds))
 
 
 def _page(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from bisect import bisect_left
@@ -35,9 +36,11 @@ class BatchFolder:
 
     Args:
         root: the folder, which is created.
+        renamed: what owners are called now.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, renamed: Mapping[str, str] | None = None) -> None:
+        self._renamed = renamed or {}
         self._files, self._batches = root / "files", root / "batches"
         self._files_by_owner, self._batches_by_owner = _ByOwner(self._files, ".jsonl"), _ByOwner(self._batches, "")
         for folder in (root, self._files, self._batches):
@@ -56,13 +59,27 @@ class BatchFolder:
         folder = self.batch(batch_id)
         return {"output": folder / OUTPUT_FILE, "errors": folder / ERROR_FILE}
 
+    def of_output(self, file_id: str) -> tuple[str, str]:
+        """The id of the batch whose output this would be, and the output's name."""
+        batch, _, name = file_id.removeprefix(_FILE).partition("-")
+        return f"{_BATCH}{batch}", name
+
+    def remove_output(self, path: Path) -> None:
+        """Delete an output, and with the one of images these."""
+        path.unlink(missing_ok=True)
+        if path.name == OUTPUT_FILE and (images := path.parent / "images").is_dir():
+            shutil.rmtree(images)
+
     def read_file(self, file_id: str) -> dict[str, Any] | None:
         """What is kept of a client's file; None: there is none."""
         path = self.file(file_id)
         if not path.is_file():
             return None
         unknown = {"filename": path.name, "purpose": "batch", "created_at": int(path.stat().st_mtime)}
-        return unknown | (_read(path.with_suffix(".json"), _FIELDS_OF_FILE) or {})
+        found = _read(path.with_suffix(".json"), _FIELDS_OF_FILE) or {}
+        if self._rename_owner(found):
+            self.write_file(file_id, found)
+        return unknown | found
 
     def write_file(self, file_id: str, about: Mapping[str, Any]) -> None:
         """Keep what is told of a client's file."""
@@ -72,10 +89,14 @@ class BatchFolder:
         """Delete what there is of a client's file."""
         for path in (self.file(file_id), self.file(file_id).with_suffix(".json")):
             path.unlink(missing_ok=True)
+        self._files_by_owner.forget(file_id)
 
     def read_batch(self, batch_id: str) -> dict[str, Any] | None:
         """What is kept of a batch; None: there is none."""
-        return _read(self.batch(batch_id) / "batch.json", _FIELDS_OF_BATCH, batch_id)
+        found = _read(self.batch(batch_id) / "batch.json", _FIELDS_OF_BATCH, batch_id)
+        if found is not None and self._rename_owner(found):
+            self.write_batch(found)
+        return found
 
     def write_batch(self, batch: Mapping[str, Any]) -> None:
         """Keep what is known of a batch."""
@@ -97,10 +118,19 @@ class BatchFolder:
         """Batches, likewise."""
         return self._batches_by_owner.page(self.read_batch, owner, after, limit)
 
-    def all_batches(self) -> list[str]:
-        """Batches of all clients, the oldest first. It reads what pages need, of files as well."""
-        self._files_by_owner.all_of_them(self.read_file)
-        return self._batches_by_owner.all_of_them(self.read_batch)
+    def files_of(self, owner: str | None = None) -> list[str]:
+        """Files of one client, or of all, the oldest first; likewise."""
+        return self._files_by_owner.ids(self.read_file, owner)
+
+    def batches_of(self, owner: str | None = None) -> list[str]:
+        """Batches, likewise."""
+        return self._batches_by_owner.ids(self.read_batch, owner)
+
+    def _rename_owner(self, content: dict[str, Any]) -> bool:
+        """Write the name of the owner as it is now; returns whether it was another."""
+        before = content.get(OWNER, "")
+        content[OWNER] = self._renamed.get(before, before)
+        return content[OWNER] != before
 
 
 class _ByOwner:
@@ -135,11 +165,12 @@ class _ByOwner:
                 end = bisect_left(found, (whose[0], after))
             return [each for _, each in reversed(found[max(0, end - limit) : end])], end > limit
 
-    def all_of_them(self, read: _Reader) -> list[str]:
-        """The ids of all owners, the oldest first."""
+    def ids(self, read: _Reader, owner: str | None) -> list[str]:
+        """Ids of one owner, or of all, the oldest first."""
         with self._lock:
             self._look(read)
-            return [each for _, each in sorted(entry for found in self._of.values() for entry in found)]
+            found = self._of.values() if owner is None else [self._of.get(owner, [])]
+            return [each for _, each in sorted(entry for entries in found for entry in entries)]
 
     def forget(self, gone: str) -> None:
         """Take an id out; it comes back if it can be read again."""

@@ -13,9 +13,11 @@ from ..backend import Health
 from ..errors import ApiError
 from ..front_end import FrontEnd
 from ..images import base64_of
+from ..protocol import Generation
 from ..sse import usage_of
 from ..tickets import Ticket
 from .file import BatchLine, BatchOutput
+from .places import FairPlaces
 
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 _FULL_RETRY_S = 2.0
@@ -61,8 +63,10 @@ class BatchRun:
         front_end: draws.
         lines: of the batch.
         output: where it goes; lines that are done there are left out.
-        at_once: lines that are drawn together.
-        may_begin: waited for before every line.
+        places: in which lines are drawn.
+        key: whose it is.
+        has_room: waited for before every line asks for a place.
+        may_begin: waited for when it has one.
         writes_b64: whether output lines hold the images, as a server's do, or only the names of their files.
         on_line: told after each line whether it has its images.
         on_full: lines that are drawn wait for room on a full disk, and this is told; None: a full disk ends the run.
@@ -71,12 +75,15 @@ class BatchRun:
     front_end: FrontEnd
     lines: Sequence[BatchLine]
     output: BatchOutput
-    at_once: int = 16
+    places: FairPlaces
+    key: str = ""
+    has_room: May | None = None
     may_begin: May | None = None
     writes_b64: bool = False
     on_line: Callable[[bool], None] = lambda is_good: None
     on_full: OnFull | None = None
     is_cancelled: bool = False
+    is_expired: bool = False
     _open: set[Ticket] = field(default_factory=set)
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="psctl-batch"))
 
@@ -128,16 +135,33 @@ class BatchRun:
         return all(line.custom_id in self.output.done for line in self.lines)
 
     async def _begin_all(self, tasks: asyncio.TaskGroup) -> None:
-        places = asyncio.Semaphore(self.at_once)
         for line in self.lines:
             if line.custom_id in self.output.done:
                 continue
-            await places.acquire()
-            if self.may_begin is not None and not self.is_cancelled:
-                await self.may_begin()
+            wanted = self._wanted(line)
+            if self.has_room is not None:
+                await self.has_room()
             if self.is_cancelled:
                 return
-            tasks.create_task(self._draw(line, places))
+            await self.places.acquire(self.key, 0 if isinstance(wanted, ApiError) else wanted.pixel_steps)
+            try:
+                if self.may_begin is not None:
+                    await self.may_begin()
+                drawing = None if self.is_cancelled else tasks.create_task(self._draw(line, wanted))
+            except BaseException:
+                self.places.release()
+                raise
+            if drawing is None:
+                self.places.release()
+                return
+            # Also where it ends before it has begun.
+            drawing.add_done_callback(lambda _: self.places.release())
+
+    def _wanted(self, line: BatchLine) -> Generation | ApiError:
+        try:
+            return line.generation(self.front_end.model, self.front_end.limits)
+        except ApiError as error:
+            return error
 
     def cancel(self) -> None:
         """Begin no further line, and give up those that are open; they have no answer then."""
@@ -145,24 +169,26 @@ class BatchRun:
         for ticket in list(self._open):
             ticket.cancel("the batch was cancelled")
 
-    async def _draw(self, line: BatchLine, places: asyncio.Semaphore) -> None:
-        try:
-            answer = await self._answer(line)
-            if answer is None:
-                return  # a later run draws it
-            if isinstance(answer, ApiError):
-                await self._write(self.output.failed, line, answer)
-            else:
-                await self._write(self._complete, line, answer)
-        finally:
-            places.release()
+    def expire(self) -> None:
+        """The same, as its time is over."""
+        self.is_expired = not self.is_cancelled
+        self.cancel()
 
-    async def _answer(self, line: BatchLine) -> Ticket | ApiError | None:
+    async def _draw(self, line: BatchLine, wanted: Generation | ApiError) -> None:
+        answer = wanted if isinstance(wanted, ApiError) else await self._answer(wanted)
+        if answer is None:
+            return  # a later run draws it
+        if isinstance(answer, ApiError):
+            await self._write(self.output.failed, line, answer)
+        else:
+            await self._write(self._complete, line, answer)
+
+    async def _answer(self, wanted: Generation) -> Ticket | ApiError | None:
         """What becomes of a line; None: nothing yet, as the run ends before."""
         crashes, wait_s = 0, _RETRY_S
         while not self.is_cancelled:
             try:
-                return await self._drawn(line)
+                return await self._drawn(wanted)
             except ApiError as error:
                 crashes += error.code == "engine_error"
                 if self.is_cancelled or error.code == "draining" or self.front_end.backend.health is Health.STOPPED:
@@ -187,11 +213,10 @@ class BatchRun:
     def _on_full(self, error: OSError | None) -> bool:
         return self.on_full is not None and self.on_full(error) and not self.is_cancelled
 
-    async def _drawn(self, line: BatchLine) -> Ticket:
+    async def _drawn(self, wanted: Generation) -> Ticket:
         front_end = self.front_end
-        wanted = line.generation(front_end.model, front_end.limits)
         arrival_s = asyncio.get_running_loop().time()
-        ticket = await front_end.generate(wanted, arrival_s=arrival_s, is_batch=True)
+        ticket = await front_end.generate(wanted, key=self.key, arrival_s=arrival_s, is_batch=True)
         self._open.add(ticket)
         try:
             await front_end.wait(ticket)

@@ -1,12 +1,15 @@
 """OpenAI's Files and Batches: kept in the workspace, run while nobody waits, resumed after a restart. No torch."""
 
 import asyncio
+import math
+import os
 import secrets
 import shutil
 import threading
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,22 +21,28 @@ from fastapi.concurrency import run_in_threadpool
 from ....data.checks import is_text
 from ....data.errors import RunError, UsageError
 from ....data.files import atomic_write
-from ..errors import ApiError, invalid
+from ..errors import ApiError, invalid, overloaded
 from ..fields import shown
 from ..front_end import FrontEnd
+from ..keys import Keys
+from ..openapi import MOST_FILE_S
 from ..protocol import GENERATIONS
 from .file import BatchOutput, FolderInUseError, num_lines, read_lines
 from .folder import OWNER, BatchFolder
+from .places import FairPlaces
+from .quota import DiskUse, too_much
 from .run import BatchRun, Result, when_there_is_room
 
-BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cancelling", "cancelled"]
+BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cancelling", "cancelled", "expired"]
 MAX_FILE_BYTES = 200_000_000
-_ENDED = frozenset({"completed", "failed", "cancelled"})
+_ENDED = frozenset({"completed", "failed", "cancelled", "expired"})
 _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
+_EXPIRES, _SWEEP_S = "expires_at", 600.0
 _OUTPUT = "batch_output"
 """The purpose of a file that a client has not sent."""
-_POLL_S = 0.02
-_END_RETRY_S = 10.0
+_POLL_S, _LOOK_AGAIN_S, _END_RETRY_S = 0.02, 2.0, 10.0
+_LATER_S = 60.0
+"""After which a key that has too many batches may ask again."""
 _WINDOW_S = 24 * 3600
 _NAME_LENGTH = 200
 
@@ -47,61 +56,110 @@ class Batches:
     Attributes:
         folder: of `files/` and `batches/`.
         front_end: draws the lines.
-        at_once: lines that are drawn together.
+        at_once: lines that are drawn together, of all batches.
+        keys: whose owners have them, and what each of these may have.
     """
 
     folder: Path
     front_end: FrontEnd
     at_once: int = 16
+    keys: Keys = field(default_factory=Keys)
     _runs: dict[str, BatchRun] = field(default_factory=dict)
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    _full: dict[str, str] = field(default_factory=dict)
+    _owners: dict[str, str] = field(default_factory=dict)
+    _full: dict[str, tuple[str, str]] = field(default_factory=dict)
     _writing: threading.Lock = field(default_factory=threading.Lock)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _expires: dict[str, float] = field(default_factory=dict)
+    _sweeping: "asyncio.Task[None] | None" = None
+    _turns: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
     def __post_init__(self) -> None:
-        self._disk = BatchFolder(self.folder)
+        self._disk = BatchFolder(self.folder, self.keys.renamed)
+        self._use = DiskUse(self._disk)
+        self._places = FairPlaces(self.at_once)
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
-        for batch in await run_in_threadpool(self._unfinished):
+        for batch in await run_in_threadpool(self._look_around):
             if batch["id"] not in self._tasks:
                 self._begin(batch)
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    def _look_around(self) -> list[dict[str, Any]]:
+        """Learn when files expire, and which batches have not ended. Each that it reads has the name of its owner."""
+        for file_id in self._disk.files_of():
+            if (about := self._disk.read_file(file_id)) is not None:
+                self._expires[file_id] = _expires_at(about)
+        self._remove_expired()
+        return self._unfinished()
 
     def _unfinished(self) -> list[dict[str, Any]]:
-        found = [self._disk.read_batch(each) for each in self._disk.all_batches()]
+        found = [self._disk.read_batch(each) for each in self._disk.batches_of()]
         return [batch for batch in found if batch is not None and batch["status"] not in _ENDED]
 
     async def stop(self) -> None:
         """Stop where it is; a later process goes on from there."""
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *([] if self._sweeping is None else [self._sweeping])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def add_file(self, name: str, content: IO[bytes], purpose: str, key: str) -> dict[str, Any]:
-        """Keep a file; waits for the disk. Raises ApiError: its purpose is not `batch`."""
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            await run_in_threadpool(self._remove_expired)
+
+    def _remove_expired(self) -> None:
+        """Delete files that have expired, but for those that a batch is drawn from."""
+        now_s = time.time()
+        if expired := [file_id for file_id, at_s in list(self._expires.items()) if at_s <= now_s]:
+            in_use = {batch["input_file_id"] for batch in self._unfinished()}
+            for file_id in expired:
+                if file_id not in in_use:
+                    self._disk.remove_file(file_id)
+                    self._expires.pop(file_id, None)
+
+    def add_file(
+        self, name: str, content: IO[bytes], purpose: str, key: str, lasts_s: int = MOST_FILE_S
+    ) -> dict[str, Any]:
+        """Keep a file for so many seconds; waits for the disk.
+
+        Raises ApiError: its purpose is not `batch`, or there is no room for it.
+        """
         if purpose != "batch":
             raise invalid(f"purpose is {shown(purpose)}, but it must be batch", "purpose")
         file_id, disk = f"file-{secrets.token_hex(12)}", self._disk
         told = name[:_NAME_LENGTH].encode("utf-8", "backslashreplace").decode()
-        # Before the file, which nobody owns without it.
-        disk.write_file(file_id, {"filename": told, "created_at": int(time.time()), "purpose": purpose, OWNER: key})
+        self._use.expect(key, file_id, content.seek(0, os.SEEK_END), self._most_bytes(key))
+        content.seek(0)
         try:
+            # Before the file, which nobody owns without it.
+            now, about = int(time.time()), {"filename": told, "purpose": purpose, OWNER: key}
+            disk.write_file(file_id, about | {"created_at": now, _EXPIRES: now + lasts_s})
+            self._expires[file_id] = now + lasts_s
             with atomic_write(disk.file(file_id), is_private=True) as temporary, temporary.open("wb") as kept:
                 shutil.copyfileobj(content, kept)
         except BaseException:
             disk.remove_file(file_id)
             raise
+        finally:
+            self._use.settle(file_id)
         return self.file(file_id, key)
+
+    def _most_bytes(self, key: str) -> float:
+        most_mb = self.keys.limits_of(key).max_disk_mb
+        return math.inf if most_mb is None else most_mb * 1e6
 
     def file(self, file_id: str, key: str) -> dict[str, Any]:
         """What a client is told of a file."""
-        path, about = self._found(file_id, key)
+        path, about = self._valid(file_id, key)
+        lasts = {_EXPIRES: at_s} if (at_s := _expires_at(about)) < math.inf else {}
         return {
             "id": file_id,
             "object": "file",
             "bytes": path.stat().st_size,
             "created_at": about["created_at"],
+            **lasts,
             "filename": about["filename"],
             "purpose": about["purpose"],
             "status": "processed",
@@ -109,31 +167,43 @@ class Batches:
 
     def content(self, file_id: str, key: str) -> Path:
         """The file of a client, or the output of a batch of its own."""
-        return self._found(file_id, key)[0]
+        return self._valid(file_id, key)[0]
 
     def file_page(self, key: str, after: str | None, limit: int) -> tuple[list[str], bool] | None:
         """Files that a client has sent: see `BatchFolder.file_page`."""
         return self._disk.file_page(key, after, limit)
 
     def delete_file(self, file_id: str, key: str) -> dict[str, Any]:
-        """Forget a file that a client has sent."""
-        if self._found(file_id, key)[1]["purpose"] == _OUTPUT:
-            raise invalid("this file is the output of a batch and stays with it", "file_id")
-        self._disk.remove_file(file_id)
+        """Forget a file that a client has sent, or an output of a batch that has ended, with its images."""
+        path, about = self._valid(file_id, key)
+        if about["purpose"] != _OUTPUT:
+            self._disk.remove_file(file_id)
+            self._expires.pop(file_id, None)
+        elif self._of(self._disk.of_output(file_id)[0], key)["status"] not in _ENDED:
+            raise invalid("this file is an output of a batch that has not ended", "file_id")
+        else:
+            self._disk.remove_output(path)
         return {"id": file_id, "object": "file", "deleted": True}
+
+    def _valid(self, file_id: str, key: str) -> tuple[Path, dict[str, Any]]:
+        """As `_found`, without files that have expired."""
+        path, about = self._found(file_id, key)
+        if _expires_at(about) <= time.time():
+            raise _no_file()
+        return path, about
 
     def _found(self, file_id: str, key: str) -> tuple[Path, dict[str, Any]]:
         """A file of a client, or of a batch of its own, and what is kept of it."""
-        batch, _, name = file_id.removeprefix("file-").partition("-")
+        batch_id, name = self._disk.of_output(file_id)
         if name in ("output", "errors"):
-            self._of(f"batch_{batch}", key)
-            path = self._disk.outputs(f"batch_{batch}")[name]
+            self._of(batch_id, key)
+            path = self._disk.outputs(batch_id)[name]
             if path.is_file():
                 about = {"filename": path.name, "purpose": _OUTPUT, "created_at": int(path.stat().st_mtime)}
                 return path, about
         elif (about := self._disk.read_file(file_id)) is not None and about.get(OWNER, "") == key:
             return self._disk.file(file_id), about
-        raise ApiError(404, "there is no such file", code="not_found", param="file_id")
+        raise _no_file()
 
     def create(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Begin a batch. Raises ApiError: a field is not allowed, or there is no such file."""
@@ -155,6 +225,7 @@ class Batches:
         if not isinstance(file_id, str):
             raise invalid("input_file_id is missing", "input_file_id", code="missing_required_parameter")
         self.content(file_id, key)
+        self._check_room(key)
         now = int(time.time())
         batch = {
             "id": f"batch_{secrets.token_hex(12)}",
@@ -167,7 +238,7 @@ class Batches:
             "output_file_id": None,
             "error_file_id": None,
             "created_at": now,
-            "expires_at": now + _WINDOW_S,
+            _EXPIRES: now + _WINDOW_S,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": metadata,
             OWNER: key,
@@ -180,6 +251,14 @@ class Batches:
             raise
         self._begin(batch)
         return self._told(batch)
+
+    def _check_room(self, key: str) -> None:
+        """Raise ApiError unless a key may begin one more batch."""
+        most = self.keys.limits_of(key).max_batches
+        num_open = sum(owner == key for owner in self._owners.values())
+        if most is not None and num_open >= most:
+            message = f"{num_open} batches of this key have not ended, and it may have {most}"
+            raise overloaded(message, "too_many_batches", _LATER_S)
 
     def batch(self, batch_id: str, key: str) -> dict[str, Any]:
         """What a client is told of a batch."""
@@ -214,25 +293,35 @@ class Batches:
         told = {name: value for name, value in batch.items() if name != OWNER}
         if (run := self._runs.get(batch["id"])) is not None:
             told["request_counts"] = run.counts
-        if (reason := self._full.get(batch["id"])) is not None:
-            told["errors"] = _errors("disk_full", reason)
+        if (why := self._full.get(batch["id"])) is not None:
+            told["errors"] = _errors(*why)
         return told
 
     def _begin(self, batch: dict[str, Any], work: Coroutine[Any, Any, None] | None = None) -> None:
         """Draw a batch, or do something else with it, in its task."""
-        task = self._tasks[batch["id"]] = asyncio.get_running_loop().create_task(work or self._work(batch))
+        task = asyncio.get_running_loop().create_task(work or self._work(batch))
+        self._tasks[batch["id"]], self._owners[batch["id"]] = task, batch.get(OWNER, "")
 
         def forget(done: "asyncio.Task[None]") -> None:
             if self._tasks.get(batch["id"]) is done:
-                for known in (self._tasks, self._full):
+                for known in (self._tasks, self._owners, self._full):
                     known.pop(batch["id"], None)
 
         task.add_done_callback(forget)
 
     async def _work(self, batch: dict[str, Any]) -> None:
-        # One batch at a time, in the order in which they came.
-        async with self._turn:
+        # Of every owner one batch at a time, in the order in which they came.
+        turn = self._turns[batch.get(OWNER, "")]
+        try:
+            async with asyncio.timeout(_seconds_left(batch)):
+                await turn.acquire()
+        except TimeoutError:
+            await self._end(batch | _ended("expired"))
+            return
+        try:
             failed = await self._drawn(batch)
+        finally:
+            turn.release()
         if failed is not None:
             await self._end(batch | failed)
 
@@ -257,14 +346,17 @@ class Batches:
         return None
 
     async def _draw(self, batch: dict[str, Any], output: BatchOutput) -> None:
-        path = self.content(batch["input_file_id"], batch.get(OWNER, ""))
+        path, _ = self._found(batch["input_file_id"], batch.get(OWNER, ""))
         lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
+        await run_in_threadpool(self._use.count, batch.get(OWNER, ""))
         run = self._runs[batch["id"]] = BatchRun(
             self.front_end,
             lines,
             output,
-            self.at_once,
-            self._nobody_waits,
+            self._places,
+            batch.get(OWNER, ""),
+            partial(self._has_room, batch["id"]),
+            partial(self._nobody_waits, batch["id"]),
             writes_b64=True,
             on_full=partial(self._on_full, batch["id"]),
         )
@@ -273,10 +365,19 @@ class Batches:
             run.cancel()
         else:
             await self._written(batch, partial(self._disk.write_batch, batch | {"status": "in_progress"}))
-        await run.run()
-        if not run.is_cancelled and not run.is_done:
-            return  # the server ends, or its engine is gone: a later process goes on
-        await self._write_end(batch | _ended("cancelled" if run.is_cancelled else "completed"))
+        left_s = _seconds_left(batch)
+        expiring = None if left_s is None else asyncio.get_running_loop().call_later(left_s, run.expire)
+        try:
+            await run.run()
+        finally:
+            if expiring is not None:
+                expiring.cancel()
+        ended: BatchStatus = "completed"
+        if not run.is_done:
+            if not run.is_cancelled:
+                return  # the server ends, or its engine is gone: a later process goes on
+            ended = "expired" if run.is_expired else "cancelled"
+        await self._write_end(batch | _ended(ended))
 
     async def _end(self, batch: Mapping[str, Any]) -> None:
         """Write how a batch has ended, again and again: else its client would wait for it."""
@@ -311,13 +412,28 @@ class Batches:
         if error is None:
             self._full.pop(batch_id, None)
         elif batch_id not in self._full:
-            self._full[batch_id] = f"the disk is full ({error}): the batch goes on when there is room"
-            warnings.warn(f"{batch_id}: {self._full[batch_id]}", stacklevel=2)
+            why = f"the disk is full ({error}): the batch goes on when there is room"
+            self._full[batch_id] = "disk_full", why
+            warnings.warn(f"{batch_id}: {why}", stacklevel=2)
         return True
 
-    async def _nobody_waits(self) -> None:
-        """Wait until no interactive request does."""
-        while not self.front_end.is_ready or self.front_end.backend.load.num_waiting:
+    async def _has_room(self, batch_id: str) -> None:
+        """Wait until the owner of a batch may have more on the disk, or it ends."""
+        owner = self._owners[batch_id]
+        most_bytes = self._most_bytes(owner)
+        if most_bytes == math.inf or self._use.note(owner, batch_id) < most_bytes:
+            return
+        while (used := await run_in_threadpool(self._use.count, owner)) >= most_bytes:
+            if self._runs[batch_id].is_cancelled:
+                return
+            self._full[batch_id] = "quota_exceeded", f"{too_much(used, most_bytes)}; the batch goes on then"
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        self._full.pop(batch_id, None)
+
+    async def _nobody_waits(self, batch_id: str) -> None:
+        """Wait until no interactive request does, or the batch ends."""
+        front_end, run = self.front_end, self._runs[batch_id]
+        while (not front_end.is_ready or front_end.backend.load.num_waiting) and not run.is_cancelled:
             await asyncio.sleep(_POLL_S)
 
 
@@ -329,8 +445,24 @@ def _failed(error: Exception) -> dict[str, Any]:
     return _ended("failed") | {"errors": _errors("invalid_batch", str(error))}
 
 
+def _seconds_left(batch: Mapping[str, Any]) -> float | None:
+    """Until a batch expires; None: it does not."""
+    at_s = _expires_at(batch)
+    return None if at_s == math.inf else max(0.0, at_s - time.time())
+
+
 def _errors(code: str, message: str) -> dict[str, Any]:
     return {"object": "list", "data": [{"code": code, "message": message, "param": None}]}
+
+
+def _expires_at(about: Mapping[str, Any]) -> float:
+    """When a file or a batch expires; infinity: never, as those of earlier versions."""
+    at_s = about.get(_EXPIRES)
+    return at_s if isinstance(at_s, int) else math.inf
+
+
+def _no_file() -> ApiError:
+    return ApiError(404, "there is no such file", code="not_found", param="file_id")
 
 
 def _no_batch() -> ApiError:

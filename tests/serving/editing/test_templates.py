@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
 from patchedserve.serving.options import TemplateTiers
 
 from ...support.edits import edit_request
-from ...support.template_records import LARGE, SMALL, TEMPLATE, build_tiny, model_with, serve, some
+from ...support.template_records import LARGE, SMALL, TEMPLATE, build_tiny, model_with, serve, some, with_records
 from .test_exact import pipeline
 
 
@@ -58,7 +59,7 @@ def test_memory_is_bounded_and_what_was_read_last_stays(tmp_path: Path) -> None:
         key = keys[index]
         assert key is not None
         assert store.find(key, model.device) is not None
-    assert list(store._held) == [keys[index].digest for index in (0, 2) if keys[index] is not None]  # type: ignore[union-attr]
+    assert [some(key).digest in store._held for key in keys] == [True, False, True]
 
 
 def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path: Path) -> None:
@@ -78,6 +79,35 @@ def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path
     found = [store.folder, *store.folder.rglob("*")]
     assert {path.stat().st_mode & 0o777 for path in found} == {0o600, 0o700}, "its owner's alone"
     assert store.find(keys[1], model.device) is None
+
+
+def test_records_of_one_owner_do_not_push_out_those_of_another(tmp_path: Path) -> None:
+    """Neither from the memory nor from the folder; and only everybody's are found by others."""
+    pipe, owners = pipeline("sdxl"), ("b", "a", "a", "a")
+    edits = [
+        edit_request(0, SMALL, num_steps=2, template=TemplateSpec("a picture", seed, owner=owner))
+        for seed, owner in enumerate(owners)
+    ]
+    model = model_with(pipe, tmp_path / "all", edits[:1])
+    [first] = some(model.reuse.store).list()
+    tiers = TemplateTiers(memory_mb=2.5 * first["bytes"] / 1e6, disk_mb=2.8 * first["bytes"] / 1e6)
+    store = TemplateStore(tmp_path / "some", tiers)
+    model = with_records(build_tiny(pipe), store, edits)
+    keys = [some(model.reuse.key_of(edit)) for edit in edits]
+    assert [key.owner for key in keys] == list(owners)
+    assert len({key.digest for key in keys}) == 4
+    assert [key.digest in store._held for key in keys] == [True, False, False, True]
+    assert {each["id"] for each in store.list()} == {keys[0].digest, keys[3].digest}
+    of_b = edits[0]
+    others = [
+        replace(of_b, edit=replace(some(of_b.edit), template=TemplateSpec("a picture", 0, owner=name))) for name in "ac"
+    ]
+    assert [model.prepare(each).template is None for each in (of_b, *others)] == [False, True, True]
+    everybodys = replace(of_b, edit=replace(some(of_b.edit), template=TemplateSpec("a picture", 0)))
+    assert model.prepare(everybodys).template is None
+    model.reuse.store = TemplateStore(tmp_path / "everybody")
+    with_records(model, model.reuse.store, [everybodys])
+    assert [model.prepare(each).template is None for each in (of_b, *others, everybodys)] == [False] * 4
 
 
 def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: Path) -> None:

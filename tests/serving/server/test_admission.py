@@ -1,24 +1,32 @@
 """Room for requests."""
 
+import contextlib
+from typing import Any
+
 import pytest
 
 from patchedserve.serving.server.admission import Admission
 from patchedserve.serving.server.errors import ApiError
-from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.limits import KeyLimits, Limits
+
+TWO = {"a": KeyLimits(), "b": KeyLimits()}
 
 
 class Work:
     pending = 0.0
     rate: float | None = None
+    of_key: dict[str, float] = {}  # noqa: RUF012  a test gives it one of its own
 
 
-def admission(work: Work, **limits: float) -> Admission:
-    return Admission(Limits(**limits), lambda: work.rate, lambda: work.pending)  # type: ignore[arg-type]
+def admission(work: Work, **limits: Any) -> Admission:
+    return Admission(
+        Limits(**limits), lambda: work.rate, lambda key: work.pending if key is None else work.of_key.get(key, 0.0)
+    )
 
 
-def refused(room: Admission, count: int = 1, key: str = "") -> ApiError:
+def refused(room: Admission, count: int = 1, key: str = "", pixel_steps: float = 0.0) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        room.reserve(count, key)
+        room.reserve(count, key, pixel_steps)
     assert caught.value.status == 429
     return caught.value
 
@@ -42,6 +50,99 @@ def test_a_key_has_a_share_of_its_own() -> None:
     room.reserve(2, "a")
     assert refused(room, key="a").code == "too_many_in_flight"
     room.reserve(2, "b")
+
+
+def taken(room: Admission, key: str) -> int:
+    """How many images of a key are let in, one by one."""
+    num_before = room.num_images
+    with contextlib.suppress(ApiError):
+        while True:
+            room.reserve(1, key)
+    return room.num_images - num_before
+
+
+@pytest.mark.parametrize("num_owners", [2, 3, 7, 32, 64, 200])
+@pytest.mark.parametrize("max_queue", [1, 2, 8, 64])
+def test_every_key_finds_room_whatever_the_others_send(max_queue: int, num_owners: int) -> None:
+    owners = [f"key-{number}" for number in range(num_owners)]
+    room, share = (
+        admission(Work(), max_queue=max_queue, keys=dict.fromkeys(owners, KeyLimits())),
+        max(1, max_queue // (2 * num_owners)),
+    )
+    first = taken(room, owners[0])
+    assert max_queue / 2 <= first <= max_queue, "a key alone has at least half"
+    num_waiting = min(num_owners - 1, max_queue // 2)
+    for owner in owners[1:num_waiting]:
+        assert taken(room, owner) >= share
+    if num_waiting:
+        assert taken(room, owners[num_waiting]) >= share
+    assert room.num_images <= max_queue
+
+
+def test_the_whole_queue_is_for_one_key_or_for_whom_it_is_given() -> None:
+    for limits in ({}, {"keys": {"a": KeyLimits()}}, {"keys": TWO, "max_per_key": 64}):
+        assert taken(admission(Work(), **limits), "a") == 64
+    room = admission(Work(), keys=TWO)
+    assert taken(room, "a") == 48
+    assert "48 images of this key are open, and it may have 48" in refused(room, key="a").message
+    room.reserve(10, "b")
+    assert taken(room, "a") == 0
+    assert taken(room, "b") == 6
+
+
+def test_a_long_queue_of_one_key_does_not_keep_others_out() -> None:
+    work = Work()
+    room = admission(work, keys=TWO)
+    work.rate, work.pending, work.of_key = 1e7, 1e9, {"a": 1e9}
+    assert refused(room, key="a").code == "queue_too_long"
+    room.reserve(1, "b")
+    work.of_key = {"a": 1e9 - 1.6e8, "b": 1.6e8}
+    assert refused(room, key="b").code == "queue_too_long", "16 s of its own wait, of 60 s for both"
+
+
+def test_what_a_key_asks_for_in_time_is_limited() -> None:
+    now_s = 100.0
+    limits = {"a": KeyLimits(requests_per_minute=3), "b": KeyLimits(pixel_steps_per_second=10), "c": KeyLimits()}
+    room = Admission(Limits(keys=limits), lambda: None, lambda key: 0.0, clock=lambda: now_s)
+
+    def wait_of(key: str, pixel_steps: float) -> str:
+        error = refused(room, key=key, pixel_steps=pixel_steps)
+        assert error.code == "rate_limit_exceeded"
+        return error.headers["Retry-After"]
+
+    for key in "aaa":
+        room.release(room.reserve(1, key, 1e9))
+    assert wait_of("a", 1) == "20"
+    now_s += 19
+    assert wait_of("a", 1) == "1"
+    now_s += 1
+    room.release(room.reserve(1, "a", 1e9))
+    now_s += 3600
+    for key in "aaa":
+        room.release(room.reserve(1, key, 1e9))
+    assert wait_of("a", 1) == "20", "a long pause saves up no more than a minute's worth"
+    # More than a minute's worth is let in, and owed.
+    room.release(room.reserve(1, "b", 900))
+    assert wait_of("b", 100) == "40"
+    now_s += 40
+    room.release(room.reserve(1, "b", 100))
+    for _ in range(50):
+        room.release(room.reserve(1, "c", 1e12))
+    assert not room.num_images
+
+
+def test_what_is_refused_for_lack_of_room_uses_up_nothing() -> None:
+    room = admission(Work(), max_queue=1, keys={"a": KeyLimits(requests_per_minute=1), "b": KeyLimits()})
+    place = room.reserve(1, "b")
+    assert refused(room, key="a").code == "queue_full"
+    room.release(place)
+    room.reserve(1, "a")
+
+
+def test_images_of_a_key_that_may_be_open() -> None:
+    room = admission(Work(), keys={"a": KeyLimits(max_open=3), "b": KeyLimits(max_open=60), "c": KeyLimits()})
+    assert taken(room, "a") == 3
+    assert taken(room, "b") == 64 - 3 - 7 - 10, "7 places are left of the share of a, and 10 of that of c"
 
 
 def test_what_takes_too_long_waits_outside() -> None:

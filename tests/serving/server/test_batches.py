@@ -27,7 +27,8 @@ from patchedserve.serving.server.batches.file import MAX_LINES, BatchOutput, Fol
 from patchedserve.serving.server.batches.folder import BatchFolder
 from patchedserve.serving.server.batches.store import Batches
 from patchedserve.serving.server.errors import invalid
-from patchedserve.serving.server.guards import Guards, Keys
+from patchedserve.serving.server.guards import Guards
+from patchedserve.serving.server.keys import Keys
 
 from ...support.random_engine import World
 from ...support.random_faults import Process
@@ -386,7 +387,7 @@ def test_a_batch_that_cannot_be_kept_is_not_there(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(os, "fsync", fsync)
         with pytest.raises(OSError, match="Input/output error"):
             begun(process, line())
-        assert process.batches.batch_ids("") == []
+        assert process.batches.batch_page("", None, 10) == ([], False)
 
     process_over(tmp_path, create)
 

@@ -16,7 +16,8 @@ import uvicorn
 from patchedserve.serving.server import connections, guards, large_bodies
 from patchedserve.serving.server.connections import TimedConnection
 from patchedserve.serving.server.errors import ApiError
-from patchedserve.serving.server.guards import App, Guards, Keys, Receive, Scope, Send
+from patchedserve.serving.server.guards import App, Guards, Receive, Scope, Send
+from patchedserve.serving.server.keys import Keys
 from patchedserve.serving.server.large_bodies import LargeBodies
 from patchedserve.serving.server.run import Address
 
@@ -30,7 +31,7 @@ from ...support.waits import until
         (Address(allowed_hosts=("Psctl.Example",)), ("psctl.example:80", "localhost"), ("example",)),
         # Without a key, a page could ask by a name that its owner points here; by a number it cannot.
         (Address("0.0.0.0", is_open=True), ("10.0.0.1:8000", "[2001:db8::1]:8000", "localhost"), ("evil.example",)),
-        (Address("0.0.0.0", keys=("key",)), ("evil.example", "10.0.0.1"), ()),
+        (Address("0.0.0.0", keys=Keys(["key"])), ("evil.example", "10.0.0.1"), ()),
     ],
 )
 def test_names_that_a_server_may_be_asked_by(

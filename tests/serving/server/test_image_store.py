@@ -22,3 +22,17 @@ def test_the_oldest_go_first() -> None:
     store.put("large", b"12345678901", "image/png")
     assert store.get("large") is None
     store.drop("large")
+
+
+def test_images_of_one_key_do_not_push_out_those_of_another() -> None:
+    now_s = 0.0
+    store = ImageStore(max_bytes=100, max_age_s=60, clock=lambda: now_s)
+    store.put("b", bytes(30), "image/png", "blue")
+    for number in range(50):
+        now_s += 1
+        store.put(f"r{number}", bytes(10), "image/png", "red")
+    assert store.get("b") is not None
+    assert [store.get(f"r{number}") is None for number in (0, 42, 43, 49)] == [True, True, False, False]
+    now_s = 61
+    assert store.get("b") is None
+    assert store.get("r49") is not None

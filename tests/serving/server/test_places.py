@@ -1,0 +1,90 @@
+"""Whose line of a batch gets the next place."""
+
+import asyncio
+import random
+
+from patchedserve.serving.server.batches.places import FairPlaces
+
+
+async def drawn(places: FairPlaces, owner: str, works: list[float], order: list[tuple[str, float]]) -> None:
+    """One line after the other, as a run of a batch asks for them; each takes ten turns of the loop for its work."""
+    async with asyncio.TaskGroup() as tasks:
+
+        async def draw(work: float) -> None:
+            for _ in range(int(10 * work)):
+                await asyncio.sleep(0)
+            places.release()
+
+        for work in works:
+            await places.acquire(owner, work)
+            order.append((owner, work))
+            tasks.create_task(draw(work))
+
+
+def order_of(num_places: int, works: dict[str, list[float]]) -> list[tuple[str, float]]:
+    async def use() -> list[tuple[str, float]]:
+        places, order = FairPlaces(num_places), list[tuple[str, float]]()
+        await asyncio.gather(*(drawn(places, owner, of_owner, order) for owner, of_owner in works.items()))
+        return order
+
+    return asyncio.run(use())
+
+
+def test_a_few_lines_do_not_wait_for_many() -> None:
+    order = order_of(2, {"many": [1.0] * 1000, "few": [1.0] * 5})
+    assert max(place for place, (owner, _) in enumerate(order) if owner == "few") < 15
+    assert len(order) == 1005
+
+
+def test_owners_have_the_same_work_whatever_their_lines_are() -> None:
+    rng = random.Random(5)
+    for num_places in (1, 2, 7):
+        mixed = [rng.choice([1.0, 5.0, 25.0]) for _ in range(160)]
+        works = {"large": [40.0] * 40, "small": [1.0] * 1600, "mixed": mixed}
+        had, all_of = dict.fromkeys(works, 0.0), {owner: sum(of_owner) for owner, of_owner in works.items()}
+        for owner, work in order_of(num_places, works):
+            had[owner] += work
+            if any(had[each] >= all_of[each] for each in works):
+                break
+            assert max(had.values()) - min(had.values()) <= 40.0 * (num_places + 1)
+        assert min(had.values()) > 1000
+
+
+def test_a_line_that_waits_no_more_takes_no_place() -> None:
+    async def use() -> None:
+        places = FairPlaces(1)
+        await places.acquire("a", 1.0)
+        waiting = [asyncio.ensure_future(places.acquire("b", 1.0)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        places.release()
+        # It is given its place in the same moment in which it is cancelled.
+        waiting[1].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert [each.cancelled() for each in waiting] == [True, True, False]
+        places.release()
+        await asyncio.wait_for(places.acquire("c", 1.0), 5)
+
+    asyncio.run(use())
+
+
+def test_who_was_away_has_saved_up_nothing() -> None:
+    async def use() -> list[str]:
+        places, order = FairPlaces(1), list[str]()
+        for _ in range(100):
+            await places.acquire("a", 1.0)
+            places.release()
+        await places.acquire("a", 1.0)
+
+        async def ask(owner: str) -> None:
+            await places.acquire(owner, 1.0)
+            order.append(owner)
+            places.release()
+
+        asked = [asyncio.ensure_future(ask(owner)) for owner in "bbbaaa"]
+        await asyncio.sleep(0)
+        places.release()
+        await asyncio.gather(*asked)
+        return order
+
+    assert "".join(asyncio.run(use())) == "bbabaa"
