@@ -211,7 +211,7 @@ class _Works(NamedTuple):
     names: list[list[str]]
 
     def beside(self, stage: int) -> np.ndarray:
-        """Return (n, 3): seconds for which each work of a stage overlapped with one other stage, the other, and both."""
+        """Return (n, 3): seconds for which each work of a stage overlapped with one other stage, the other, or both."""
         starts, ends = ([np.array(each) for each in edges] for edges in (self.starts, self.ends))
         edges = np.unique(np.concatenate([*starts, *ends]))
         middles = (edges[1:] + edges[:-1]) / 2
