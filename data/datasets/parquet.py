@@ -27,7 +27,7 @@ _BUFFER_BYTES = 1 << 20
 class ParquetRows:
     """Rows of several parquet files with one schema, in the order of the files' names.
 
-    A location is "FILE#ROW" with nine digits. Parquet cannot jump to a row, so a cursor that moves only forward within a
+    A location is "FILE#ROW" with nine digits. Parquet cannot jump to a row, so a cursor that only moves forward in a
     file reads the images. Reading all images in order is one pass with 32 images in memory; going back further restarts
     the row group.
     """
