@@ -1,4 +1,4 @@
-"""Which adapters (LoRA) a request names, and how text and JSON name them. No torch."""
+"""Adapters (LoRA) that a request names, and their form in text and JSON. No torch."""
 
 import re
 from collections.abc import Sequence
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from .errors import UsageError
 
 Adapters = tuple[tuple[str, float], ...]
-"""Names of adapters, each with what its change of the model is multiplied by."""
+"""Names of adapters, each with the scale of its change of the model."""
 MAX_SCALE, _MOST_ADAPTERS = 100.0, 16
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 def check_adapters(adapters: Sequence[tuple[object, object]]) -> None:
-    """Raise UsageError if a name is none or comes twice, a scale is none, or they are too many."""
+    """Raise UsageError if a name is invalid or repeated, a scale is invalid, or there are too many adapters."""
     if len(adapters) > _MOST_ADAPTERS:
         raise UsageError(f"{len(adapters)} adapters are named, but a request may have at most {_MOST_ADAPTERS}")
     for name, scale in adapters:
@@ -26,13 +26,13 @@ def check_adapters(adapters: Sequence[tuple[object, object]]) -> None:
 
 
 def check_adapter_name(name: object) -> None:
-    """Raise UsageError if adapters cannot have this name."""
+    """Raise UsageError if this is not a valid name of an adapter."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UsageError(f"adapter name {_short(name)} is not allowed: up to 64 letters, digits, '.', '_' and '-'")
 
 
 def require_adapters(adapters: Adapters, known: Sequence[str]) -> None:
-    """Raise UsageError if one is not among the adapters that are served."""
+    """Raise UsageError if an adapter is not among those that are served."""
     for name, _ in adapters:
         if name not in known:
             served = f"there are {', '.join(known)}" if known else "none is served: see --adapter NAME=PATH"
@@ -45,10 +45,10 @@ def _short(value: object) -> str:
 
 
 def read_adapters(value: object) -> Adapters:
-    """The adapters that text `NAME[:SCALE][+NAME[:SCALE]]...` names, as `pixel:0.8+toy`, or a list of such mappings as
-    `{"name": "pixel", "scale": 0.8}`. A scale that is not given is 1; nothing named is the model as it is.
+    """Parse adapters from text `NAME[:SCALE][+NAME[:SCALE]]...`, such as `pixel:0.8+toy`, or from a list of mappings
+    such as `{"name": "pixel", "scale": 0.8}`. The default scale is 1; without names, the model is unchanged.
 
-    Raises UsageError: as `check_adapters`, or it is neither.
+    Raises UsageError as `check_adapters`, or if the value has neither form.
     """
     if isinstance(value, str):
         parts = [part.partition(":") for part in value.split("+")] if value else []
@@ -71,5 +71,5 @@ def _number_of(text: str) -> float | str:
 
 
 def adapters_text(adapters: Adapters) -> str | None:
-    """What `read_adapters` reads; None for the model as it is."""
+    """Return the text that `read_adapters` parses to these adapters; None without adapters."""
     return "+".join(f"{name}:{scale}" for name, scale in adapters) or None

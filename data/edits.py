@@ -1,4 +1,4 @@
-"""What an edit asks for: the image to start from, and the mask of what may change in it (InstGenIE section 2.1).
+"""Edits: the image to start from, and the mask of what may change in it (InstGenIE section 2.1).
 
 No torch.
 """
@@ -19,7 +19,7 @@ from .resolution import Resolution
 from .templates import TemplateKind
 
 MAX_PIXELS = 1 << 26
-"""Of an image to edit, or of a mask."""
+"""Maximum number of pixels of an image to edit, or of a mask."""
 MAX_FEATHER_PX = 256
 MAX_DILATE = 64
 _WHITE = 128
@@ -27,13 +27,13 @@ _WHITE = 128
 
 @dataclass(frozen=True, slots=True)
 class TemplateSpec:
-    """What edits of one image share, so that the part that they keep is computed once (InstGenIE section 3.1).
+    """Template that edits of one image share, so that the part that they keep is computed once (InstGenIE section 3.1).
 
     Attributes:
-        prompt: says what the whole image shows.
-        seed: of the noise outside masks.
-        kind: what the record is of. A generation has a prompt and a seed of its own, so that none are given then.
-        owner: whose edits read the record that is made of it, besides records that are everybody's; "" for everybody.
+        prompt: description of the whole image.
+        seed: seed of the noise outside masks.
+        kind: kind of the record. The record of a generation has its own prompt and seed, so that none may be given.
+        owner: owner of the record that is made of it, which only edits of this owner read; "" if all may read it.
     """
 
     prompt: str = ""
@@ -51,19 +51,20 @@ class TemplateSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EditSpec:
-    """An edit of an image: what the mask covers is drawn anew, the rest stays.
+    """An edit of an image: the masked part is drawn anew, the rest stays.
 
     Attributes:
         image: (height, width, 3) uint8.
         mask: (height, width) bool, true where the image may change.
-        strength: share of the denoising steps that are taken, above 0 and up to 1: how far the image is noised before.
-        paste: whether pixels outside the mask are those of the image, byte for byte, and not its decoded latents.
-        feather_px: over so many pixels inside the mask's edge the new image fades into the old one.
-        template: whose record is read where there is one, and whose noise is taken outside the mask then. None for an
-            edit as diffusers' pipelines do it, which draw all noise from the request's own seed.
-        full_steps: so many of its first steps compute all of the image, although there is a record.
-        dilate: cells around those that the mask touches that are computed as well where a record is read; they may not
-            change for that.
+        strength: share of the denoising steps that are taken, above 0 and up to 1; determines how far the image is
+            noised first.
+        paste: whether pixels outside the mask are those of the image, byte for byte, rather than its decoded latents.
+        feather_px: width in pixels, inside the mask's edge, over which the new image fades into the old one.
+        template: template whose record is read if there is one, and whose noise is then used outside the mask. None for
+            an edit as in diffusers' pipelines, which draw all noise from the request's own seed.
+        full_steps: number of first steps that compute the whole image although there is a record.
+        dilate: number of cells around the touched ones that are also computed when a record is read; the image still
+            changes only inside the mask.
 
     Raises:
         UsageError: a field is out of its range, or image and mask differ in size.
@@ -110,7 +111,7 @@ class EditSpec:
 
     @classmethod
     def of_all(cls, image: NDArray[np.uint8], strength: float) -> Self:
-        """An image drawn anew as a whole, from what is left of it when it is noised so far."""
+        """Return an edit that redraws the whole image, noised to `strength`."""
         return cls(image, np.ones(image.shape[:2], dtype=bool), strength, paste=False)
 
     @property
@@ -125,19 +126,21 @@ class EditSpec:
 
 
 def read_image(content: bytes, name: str) -> NDArray[np.uint8]:
-    """The pixels (height, width, 3) of an image file, upright. Raises UsageError: it is no image, animated or huge."""
+    """Return the pixels (height, width, 3) of an image file, upright. Raises UsageError if it is no image, animated or
+    too large.
+    """
     _check(content, name)
     return np.asarray(decode_rgb(content, name))
 
 
 def read_mask(content: bytes, name: str) -> NDArray[np.bool_]:
-    """The mask (height, width) of an image file, upright: true is what may change.
+    """Return the mask (height, width) of an image file, upright; true where the image may change.
 
-    That is what is transparent where the file has transparency, as OpenAI's API has it, and else what is white: grey
-    values from 128 on.
+    If the file has transparency, the mask is its transparent part, as in OpenAI's API; otherwise it is the white part,
+    grey values of 128 and above.
 
     Raises:
-        UsageError: it is no image, animated or huge.
+        UsageError: the file is no image, animated or too large.
     """
     _check(content, name)
     image = decode(content, name)
@@ -147,17 +150,17 @@ def read_mask(content: bytes, name: str) -> NDArray[np.bool_]:
 
 
 def has_alpha(content: bytes) -> bool:
-    """Whether an image file, which was read before, has transparent parts to take for a mask."""
+    """Return whether an image file, which was read before, has transparency that can serve as a mask."""
     with Image.open(io.BytesIO(content)) as image:
         return image.has_transparency_data
 
 
 def latent_mask(mask: NDArray[np.bool_], factor: int) -> NDArray[np.bool_]:
-    """Which latents may change, (height / factor, width / factor), as diffusers sees it: the nearest pixel of each
-    decides, the upper left one.
+    """Return which latents may change, (height / factor, width / factor), as in diffusers: the upper left pixel of each
+    latent, the nearest one, decides.
 
     Raises:
-        UsageError: none may, so that nothing would be edited.
+        UsageError: no latent may change.
     """
     found = mask[::factor, ::factor]
     if not found.any():
@@ -168,13 +171,13 @@ def latent_mask(mask: NDArray[np.bool_], factor: int) -> NDArray[np.bool_]:
 
 
 def active_share(mask: NDArray[np.bool_], cell: int, dilate: int = 0) -> float:
-    """Share of the cells, of `cell` latents on a side, that `active_cells` names."""
+    """Return the share of active cells (`active_cells`), of `cell` latents on a side."""
     return float(active_cells(mask, cell, dilate).mean())
 
 
 def active_cells(mask: NDArray[np.bool_], cell: int, dilate: int = 0) -> NDArray[np.bool_]:
-    """Which cells, (height / cell, width / cell), both rounded up, are at most `dilate` cells (in a line or diagonally)
-    away from one in which a latent may change; `mask` is of latents.
+    """Return which cells are active, (height / cell, width / cell), both rounded up. A cell is active if it is at most
+    `dilate` cells, straight or diagonally, away from one in which a latent may change; `mask` is of latents.
     """
     height, width = (math.ceil(side / cell) for side in mask.shape)
     padded = np.zeros((height * cell, width * cell), dtype=bool)
@@ -188,7 +191,7 @@ def active_cells(mask: NDArray[np.bool_], cell: int, dilate: int = 0) -> NDArray
 def _check(content: bytes, name: str) -> None:
     size_of(content, name, MAX_PIXELS)
     with Image.open(io.BytesIO(content)) as image:
-        # Photographs of some phones have a second, small one in the same file.
+        # Photographs of some phones contain a second, small image.
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if frames > 1:
         raise UsageError(f"{name}: an animation of {frames} images, but one image is edited at a time")

@@ -8,17 +8,17 @@ class PsctlError(Exception):
 
 
 class UsageError(PsctlError, ValueError):
-    """The user gave something that is not allowed; the message says what was given and what is allowed."""
+    """Invalid input of the user; the message states what was given and what is allowed."""
 
     exit_code = 2
 
 
 class RunError(PsctlError):
-    """The input was fine but the run failed; the message says what failed and what to do."""
+    """Failure of a run with valid input; the message states what failed and what to do."""
 
 
 class MissingExtraError(RunError):
-    """A package that an extra of pyproject.toml brings is not installed; the message says how to install it."""
+    """A package of an extra of pyproject.toml is not installed; the message states how to install it."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; install it with: pip install 'psctl[{extra}]'")

@@ -12,21 +12,21 @@ FIGURES_KEY = "figures"
 
 
 def write_figures(content: dict[str, Any], figures: Mapping[str, Estimate], key: str = FIGURES_KEY) -> dict[str, Any]:
-    """Enter the figures into the content of a result file, which is returned."""
+    """Add the figures to the content of a result file and return the content."""
     content[key] = {name: each.to_json() for name, each in figures.items()}
     return content
 
 
 def read_figures(content: Mapping[str, Any], file: Path, key: str = FIGURES_KEY) -> dict[str, Estimate]:
-    """The figures in the content of a result file.
+    """Return the figures in the content of a result file.
 
     Args:
-        content: of the file.
-        file: named in errors.
-        key: where they are.
+        content: content of the file.
+        file: path of the file, for errors.
+        key: key of the figures in the content.
 
     Raises:
-        UsageError: they are missing or damaged.
+        UsageError: the figures are missing or damaged.
     """
     entries = content.get(key)
     if not isinstance(entries, Mapping):
@@ -41,7 +41,7 @@ def read_figures(content: Mapping[str, Any], file: Path, key: str = FIGURES_KEY)
 
 
 def numbers_of(content: Mapping[str, Any], prefix: str = "") -> dict[str, Estimate]:
-    """Every number of nested mappings as an exact figure, named by its path: `per_resolution.128x128.latency_p95`."""
+    """Return every number of nested mappings as an exact figure by its path: `per_resolution.128x128.latency_p95`."""
     found: dict[str, Estimate] = {}
     for key, value in content.items():
         if isinstance(value, Mapping):
@@ -52,5 +52,5 @@ def numbers_of(content: Mapping[str, Any], prefix: str = "") -> dict[str, Estima
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether JSON holds a finite number here."""
+    """Return whether a JSON value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

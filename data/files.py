@@ -23,18 +23,19 @@ _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], *, is_private: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on leaving without an error it becomes `path`, otherwise it is removed.
+    """Yield a temporary path beside `path`. If the body ends without an error, it is renamed to `path`; otherwise it is
+    removed.
 
-    The body writes the yielded path by name (`image.save(temporary)`, `frame.to_parquet(temporary)`); the name keeps
-    the suffix of `path`, because libraries choose the format by it. Missing parent folders are created, a link is
-    written through, and an existing file keeps its permissions; one that `is_private` is its owner's alone. A target
-    that is not a regular file (`/dev/stdout`, a pipe) cannot be renamed onto, so the finished temporary file is copied
-    into it.
+    The body writes to the yielded path by name (`image.save(temporary)`, `frame.to_parquet(temporary)`). The name keeps
+    the suffix of `path`, by which libraries choose the format. Missing parent folders are created, a link is written
+    through, and an existing file keeps its permissions; with `is_private`, only the owner can access the file. A target
+    that is not a regular file (`/dev/stdout`, a pipe) cannot be replaced by renaming, so the finished temporary file is
+    copied into it.
 
     Raises:
         IsADirectoryError: if `path` is a folder.
         FileNotFoundError: if the body wrote nothing.
-        OSError: what the file system says (disk full, no permission); `path` is then as it was before, unless only its
+        OSError: an error of the file system (disk full, no permission); `path` is then unchanged, unless only its
             folder could not be synced.
     """
     target = Path(path)
@@ -65,12 +66,13 @@ def atomic_write(path: str | os.PathLike[str], *, is_private: bool = False) -> I
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside `path`; on leaving without an error it becomes `path`, otherwise it is removed.
+    """Yield an empty folder beside `path`. If the body ends without an error, it is renamed to `path`; otherwise it is
+    removed.
 
-    What lies at `path` stays there until the new folder is complete; then it steps aside, and is deleted once the new
-    one has its name. A process that is killed between the two leaves both, whole, under hidden names beside `path`.
-    Missing parent folders are created, and a link is written through. One that `is_private` is its owner's alone, with
-    all that is in it.
+    An existing folder at `path` stays until the new one is complete. It is then renamed, and deleted once the new one
+    has its name. A process that is killed between the two leaves both folders, complete, under hidden names beside
+    `path`. Missing parent folders are created, and a link is written through. With `is_private`, only the owner can
+    access the folder and its files.
 
     Raises:
         NotADirectoryError: if `path` is a file.
@@ -107,8 +109,10 @@ def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> 
 
 @contextmanager
 def held(folder: Path, *, with_others: bool = False) -> Iterator[bool]:
-    """Hold a folder, alone or with others that hold it so, or until this process ends, however it does; tells whether
-    it could be had. Some network file systems cannot hold any. Raises OSError: it is no folder.
+    """Lock a folder for the context, at most until this process ends in any way. Yields whether the lock was acquired,
+    which some network file systems do not support. Raises OSError if it is not a folder.
+
+    `with_others` makes the lock a shared one.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     is_held = False
@@ -122,11 +126,11 @@ def held(folder: Path, *, with_others: bool = False) -> Iterator[bool]:
 
 
 def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
-    """Delete what processes that were killed have left of folders in `parent`: hidden ones that no process holds (see
-    `atomic_folder`), and that are so old that they are not about to be held. What cannot be deleted stays.
+    """Delete leftovers of killed processes in `parent`: hidden folders that no process has locked (see `atomic_folder`)
+    and that are too old to be about to be locked. A folder that cannot be deleted stays.
     """
     for folder in parent.glob(".*"):
-        # Another process may hold it, or delete it meanwhile; or it is no folder.
+        # Another process may have locked or deleted it meanwhile, or it is not a folder.
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime >= least_age_s:
                 with held(folder) as is_free:
@@ -135,18 +139,18 @@ def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
 
 
 def put_aside(path: Path, what: str, error: Exception) -> None:
-    """Rename a file or folder that is damaged, so that what needs it can go on, and warn of it.
+    """Rename a damaged file or folder, so that the caller can continue without it, and issue a warning.
 
     Args:
-        path: of the workspace, which can do without it.
-        what: begins the warning.
-        error: what is wrong with it.
+        path: path in the workspace, which does not depend on it.
+        what: name of the file or folder, with which the warning begins.
+        error: error that shows the damage.
     """
     aside = path.with_name(f"{path.name}-{time.time_ns()}.bad")
     try:
         path.rename(aside)
         done = f"it was put aside as {aside}"
-    except OSError:  # another process has done it, or the folder is read only
+    except OSError:  # another process has renamed it, or the folder is read-only
         done = "it is left there"
     warnings.warn(f"{what} is damaged ({error}); {done}", stacklevel=3)
 
@@ -158,7 +162,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def write_text(path: str | os.PathLike[str], content: str) -> None:
-    """Write `content` to `path` atomically, as UTF-8 with the line ends that it has. Raises OSError."""
+    """Write `content` to `path` atomically, as UTF-8 with unchanged line ends. Raises OSError."""
     write_bytes(path, content.encode("utf-8"))
 
 
@@ -175,27 +179,27 @@ def write_json(path: str | os.PathLike[str], content: Any, *, is_private: bool =
 
 
 def private_folder(folder: Path) -> None:
-    """Create a folder that is its owner's alone; one that is there becomes so, if it is ours. Raises OSError."""
+    """Create a folder that only its owner can access; an existing one becomes private if it is ours. Raises OSError."""
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
     with contextlib.suppress(PermissionError):
         folder.chmod(_PRIVATE_FOLDER)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether there was no room for what was to be written, and may be later."""
+    """Return whether an error is a lack of disk space, which may be temporary."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def require_folder(folder: Path) -> None:
-    """Create a folder for results and check that it takes files: now, not after the run.
+    """Create a folder for results and check that files can be created in it, before the run and not after it.
 
     Raises:
-        UsageError: if it does not take them.
-        OSError: if it cannot be created, or its disk is full.
+        UsageError: if the folder is not writable.
+        OSError: if the folder cannot be created, or its disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        # Permissions say nothing of file systems that take no files from anybody, such as /proc.
+        # Permissions do not reveal file systems that accept no files at all, such as /proc.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         if is_disk_full(error):
@@ -204,7 +208,7 @@ def require_folder(folder: Path) -> None:
 
 
 def require_places(*folders: Path | None, file: Path | None = None) -> None:
-    """`require_folder` for these folders and the one that `file` is to lie in; None is skipped, `~` is expanded."""
+    """Call `require_folder` for these folders and for the parent of `file`. None is skipped, and `~` is expanded."""
     for folder in (*folders, None if file is None else file.expanduser().absolute().parent):
         if folder is not None:
             require_folder(folder.expanduser())
@@ -217,7 +221,9 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
 
 
 def named_by_content(path: str | os.PathLike[str]) -> str:
-    """`PATH (checksum)`: tells files of one name and different content apart, for keys and messages. Raises OSError."""
+    """Return `PATH (checksum)`, which distinguishes files with the same name and different content, for keys and
+    messages. Raises OSError.
+    """
     return f"{os.fspath(path)} ({sha256_of(path)[:12]})"
 
 

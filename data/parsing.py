@@ -1,4 +1,4 @@
-"""What people and other programs write, checked by pydantic against the types of a class; errors are one clear line."""
+"""Validation of external input by pydantic against the types of a class, with errors of one line."""
 
 import json
 import reprlib
@@ -21,19 +21,19 @@ _IN_OUR_WORDS = {
     "be greater than or equal to 0": "not be negative",
     "have at least 1 character": "not be empty",
 }
-"""pydantic's words for what a value should be, in those of our other messages."""
+"""Wording of pydantic's messages, mapped to that of our own."""
 
 
 def parse(kind: type[T], content: Any, where: str = "") -> T:
-    """The content of a JSON or TOML file as an instance of a class, strictly: text is not taken for a number.
+    """Return the content of a JSON or TOML file as an instance of a class. Validation is strict: text is not a number.
 
     Args:
         kind: a dataclass or a pydantic model.
-        content: mappings, lists, text, numbers.
-        where: begins messages, such as the name of the file.
+        content: mappings, lists, text and numbers.
+        where: prefix of messages, such as the name of the file.
 
     Raises:
-        UsageError: a field is missing, unknown to a class that allows no others, or not of its type.
+        UsageError: a field is missing, unknown to a class that forbids others, or not of its type.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(content, default=str), strict=True)

@@ -1,4 +1,4 @@
-"""Files of users read record by record: CSV, TSV, JSONL and JSON. Errors are one line that names the place."""
+"""Reading of users' files record by record: CSV, TSV, JSONL and JSON. Errors are one line that names the place."""
 
 import csv
 import json
@@ -15,11 +15,11 @@ Pairs = list[tuple[str, Any]]
 
 @contextmanager
 def open_text(path: Path, what: str, hint: str = "") -> Iterator[TextIO]:
-    """Open a UTF-8 file, with or without a byte order mark, its line ends as they are.
+    """Open a UTF-8 file, with or without a byte order mark, with unchanged line ends.
 
     Raises:
-        UsageError: it cannot be opened, or the body reads what is not UTF-8. `what` says what the file should hold,
-            `hint` what else the user may have meant.
+        UsageError: the file cannot be opened, or the body reads text that is not UTF-8. In the message, `what` is what
+            the file should hold, and `hint` what else the user may have meant.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -31,9 +31,9 @@ def open_text(path: Path, what: str, hint: str = "") -> Iterator[TextIO]:
 
 
 def csv_rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, cells) of a CSV file, or of one with tabs if its name ends in .tsv, without its blank lines.
+    """Yield (line, cells) of a CSV file, or of a tab-separated file if its name ends in .tsv, without blank lines.
 
-    A quoted cell may span lines; the line is the one on which the row begins. Raises UsageError if a row is malformed.
+    A quoted cell may span lines; `line` is the one on which the row begins. Raises UsageError if a row is malformed.
     """
     reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
     above = 0
@@ -47,9 +47,9 @@ def csv_rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
 
 
 def parsed_lines(path: Path, file: TextIO, parse: Callable[[str], Any]) -> Iterator[tuple[int, Any]]:
-    """Yield (line, `parse(text)`) of the lines that are not blank. Raises UsageError where `parse` fails."""
+    """Yield (line, `parse(text)`) of the lines that are not blank. Raises UsageError if `parse` fails."""
     for number, line in enumerate(file, start=1):
-        text = line.strip().removeprefix("\ufeff")  # files that were joined have one in the middle
+        text = line.strip().removeprefix("\ufeff")  # concatenated files have one in the middle
         if text:
             try:
                 yield number, parse(text)
@@ -58,7 +58,7 @@ def parsed_lines(path: Path, file: TextIO, parse: Callable[[str], Any]) -> Itera
 
 
 def parse_json(text: str, hook: Callable[[Pairs], Any] | None = None) -> Any:
-    """The value of a JSON text; `hook` makes objects of their pairs. Raises UsageError if it is not valid JSON."""
+    """Return the value of a JSON text; `hook` builds objects from their pairs. Raises UsageError if it is not JSON."""
     try:
         return json.loads(text, object_pairs_hook=hook)
     except (ValueError, RecursionError) as error:
@@ -66,7 +66,7 @@ def parse_json(text: str, hook: Callable[[Pairs], Any] | None = None) -> Any:
 
 
 def unique_keys(pairs: Pairs) -> dict[str, Any]:
-    """A mapping of (key, value) pairs. Raises UsageError if a key is given twice, of which `dict` keeps the last."""
+    """Return a mapping of (key, value) pairs. Raises UsageError if a key is given twice; `dict` would keep the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise UsageError(f"{keys_given_twice(pairs)[0]} is given twice")
@@ -74,15 +74,15 @@ def unique_keys(pairs: Pairs) -> dict[str, Any]:
 
 
 def keys_given_twice(pairs: Pairs) -> list[str]:
-    """The keys of (key, value) pairs that an earlier pair has, too."""
+    """Return the keys of (key, value) pairs that repeat the key of an earlier pair."""
     seen: set[str] = set()
     return [key for key, _ in pairs if key in seen or seen.add(key)]
 
 
 def read_json(path: Path, what: str, twice: set[str] | None = None) -> dict[str, Any]:
-    """Parse a JSON file that holds one object (`what`, in messages); the whole file is in memory meanwhile.
+    """Parse a JSON file that holds one object (`what`, in messages). The whole file is in memory meanwhile.
 
-    `twice` takes the keys that occur twice in one object, of which the parser silently keeps the last value. Raises
+    `twice` collects the keys that occur twice in one object; the parser silently keeps their last value. Raises
     UsageError if the file cannot be read, is empty, half-written or otherwise not JSON, or not an object.
     """
 
@@ -106,7 +106,7 @@ def read_json(path: Path, what: str, twice: set[str] | None = None) -> dict[str,
 
 
 def json_type(value: object) -> str:
-    """What JSON calls a value, with its article."""
+    """Return the JSON type of a value with its article; null, true and false as they are."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return {dict: "an object", list: "a list", str: "a text"}.get(type(value), "a number")
@@ -128,7 +128,7 @@ def read_records(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def column_name(name: str) -> str:
-    """The form in which `read_records` gives the names of columns."""
+    """Return the name of a column in the form that `read_records` uses."""
     return name.strip().lower()
 
 

@@ -1,4 +1,4 @@
-"""The request: one image to generate or to edit. It is what traces hold and what the engine serves."""
+"""Requests: a request is one image to generate or to edit. Traces hold requests, and the engine serves them."""
 
 import math
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 Fallback = Literal["light", "never"]
 """Whether a cascade may answer with its light model's image, or only with the heavy one's."""
 MAX_SEED = 2**63 - 1
-"""Largest seed: what a table's signed 64-bit column and torch's generator both hold."""
+"""Largest seed that both a table's signed 64-bit column and torch's generator can hold."""
 
 
 def steps_taken(num_inference_steps: int, strength: float) -> int:
-    """How many of so many steps an edit of this strength takes. With some models it is one more, which shows when it is
-    prepared.
+    """Return the number of steps that an edit of this strength takes. With some models it is one more, which is known
+    once the request is prepared.
     """
     return max(1, int(num_inference_steps * strength))
 
 
 @dataclass(frozen=True, slots=True)
 class TracedEdit:
-    """An edit as a trace tells it: which image and mask, without their pixels (`data.traces.edits`).
+    """An edit as a trace names it: image and mask, without their pixels (`data.traces.edits`).
 
     Attributes:
         image: `emoji:NUMBER`, a picture of the emoji data set, or the path of a file.
         mask: `box:SEED`, `ellipse:SEED` or `blob:SEED`, or the path of a file.
         mask_ratio: share of the pixels in the mask, above 0 and up to 1.
-        strength: see `data.edits.EditSpec`.
+        strength: as in `data.edits.EditSpec`.
 
     Raises:
         UsageError: a number is out of its range.
@@ -53,25 +53,25 @@ class TracedEdit:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One image to generate or to edit. It checks itself, so a `Request` that exists is a valid one.
+    """One image to generate or to edit. The constructor validates it, so every `Request` is valid.
 
     Attributes:
         request_id: number of the request, unique within a run, from 0.
-        prompt: what the image shows; may be empty (an unconditional image).
+        prompt: description of the image; may be empty (an unconditional image).
         resolution: size of the image in pixels.
         num_inference_steps: number of denoising steps, at least 1.
         guidance_scale: weight of classifier-free guidance, 0 or more.
         seed: seed of the request's own noise generator, 0 to `MAX_SEED`.
         negative_prompt: what the image should not show, or None.
-        arrival_s: when it arrives, in seconds from the start of the trace.
-        slo_s: how long it may take from its arrival to its image, in seconds; None when nothing was promised.
-        edit: the image to start from, and what may change in it; None for a new image.
-        fallback: of a cascade: whether its light model may be the answer, or never.
-        traced: the edit as a trace has named it; `edit` has its pixels, once they are there.
-        adapters: that change the model for this image, see `data.adapters`; none for the model as it is.
-        cache: whether its steps may reuse what earlier ones have computed, where the engine has a cache; without, the
-            image is that of plain diffusers.
-        yields: whether it takes no steps while others wait, as a line of a batch does.
+        arrival_s: arrival time, in seconds from the start of the trace.
+        slo_s: maximum time from arrival to image, in seconds; None without an SLO.
+        edit: the image to start from, and the mask of what may change; None for a new image.
+        fallback: whether a cascade may answer with its light model's image, or never.
+        traced: the edit as a trace names it; `edit` holds its pixels once they are read.
+        adapters: adapters that change the model for this image (`data.adapters`); empty for the unchanged model.
+        cache: whether steps may reuse the results of earlier ones if the engine has a cache; otherwise the image is
+            that of plain diffusers.
+        yields: whether the request takes no steps while others wait, as for a line of a batch file.
 
     Raises:
         UsageError: a field is out of its range.
@@ -125,15 +125,15 @@ class Request:
 
     @property
     def num_steps(self) -> int:
-        """How many denoising steps it takes: fewer than were asked for if it starts from an image that is noised only
-        in part (`steps_taken`).
+        """Number of denoising steps that are taken; fewer than requested if the request starts from a partly noised
+        image (`steps_taken`).
         """
         steps, edit = self.num_inference_steps, self.edit or self.traced
         return steps if edit is None else steps_taken(steps, edit.strength)
 
     @property
     def deadline_s(self) -> float | None:
-        """When the image must be there, in seconds from the start of the trace; None without an SLO."""
+        """Deadline of the image, in seconds from the start of the trace; None without an SLO."""
         return None if self.slo_s is None else self.arrival_s + self.slo_s
 
 

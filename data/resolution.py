@@ -1,6 +1,6 @@
-"""Resolutions: the width and height of an image in pixels, as users write them ("192", "128x192").
+"""Resolutions: the width and height of an image in pixels, written as "192" or "128x192".
 
-A batch is written as its resolutions, each with the number of its requests: "2*128x192 + 256x256".
+A batch is written as its resolutions, each with its number of requests: "2*128x192 + 256x256".
 """
 
 import re
@@ -10,12 +10,12 @@ from typing import NamedTuple, Self
 from .errors import UsageError
 
 MAX_SIDE = 16384
-"""Pixels; more is a typing error."""
+"""Maximum side in pixels; more is assumed to be a typing error."""
 RESOLUTION_MULTIPLE = 8
 """Every side is a multiple of this many pixels: the autoencoders of SDXL and SD3 shrink images eight times."""
 
 _PATTERN = re.compile(r"([0-9]{1,12})(?:[xX]([0-9]{1,12}))?")
-# "2*128x192", "2*128" and, since some programs write it so, "2x128x192".
+# "2*128x192", "2*128" and, as some programs write it, "2x128x192".
 _COUNTED = re.compile(r"(?:([0-9]{1,4}) ?\* ?|([0-9]{1,4})[xX](?=[0-9]+[xX]))?([0-9xX]+)")
 
 
@@ -37,7 +37,7 @@ class Resolution(NamedTuple):
         """Return this resolution if both sides are multiples of `RESOLUTION_MULTIPLE`, from that to `MAX_SIDE`.
 
         Raises:
-            UsageError: a side is not. (A model may allow less than this; it checks for itself.)
+            UsageError: a side is not. (A model may allow less; it has its own check.)
         """
         for name, side in zip(self._fields, self, strict=True):
             if not isinstance(side, int) or isinstance(side, bool):
@@ -54,7 +54,7 @@ class Resolution(NamedTuple):
 def parse(text: str) -> Resolution:
     """Read `"192"` (a square) or `"128x192"` (WIDTHxHEIGHT).
 
-    Raises UsageError: the text has another form, or a side is not a multiple of `RESOLUTION_MULTIPLE` in its range.
+    Raises UsageError if the text has another form, or a side is not a multiple of `RESOLUTION_MULTIPLE` in its range.
     """
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
@@ -66,7 +66,7 @@ def parse(text: str) -> Resolution:
 def parse_list(text: str) -> tuple[Resolution, ...]:
     """Read resolutions separated by commas, as `"128,192,128x256"`, in the order given.
 
-    Raises UsageError: an item is not a resolution, there is none, or one is given twice.
+    Raises UsageError if an item is not a resolution, there is none, or one is given twice.
     """
     resolutions = tuple(parse(item) for item in text.split(","))
     for i, resolution in enumerate(resolutions):
@@ -76,7 +76,9 @@ def parse_list(text: str) -> tuple[Resolution, ...]:
 
 
 def format_batch(counts: Mapping[Resolution, int]) -> str:
-    """Write a batch as `"2*128x192 + 256x256"`: small images first, no number for a single request, none for none."""
+    """Format a batch as `"2*128x192 + 256x256"`: small images first, no number for a single request, and nothing for a
+    resolution without requests.
+    """
     ranked = sorted(counts.items(), key=lambda pair: (pair[0].pixels, pair[0]))
     return " + ".join(str(size) if count == 1 else f"{count}*{size}" for size, count in ranked if count)
 
@@ -84,7 +86,7 @@ def format_batch(counts: Mapping[Resolution, int]) -> str:
 def parse_batch(text: str) -> dict[Resolution, int]:
     """Read a batch as `format_batch` writes it; `"2x128x192+1x256x256"` is the same.
 
-    Raises UsageError: the text has another form, or names a resolution twice or no requests of it.
+    Raises UsageError if the text has another form, or names a resolution twice or with no requests.
     """
     counts: dict[Resolution, int] = {}
     for part in text.split("+"):

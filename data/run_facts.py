@@ -1,4 +1,4 @@
-"""What something was measured with: the model, the machine, and how the engine was set. Imports no torch."""
+"""Circumstances of a measurement: the model, the machine and the engine's options. Imports no torch."""
 
 import os
 from collections.abc import Mapping
@@ -6,30 +6,30 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 _LATER = {"compile", "cuda_graphs", "date"}
-"""Facts that older files do not have: what they hold was measured without the first two."""
+"""Facts that older files lack: their measurements were taken without the first two."""
 
 
 def usable_cores() -> int:
-    """How many processors this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a time depends on besides the batch. Two are equal if all but the date is.
+    """Facts that a time depends on besides the batch. Two are equal if all but their dates are.
 
     Attributes:
-        model: what the user called it.
-        fingerprint: of the model's files.
-        device, device_name: as torch names it ("cpu", "cuda:0"), and the processor in words.
-        dtype: of the denoising model.
-        engine, order, patch_size, strategy, kernels, compile, cuda_graphs: of `EngineOptions`; the order as it was
+        model: the user's name for the model.
+        fingerprint: fingerprint of the model's files.
+        device, device_name: device as torch names it ("cpu", "cuda:0"), and the name of its processor.
+        dtype: number format of the denoising model.
+        engine, order, patch_size, strategy, kernels, compile, cuda_graphs: as in `EngineOptions`; the order that was
             chosen.
-        threads: CPU threads of torch.
-        cpu: the processor that drives the device.
-        torch: its version.
-        guidance_scale, is_guided: of the requests.
-        date: when it was measured, as 2026-01-31; "" in older files.
+        threads: number of torch's CPU threads.
+        cpu: processor that drives the device.
+        torch: version of torch.
+        guidance_scale, is_guided: guidance of the requests.
+        date: date of the measurement, as 2026-01-31; "" in older files.
     """
 
     model: str
@@ -52,25 +52,25 @@ class RunFacts:
     date: str = field(default="", compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """All facts, for the head of a file."""
+        """Return all facts, for the head of a file."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """Raises ValueError if it is not what `to_json` gives."""
+        """Return the facts that `to_json` serialized. Raises ValueError if they are incomplete."""
         known = {each.name for each in fields(cls)}
         if not isinstance(data, dict) or not known - _LATER <= set(data) <= known:
             raise ValueError("its circumstances are incomplete")
         return cls(**data)
 
     def key(self) -> dict[str, Any]:
-        """All but the date: equal for measurements that may stand in for each other."""
+        """Return all facts but the date; measurements with equal keys are interchangeable."""
         return {name: value for name, value in asdict(self).items() if name != "date"}
 
     def difference(self, served: Self) -> str | None:
-        """Say in one line what makes latencies with these facts useless for `served`, None if nothing does.
+        """Return in one line why latencies with these facts do not apply to `served`; None if they do.
 
-        Another version of torch, and another guidance scale that is also on, do not.
+        A different version of torch does not matter, nor does a different guidance scale if guidance is on in both.
         """
         names = ["fingerprint", "device_name", "dtype", "engine", "order", "patch_size", "strategy", "kernels"]
         names += ["compile", "cuda_graphs", "is_guided"] + (["threads"] if served.device == "cpu" else [])
@@ -86,10 +86,10 @@ class RunFacts:
 
 
 def describe(facts: Mapping[str, Any]) -> str:
-    """Say in a few words what a result whose head holds `RunFacts` was measured on."""
+    """Return a short description of the circumstances of a result whose head holds `RunFacts`."""
     threads = facts["threads"]
     count = f", {threads} thread{'s' if threads > 1 else ''}" if facts["device"] == "cpu" else ""
-    # Of a path or a hub id the last part will do.
+    # The last part of a path or a hub id suffices.
     name = facts["model"].rstrip("/").rpartition("/")[2]
     return f"{name}, {facts['dtype']}, {facts['device_name']}{count}"
 

@@ -10,18 +10,18 @@ from .errors import UsageError
 
 CONFIDENCE = 0.95
 Z95 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-"""Standard deviations on either side of the mean of a normal distribution that hold 95 % of it."""
+"""Number of standard deviations on either side of the mean that contain 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number and how sure it is. Result files hold it as `{"value", "low", "high", "n"}`.
+    """A number with its uncertainty. Result files hold it as `{"value", "low", "high", "n"}`.
 
     Attributes:
         value: the number.
-        low, high: its 95 % interval; both None where it is not known how far another run may be off, both equal to
-            `value` where the number is exact.
-        n: number of images, requests or runs behind it; None where that is not known.
+        low, high: the 95 % interval; both None if the deviation of another run is unknown, both equal to `value` if the
+            number is exact.
+        n: number of images, requests or runs behind it; None if unknown.
 
     Raises:
         UsageError: a field is not of its kind, or the interval has one end, or its ends are exchanged. (Result files
@@ -48,18 +48,18 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: float, n: int | None = None) -> Self:
-        """A number that repeats exactly."""
+        """Return the estimate of a number that every run repeats exactly."""
         return cls(value, value, value, n)
 
     @classmethod
     def of_mean(cls, values: Sequence[float]) -> Self:
-        """The mean of independent values with Student's interval. Raises ValueError without values."""
+        """Return the mean of independent values with Student's interval. Raises ValueError without values."""
         return cls(fmean(values), *(student_interval(values) or (None, None)), len(values))
 
     @classmethod
     def of_ratios(cls, values: Sequence[float]) -> Self:
-        """The geometric mean of independent ratios, with Student's interval of their logarithms, so that both stay
-        above 0. Raises ValueError without values, or if one is not above 0.
+        """Return the geometric mean of independent ratios, with Student's interval of their logarithms, so that both
+        stay above 0. Raises ValueError without values, or if one is not above 0.
         """
         logs = cls.of_mean([math.log(value) for value in values])
         low, high = (None if end is None else math.exp(end) for end in (logs.low, logs.high))
@@ -67,29 +67,31 @@ class Estimate:
 
     @classmethod
     def of_share(cls, num_met: int, num: int) -> Self:
-        """A share of independent things with Wilson's interval. Raises ValueError if it is not a share."""
+        """Return the share of successes in independent trials with Wilson's interval. Raises ValueError if it is not a
+        share.
+        """
         low, high = wilson_interval(num_met, num)
         return cls(num_met / num, low, high, num)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the interval is the number itself."""
+        """Whether both ends of the interval equal the number."""
         return self.low == self.value == self.high
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Both ends, or None."""
+        """Both ends of the interval, or None."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold."""
+        """Return a mapping that can be serialized as JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Any) -> Self:
-        """The estimate in a result file; a bare number has no interval.
+        """Return the estimate in a result file; a bare number has no interval.
 
-        Raises UsageError: it is neither a number nor a mapping of `value`, `low`, `high` and `n`.
+        Raises UsageError if it is neither a number nor a mapping of `value`, `low`, `high` and `n`.
         """
         if not isinstance(content, Mapping):
             return cls(content)
@@ -100,10 +102,10 @@ class Estimate:
 
 
 def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the mean of independent values (Student, 1908); None for fewer than two.
+    """Return the 95 % interval of the mean of independent values (Student, 1908); None for fewer than two.
 
-    For few values the bootstrap does not serve: three have ten resamples, and an interval called 95 % then holds the
-    truth about three times in four.
+    The bootstrap is unsuitable for few values: three values have ten resamples, and a nominal 95 % interval then covers
+    the true mean about three times in four.
     """
     if len(values) < 2:
         return None
@@ -115,11 +117,11 @@ def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def wilson_interval(num_met: float, num: int) -> tuple[float, float]:
-    """95 % interval of the share of independent things that were met (Wilson, 1927).
+    """Return the 95 % interval of the share of successes in independent trials (Wilson, 1927).
 
     Args:
-        num_met: how many; also a part of one, where a tie counts half.
-        num: of how many, at least 1.
+        num_met: number of successes; fractional if a tie counts half.
+        num: number of trials, at least 1.
 
     Raises:
         ValueError: `num` is below 1, or `num_met` is not within 0 and `num`.
@@ -129,6 +131,6 @@ def wilson_interval(num_met: float, num: int) -> tuple[float, float]:
     share, z2 = num_met / num, Z95 * Z95
     centre = (share + z2 / (2 * num)) / (1 + z2 / num)
     half = Z95 / (1 + z2 / num) * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num))
-    # At the ends a bound is the share itself, which rounding would miss.
+    # For a share of 0 or 1 one bound is the share itself, which rounding would miss.
     low = 0.0 if num_met == 0 else min(centre - half, share)
     return low, 1.0 if num_met == num else max(centre + half, share)

@@ -1,15 +1,15 @@
-"""What records of templates are of, and what they hold (InstGenIE section 3.1)."""
+"""Kinds and contents of the records of templates (InstGenIE section 3.1)."""
 
 import re
 from typing import Literal, get_args
 
 TemplateKind = Literal["noised", "trajectory"]
-"""The image, noised at each step, as any image can be; or the generation that has drawn it."""
+"""Source of a record: any image, noised at each step, or the generation that drew the image."""
 TEMPLATE_KINDS: tuple[TemplateKind, ...] = get_args(TemplateKind)
 
 Keep = Literal["outputs", "kv", "all"]
-"""What transformer blocks give (figure 5); keys and values of attention to the image, and what stacks of such blocks
-give (figure 7); or all that operators with context read.
+"""Content of a record: outputs of transformer blocks (figure 5); keys and values of attention to the image, and outputs
+of stacks of such blocks (figure 7); or all that operators with context read.
 """
 KEEPS: tuple[Keep, ...] = get_args(Keep)
 
@@ -21,8 +21,8 @@ _UP_TO_LAST_NUMBER = re.compile(r".*\.\d+(?=\.|$)")
 
 
 def unit_of(operator: str) -> str:
-    """The part of a model that an operator belongs to, by their names: a resnet, a resampler or a transformer block of
-    diffusers; what stands in none is by itself. What one unit reads of a record is loaded together.
+    """Return the unit of a model that an operator belongs to, by name: a resnet, a resampler or a transformer block of
+    diffusers. An operator in none of these is its own unit. All that one unit reads of a record is loaded together.
     """
     found = _UP_TO_LAST_NUMBER.match(operator)
     return operator if found is None else found[0]

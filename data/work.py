@@ -1,4 +1,4 @@
-"""What a step does for one request: the whole image, or the active cells of an edit over a record."""
+"""Work of a step for one request: the whole image, or the active cells of an edit over a record."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,13 @@ from .resolution import Resolution
 
 
 class Work(NamedTuple):
-    """A part of an image: what a step computes of an edit that reads the rest from its template's record.
+    """Part of an image that a step computes for an edit; the rest is read from its template's record.
 
-    Work on a whole image is its `Resolution`, so that both sort and hash together and batches without edits are what
-    they always were; `work_of` makes either.
+    Work on a whole image is its `Resolution`, so that both sort and hash together, and batches without edits consist of
+    resolutions only; `work_of` creates either.
 
     Attributes:
-        width, height: of the image in pixels.
+        width, height: size of the image in pixels.
         active_share: share of its cells that are computed, above 0 and below 1.
     """
 
@@ -30,12 +30,12 @@ class Work(NamedTuple):
 
 
 def work_of(resolution: Resolution, active_share: float = 1.0) -> Resolution | Work:
-    """The work on so much of an image. Raises ValueError: the share is not above 0 and up to 1."""
+    """Return the work on this share of an image. Raises ValueError if the share is not above 0 and up to 1."""
     if not 0 < active_share <= 1:
         raise ValueError(f"active share is {active_share:g}, but it must be above 0 and up to 1")
     return resolution if active_share == 1 else Work(*resolution, active_share)
 
 
 def resolution_of(work: Resolution | Work) -> Resolution:
-    """Size of the image that is worked on."""
+    """Return the size of the image that is worked on."""
     return work.resolution if isinstance(work, Work) else work

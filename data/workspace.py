@@ -1,4 +1,4 @@
-"""The workspace: one folder where commands leave, per model and device, what other commands use.
+"""Workspace: one folder in which commands store, per model and device, files that other commands use.
 
 <root>/<model>/<device>/tables/       measured tables, such as standalone latencies
 <root>/<model>/<device>/predictors/   fitted predictors
@@ -24,7 +24,7 @@ _MAX_SLUG = 100
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The root folder; nothing is created until something is to be stored."""
+    """Root folder of a workspace; nothing is created until something is stored."""
 
     root: Path
 
@@ -43,23 +43,23 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class ModelWorkspace:
-    """The part of a workspace that belongs to one model on one device."""
+    """Part of a workspace that belongs to one model on one device."""
 
     root: Path
 
     @property
     def tables(self) -> Path:
-        """Folder of measured tables, created when it is first asked for. Raises OSError."""
+        """Folder of measured tables, created on first access. Raises OSError."""
         return self._folder("tables")
 
     @property
     def predictors(self) -> Path:
-        """Folder of fitted predictors, created when it is first asked for. Raises OSError."""
+        """Folder of fitted predictors, created on first access. Raises OSError."""
         return self._folder("predictors")
 
     @property
     def runs(self) -> Path:
-        """Folder of runs, created when it is first asked for. Raises OSError."""
+        """Folder of runs, created on first access. Raises OSError."""
         return self._folder("runs")
 
     @property
@@ -75,7 +75,7 @@ class ModelWorkspace:
         return next(iter(self.newest_tables(pattern)), None)
 
     def newest_tables(self, pattern: str) -> list[Path]:
-        """All tables that `newest_table` chooses from, the newest first."""
+        """Return all tables whose file names fit a pattern, the newest first."""
         found = [path for path in (self.root / "tables").glob(pattern) if path.is_file()]
         return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
@@ -141,8 +141,8 @@ def _check_kind(kind: str) -> None:
 def _slug(name: str, what: str) -> str:
     """Turn a name into one path component: "org/model" becomes "org--model".
 
-    A name that loses anything else on the way, such as an absolute path, ends in eight digits of its hash, so that two
-    names never share a folder.
+    If a name loses anything else in the conversion, such as an absolute path, eight digits of its hash are appended, so
+    that two names never share a folder.
     """
     if not name.strip():
         raise UsageError(f"the {what} is empty; the workspace needs one to name its folder")

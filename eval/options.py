@@ -1,4 +1,4 @@
-"""What `psctl eval` is asked for, checked before anything heavy is loaded. No torch."""
+"""Options of `psctl eval`, checked before anything heavy is loaded. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ SAMPLES_DIR, FEATURES_DIR = "samples", "features"
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """What is measured of which images; the defaults are the command's.
+    """Options of an evaluation; the defaults are the command's.
 
     Attributes:
         metrics: some of `METRICS`.
         dataset: spec (`data.datasets.spec`) of the text-image pairs: their captions are drawn, their images are the
             reference.
         num_prompts: number of pairs.
-        seed: of the sample, of the first image, and of everything drawn in the metrics.
-        resolutions: as text, such as "128,192"; taken in turn. None for the model's.
-        num_inference_steps, guidance_scale: None for the model's.
-        policy: which requests join the batch, and when.
-        max_batch_size: of the engine.
-        max_bad: how many images may be missing, damaged or fail.
+        seed: seed of the sample, of the first image, and of all random draws in the metrics.
+        resolutions: resolutions as text, such as "128,192", assigned in turn; None for the model's.
+        num_inference_steps, guidance_scale: parameters of every request; None for the model's.
+        policy: name of the policy that admits requests to the batch.
+        max_batch_size: maximum number of requests in the engine's batch.
+        max_bad: maximum number of images that may be missing, damaged or fail.
 
     Raises:
         UsageError: a value is out of its range.
@@ -73,7 +73,7 @@ class EvalOptions:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What a model shall draw: the sample, and for each pair an item; steps and guidance scale of every request."""
+    """Images for a model to draw: the sample, an item for each pair, and steps and guidance scale of every request."""
 
     sample: "Sample"
     items: "tuple[ImageItem, ...]"
@@ -82,14 +82,14 @@ class EvalPlan:
 
 
 def plan_eval(options: EvalOptions, defaults: ModelDefaults, workspace_root: Path) -> EvalPlan:
-    """Draw the text-image pairs and say what is to be drawn for them. No image is decoded beyond a check.
+    """Draw the text-image pairs and plan an image for each. Images are decoded only to check them.
 
     Raises:
         UsageError: the data set cannot be read, has too few pairs or no images where a metric needs them, or a
             resolution is malformed.
         OSError: the sample cannot be cached.
     """
-    # Here, because the command line reads the options' defaults, and its help must not wait for data sets.
+    # Imported here, because the command line reads the options' defaults, and its help must not wait for data sets.
     from ..data.datasets.registry import open_dataset
     from ..data.datasets.sampling import sample_pairs
     from .sets.generate import make_items
@@ -119,7 +119,7 @@ def plan_eval(options: EvalOptions, defaults: ModelDefaults, workspace_root: Pat
 def open_folders(
     metrics: Sequence[str], generated: Path, reference: Path | None
 ) -> "tuple[ImageFolder, ImageFolder | None]":
-    """The folders that are to be measured.
+    """Open the folders to measure.
 
     Raises:
         UsageError: one is missing or holds no image, or a metric needs reference images and there are none.

@@ -1,12 +1,12 @@
-"""Random forest inference: the probabilities and classes that scikit-learn's RandomForestClassifier gives, on a device.
+"""Random forest inference on a device, with the probabilities and classes of scikit-learn's RandomForestClassifier.
 
     proba[row] = (tree_1[row] + tree_2[row] + ...) / trees     tree_i[row] is the probability of classes 0 and 1 at the
                                                                leaf of tree i that the row falls into
 
-Sums are in float64 in the order of the trees, as scikit-learn's are, so that probabilities are equal to the last bit
-and classes on every row, near ties included. The torch reference takes no walk through the trees but a constant number
-of operations on all rows and trees at once (`forest_tables`); the Triton kernel walks all trees side by side, one level
-at a time. Sources: PatchedServe section 5.1 (cache reuse predictor) and section 7.
+Sums are in float64 in the order of the trees, as in scikit-learn, so that probabilities are equal to the last bit, and
+classes are equal on every row, including near ties. The torch reference does not walk the trees but takes a constant
+number of operations on all rows and trees at once (`forest_tables`); the Triton kernel walks all trees in parallel, one
+level at a time. Sources: PatchedServe section 5.1 (cache reuse predictor) and section 7.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _TILE = 256
-"""Rows times trees that one Triton program holds: few, so that the patches of one batch occupy many processors."""
+"""Rows times trees of one Triton program: few, so that the patches of one batch occupy many multiprocessors."""
 
 _EXPONENT_BITS = 23
 
 
 def forest_proba(features: torch.Tensor, forest: FlatForest, *, kernels: str = "auto") -> torch.Tensor:
-    """Return the mean probability of both classes, as `RandomForestClassifier.predict_proba`.
+    """Return the mean probabilities of both classes, as `RandomForestClassifier.predict_proba` does.
 
     Args:
-        features: (rows, F) float32, of any strides; NaN counts as above every threshold, as infinity does.
-        forest: on the device of the features.
+        features: (rows, F) float32, of any strides; NaN counts as above every threshold, like infinity.
+        forest: forest on the device of the features.
         kernels: one of `KERNELS`.
 
     Returns:
@@ -67,17 +67,17 @@ def forest_predict(
         min_confidence: a row is of class 1 if the mean probability of class 1 is above this. At 0.5 it is
             `RandomForestClassifier.predict`: class 1 if it is the more probable one, class 0 in a tie.
     """
-    # Both sides and not just class 1 against a number: where probabilities are rounded, they do not add up to 1.
+    # Both classes, and not just class 1 against a number: rounded probabilities need not add up to 1.
     class_0, class_1 = forest_proba(features, forest, kernels=kernels).unbind(1)
     return class_1 * (1 - min_confidence) > class_0 * min_confidence
 
 
 def forest_proba_torch(features: torch.Tensor, forest: FlatForest) -> torch.Tensor:
-    """The reference of `forest_proba`, in torch; arguments are not checked."""
+    """Torch reference of `forest_proba`; arguments are not checked."""
     bits: torch.Tensor | None = None
     for column, cut, mask in zip(features.t().contiguous().unbind(), forest.cuts, forest.masks, strict=True):
         if not len(cut):
-            continue  # no tree looks at this feature
+            continue  # no tree uses this feature
         of_interval = mask.index_select(0, torch.searchsorted(cut, column))
         bits = of_interval if bits is None else bits.bitwise_and_(of_interval)
     if bits is None:
@@ -85,7 +85,7 @@ def forest_proba_torch(features: torch.Tensor, forest: FlatForest) -> torch.Tens
     # At most one bit of a segment is set, so the conversion to float32 is exact and its exponent is the bit's number.
     place = (bits.float().view(torch.int32) >> _EXPONENT_BITS).t() + forest.places
     of_segment = forest.leaf_proba.index_select(0, place.reshape(-1)).view(place.shape)
-    # Segments that do not hold a tree's leaf add 0, which changes nothing. One by one: `sum` has an order of its own.
+    # Segments without the row's leaf add 0. They are added one by one, because `sum` has its own order.
     first, *others = of_segment.unbind()
     total = first.clone()
     for part in others:
@@ -110,7 +110,7 @@ def forest_kernel(
     block_rows: tl.constexpr,
     block_trees: tl.constexpr,
 ):
-    """A block of rows: all trees of a tile go down one level at a time, then their leaves are added up in order."""
+    """Process a block of rows: all trees of a tile descend level by level, then their leaves are summed in order."""
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     is_row = row < num_rows
     start = features + row.to(tl.int64) * stride_row
@@ -128,7 +128,7 @@ def forest_kernel(
         leaf_0 = tl.load(proba + node * 2)
         leaf_1 = tl.load(proba + node * 2 + 1)
         for i in range(block_trees):
-            # One number and zeros: the sum is exact in whatever order it is taken.
+            # One number and zeros: the sum is exact in any order.
             is_mine = ((tree == first + i) & (tree < num_trees))[None, :]
             total_0 += tl.sum(tl.where(is_mine, leaf_0, 0.0), axis=1)
             total_1 += tl.sum(tl.where(is_mine, leaf_1, 0.0), axis=1)

@@ -1,11 +1,11 @@
-"""The arrays of a random forest with two classes: its trees as nodes, and the same trees as boxes of bits.
+"""Arrays of a random forest with two classes: its trees as nodes, and the same trees as boxes of bits.
 
-Nodes are what files hold and what the Triton kernel walks. Boxes are what the torch reference reads: every leaf is a
-box, an interval of each feature. The thresholds of a feature cut it into intervals; for each interval one bit a leaf
-says whether the leaf's box takes it in. The AND of the bits of a row's intervals, one of each feature, leaves one bit a
+Files hold nodes, and the Triton kernel walks them. The torch reference reads boxes: every leaf is a box, an interval of
+each feature. The thresholds of a feature divide it into intervals; for each interval, one bit per leaf is set if the
+leaf's box contains the interval. The AND of the bits of a row's intervals, one of each feature, leaves one bit per
 tree: the leaf that the row falls into. Bits of false nodes are the idea of Lucchese et al., QuickScorer: a Fast
-Algorithm to Rank Documents with Additive Ensembles of Regression Trees (SIGIR 2015); bits of boxes need no search for
-the first one that is left.
+Algorithm to Rank Documents with Additive Ensembles of Regression Trees (SIGIR 2015); with bits of boxes, no search for
+the first remaining bit is needed.
 """
 
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ import numpy as np
 import torch
 
 SEGMENT_LEAVES = 63
-"""Leaves whose bits one integer holds; the sign is left free, so that the one bit that is set can be found by way of
-the exponent of a float. A tree with more leaves takes more integers."""
+"""Leaves whose bits one integer holds. The sign bit is unused, so that the exponent of a float gives the one set
+bit. A tree with more leaves takes more integers."""
 
 _EXPONENT_OF_ONE = 127
-_PLACES = 192  # 0 for "no bit", then 127 + bit: what the exponent of float32 says
+_PLACES = 192  # exponents of float32: 0 for "no bit", otherwise 127 + bit
 _MAX_MASK_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
 class FlatForest:
-    """All trees of a forest in flat arrays. Made by `of`, which checks them.
+    """All trees of a forest in flat arrays, created and checked by `of`.
 
     Attributes:
-        feature: (nodes,) int32, the feature that a node looks at; 0 at a leaf.
+        feature: (nodes,) int32, the feature that a node tests; 0 at a leaf.
         threshold: (nodes,) float32; a row whose feature is at most this goes left, any other, also NaN, goes right.
         children: (nodes, 2) int32, left and right; a leaf is its own child.
         proba: (nodes, 2) float64, the probability of classes 0 and 1 at a leaf; 0 elsewhere.
-        roots: (trees,) int32, in the order in which the trees' probabilities are added up.
-        depth: steps from a root to the deepest leaf.
-        num_features: features of a row.
-        cuts: for each feature its thresholds, ascending, float32.
-        masks: for each feature (intervals, segments) int64, the leaves whose boxes take in the interval.
+        roots: (trees,) int32, in the order in which the trees' probabilities are summed.
+        depth: number of steps from a root to the deepest leaf.
+        num_features: number of features of a row.
+        cuts: thresholds of each feature, ascending, float32.
+        masks: for each feature (intervals, segments) int64, the leaves whose boxes contain the interval.
         places: (segments, 1) int32, where a segment's part of `leaf_proba` begins.
         leaf_proba: (segments * places,) complex128; class 0 is the real part, class 1 the imaginary one, so that one
             addition adds both.
-        divisor: () float64, the number of trees. By a number that is no tensor, torch's CUDA division multiplies with
-            the reciprocal, which rounds once more.
+        divisor: () float64, the number of trees. With a Python number, torch's CUDA division would multiply by the
+            reciprocal, which rounds once more.
     """
 
     feature: torch.Tensor
@@ -68,11 +68,11 @@ class FlatForest:
         roots: torch.Tensor,
         num_features: int,
     ) -> "FlatForest":
-        """Check the nodes of a forest and build the rest from them; arguments as the attributes, on the CPU.
+        """Check the nodes of a forest and build the other arrays; arguments are as the attributes, on the CPU.
 
         Raises:
-            ValueError: the arrays are no forest (the message says which rule they break), or it is so large that its
-                bits would take more than 256 MiB.
+            ValueError: the arrays are not a forest (the message names the broken rule), or its bits would take more
+                than 256 MiB.
         """
         nodes = _Nodes(feature.numpy(), threshold.numpy(), children.numpy(), proba.numpy(), roots.numpy(), num_features)
         depth = nodes.check()
@@ -91,11 +91,11 @@ class FlatForest:
 
     @classmethod
     def of_trees(cls, trees: Sequence[Any], num_features: int) -> "FlatForest":
-        """Take over trees with the attributes of scikit-learn's `Tree`: children_left, children_right, feature,
-        threshold, value. Raises ValueError as `of`.
+        """Build the forest from trees with the attributes of scikit-learn's `Tree`: children_left, children_right,
+        feature, threshold, value. Raises ValueError as `of`.
 
-        A float32 feature is at most a float64 threshold exactly if it is at most the largest float32 not above it, so
-        thresholds are rounded down.
+        A float32 feature is at most a float64 threshold if and only if it is at most the largest float32 not above it,
+        so thresholds are rounded down.
         """
         parts: list[tuple[np.ndarray, ...]] = []
         roots: list[int] = []
@@ -131,12 +131,12 @@ class FlatForest:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all arrays."""
+        """Memory of all arrays in bytes."""
         parts = [self.feature, self.threshold, self.children, self.proba, self.roots, self.places, self.leaf_proba]
         return sum(array.numel() * array.element_size() for array in (*parts, *self.cuts, *self.masks))
 
     def nodes(self) -> dict[str, torch.Tensor]:
-        """The arrays from which `of` builds the forest again, by the names of its arguments."""
+        """Return the arrays from which `of` rebuilds the forest, by the names of its arguments."""
         return {name: getattr(self, name) for name in ("feature", "threshold", "children", "proba", "roots")}
 
     def to(self, device: torch.device | str) -> "FlatForest":
@@ -146,7 +146,7 @@ class FlatForest:
 
 @dataclass(frozen=True, slots=True)
 class _Nodes:
-    """The nodes as numpy arrays, checked and cut into boxes."""
+    """Nodes as numpy arrays, which are checked and divided into boxes."""
 
     feature: np.ndarray
     threshold: np.ndarray
@@ -160,7 +160,7 @@ class _Nodes:
         return self.children[:, 0] == np.arange(len(self.feature))
 
     def check(self) -> int:
-        """Return the depth. Raises ValueError."""
+        """Check the nodes and return the depth. Raises ValueError."""
         num = len(self.feature)
         wanted = {
             "feature": ((num,), np.int32),
@@ -177,7 +177,7 @@ class _Nodes:
         own, is_leaf = np.arange(num), self.is_leaf
         if not len(self.roots) or self.roots[0] != 0 or (np.diff(self.roots) <= 0).any() or self.roots[-1] >= num:
             raise ValueError("the roots of the forest must ascend from node 0")
-        # A tree's nodes lie together, parents first. So there are no circles, and depth needs one pass.
+        # A tree's nodes are contiguous, parents first. So there are no cycles, and depth needs one pass.
         ends = np.append(self.roots[1:], num)[np.searchsorted(self.roots, own, side="right") - 1]
         inner = self.children[~is_leaf]
         if (inner <= own[~is_leaf, None]).any() or (inner >= ends[~is_leaf, None]).any():
@@ -203,7 +203,7 @@ class _Nodes:
     def boxes(self) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
         """Return cuts and masks by feature, and the leaves of every segment in the order of their bits.
 
-        Interval i of a feature lies above its first i thresholds and not above the next one.
+        Interval i of a feature is above its first i thresholds and not above the next one.
         """
         is_inner = ~self.is_leaf
         cuts = [np.unique(self.threshold[is_inner & (self.feature == k)]) for k in range(self.num_features)]

@@ -3,9 +3,9 @@
     mean[r, g] = average of x over the patches of request r and the channels of group g
     rstd[r, g] = 1 / sqrt(average of (x - mean[r, g])^2 + eps)
 
-Both passes are over deviations from a mean, never E[x^2] - E[x]^2, which loses all digits where the mean is large. Each
-patch yields its mean and its sum of squared deviations, which Chan's formula merges in a fixed order, so that results
-are the same in every run; what one request holds, be it infinity, never reaches another. Sources: Wu and He, Group
+Both passes use deviations from a mean, never E[x^2] - E[x]^2, which loses all digits if the mean is large. Each patch
+yields its mean and its sum of squared deviations, which Chan's formula merges in a fixed order, so that results are the
+same in every run. Values of one request, even infinity, never affect another. Sources: Wu and He, Group
 Normalization (2018); Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances
 (1979); PatchedServe section 4.2.2.
 """
@@ -35,9 +35,9 @@ def group_norm_stats(
 
     Args:
         x: (P, C, h, w) patches in float32, float16 or bfloat16, fastest in channels-last format.
-        request_index: (P,) request of each patch, below `num_requests` and never decreasing, as `PatchLayout` has it.
+        request_index: (P,) request of each patch, below `num_requests` and never decreasing, as in `PatchLayout`.
             Values are not checked.
-        num_requests: n. A request without patches gets mean 0 and variance 0.
+        num_requests: number of requests, n. A request without patches has mean 0 and variance 0.
         num_groups: number of groups; it must divide C.
         eps: added to the variance.
         kernels: one of `KERNELS`.
@@ -61,18 +61,18 @@ def group_norm_stats(
 def group_norm_stats_torch(
     x: torch.Tensor, request_index: torch.Tensor, num_requests: int, num_groups: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `group_norm_stats`, in torch; arguments are not checked."""
+    """Torch reference of `group_norm_stats`; arguments are not checked."""
     num_patches, channels, height, width = x.shape
     group_channels = channels // num_groups
     pixels = x.permute(0, 2, 3, 1).float().reshape(num_patches, height * width, num_groups, group_channels)
     patch_mean = pixels.mean((1, 3), keepdim=True)
     squares = (pixels - patch_mean).square_().sum((1, 3), dtype=torch.float64)
 
-    # The merge is small, so that float64 costs nothing. Segments and not a product with ones and zeros: infinity in one
-    # request must not reach another.
+    # The merge is small, so that float64 costs nothing. It uses segments and not a product with ones and zeros, because
+    # infinity in one request must not affect another.
     patch_mean = patch_mean.view(num_patches, num_groups).double()
     count = group_channels * height * width
-    # Not `bincount`, which waits for the device.
+    # Not `bincount`, which synchronizes with the device.
     num_of_request = request_index.new_zeros(num_requests)
     num_of_request.index_add_(0, request_index, torch.ones_like(request_index))
     divisor = num_of_request.clamp(min=1)[:, None]
@@ -97,7 +97,7 @@ def patch_stats_kernel(
     block_pixels: tl.constexpr,
     block_channels: tl.constexpr,
 ):
-    """Mean and sum of squared deviations of one group of one patch."""
+    """Compute mean and sum of squared deviations of one group of one patch."""
     patch = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     start = x + patch * stride_patch + group * group_channels * stride_channel
@@ -139,7 +139,7 @@ def merge_stats_kernel(
 ):
     """Merge one group of all patches of one request; `count` is the number of values of a group of a patch.
 
-    Every program reads the whole request index, which is a few kilobytes that all share, and so needs no offsets.
+    Every program reads the whole request index, a few kilobytes that all share, so that no offsets are needed.
     """
     request = tl.program_id(0)
     group = tl.program_id(1)

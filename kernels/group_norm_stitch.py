@@ -4,9 +4,9 @@
     y[p, c] = y[p, c] * sigmoid(y[p, c])                                   if `activation`
     out     = halo_gather(y, neighbours, halo)
 
-Every pixel is read and normalised once; whoever holds it writes it to its place in its own padded patch and to the
-border of each neighbour that needs it. Borders beyond the image are zeros, written by the patch that has them. All in
-float32 with one rounding at the end. Source: PatchedServe section 4.2.2, "Boundary Stitcher".
+Every pixel is read and normalised once. The program of its patch writes it to its place in the padded patch and to the
+border of each neighbour that needs it. Borders beyond the image are zeros, written by the patch that has them. All
+arithmetic is in float32 with one rounding at the end. Source: PatchedServe section 4.2.2, "Boundary Stitcher".
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def group_norm_silu_stitch_torch(
     activation: bool = True,
     halo: int = 1,
 ) -> torch.Tensor:
-    """The reference of `group_norm_silu_stitch`, in torch; arguments are not checked."""
+    """Torch reference of `group_norm_silu_stitch`; arguments are not checked."""
     y = group_norm_apply_torch(x, mean, rstd, weight, bias, request_index, activation=activation)
     return halo_gather_torch(y, neighbours, halo)
 
@@ -119,7 +119,7 @@ def group_norm_apply_torch(
     *,
     activation: bool = True,
 ) -> torch.Tensor:
-    """The reference of `group_norm_apply`, in torch; arguments are not checked."""
+    """Torch reference of `group_norm_apply`; arguments are not checked."""
     num_groups = mean.shape[1]
     # One factor and one summand per request and channel make the norm a single pass over the pixels.
     scale = (rstd[:, :, None] * weight.float().view(num_groups, -1)).flatten(1)
@@ -155,7 +155,7 @@ def group_norm_stitch_kernel(
     block_pixels: tl.constexpr,
     block_channels: tl.constexpr,
 ):
-    """One tile of one patch; `out` is channels-last, x has any strides. With halo 0 it reads no neighbours."""
+    """Process one tile of one patch; `out` is channels-last, x has any strides. With halo 0 it reads no neighbours."""
     patch = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * block_pixels + tl.arange(0, block_pixels)
     channel = tl.program_id(2) * block_channels + tl.arange(0, block_channels)
@@ -188,8 +188,8 @@ def group_norm_stitch_kernel(
                 right = direction % 3 - 1
                 neighbour = tl.load(neighbours + patch * 8 + direction - direction // 5).to(tl.int64)
                 is_there = neighbour >= 0
-                # A neighbour sees this pixel a patch further back. Where the image ends, the same number of pixels of
-                # this patch, seen a patch further on, are its border on that side, which gets zeros.
+                # In a neighbour's coordinates this pixel is one patch further back. At the edge of the image, the same
+                # number of this patch's pixels, moved one patch on, cover its border on that side, which gets zeros.
                 sign = tl.where(is_there, -1, 1)
                 patch_written = tl.where(is_there, neighbour, patch)
                 row_written = row + sign * down * height

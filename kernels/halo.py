@@ -3,8 +3,8 @@
     out[p, :, i + halo, j + halo] = image_of(p)[:, i + row_of(p), j + col_of(p)]    for -halo <= i < h + halo, and
                                                                                      so j; zero outside the image
 
-which turns a convolution of the image with padding `halo` into one of the patches without padding, of any stride that
-divides the side of a patch. Source: PatchedServe section 4.2.1, "Patch-based Convolution".
+This turns a convolution of the image with padding `halo` into a convolution of the patches without padding, for any
+stride that divides the side of a patch. Source: PatchedServe section 4.2.1, "Patch-based Convolution".
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ def halo_gather(x: torch.Tensor, neighbours: torch.Tensor, halo: int = 1, *, ker
 
 
 def halo_gather_torch(x: torch.Tensor, neighbours: torch.Tensor, halo: int = 1) -> torch.Tensor:
-    """The reference of `halo_gather`, in torch; arguments are not checked."""
+    """Torch reference of `halo_gather`; arguments are not checked."""
     num_patches, channels, height, width = x.shape
     out = empty_channels_last(x, num_patches, channels, height + 2 * halo, width + 2 * halo)
     out[:, :, halo : halo + height, halo : halo + width] = x
     is_edge = neighbours < 0
     source = neighbours.clamp(min=0)
     for k in range(8):
-        down, right = divmod(k + k // 4, 3)  # 0, 1, 2; k // 4 steps over the patch itself
+        down, right = divmod(k + k // 4, 3)  # 0, 1, 2; k // 4 skips the patch itself
         from_rows, to_rows = _spans(height, halo)[down]
         from_cols, to_cols = _spans(width, halo)[right]
         strip = x[:, :, from_rows, from_cols].index_select(0, source[:, k])
-        # Not a product with 0 and 1: the patch read instead of a missing one may hold infinity.
+        # Not a product with 0 and 1: the patch read in place of a missing one may hold infinity.
         strip.masked_fill_(is_edge[:, k, None, None, None], 0)
         out[:, :, to_rows, to_cols] = strip
     return out
 
 
 def _spans(size: int, halo: int) -> tuple[tuple[slice, slice], ...]:
-    """Which pixels the patch before, the patch itself and the patch after give, and where these go when padded."""
+    """Return the pixels taken from the previous patch, the patch itself and the next patch, and their padded places."""
     return (
         (slice(size - halo, size), slice(0, halo)),
         (slice(0, size), slice(halo, halo + size)),
@@ -94,7 +94,7 @@ def halo_gather_kernel(
     block_pixels: tl.constexpr,
     block_channels: tl.constexpr,
 ):
-    """One tile of one padded patch; `out` is channels-last, x has any strides."""
+    """Process one tile of one padded patch; `out` is channels-last, x has any strides."""
     patch = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * block_pixels + tl.arange(0, block_pixels)
     channel = tl.program_id(2) * block_channels + tl.arange(0, block_channels)

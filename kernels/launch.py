@@ -1,7 +1,7 @@
-"""What all kernels share: what a device is fast at, torch or Triton, kernels that compile on first use, tile sizes.
+"""Shared functions of all kernels: device capabilities, dispatch, kernels that compile on first use, and tile sizes.
 
-triton is imported when the first Triton kernel is launched and not before, so every module of this folder can be
-imported where triton is not installed.
+triton is imported only when the first Triton kernel is launched, so that every module of this folder can be imported
+without triton.
 """
 
 import functools
@@ -16,10 +16,10 @@ KERNELS = ("auto", "torch", "triton")
 """Choices of every dispatcher's `kernels`: "auto" is Triton for CUDA tensors and torch for all others."""
 
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
-"""Said explicitly, as its default is on until triton 3.9 and off from 3.10."""
+"""Options of compilation, set explicitly because the default is on until triton 3.9 and off from 3.10."""
 
 _TILE = 4096
-"""Elements that one Triton program holds at a time: 32 registers of each of its 128 threads."""
+"""Elements of one Triton program: 32 registers of each of its 128 threads."""
 
 
 def is_triton_installed() -> bool:
@@ -49,7 +49,7 @@ def use_triton(kernels: str, device: torch.device) -> bool:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """Tell whether a device has instructions for bfloat16. Any other computes it too, up to ten times slower."""
+    """Return whether a device has instructions for bfloat16. Other devices compute it up to ten times slower."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     can = torch.cpu.get_capabilities()
@@ -57,11 +57,11 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 class TritonKernel:
-    """A Triton kernel, written as any other but for this decorator, that is compiled when it is first launched.
+    """Decorator of a Triton kernel that is compiled when it is first launched.
 
     Inside the kernel, `tl` is `triton.language`, which the module imports for type checkers only. The module begins
-    with `from __future__ import annotations`, so that the annotation `tl.constexpr` is not looked up before. (In quotes
-    it would be a constant to the compiler but not to triton's interpreter.)
+    with `from __future__ import annotations`, so that the annotation `tl.constexpr` is not evaluated at import. (A
+    quoted annotation would be a constant to the compiler but not to triton's interpreter.)
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -73,7 +73,7 @@ class TritonKernel:
         import triton
         import triton.language
 
-        # A kernel's names are looked up in its module, where an import at the top would need triton to be installed.
+        # A kernel's names resolve in its module, where an import at the top would require triton.
         self._function.__globals__["tl"] = triton.language
         return triton.jit(self._function)
 
@@ -120,8 +120,8 @@ def check_floating(x: torch.Tensor) -> None:
 
 
 def check_index(name: str, index: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError unless `index` holds integers in this shape on this device. Its values are not looked at, as
-    that would wait for the device."""
+    """Raise ValueError unless `index` holds integers in this shape on this device. Its values are not checked, because
+    that would synchronize with the device."""
     if tuple(index.shape) != shape or index.dtype not in (torch.int32, torch.int64) or index.device != device:
         raise ValueError(
             f"{name} is {tuple(index.shape)} {index.dtype} on {index.device}, "
@@ -130,6 +130,6 @@ def check_index(name: str, index: torch.Tensor, shape: tuple[int, ...], device: 
 
 
 def check_halo(halo: int, height: int, width: int) -> None:
-    """Raise ValueError unless a border of this width comes from the next patches alone."""
+    """Raise ValueError unless a border of this width comes from adjacent patches alone."""
     if not 1 <= halo <= min(height, width):
         raise ValueError(f"halo is {halo}, but it must be from 1 to {min(height, width)} for patches {height}x{width}")

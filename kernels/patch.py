@@ -1,8 +1,8 @@
-"""Patch split and join: cut images into square patches and put them together again.
+"""Patch split and join: divide images into square patches and reassemble them.
 
     patches[(b * rows + r) * cols + c, :, i, j] = images[b, :, r * p + i, c * p + j]
 
-Patches of an image follow each other row by row, as `PatchLayout` counts them. Source: PatchedServe section 4.1.
+Patches of an image are ordered row by row, as in `PatchLayout`. Source: PatchedServe section 4.1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def patch_split(
 
     Args:
         images: a batch (n, C, H, W) of one resolution, or several such batches, each of its own resolution, in the
-            order in which their patches shall follow each other; any dtype, fastest in channels-last format.
+            order of their patches; any dtype, fastest in channels-last format.
         patch_size: side of a patch in pixels; it must divide every H and W.
         kernels: one of `KERNELS`.
 
@@ -43,18 +43,18 @@ def patch_split(
 
 
 def patch_join(patches: torch.Tensor, rows: int, cols: int, *, kernels: str = "auto") -> torch.Tensor:
-    """Return the images of one resolution that the patches make; undoes `patch_split` of one batch.
+    """Return the images of one resolution from their patches; the inverse of `patch_split` of one batch.
 
     Args:
         patches: (n * rows * cols, C, p, p) of any dtype, fastest in channels-last format.
-        rows, cols: patches per column and row of an image.
+        rows, cols: number of rows and columns of patches in an image.
         kernels: one of `KERNELS`.
 
     Returns:
         (n, C, rows * p, cols * p), channels-last.
 
     Raises:
-        ValueError: the patches are no whole number of images, or `kernels` cannot be used.
+        ValueError: the patches are not a whole number of images, or `kernels` cannot be used.
     """
     check_patches(patches)
     if rows < 1 or cols < 1 or patches.shape[0] % (rows * cols):
@@ -65,7 +65,7 @@ def patch_join(patches: torch.Tensor, rows: int, cols: int, *, kernels: str = "a
 
 
 def patch_split_torch(images: torch.Tensor | Sequence[torch.Tensor], patch_size: int) -> torch.Tensor:
-    """The reference of `patch_split`, in torch; arguments are not checked."""
+    """Torch reference of `patch_split`; arguments are not checked."""
     batches = [images] if isinstance(images, torch.Tensor) else images
     out = _empty_patches(batches, patch_size)
     parts = out.permute(0, 2, 3, 1).split([_num_patches(batch, patch_size) for batch in batches])
@@ -78,7 +78,7 @@ def patch_split_torch(images: torch.Tensor | Sequence[torch.Tensor], patch_size:
 
 
 def patch_join_torch(patches: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """The reference of `patch_join`, in torch; arguments are not checked."""
+    """Torch reference of `patch_join`; arguments are not checked."""
     out = _empty_images(patches, rows, cols)
     num_patches, channels, height, width = patches.shape
     pixels = patches.permute(0, 2, 3, 1).unflatten(0, (num_patches // (rows * cols), rows, cols)).transpose(2, 3)
@@ -107,7 +107,7 @@ def patch_move_kernel(
     block_pixels: tl.constexpr,
     block_channels: tl.constexpr,
 ):
-    """One tile of one patch, from the image to the patch or, if `is_join`, back."""
+    """Copy one tile of one patch from the image to the patch or, if `is_join`, back."""
     patch = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * block_pixels + tl.arange(0, block_pixels)
     channel = tl.program_id(2) * block_channels + tl.arange(0, block_channels)

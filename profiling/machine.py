@@ -1,4 +1,4 @@
-"""What a measurement was taken on: processor, device, threads and versions."""
+"""Circumstances of a measurement: processor, device, threads and versions."""
 
 import platform
 from datetime import date
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def cpu_info() -> dict[str, str]:
-    """Return the first processor's entries of /proc/cpuinfo; nothing where there is no such file."""
+    """Return the first processor's entries of /proc/cpuinfo; empty if there is no such file."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
@@ -22,12 +22,12 @@ def cpu_info() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the processor in words."""
+    """Return the name of the processor."""
     return cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
 def run_facts(model: "ServedModel") -> RunFacts:
-    """What the times of this model depend on; predictors are loaded with it."""
+    """Return the facts on which the times of this model depend; loading a predictor compares them."""
     import torch
 
     from ..serving.patched.stepper import PatchedStepper

@@ -1,4 +1,4 @@
-"""What every set of captioned images offers, and how its bad entries are counted."""
+"""Interface of sets of captioned images, and the count of their bad entries."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ..errors import UsageError
 
 T = TypeVar("T")
 ImageKind = Literal["stored", "drawn", "none"]
-"""Whether images lie in files (which may be missing or damaged), are drawn by our own code, or do not exist."""
+"""Whether images are stored in files (which may be missing or damaged), drawn by our own code, or do not exist."""
 
 
 class BadImageError(UsageError):
@@ -21,16 +21,16 @@ class BadImageError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class CaptionEntry:
-    """One image of a data set with all that is said of it; the image itself is not read.
+    """One image of a data set with its annotations; the image itself is not read.
 
     Attributes:
         id: name of the image within its data set, the same on every machine.
         captions: cleaned captions (`clean_caption`), none of them empty.
-        location: where the image lies, for the data set's own `open_image`; sorting by it gives the order in which
-            images are read fastest. None without an image.
-        width, height: size in pixels where the data set says it without opening the image, otherwise None.
+        location: location of the image for the data set's own `open_image`. Reading images is fastest in the order of
+            their locations. None without an image.
+        width, height: size in pixels if the data set provides it without opening the image, otherwise None.
         seed: seed that the data set gives for generating this image, or None.
-        problem: why the entry cannot be used, or None.
+        problem: reason why the entry cannot be used, or None.
     """
 
     id: str
@@ -44,8 +44,8 @@ class CaptionEntry:
 
 @dataclass(frozen=True, slots=True)
 class CaptionedImage:
-    """A text-image pair of a sample: what its `CaptionEntry` says, with the one caption that was chosen. `width` and
-    `height` are in pixels, and None only for captions without images.
+    """A text-image pair of a sample: the fields of its `CaptionEntry`, with the chosen caption. `width` and `height`
+    are in pixels, and None only for captions without images.
     """
 
     id: str
@@ -60,8 +60,8 @@ class CaptionDataset(Protocol):
     """A set of captioned images. Implementations keep neither images nor the list of entries in memory.
 
     Attributes:
-        name: what it is and where it lies, for messages; names a filter that is in force.
-        image_kind: see `ImageKind`.
+        name: kind and location of the data set for messages, including an active filter.
+        image_kind: whether images are stored, drawn or absent.
     """
 
     @property
@@ -78,25 +78,25 @@ class CaptionDataset(Protocol):
         ...
 
     def open_image(self, location: str) -> Image.Image:
-        """The image at a location, decoded, upright, in mode RGB. May be called from several threads.
+        """Return the image at a location, decoded, upright, in mode RGB. Safe for several threads.
 
         Raises:
-            BadImageError: it is missing or cannot be decoded.
+            BadImageError: the image is missing or cannot be decoded.
             UsageError: the data set has no images.
         """
         ...
 
     def content(self, location: str) -> bytes:
-        """The bytes that make up the image: its file as it is, or the pixels of a drawn one. Raises as `open_image`."""
+        """Return the bytes of the image: the unchanged file, or the pixels of a drawn image. Raises as `open_image`."""
         ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides which entries there are, as JSON: digests of annotation files, filters, folders."""
+        """Return what determines the entries, as JSON: digests of annotation files, filters, folders."""
         ...
 
 
 class BadEntries:
-    """Names and counts what could not be used in `source` (a name for messages); more than `limit` are an error."""
+    """Names and counts unusable entries of `source` (a name for messages); more than `limit` are an error."""
 
     def __init__(self, source: str, limit: int = 0) -> None:
         if limit < 0:
@@ -108,7 +108,7 @@ class BadEntries:
     def add(self, name: str, problem: object) -> None:
         """Count a bad entry; several problems of one entry count once.
 
-        Raises UsageError: it is one too many. The message holds the first bad entry and their number.
+        Raises UsageError if there are more than `limit`. The message holds the first bad entry and their number.
         """
         self._found.setdefault(name, f"{name}: {problem}")
         count = len(self._found)
@@ -121,12 +121,12 @@ class BadEntries:
 
     @property
     def found(self) -> tuple[str, ...]:
-        """The bad entries and what is wrong with each, in the order in which they were met."""
+        """Bad entries with their problems, in the order in which they were added."""
         return tuple(self._found.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their names alone."""
+        """Names of the bad entries."""
         return tuple(self._found)
 
     def __len__(self) -> int:
@@ -134,8 +134,8 @@ class BadEntries:
 
 
 def clean_caption(text: str) -> str:
-    """A caption on one line: every run of white space (line breaks, tabs, no-break spaces) becomes one blank, and those
-    at both ends go. Letters, signs and case stay as they are, as do the sequences of Unicode (no normal form).
+    """Return a caption on one line: every run of white space (line breaks, tabs, no-break spaces) becomes one space;
+    white space at both ends is removed. Other characters and case are kept, without Unicode normalization.
     """
     return " ".join(text.split())
 
@@ -143,10 +143,10 @@ def clean_caption(text: str) -> str:
 def clean_captions(texts: Iterable[object]) -> tuple[tuple[str, ...], str | None]:
     """Clean the captions of one image.
 
-    Empty ones are passed over as long as another one is left, and equal ones count once.
+    Empty captions are skipped if another one is left, and equal captions count once.
 
     Returns:
-        The captions, and what is wrong with them or None.
+        The captions, and their problem or None.
     """
     captions: dict[str, None] = {}
     problem = "has no caption"
@@ -164,14 +164,14 @@ def clean_captions(texts: Iterable[object]) -> tuple[tuple[str, ...], str | None
 
 
 def whole_number(value: object) -> int | None:
-    """A number that a file gives as a number or as text ("512", 512.0, "512.0"); None for an empty cell.
+    """Return the whole number that a file holds as a number or as text ("512", 512.0, "512.0"); None for an empty cell.
 
-    Raises ValueError: it is not a whole number.
+    Raises ValueError if the value is not a whole number.
     """
     if isinstance(value, str):
         value = value.strip()
         try:
-            # By way of a float, a seed of 63 bits would change.
+            # Not by way of a float, which would change a seed of 63 bits.
             value = int(value) if value else None
         except ValueError:
             value = float(value)  # pyright: ignore[reportArgumentType]
@@ -183,12 +183,12 @@ def whole_number(value: object) -> int | None:
 
 
 def shortened(text: str, length: int = 60) -> str:
-    """The text for a message, cut where it is long."""
+    """Return the text for a message, truncated if it is long."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def existing(path: str | Path, what: str) -> Path:
-    """The path with ~ expanded. Raises UsageError: nothing is there."""
+    """Return the path with ~ expanded. Raises UsageError if it does not exist."""
     found = Path(path).expanduser()
     if not found.exists():
         raise UsageError(f"{path}: no such file or folder, but {what} is needed")
@@ -196,9 +196,9 @@ def existing(path: str | Path, what: str) -> Path:
 
 
 def choose_split(where: Path, found: Mapping[str, T], split: str | None) -> T:
-    """What is found under the split that the user chose, or the only thing that is found.
+    """Return the value of the split that the user chose, or the only value.
 
-    Raises UsageError: none was chosen and there are several, or the one chosen is not there.
+    Raises UsageError if no split was chosen and there are several, or the chosen one does not exist.
     """
     names = ", ".join(sorted(filter(None, found))) or "none"
     if split is None and len(found) == 1:

@@ -14,10 +14,10 @@ from .record_entries import ColumnChoice, entry_of_record, records_with_columns
 
 @dataclass(frozen=True, slots=True)
 class CaptionFile:
-    """Captions of a CSV, TSV or JSONL file, one image each, perhaps with id, width, height and seed.
+    """Captions of a CSV, TSV or JSONL file, one per image, optionally with id, width, height and seed.
 
-    An entry's id is that in the id column. Without one it is the number of the record in the file, from 1, and then the
-    order of the records matters.
+    An entry's id comes from the id column. Without an id column it is the number of the record in the file, from 1, and
+    the order of the records matters.
     """
 
     path: Path
@@ -29,7 +29,7 @@ class CaptionFile:
         return f"captions:{self.path}"
 
     def entries(self) -> Iterator[CaptionEntry]:
-        """See `CaptionDataset`. One record is in memory at a time."""
+        """Yield every record as an entry, with one record in memory at a time."""
         records = records_with_columns(self.path, "captions", self.columns)
         for number, (line, record, columns) in enumerate(records, start=1):
             value = number if columns.id is None else record[columns.id]
@@ -45,14 +45,14 @@ class CaptionFile:
         self.open_image(location)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`."""
+        """Return the digest of the file and the chosen columns."""
         return {"captions": sha256_of(self.path), "columns": asdict(self.columns)}
 
 
 def open_captions(path: str, *, caption_column: str | None = None, id_column: str | None = None) -> CaptionFile:
-    """Open a file of captions: .csv or .tsv with a header, or .jsonl of objects; options as of `spec.parse_spec`.
+    """Open a file of captions: .csv or .tsv with a header, or .jsonl of objects. Options are as in `spec.parse_spec`.
 
-    Raises UsageError if there is no such file, or it has another form.
+    Raises UsageError if there is no such file, or it has another suffix.
     """
     file = existing(path, "a file of captions")
     if not file.is_file() or file.suffix.lower() not in TABLE_SUFFIXES:

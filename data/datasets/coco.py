@@ -26,8 +26,8 @@ class CocoCaptions(ImageFiles):
         return f"coco:{self.annotations}"
 
     def entries(self) -> Iterator[CaptionEntry]:
-        """See `CaptionDataset`. The json module needs the whole annotation file in memory while this runs.
-        An image without captions and captions without an image are entries with a problem.
+        """Yield the images with their captions. The whole annotation file is in memory meanwhile, because the json
+        module needs it. An image without captions and captions without an image are entries with a problem.
         """
         content = read_json(self.annotations, "COCO captions")
         images, annotations = (self._list(content, key) for key in ("images", "annotations"))
@@ -51,7 +51,7 @@ class CocoCaptions(ImageFiles):
             yield CaptionEntry(image_id, (), problem="has captions, but the annotations list no such image")
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. The annotations by their content, the images by their folder."""
+        """Return the digest of the annotations, and the folder of the images."""
         return {"coco": sha256_of(self.annotations), "images": str(self.root.resolve())}
 
     def _list(self, content: dict[str, Any], key: str) -> list[Any]:
@@ -66,7 +66,7 @@ class CocoCaptions(ImageFiles):
 def open_coco(path: str, *, split: str | None = None, image_dir: str | Path | None = None) -> CocoCaptions:
     """Open a folder with `annotations/captions_*.json` (or with these files themselves), or one such file.
 
-    Options as of `spec.parse_spec`. Raises UsageError if something is missing, or a split must be chosen.
+    Options are as in `spec.parse_spec`. Raises UsageError if something is missing, or a split must be chosen.
     """
     root = existing(path, "a folder of COCO or a captions_*.json")
     if split is not None and not root.is_dir():

@@ -1,4 +1,4 @@
-"""Images as files hold them, turned into upright RGB images of eight bits."""
+"""Decoding of image files into upright RGB images of eight bits."""
 
 import io
 import struct
@@ -12,7 +12,7 @@ from .base import BadImageError
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"})
 
-# What Pillow is known to raise on damaged files.
+# Errors that Pillow is known to raise on damaged files.
 _DAMAGE = (
     OSError,
     SyntaxError,
@@ -26,24 +26,24 @@ _DAMAGE = (
     Image.DecompressionBombError,
 )
 _PNG = b"\x89PNG\r\n\x1a\n"
-_PNG_DEPTH = 24  # bits of a sample; after it come the type of colour, two fixed bytes, and whether it is interlaced
+_PNG_DEPTH = 24  # offset of the bits per sample; then follow colour type, two fixed bytes and the interlace flag
 _PNG_GREY = 0
-_PNG_BYTES = {2: 6, 4: 4, 6: 8}  # of a pixel of 16 bits, by type of colour
+_PNG_BYTES = {2: 6, 4: 4, 6: 8}  # bytes of a pixel with 16 bits per sample, by colour type
 _PNG_PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 _EIGHT_BITS = ((np.arange(1 << 16) * 255 + 32767) // 65535).astype(np.uint8)
-"""By value of 16 bits."""
+"""Eight-bit value by 16-bit value."""
 _SIDEWAYS = {5, 6, 7, 8}  # EXIF orientations in which width and height are exchanged
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file of this name is taken for an image: by its suffix, and not hidden."""
+    """Return whether a file of this name counts as an image: it has a suffix of images and is not hidden."""
     return not name.startswith(".") and PurePath(name).suffix.lower() in IMAGE_SUFFIXES
 
 
 def read_content(path: Path, name: str | None = None) -> bytes:
-    """The bytes of an image file.
+    """Return the bytes of an image file.
 
-    Raises BadImageError: it is missing or cannot be read; the message calls it `name`.
+    Raises BadImageError if it is missing or cannot be read; the message calls it `name`.
     """
     try:
         return path.read_bytes()
@@ -58,17 +58,17 @@ def decode(content: bytes, name: str) -> Image.Image:
     """Decode an image into mode RGB, or RGBA if the file has transparency, upright by its EXIF orientation (unreadable
     EXIF counts as none).
 
-    Grey, palette, CMYK, YCbCr and Lab images become RGB; colour profiles are not applied. CMYK in JPEG files is taken
-    to be inverted, as Adobe's programs write it (Pillow does so whether their marker is there or not). 16 bits are
-    scaled to 8, where Pillow clips them or drops the lower ones. Of an animation the first frame is taken.
+    Grey, palette, CMYK, YCbCr and Lab images become RGB; colour profiles are not applied. CMYK in JPEG files is assumed
+    to be inverted, as Adobe's programs write it (Pillow does so with or without their marker). 16 bits are scaled to 8,
+    where Pillow clips them or drops the lower ones. An animation gives its first frame.
 
     Raises:
-        BadImageError: it is damaged or no image, or its values have no defined range (32-bit TIFF).
+        BadImageError: the file is damaged or no image, or its values have no defined range (32-bit TIFF).
     """
     try:
         is_png = content.startswith(_PNG)
         if is_png:
-            # Loading looks at no checksum and gives other pixels without a word; this compares them all.
+            # Loading ignores checksums and silently gives wrong pixels; `verify` compares all checksums.
             with Image.open(io.BytesIO(content)) as image:
                 image.verify()
         image = _opened(content)
@@ -81,7 +81,7 @@ def decode(content: bytes, name: str) -> Image.Image:
             return _from_16_bits(values, image.info.get("transparency"))
         if depth < 8 and colour == _PNG_GREY and "transparency" in image.info:
             most = (1 << depth) - 1
-            # Pillow scales the pixels, but not what they are compared with.
+            # Pillow scales the pixels, but not the transparent value that they are compared with.
             image.info["transparency"] = (image.info["transparency"] & most) * 255 // most
         return _converted(image, name)
     except BadImageError:
@@ -91,7 +91,7 @@ def decode(content: bytes, name: str) -> Image.Image:
 
 
 def decode_rgb(content: bytes, name: str) -> Image.Image:
-    """Decode an image into mode RGB: what is transparent shows white. Raises as `decode`, which says the rest."""
+    """Decode an image as `decode` does, into mode RGB, with transparency over white. Raises as `decode`."""
     image = decode(content, name)
     if image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
@@ -99,10 +99,10 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
 
 
 def size_of(content: bytes, name: str, most_pixels: int | None = None) -> tuple[int, int]:
-    """(width, height) that `decode_rgb` would give, from the header; of a PNG without EXIF the pixels are read, too, as
-    its EXIF may stand behind them, but not if they are more than `most_pixels`.
+    """Return the (width, height) that `decode_rgb` would give, from the header. The pixels of a PNG without EXIF in its
+    header are read too, because EXIF may follow them, unless the image has more than `most_pixels`.
 
-    Raises BadImageError: it is damaged or no image, or has more pixels.
+    Raises BadImageError if the file is damaged or no image, or has more than `most_pixels`.
     """
     try:
         with Image.open(io.BytesIO(content)) as image:
@@ -129,7 +129,7 @@ def _bad(content: bytes, name: str, error: Exception) -> BadImageError:
 
 
 def _opened(content: bytes) -> Image.Image:
-    """The image of a file, as its EXIF orientation has it; unreadable EXIF counts as none."""
+    """Return the image of a file, upright by its EXIF orientation; unreadable EXIF counts as none."""
     with Image.open(io.BytesIO(content)) as image:
         image.load()
         try:
@@ -152,7 +152,9 @@ def _converted(image: Image.Image, name: str) -> Image.Image:
 
 
 def _from_16_bits(values: np.ndarray, transparent: int | tuple[int, ...] | None = None) -> Image.Image:
-    """An image of grey values (height, width) or colours (height, width, channels), and the one that is transparent."""
+    """Return an image of grey values (height, width) or colours (height, width, channels); `transparent` is the value
+    that is transparent.
+    """
     values = np.dstack([values] * 3) if values.ndim == 2 else values
     shades = _EIGHT_BITS[values]
     if transparent is not None:
@@ -162,9 +164,9 @@ def _from_16_bits(values: np.ndarray, transparent: int | tuple[int, ...] | None 
 
 
 def _with_bytes_exchanged(content: bytes) -> bytes:
-    """A PNG of 16 bits with the two bytes of every sample exchanged. Of each sample Pillow reads the first byte only.
+    """Return a PNG of 16 bits with the two bytes of every sample exchanged. Pillow reads only the first byte of each.
 
-    The filters of PNG work on every byte of a pixel by itself, so that nothing has to be filtered anew.
+    The filters of PNG work on each byte of a pixel separately, so that no filter has to be applied again.
     """
     width, height = struct.unpack(">II", content[16:24])
     num_bytes = _PNG_BYTES[content[_PNG_DEPTH + 1]]

@@ -1,4 +1,4 @@
-"""DiffusionDB (Wang et al., 2022): parts of a thousand images with a JSON of their prompts, and metadata tables."""
+"""DiffusionDB (Wang et al., 2022): parts of a thousand images, each with a JSON of prompts, and metadata tables."""
 
 import re
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ _METADATA_NAMES = ("metadata.parquet", "metadata-large.parquet")
 
 @dataclass(frozen=True, slots=True)
 class DiffusionDBParts(ImageFiles):
-    """The parts that are on disk, 2M (PNG) or Large (WebP). An entry's id is the image's name, a UUID with its suffix.
+    """Parts on disk, 2M (PNG) or Large (WebP). An entry's id is the image's name, a UUID with its suffix.
 
-    The JSON of a part says which images it has and by which prompt and seed; the metadata table, where there is one,
-    adds sizes and NSFW scores.
+    The JSON of a part lists its images with prompts and seeds; the metadata table, if there is one, adds sizes and NSFW
+    scores.
     """
 
     parts: tuple[Path, ...]
@@ -45,8 +45,8 @@ class DiffusionDBParts(ImageFiles):
         return f"diffusiondb:{self.root}{self.nsfw}"
 
     def entries(self) -> Iterator[CaptionEntry]:
-        """See `CaptionDataset`. One part is in memory at a time, and 24 bytes of metadata an image. An image that the
-        JSON of its part does not name is an entry with a problem.
+        """Yield the images of all parts. One part is in memory at a time, and 24 bytes of metadata per image. An image
+        that the JSON of its part does not name is an entry with a problem.
         """
         facts = None
         if self.metadata is not None:
@@ -55,7 +55,7 @@ class DiffusionDBParts(ImageFiles):
             yield from self._part_entries(part, facts)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. The JSON files by their content."""
+        """Return the digests of the JSON files, the state of the metadata table, the filter and the folder."""
         digests = {part.name: sha256_of(self._json_of(part)) for part in self.parts if self._json_of(part).is_file()}
         metadata = None if self.metadata is None else self.metadata.fingerprint()
         return {"parts": digests, "metadata": metadata, "max_nsfw": self.nsfw.limit, "root": str(self.root.resolve())}
@@ -89,17 +89,17 @@ def open_diffusiondb(
     config: str | None = None,
     revision: str | None = None,
 ) -> CaptionDataset:
-    """Open DiffusionDB in any form in which it is handed on.
+    """Open DiffusionDB in any form in which it is distributed.
 
     Args:
         path: a folder with `part-000001/part-000001.json` and so on, directly or in `images` or
-            `diffusiondb-large-part-1` and `-2`, perhaps with `metadata.parquet` or `metadata-large.parquet`; such a
+            `diffusiondb-large-part-1` and `-2`, optionally with `metadata.parquet` or `metadata-large.parquet`; such a
             metadata table itself (prompts without images); a folder written by `save_to_disk`; a parquet file or a
             folder of them with images; or "hub".
-        max_nsfw, split, config, revision: as of `spec.parse_spec`.
+        max_nsfw, split, config, revision: as in `spec.parse_spec`.
 
     Raises:
-        UsageError: nothing of that is there, or scores are limited and there are none.
+        UsageError: the path holds none of these forms, or scores are limited and there are none.
         MissingExtraError: the form needs `datasets`, which is not installed.
         RunError: the hub cannot be reached.
     """
@@ -144,7 +144,7 @@ def _parts(root: Path) -> tuple[Path, ...]:
 
 
 def _metadata(root: Path) -> Metadata | None:
-    # The table lies at the top of the data set, which is above a single part and above `images`.
+    # The table is at the top of the data set, which is above a single part and above `images`.
     folders = [root.absolute()]
     while _PART.fullmatch(folders[-1].name) or folders[-1].name in _PARENTS[1:]:
         folders.append(folders[-1].parent)

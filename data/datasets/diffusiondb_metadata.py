@@ -1,4 +1,4 @@
-"""DiffusionDB's metadata tables: sizes and NSFW scores of images, kept small."""
+"""DiffusionDB's metadata tables: sizes and NSFW scores of images, stored compactly."""
 
 import hashlib
 from collections.abc import Set
@@ -19,7 +19,7 @@ _FACTS = np.dtype([("key", "u8"), ("width", "u2"), ("height", "u2"), *((score, "
 
 
 class ImageFact(NamedTuple):
-    """What the table says of one image: size in pixels (None: not said) and scores (NaN: not said)."""
+    """Facts of one image in the table: size in pixels (None if missing) and scores (NaN if missing)."""
 
     width: int | None
     height: int | None
@@ -30,8 +30,8 @@ class ImageFact(NamedTuple):
 class ImageFacts:
     """Facts of many images, 20 bytes each, sorted by key.
 
-    Names are kept as the first 64 bits of their BLAKE2 hash: among the 14 million of Large two names share one with a
-    probability of 5e-6.
+    Names are stored as the first 64 bits of their BLAKE2 hash. The probability that two of the 14 million names of
+    Large share a hash is 5e-6.
     """
 
     facts: np.ndarray
@@ -40,7 +40,7 @@ class ImageFacts:
         return len(self.facts)
 
     def of(self, names: list[str]) -> dict[str, ImageFact]:
-        """The facts of those among the names that the table lists."""
+        """Return the facts of those names that the table lists."""
         if not len(self):
             return {}
         keys = np.array([_key(name) for name in names], dtype=np.uint64)
@@ -54,14 +54,14 @@ class ImageFacts:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """`metadata.parquet` or `metadata-large.parquet`."""
+    """Metadata table, `metadata.parquet` or `metadata-large.parquet`."""
 
     path: Path
 
     def facts(self, parts: Set[int]) -> ImageFacts:
         """Read the facts of the images of some parts, in one pass over six columns.
 
-        Raises UsageError: the file is damaged, or has other columns.
+        Raises UsageError if the file is damaged, or lacks a column.
         """
         pieces = [np.empty(0, _FACTS)]
         columns = [_NAME, _PART, *(_FACTS.names or ())[1:]]
@@ -82,7 +82,7 @@ class Metadata:
         return ImageFacts(facts[np.argsort(facts["key"], kind="stable")])
 
     def fingerprint(self) -> list[Any]:
-        """Path, size and time of the file, which is hundreds of MB."""
+        """Return path, size and time of the file; a digest would read hundreds of MB."""
         state = self.path.stat()
         return [str(self.path.resolve()), state.st_size, state.st_mtime_ns]
 

@@ -1,4 +1,4 @@
-"""The bundled emoji world as a data set: held-out scenes that the bundled models were never shown, drawn on demand."""
+"""The bundled emoji world as a data set: held-out scenes, never shown to the bundled models, drawn on demand."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class EmojiCaptions:
         return f"emoji ({self.scenes.split}, {self.scenes.resolution})"
 
     def entries(self) -> Iterator[CaptionEntry]:
-        """See `CaptionDataset`. Captions are drawn without their pictures."""
+        """Yield the scenes with their captions, without drawing the pictures."""
         scenes = self.scenes
         for index in range(scenes.size):
             entry_id = f"emoji-{scenes.split}-{scenes.seed}-{scenes.resolution}-{index:06d}"
@@ -34,14 +34,14 @@ class EmojiCaptions:
             yield CaptionEntry(entry_id, (caption,), f"{index:06d}", *scenes.resolution)
 
     def open_image(self, location: str) -> Image.Image:
-        """See `CaptionDataset`. Raises RunError if resvg is not installed."""
+        """Draw the picture of a scene. Raises RunError if resvg is not installed."""
         return self.scenes.image(int(location))
 
     def content(self, location: str) -> bytes:
         return self.open_image(location).tobytes()
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. Captions are drawn by psctl, so another version of it may draw others."""
+        """Return the settings of the scenes and the version of psctl, as another version may draw other captions."""
         scenes = self.scenes
         return {
             "emoji": scenes.split,
@@ -62,7 +62,7 @@ def open_emoji(
 ) -> EmojiCaptions:
     """Open scenes of the bundled emoji world, held-out ones by default; scene i is the same whatever `num_images` is.
 
-    Options as of `spec.parse_spec`. Raises UsageError if a path is given, there is no such split, or a number is
+    Options are as in `spec.parse_spec`. Raises UsageError if a path is given, there is no such split, or a number is
     out of range.
     """
     if path:

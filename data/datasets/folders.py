@@ -1,4 +1,4 @@
-"""Folders of images: those that were generated, and those that they are compared with."""
+"""Folders of images: generated images, and their references."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .files import ImageFiles, images_below
 
 @dataclass(frozen=True, slots=True)
 class ImageFolder(ImageFiles):
-    """Images below a folder; an id is the path relative to it, with slashes, and the ids are sorted."""
+    """Images below a folder. An id is the relative path with slashes; ids are sorted."""
 
     ids: tuple[str, ...]
 
@@ -31,10 +31,11 @@ class ImageFolder(ImageFiles):
 
 @dataclass(frozen=True, slots=True)
 class FolderPairs:
-    """Images of two folders that belong together, in the order of their stems.
+    """Paired images of two folders, in the order of their stems.
 
     Attributes:
-        stems: what the two names of a pair share: the relative path without the suffix.
+        generated, reference: the two folders.
+        stems: relative paths without the suffix, which the two names of a pair share.
         generated_ids, reference_ids: ids of the two images of each pair.
     """
 
@@ -46,9 +47,9 @@ class FolderPairs:
 
 
 def open_folder(path: str | Path) -> ImageFolder:
-    """List the images of a folder and of those below it, by their suffix; hidden files are left out.
+    """List the images of a folder and its subfolders by suffix, without hidden files.
 
-    Raises UsageError: it is not a folder, or holds no image.
+    Raises UsageError if it is not a folder, or holds no image.
     """
     root = existing(path, "a folder of images")
     if not root.is_dir():
@@ -60,7 +61,7 @@ def open_folder(path: str | Path) -> ImageFolder:
 
 
 def pair_folders(generated: ImageFolder, reference: ImageFolder) -> FolderPairs:
-    """Pair images by their stems, `a/1.png` with `a/1.jpg`, and check by the headers that both have one size.
+    """Pair images by their stems, `a/1.png` with `a/1.jpg`, and check by the headers that both have the same size.
 
     Raises:
         UsageError: a stem occurs twice in one folder, the counts differ, names have no partner, or sizes differ.

@@ -12,14 +12,14 @@ from ..errors import MissingExtraError, RunError, UsageError
 from .base import choose_split
 
 DISK_MARKS = ("dataset_info.json", "dataset_dict.json")
-"""Files that tell a folder of `save_to_disk`."""
+"""Files that identify a folder written by `save_to_disk`."""
 
 _ROWS_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowRows:
-    """The rows of a `datasets.Dataset`, which lies in memory-mapped Arrow files. A location is the row."""
+    """Rows of a `datasets.Dataset` in memory-mapped Arrow files. A location is the number of the row."""
 
     name: str
     rows_on_disk: Any
@@ -27,11 +27,11 @@ class ArrowRows:
 
     @property
     def schema(self) -> pa.Schema:
-        """See `RowTable`."""
+        """Columns and their Arrow types."""
         return self.rows_on_disk.features.arrow_schema
 
     def rows(self, columns: Sequence[str], path_of: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """See `RowTable`. Bytes of images stay in their file: they are mapped, and the path is taken beside them."""
+        """Yield (location, row) for all rows. The bytes of images are mapped, and only their paths are read."""
         wanted = [*columns] if path_of is None else [*columns, path_of]
         chosen = self.rows_on_disk.select_columns(wanted).with_format("arrow")
         row = 0
@@ -46,13 +46,13 @@ class ArrowRows:
                 row += 1
 
     def cell(self, location: str, column: str) -> Any:
-        """See `RowTable`."""
+        """Return one value of one row. Safe for several threads."""
         with self._lock:
             table = self.rows_on_disk.select_columns([column]).with_format("arrow")[int(location) : int(location) + 1]
         return table.column(0)[0].as_py()
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. Names, sizes and times of the Arrow files, and the number of rows."""
+        """Return names, sizes and times of the Arrow files, and the number of rows."""
         files = {}
         for cached in self.rows_on_disk.cache_files:
             state = Path(cached["filename"]).stat()
@@ -61,11 +61,11 @@ class ArrowRows:
 
 
 def rows_from_hub(repository: str, config: str | None, split: str, revision: str | None = None) -> ArrowRows:
-    """Download a data set of the hub, or take it from the local cache of `datasets`.
+    """Download a data set of the hub, or read it from the local cache of `datasets`.
 
     Raises:
         MissingExtraError: `datasets` is not installed.
-        RunError: it can neither be reached nor is it in the cache, or it cannot be loaded.
+        RunError: the data set can neither be reached nor is it in the cache, or it cannot be loaded.
     """
     datasets = _datasets()
     try:
@@ -85,7 +85,7 @@ def rows_from_disk(path: Path, split: str | None) -> ArrowRows:
 
     Raises:
         MissingExtraError: `datasets` is not installed.
-        UsageError: it is damaged, or a split must be chosen, or the split chosen is not there.
+        UsageError: the data set is damaged, a split must be chosen, or the chosen split does not exist.
     """
     datasets = _datasets()
     try:

@@ -30,8 +30,8 @@ class ImageFolderCaptions(ImageFiles):
         return f"imagefolder:{self.root}"
 
     def entries(self) -> Iterator[CaptionEntry]:
-        """See `CaptionDataset`. An image without a line is an entry with a problem; to find these, the names of the
-        images of one metadata file are in memory (about 100 bytes each).
+        """Yield the lines of all metadata files. An image without a line is an entry with a problem; to find these, the
+        image names of one metadata file are in memory (about 100 bytes each).
         """
         for path in self.metadata:
             listed: set[str] = set()
@@ -55,7 +55,7 @@ class ImageFolderCaptions(ImageFiles):
                     yield CaptionEntry(location, (), problem=f"has no line in {path.name}")
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. The metadata by their content, the images by their folder."""
+        """Return the digests of the metadata files, the folder of the images, and the chosen columns."""
         files = {path.relative_to(self.root).as_posix(): sha256_of(path) for path in self.metadata}
         return {"imagefolder": files, "root": str(self.root.resolve()), "columns": asdict(self.columns)}
 
@@ -63,7 +63,8 @@ class ImageFolderCaptions(ImageFiles):
 def open_imagefolder(path: str, *, split: str | None = None, caption_column: str | None = None) -> ImageFolderCaptions:
     """Open a folder with metadata.csv or metadata.jsonl at its top or in the folders below.
 
-    Options as of `spec.parse_spec`. Raises UsageError if there is none, or it has no metadata or two in one place.
+    Options are as in `spec.parse_spec`. Raises UsageError if there is no such folder, or it has no metadata, or two
+    metadata files are in one place.
     """
     root = existing(path, "an image folder")
     if split is not None:

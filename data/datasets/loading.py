@@ -1,4 +1,4 @@
-"""Images of a sample or a folder, handed to metrics as arrays, and what identifies them by content."""
+"""Images of a sample or a folder as arrays for metrics, and a digest that identifies them by content."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class ImageSource(Protocol):
 
     @property
     def reading_order(self) -> Sequence[str]:
-        """The ids in the order in which the images are read fastest."""
+        """Ids in the order in which reading the images is fastest."""
         ...
 
     def open_image(self, image_id: str, /) -> Image.Image: ...
@@ -44,23 +44,23 @@ def iter_images(
     workers: int = 2,
     bad: BadEntries | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Read images ahead by threads, in the source's reading order, which need not be that of its ids.
+    """Read images ahead with threads, in the source's reading order, which may differ from the order of its ids.
 
-    Few are in memory at a time (`prefetch.AHEAD_PER_WORKER` per thread).
+    Few images are in memory at a time (`prefetch.AHEAD_PER_WORKER` per thread).
 
-    Images are cut and scaled as FID evaluations of text-to-image models do: the largest window in the middle, then
-    Pillow's bicubic filter, which is antialiased (its support grows with the scale), in eight bits, at once.
+    Images are cropped and scaled as in FID evaluations of text-to-image models: the largest window in the middle, then
+    Pillow's bicubic filter, which is antialiased (its support grows with the scale), in eight bits, in one pass.
 
     Args:
         source: a sample with images, or a folder.
-        size: of the arrays in pixels, a number for a square; None leaves the scale alone.
-        crop: "center-square" takes the largest window of the shape of `size` (a square where there is none);
-            "none" takes the whole image, which is then distorted if its shape is another.
-        workers: decoding threads.
-        bad: counts images that cannot be read, which are then left out; None: the first one is an error.
+        size: size of the arrays in pixels, a number for a square; None does not scale.
+        crop: "center-square" takes the largest window of the shape of `size` (a square without `size`); "none" takes
+            the whole image, which is distorted if its shape differs.
+        workers: number of decoding threads.
+        bad: counts images that cannot be read, which are skipped; None makes the first one an error.
 
     Yields:
-        (id, uint8 array (height, width, 3) of the caller's own).
+        (id, uint8 array (height, width, 3)); the caller owns the array.
 
     Raises:
         UsageError: a size or the number of workers is below 1, the source has no images, or too many are bad.
@@ -94,7 +94,7 @@ def _images(
 
 
 def fitted(image: Image.Image, target: Resolution | None, crop: Crop) -> Image.Image:
-    """Cut and scale one image as `iter_images` does."""
+    """Crop and scale one image as `iter_images` does."""
     box = (0, 0, *image.size) if crop == "none" else _middle(image.size, target)
     if target is None or target == (box[2] - box[0], box[3] - box[1]):
         return image.crop(box)
@@ -102,7 +102,7 @@ def fitted(image: Image.Image, target: Resolution | None, crop: Crop) -> Image.I
 
 
 def _middle(size: tuple[int, int], target: Resolution | None) -> tuple[int, int, int, int]:
-    """The largest window (left, top, right, bottom) of the target's shape, in whole pixels, in the middle."""
+    """Return the largest centred window (left, top, right, bottom) of the target's shape, in whole pixels."""
     (width, height), (x, y) = size, target or (1, 1)
     if width * y > height * x:
         window = max(1, round(height * x / y)), height
@@ -113,11 +113,11 @@ def _middle(size: tuple[int, int], target: Resolution | None) -> tuple[int, int,
 
 
 def digest_of_images(source: ImageSource, *, workers: int = 2) -> str:
-    """SHA-256 over ids and contents of images, in the order of the ids: the key for features that were computed.
+    """Return the SHA-256 over ids and contents of images, in the order of the ids: the key of computed features.
 
-    It is of the content, because size and time of a file do not change with every change of it, and do with a mere
-    copy. The cost is that every file is read once, which is little beside their features.
-    The images that psctl draws itself are drawn.
+    It covers the content, because size and time of a file may stay the same when the content changes, and time changes
+    with a mere copy. Every file is read once, which costs little compared with the features. Images that psctl draws
+    itself are drawn.
 
     Raises:
         BadImageError: an image is missing.
@@ -132,6 +132,6 @@ def digest_of_images(source: ImageSource, *, workers: int = 2) -> str:
     for image_id in source.ids:
         for part in (image_id, digests[image_id]):
             content = part.encode()
-            # With its length, so that no two lists of parts give the same bytes.
+            # With their lengths, so that no two lists of parts give the same bytes.
             total.update(len(content).to_bytes(8) + content)
     return total.hexdigest()

@@ -1,4 +1,4 @@
-"""Parquet files with images, local: what Hugging Face's `push_to_hub` writes and others like it."""
+"""Local parquet files with images, such as those of Hugging Face's `push_to_hub`."""
 
 import re
 import threading
@@ -19,17 +19,17 @@ from .tables import TableCaptions, table_captions
 _SPLIT = re.compile(r"(?:^|/)(train|validation|val|dev|test)(?:[-_./]|$)")
 _ROWS_AT_A_TIME = 1024
 _IMAGES_AT_A_TIME = 16
-# Without a buffer Arrow reads a whole column of a row group at once: 500 MB where it holds a thousand images.
+# Without a buffer Arrow reads a whole column of a row group at once: 500 MB if it holds a thousand images.
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetRows:
-    """The rows of several parquet files of one schema, in the order of the files' names.
+    """Rows of several parquet files with one schema, in the order of the files' names.
 
-    A location is "FILE#ROW" with nine digits. Parquet cannot jump to a row, so images are read by a cursor that only
-    goes forward within a file: reading all of them in order is one pass with 32 images in memory, going further back
-    than these starts the row group again.
+    A location is "FILE#ROW" with nine digits. Parquet cannot jump to a row, so a cursor that only moves forward in a
+    file reads the images. Reading all images in order is one pass with 32 images in memory; going back further restarts
+    the row group.
     """
 
     root: Path
@@ -42,7 +42,7 @@ class ParquetRows:
 
     @property
     def schema(self) -> pa.Schema:
-        """See `RowTable`. Raises UsageError if a file is damaged or the files differ in their columns."""
+        """Columns and their Arrow types. Raises UsageError if a file is damaged or the files' columns differ."""
         schema: pa.Schema | None = None
         for name in self.files:
             if not (self.root / name).stat().st_size:
@@ -59,7 +59,7 @@ class ParquetRows:
         return schema
 
     def rows(self, columns: Sequence[str], path_of: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """See `RowTable`."""
+        """Yield (location, row) for all rows, file by file."""
         wanted = [*columns, f"{path_of}.path"] if path_of is not None else [*columns]
         for name in self.files:
             row = 0
@@ -72,20 +72,20 @@ class ParquetRows:
                         row += 1
 
     def cell(self, location: str, column: str) -> Any:
-        """See `RowTable`."""
+        """Return one value of one row. Safe for several threads; fastest in the order of the locations."""
         name, _, row = location.rpartition("#")
         return self._cursor.cell(self.root / name, int(row), column)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. Sizes and times of the files, because reading them would be reading all images."""
+        """Return sizes and times of the files; digests would require reading all images."""
         states = {name: (self.root / name).stat() for name in self.files}
         return {"root": str(self.root.resolve()), "files": {k: [s.st_size, s.st_mtime_ns] for k, s in states.items()}}
 
 
 class _Cursor:
-    """Reads single cells of one column, forward as cheaply as a scan. Safe for several threads.
+    """Cursor over single cells of one column; reading forward is as cheap as a scan. Safe for several threads.
 
-    The rows before the current ones are kept, even those of the row group before: threads that read ahead come to the
+    The previous batch is kept, even if it belongs to the previous row group, because threads that read ahead reach the
     end of a batch out of order.
     """
 
@@ -116,12 +116,12 @@ class _Cursor:
         try:
             self._held.append(next(self._batches))
         except UsageError:
-            self._held.clear()  # so that the next call starts afresh
+            self._held.clear()  # so that the next call starts from scratch
             raise
 
 
 def _scan(path: Path, row: int, column: str) -> Iterator[tuple[range, int, pa.RecordBatch]]:
-    """The batches of the row group that has the row, each with its rows and the end of the group."""
+    """Yield the batches of the row group that holds the row, each with its rows and the end of the group."""
     begin = 0
     with parquet_file(path, "the file", buffer_size=_BUFFER_BYTES) as file:
         for group in range(file.num_row_groups):
@@ -144,17 +144,17 @@ def open_parquet(
     image_column: str | None = None,
     id_column: str | None = None,
 ) -> TableCaptions:
-    """Open a parquet file, or a folder of them at any depth, with captions and with images: bytes, or structs of bytes
-    and path. Without an id column, that path is the id.
+    """Open a parquet file, or a folder of them at any depth, with captions and images: bytes, or structs of bytes and
+    path. Without an id column, the path is the id.
 
-    Options as of `spec.parse_spec`. Raises UsageError if a file is damaged, none is there, or a column is missing.
+    Options are as in `spec.parse_spec`. Raises UsageError if a file is damaged, there is none, or a column is missing.
     """
     columns = ColumnChoice(caption_column, image_column, id_column)
     return table_captions("parquet", parquet_rows(path, split), columns)
 
 
 def parquet_rows(path: str | Path, split: str | None = None) -> ParquetRows:
-    """The parquet files at a path, of one split. Raises as `open_parquet`."""
+    """Return the rows of the parquet files at a path, of one split. Raises as `open_parquet`."""
     root = existing(path, "a parquet file or a folder of them")
     if root.is_file():
         if split is not None:

@@ -1,4 +1,4 @@
-"""Work done ahead by threads, in order, and never far ahead."""
+"""Prefetching of results by threads, in order and a bounded distance ahead."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,14 +10,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AHEAD_PER_WORKER = 4
-"""How many results may wait to be taken, per thread: memory is bounded, and a slow item does not stall the rest."""
+"""Results per thread that may wait for the consumer: memory is bounded, and a slow item does not stall the rest."""
 
 
 def prefetch(items: Iterable[T], function: Callable[[T], R], workers: int) -> Iterator[R]:
     """Yield `function(item)` in the order of the items, computed by threads.
 
-    Pillow gives up the interpreter's lock while it decodes and scales, so threads are enough. When the taker stops
-    early, what has not begun is dropped. An error comes up at the item that raised it.
+    Pillow releases the interpreter's lock while it decodes and scales, so threads suffice. If the consumer stops early,
+    items that have not begun are dropped. An error is raised at the item that caused it.
     """
     waiting: deque[Future[R]] = deque()
     source = iter(items)

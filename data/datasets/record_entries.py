@@ -1,4 +1,4 @@
-"""Which columns of a table mean what, and entries made of its rows."""
+"""Columns of a table and their meaning, and the entries of its rows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ NSFW_COLUMNS = ("image_nsfw", "prompt_nsfw")
 
 @dataclass(frozen=True, slots=True)
 class ColumnChoice:
-    """Columns that the user names; None: looked for under the usual names."""
+    """Columns that the user names; None searches for the usual names."""
 
     caption: str | None = None
     image: str | None = None
@@ -27,12 +27,12 @@ class ColumnChoice:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where a table has what an entry is made of.
+    """Columns of a table that make up an entry.
 
     Attributes:
         caption: column of the captions.
         id: column of the ids, or None.
-        numbers: field of `CaptionEntry`, column and smallest number allowed, for those that are there.
+        numbers: field of `CaptionEntry`, column and smallest allowed number, for each column that exists.
     """
 
     caption: str
@@ -43,9 +43,9 @@ class Columns:
 def choose_column(
     names: Iterable[str], wanted: str | None, usual: tuple[str, ...], where: str, what: str
 ) -> str | None:
-    """The column that the user names, or the first usual name that is there, or None.
+    """Return the column that the user names, or the first usual name that exists, or None.
 
-    Raises UsageError: the column that the user names is not there.
+    Raises UsageError if the column that the user names does not exist.
     """
     names = list(names)
     if wanted is None:
@@ -56,9 +56,9 @@ def choose_column(
 
 
 def find_columns(names: Iterable[str], choice: ColumnChoice, where: str) -> Columns:
-    """Find what an entry is made of among the columns of a table.
+    """Find the columns of a table that make up an entry.
 
-    Raises UsageError: there is no column of captions, or one that the user names is not there.
+    Raises UsageError if there is no column of captions, or one that the user names does not exist.
     """
     names = list(names)
     caption = choose_column(names, choice.caption, CAPTION_COLUMNS, where, "captions")
@@ -77,8 +77,8 @@ def find_columns(names: Iterable[str], choice: ColumnChoice, where: str) -> Colu
 
 
 def records_with_columns(path: Path, what: str, choice: ColumnChoice) -> Iterator[tuple[int, dict[str, Any], Columns]]:
-    """As `records.read_records`, with the columns of each record, which may differ in JSONL. Raises as that, and as
-    `find_columns`.
+    """Yield (line, record, columns) of a file; columns may differ between the records of a JSONL file. Raises as
+    `records.read_records` and `find_columns`.
     """
     names: tuple[str, ...] | None = None
     columns: Columns | None = None
@@ -90,7 +90,7 @@ def records_with_columns(path: Path, what: str, choice: ColumnChoice) -> Iterato
 
 
 def entry_of_record(record: Mapping[str, Any], entry_id: str, location: str | None, columns: Columns) -> CaptionEntry:
-    """An entry of a row with captions (one text, or a list of texts) and perhaps width, height and seed."""
+    """Return the entry of a row with captions (one text, or a list of texts) and optional width, height and seed."""
     value = record[columns.caption]
     captions, problem = clean_captions(value if isinstance(value, list | tuple) else [value])
     numbers: dict[str, int] = {}

@@ -26,13 +26,13 @@ def open_dataset(spec: str, **options: Any) -> CaptionDataset:
     """Open a data set; no image is read yet.
 
     Args:
-        spec: what `spec.parse_spec` takes, with or without options.
-        options: more of them, as keyword arguments of the kind's own function (`open_coco` and so on).
+        spec: a spec as `spec.parse_spec` takes it, with or without options.
+        options: further options, as keyword arguments of the kind's function (`open_coco` and so on).
 
     Raises:
-        UsageError: as `parse_spec`, or nothing of that kind is at the path, an option is of another kind or is given in
-            the spec as well.
-        MissingExtraError, RunError: as the kind's own function.
+        UsageError: as `parse_spec`, or the path holds nothing of that kind, or an option belongs to another kind or is
+            also given in the spec.
+        MissingExtraError, RunError: as the kind's function.
     """
     parsed = parse_spec(spec, options)
     return OPENERS[parsed.kind](parsed.path, **parsed.options)

@@ -1,4 +1,4 @@
-"""Samples that were drawn before, kept as small JSON files named by what decides them."""
+"""Cache of drawn samples: small JSON files named by what determines the sample."""
 
 import hashlib
 import json
@@ -26,13 +26,13 @@ _adapter = TypeAdapter(_Kept)
 
 
 def sample_key(fingerprint: dict[str, Any], n: int | None, seed: int) -> dict[str, Any]:
-    """All that decides a sample, as JSON."""
+    """Return all that determines a sample, as JSON."""
     key = {"version": _VERSION, "n": n, "seed": seed, "dataset": fingerprint}
     return json.loads(json.dumps(key))
 
 
 def read_cached(folder: Path, key: dict[str, Any]) -> tuple[CaptionedImage, ...] | None:
-    """The pairs that were kept under a key; None if there are none or the file is damaged (it is then drawn again)."""
+    """Return the pairs kept under a key; None if there are none or the file is damaged: they are drawn again."""
     try:
         kept = _adapter.validate_json(_path(folder, key).read_bytes(), strict=True)
     except (OSError, ValidationError):

@@ -1,4 +1,4 @@
-"""Drawing text-image pairs: the same ones on every machine, whatever the order of the files."""
+"""Sampling of text-image pairs: the same pairs on every machine, whatever the order of the files."""
 
 import hashlib
 import heapq
@@ -19,11 +19,14 @@ from .sample_cache import read_cached, sample_key, write_cached
 
 @dataclass(frozen=True)
 class Sample:
-    """Pairs drawn from a data set, in the order in which they were drawn: a smaller sample of the same seed is the
-    beginning of a larger one, unless bad entries came between.
+    """Pairs drawn from a data set, in the order of the draw. A smaller sample of the same seed is the beginning of a
+    larger one, unless bad entries occur in between.
 
     Attributes:
-        bad: what was skipped, one line each; empty where no bad entry was allowed.
+        dataset: the data set.
+        items: the pairs.
+        seed: seed of the draw.
+        bad: skipped entries, one line each; empty if no bad entry is allowed.
     """
 
     dataset: CaptionDataset
@@ -45,7 +48,7 @@ class Sample:
 
     @property
     def has_images(self) -> bool:
-        """Whether there are images, or captions only."""
+        """Whether the data set has images, or captions only."""
         return self.dataset.image_kind != "none"
 
     @property
@@ -58,15 +61,15 @@ class Sample:
 
     @property
     def reading_order(self) -> tuple[str, ...]:
-        """The ids in the order in which their images are read fastest."""
+        """Ids in the order in which reading their images is fastest."""
         return tuple(item.id for item in sorted(self.items, key=lambda item: (item.location or "", item.id)))
 
     def open_image(self, image_id: str) -> Image.Image:
-        """The image of a pair, upright, in mode RGB. Raises BadImageError, and UsageError for captions only."""
+        """Return the image of a pair, upright, in mode RGB. Raises BadImageError, and UsageError for captions only."""
         return self.dataset.open_image(self._location(image_id))
 
     def content(self, image_id: str) -> bytes:
-        """The bytes that make up the image. Raises as `open_image`."""
+        """Return the bytes of the image. Raises as `open_image`."""
         return self.dataset.content(self._location(image_id))
 
     def _location(self, image_id: str) -> str:
@@ -85,26 +88,26 @@ def sample_pairs(
     cache_dir: Path | None = None,
     workers: int = 2,
 ) -> Sample:
-    """Draw text-image pairs without replacement, one caption an image.
+    """Draw text-image pairs without replacement, one caption per image.
 
-    Images are taken in the order of sha256("SEED|ID"), and of an image's captions the one with the smallest
-    sha256("SEED|ID|CAPTION"). So the sample depends on seed, ids and captions alone: not on the order of the files, the
-    machine or a library's random numbers.
+    Images are drawn in the order of sha256("SEED|ID"); an image's caption is the one with the smallest
+    sha256("SEED|ID|CAPTION"). The sample therefore depends on seed, ids and captions alone, not on the order of the
+    files, the machine or a library's random numbers.
 
-    An entry that is drawn and cannot be used (see `CaptionEntry.problem`; its image is missing or damaged; its id
-    belongs to several entries) is named, counted and skipped, and the next one takes its place. Entries that are not
-    drawn are not judged. Every drawn image is decoded once, so that n images are n usable ones.
+    A drawn entry that cannot be used (see `CaptionEntry.problem`; its image is missing or damaged; its id belongs to
+    several entries) is named, counted and skipped, and the next one takes its place. Entries that are not drawn are not
+    checked. Every drawn image is decoded once, so that all n images are usable.
 
-    Memory: n entries, beside what the data set itself needs to read its annotations.
+    Memory: n entries, in addition to what the data set needs to read its annotations.
 
     Args:
-        dataset: from `registry.open_dataset`.
+        dataset: data set from `registry.open_dataset`.
         n: number of pairs; None for all.
-        seed: of the draw.
-        max_bad: how many bad entries are skipped; one more is an error.
-        cache_dir: where the sample is kept, by what decides it (annotations' content, n, seed), None for nowhere. A
-            sample in which bad entries were met is not kept, because they may be mended.
-        workers: threads that check images.
+        seed: seed of the draw.
+        max_bad: maximum number of bad entries that are skipped; one more is an error.
+        cache_dir: folder that keeps the sample under what determines it (annotations' content, n, seed); None for no
+            cache. A sample with bad entries is not kept, because they may be repaired.
+        workers: number of threads that check images.
 
     Raises:
         UsageError: there are fewer than n usable pairs, more bad entries than allowed, n is below 1, or the data set
@@ -113,7 +116,7 @@ def sample_pairs(
     """
     require_counts({"the number of pairs": n, "the number of workers": workers})
     bad = BadEntries(dataset.name, max_bad)
-    # The key costs a reading of the annotations.
+    # Computing the key reads the annotations.
     key = None if cache_dir is None else sample_key(dataset.fingerprint(), n, seed)
     if cache_dir is not None and key is not None:
         kept = read_cached(cache_dir, key)
@@ -136,7 +139,7 @@ def _draw(
     drawn = _in_hash_order(dataset, seed, page)
     items: list[CaptionedImage] = []
     while n is None or len(items) < n:
-        # No more than are missing, so that whatever is bad among them was really drawn.
+        # No more than are missing, so that every bad entry among them was really drawn.
         groups = list(islice(drawn, None if n is None else n - len(items)))
         if not groups:
             break
@@ -154,9 +157,9 @@ def _draw(
 def _in_hash_order(dataset: CaptionDataset, seed: int, page: int | None) -> Iterator[list[CaptionEntry]]:
     """Yield the entries of each id, in the order of the ids' hashes.
 
-    Every page is a pass over the data set that keeps the `page` smallest hashes beyond those of the page before; pages
-    double, so that even a filter which leaves little needs few passes. Equal ids have equal hashes, so entries that
-    share an id lie side by side, without a list of all ids.
+    Every page is a pass over the data set that keeps the `page` smallest hashes beyond those of the previous one. Pages
+    double in size, so that even a restrictive filter needs few passes. Equal ids have equal hashes, so entries that
+    share an id are adjacent, without a list of all ids.
     """
     after = b""
     while True:
@@ -170,7 +173,7 @@ def _in_hash_order(dataset: CaptionDataset, seed: int, page: int | None) -> Iter
         is_last = page is None or len(chosen) < page
         groups = [[entry for _, entry in group] for _, group in groupby(chosen, key=lambda pair: pair[0])]
         if not is_last and len(groups) > 1:
-            # The last id may have more entries beyond this page, so it is left to the next one.
+            # The last id may have more entries beyond this page, so it is left to the next page.
             groups.pop()
         yield from groups
         if is_last or page is None:
@@ -182,7 +185,7 @@ def _in_hash_order(dataset: CaptionDataset, seed: int, page: int | None) -> Iter
 def _usable(
     dataset: CaptionDataset, groups: Sequence[list[CaptionEntry]], seed: int, bad: BadEntries, workers: int
 ) -> Iterator[CaptionedImage]:
-    """Yield the pairs of the groups that can be used, in their order, and count the others."""
+    """Yield the pairs of the usable groups, in their order, and count the others as bad."""
 
     def examine(group: list[CaptionEntry]) -> tuple[str, CaptionedImage | BadImageError | str]:
         entry = group[0]

@@ -1,4 +1,4 @@
-"""What names a data set on the command line, in Python and in stored results: a spec. Imports nothing heavy."""
+"""Specs, which name data sets on the command line, in Python and in stored results. Imports nothing heavy."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from ..errors import UsageError
 
 SPEC_FORMS = "coco:PATH, diffusiondb:PATH or diffusiondb:hub, imagefolder:PATH, parquet:PATH, captions:FILE, emoji"
-"""What a spec may look like before its options, for messages and help texts."""
+"""Forms of a spec without its options, for messages and help texts."""
 
 SPEC_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "coco": ("split", "image_dir"),
@@ -20,7 +20,7 @@ SPEC_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "captions": ("caption_column", "id_column"),
     "emoji": ("split", "resolution", "num_images", "data_seed"),
 }
-"""The options of each kind; see `parse_spec`."""
+"""Names of the options of each kind, which `parse_spec` describes."""
 
 _NUMBERS: Mapping[str, tuple[Callable[[str], float], str]] = {
     "max_nsfw": (float, "a number from 0 to 2"),
@@ -35,7 +35,7 @@ class DatasetSpec:
 
     Attributes:
         kind: a key of `SPEC_OPTIONS`.
-        path: as it was given; empty for emoji.
+        path: path as given; empty for emoji.
         options: values by name, numbers as numbers.
     """
 
@@ -45,30 +45,30 @@ class DatasetSpec:
 
 
 def parse_spec(spec: str, more: Mapping[str, Any] = MappingProxyType({})) -> DatasetSpec:
-    """Take apart KIND:PATH or KIND:PATH?NAME=VALUE&NAME=VALUE; `more` are further options, as values.
+    """Parse KIND:PATH or KIND:PATH?NAME=VALUE&NAME=VALUE; `more` holds further options, as values.
 
-    A path that exists is taken as a whole, whatever signs it has; otherwise what follows its last `?` are options. In a
+    A path that exists is used as a whole, whatever characters it contains; otherwise options follow its last `?`. In a
     value, `%26` stands for `&`, `%3F` for `?` and `%25` for `%`. In a shell, put a spec with options in quotes.
 
-        coco:PATH           split=val2017          which captions_*.json; needed where a folder has several
+        coco:PATH           split=val2017          selects captions_*.json; needed if a folder has several
                             image_dir=DIR          folder of the images; default: SPLIT or images/SPLIT beside them
         diffusiondb:PATH    max_nsfw=0.3           leave out images with a higher image or prompt score; 0 to 2
-        diffusiondb:hub     split=train            of a saved or parquet data set that has several
+        diffusiondb:hub     split=train            for a saved or parquet data set that has several
                             config=2m_first_5k     hub only: the subset; default 2m_random_1k, a thousand images
                             revision=NAME          hub only: refs/convert/parquet has the larger subsets
         imagefolder:PATH    split=train            the folder of this name below PATH
                             caption_column=NAME    default: caption, prompt, text and others
-        parquet:PATH        split=train            files whose path says so; needed where a folder has several
+        parquet:PATH        split=train            files whose path contains it; needed if a folder has several
                             caption_column=NAME, image_column=NAME, id_column=NAME
         captions:FILE       caption_column=NAME, id_column=NAME
         emoji               split=heldout          or train, of which the bundled models have seen some
-                            resolution=192         at which pictures are drawn; default 256
-                            num_images=10000       how many scenes there are to draw from
-                            data_seed=0            of the scenes
+                            resolution=192         resolution of the pictures; default 256
+                            num_images=10000       number of scenes to draw from
+                            data_seed=0            seed of the scenes
 
     Raises:
-        UsageError: the kind is unknown, the path is missing, or an option is malformed, of another kind, given twice or
-            no number where it must be one.
+        UsageError: the kind is unknown, the path is missing, or an option is malformed, belongs to another kind, is
+            given twice, or is not a number although it must be one.
     """
     is_plain = ":" not in spec.partition("?")[0]
     kind, mark, rest = spec.partition("?" if is_plain else ":")
@@ -95,7 +95,7 @@ def parse_spec(spec: str, more: Mapping[str, Any] = MappingProxyType({})) -> Dat
 
 
 def spec_options_help() -> str:
-    """The options of every kind in a line for help texts."""
+    """Return the options of every kind in one line for help texts."""
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in SPEC_OPTIONS.items())
 
 

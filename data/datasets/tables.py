@@ -1,4 +1,4 @@
-"""Data sets that are tables with a column of captions and a column of images."""
+"""Data sets in tables with a column of captions and a column of images."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _USUAL_IMAGE_COLUMNS = ("image", "img", "jpg", "png")
 
 
 class RowTable(Protocol):
-    """Rows with images, of which columns can be read without the images."""
+    """Table of rows with images, whose other columns can be read without the images."""
 
     @property
     def name(self) -> str: ...
@@ -40,24 +40,24 @@ class RowTable(Protocol):
         """Yield (location, row) for all rows in order, as few at a time as the files allow.
 
         Args:
-            columns: to read.
-            path_of: an image column (struct of bytes and path) of which the path alone is read, as the column "path".
+            columns: columns to read.
+            path_of: image column (struct of bytes and path) of which only the path is read, as the column "path".
         """
         ...
 
     def cell(self, location: str, column: str) -> Any:
-        """One value of one row. May be called from several threads; fastest in the order of the locations."""
+        """Return one value of one row. Safe for several threads; fastest in the order of the locations."""
         ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`."""
+        """Return what determines the rows, as JSON."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NsfwFilter:
-    """Leaves out images whose own or whose prompt's score is above `limit` (0 to 1; DiffusionDB gives 2 to blurred
-    images). None: leaves out none. As text, it is what the name of a filtered data set ends in.
+    """Filter of images whose own score or whose prompt's score is above `limit` (0 to 1; DiffusionDB gives 2 to blurred
+    images). None filters nothing. Its text is the suffix of the name of a filtered data set.
     """
 
     limit: float | None = None
@@ -70,9 +70,9 @@ class NsfwFilter:
         return "" if self.limit is None else f" (NSFW scores up to {self.limit:g})"
 
     def apply(self, entry: CaptionEntry, scores: Sequence[float | None]) -> Iterator[CaptionEntry]:
-        """Yield the entry, unless a score is above the limit; without all `NSFW_COLUMNS`, it is one with a problem."""
+        """Yield the entry unless a score is above the limit; an entry that lacks a score has a problem."""
         known = [score for score in scores if score is not None and not math.isnan(score)]
-        # The scores are stored in 32 bits, so the limit is rounded as they are.
+        # The scores are stored in 32 bits, so the limit is rounded like them.
         if self.limit is None or (entry.problem is not None and not known):
             yield entry
         elif len(known) < len(NSFW_COLUMNS):
@@ -83,10 +83,10 @@ class NsfwFilter:
 
 @dataclass(frozen=True, slots=True)
 class TableCaptions:
-    """A table with captions; images as encoded bytes, as structs of bytes and path (Hugging Face), or none at all.
+    """Captions of a table, with images as encoded bytes, as structs of bytes and path (Hugging Face), or none.
 
-    An entry's id is that of the id column, or the path in the image's struct, or else the number of the row over
-    all files, and then the order of the rows matters.
+    An entry's id comes from the id column, or is the path in the image's struct, or else the number of the row over all
+    files, in which case the order of the rows matters.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class TableCaptions:
         return "none" if self.image_column is None else "stored"
 
     def entries(self) -> Iterator[CaptionEntry]:
-        """See `CaptionDataset`. Images are not read."""
+        """Yield every row as an entry, without reading the images."""
         id_column, path_of = self.columns.id, self.path_of
         score_columns = () if self.nsfw.limit is None else NSFW_COLUMNS
         wanted = {self.columns.caption, *(column for _, column, _ in self.columns.numbers), *score_columns}
@@ -127,7 +127,7 @@ class TableCaptions:
         return decode_rgb(self.content(location), f"{self.table.name}: {location}")
 
     def content(self, location: str) -> bytes:
-        """See `CaptionDataset`."""
+        """Return the bytes of an image, from the table or from the file at its path. Raises BadImageError."""
         if self.image_column is None:
             raise UsageError(f"{self.name}: holds captions only, no images")
         label = f"{self.table.name}: {location}"
@@ -142,7 +142,7 @@ class TableCaptions:
         return value
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`."""
+        """Return the fingerprint of the table, the columns and the filter."""
         columns = [self.columns.caption, self.columns.id, self.image_column]
         return {"table": self.table.fingerprint(), "columns": columns, "max_nsfw": self.nsfw.limit}
 
@@ -153,8 +153,8 @@ def table_captions(
     """Find the columns of a table.
 
     Raises:
-        UsageError: there is no column of captions or of images, one that was named is not there, or NSFW scores are
-            limited but not there.
+        UsageError: there is no column of captions or of images, a named column does not exist, or NSFW scores are
+            limited but missing.
     """
     schema = table.schema
     found = find_columns(schema.names, columns, table.name)

@@ -1,4 +1,4 @@
-"""The drawings: SVG files of Microsoft's Fluent emoji (flat style, MIT licence), rasterised with resvg."""
+"""Drawings: SVG files of Microsoft's Fluent emoji (flat style, MIT licence), rasterised with resvg."""
 
 import io
 import zipfile
@@ -16,16 +16,16 @@ RASTER_PX = 256
 
 @cache
 def object_names() -> tuple[str, ...]:
-    """Names of all drawings, sorted: the classes of the bundled models."""
+    """Return the sorted names of all drawings, the classes of the bundled models."""
     with zipfile.ZipFile(ART_FILE) as archive:
         return tuple(sorted(name.removesuffix(".svg") for name in archive.namelist()))
 
 
 @cache
 def object_raster(name: str) -> Image.Image:
-    """The drawing called `name` as a premultiplied RGBa image of RASTER_PX x RASTER_PX pixels.
+    """Return the drawing `name` as a premultiplied RGBa image of RASTER_PX x RASTER_PX pixels.
 
-    Premultiplied, so that scaling and pasting leave no dark fringe at the outline.
+    It is premultiplied, so that scaling and pasting leave no dark fringe at the outline.
     """
     try:
         import resvg_py

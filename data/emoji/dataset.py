@@ -1,4 +1,4 @@
-"""Numbered pictures: (seed, split, resolution, index) names the same scene on every machine, always."""
+"""Numbered pictures: (seed, split, resolution, index) always names the same scene, on every machine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SPLIT_NUMBERS: dict[Split, int] = {"train": 0, "heldout": 1}
 
 @dataclass(frozen=True, slots=True)
 class EmojiDataset:
-    """`size` pictures of one resolution and split. Nothing is stored: each picture is drawn when asked for."""
+    """`size` pictures of one resolution and split. Nothing is stored: each picture is drawn on demand."""
 
     resolution: Resolution
     size: int

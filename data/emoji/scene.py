@@ -1,4 +1,4 @@
-"""Scenes: which objects stand where on which background, what a caption says of them, and how they are drawn."""
+"""Scenes: objects and their places, background and caption, and the rendering of a scene."""
 
 import hashlib
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "purple": (146, 104, 196),
     "pink": (244, 172, 198),
 }
-SHADE_JITTER = 6  # a background colour moves by up to this many levels a channel
+SHADE_JITTER = 6  # maximum change of a background colour, in levels per channel
 
 # Plural and mass nouns: no article.
 BARE_NAMES = frozenset({"broccoli", "cheese", "cherries", "corn", "fire", "fries", "grapes"})
@@ -58,12 +58,12 @@ class Scene:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The objects in the picture, each named once."""
+        """Objects in the picture, each named once."""
         return tuple(dict.fromkeys(placement.name for placement in self.placements))
 
 
 def is_heldout(*parts: str) -> bool:
-    """Whether a combination (object and background, or two objects) is kept out of training: one in ten, by hash."""
+    """Return whether a combination (object and background, or two objects) is held out: one in ten, by hash."""
     digest = hashlib.sha256("|".join(sorted(parts)).encode()).digest()
     return digest[0] % 10 == 0
 
@@ -86,26 +86,26 @@ def plural(name: str) -> str:
 
 @cache
 def heldout_singles() -> tuple[tuple[str, str], ...]:
-    """(object, background) combinations that no training picture shows."""
+    """Return the (object, background) combinations that no training picture shows."""
     return tuple((name, ground) for name in object_names() for ground in BACKGROUNDS if is_heldout(name, ground))
 
 
 @cache
 def heldout_pairs() -> tuple[tuple[str, str], ...]:
-    """Pairs of objects that no training picture shows."""
+    """Return the pairs of objects that no training picture shows."""
     names = object_names()
     return tuple((a, b) for a in names for b in names if a < b and is_heldout(a, b))
 
 
 def sample_scene(rng: np.random.Generator, resolution: Resolution, split: Split) -> Scene:
-    """Draws a scene. In the training split no held-out combination occurs; in the other one every scene is held out."""
+    """Draw a scene. The training split has no held-out combinations; in the other split every scene has one."""
     kind = rng.choice(list(KIND_WEIGHTS), p=list(KIND_WEIGHTS.values()))
     names, background = _sample_content(rng, str(kind), split)
     return compose(rng, resolution, names, background)
 
 
 def compose(rng: np.random.Generator, resolution: Resolution, names: tuple[str, ...], background: str) -> Scene:
-    """A scene with the given content: one name, or two (equal or not); places, shade and wording are drawn."""
+    """Return a scene of one name, or of two names, equal or not; places, shade and wording are drawn."""
     jitter = rng.integers(-SHADE_JITTER, SHADE_JITTER + 1, size=3)
     red, green, blue = (int(level) for level in np.clip(np.array(BACKGROUNDS[background]) + jitter, 0, 255))
     placements = _place_one(rng, names[0]) if len(names) == 1 else _place_two(rng, names, resolution)
@@ -113,7 +113,7 @@ def compose(rng: np.random.Generator, resolution: Resolution, names: tuple[str, 
 
 
 def caption_of(names: tuple[str, ...], background: str, rng: np.random.Generator | None = None) -> str:
-    """What a scene shows in words; with a generator, one of several phrasings."""
+    """Return the caption of a scene; with a generator, in one of several phrasings."""
     if len(names) == 2 and names[0] == names[1]:
         subject = f"two {plural(names[0])}"
     else:
@@ -127,13 +127,13 @@ def caption_of(names: tuple[str, ...], background: str, rng: np.random.Generator
 
 
 def render(scene: Scene, resolution: Resolution) -> Image.Image:
-    """The scene as an RGB image of the given resolution (pixels)."""
+    """Render the scene as an RGB image of the given resolution in pixels."""
     width, height = resolution
     canvas = Image.new("RGBa", (width, height), (*scene.shade, 255))
     for placement in scene.placements:
         side = max(8, round(placement.side * min(width, height)))
         stamp = object_raster(placement.name)
-        # The drawing is turned at its full size, so that turning costs no sharpness, and scaled afterwards.
+        # The drawing is rotated at full size, so that it stays sharp, and scaled afterwards.
         stamp = stamp.rotate(placement.angle_deg, Image.Resampling.BILINEAR).resize(
             (side, side), Image.Resampling.LANCZOS
         )
@@ -143,7 +143,7 @@ def render(scene: Scene, resolution: Resolution) -> Image.Image:
 
 
 def _composite(canvas: Image.Image, stamp: Image.Image, left: int, top: int) -> None:
-    """Lays a premultiplied stamp over the opaque canvas in place; what hangs over the edge is cut off."""
+    """Composite a premultiplied stamp over the opaque canvas, in place, clipped to the canvas."""
     box = (max(left, 0), max(top, 0), min(left + stamp.width, canvas.width), min(top + stamp.height, canvas.height))
     part = np.asarray(stamp.crop((box[0] - left, box[1] - top, box[2] - left, box[3] - top)), dtype=np.uint16)
     below = np.asarray(canvas.crop(box), dtype=np.uint16)
@@ -185,7 +185,7 @@ def _place_one(rng: np.random.Generator, name: str) -> tuple[Placement, ...]:
 
 
 def _place_two(rng: np.random.Generator, names: tuple[str, ...], resolution: Resolution) -> tuple[Placement, ...]:
-    """Two objects stand side by side, or one above the other in an upright picture, in the order of the caption."""
+    """Place two objects side by side, or one above the other in an upright picture, in the order of the caption."""
     width, height = resolution
     long_over_short = max(width, height) / min(width, height)
     placements = []

@@ -1,4 +1,4 @@
-"""The trained models that ship with the package: where they lie, and whether they are whole."""
+"""Trained models that ship with the package: their folders and checksums."""
 
 from pathlib import Path
 
@@ -10,31 +10,31 @@ BUNDLED: tuple[str, ...] = (*GENERATORS, "emoji-clip")
 MODELS_DIR = Path(__file__).parent
 CHECKSUMS_FILE = "SHA256SUMS"
 CARD_FILES = ("README.md", "figures.json", "samples.png")
-"""What `psctl models card` adds to a model."""
+"""Files that `psctl models card` adds to a model."""
 
 
 def bundled_model_path(name: str) -> Path:
-    """Folder of a bundled model. Raises UsageError for another name."""
+    """Return the folder of a bundled model. Raises UsageError for another name."""
     if name not in BUNDLED:
         raise UsageError(f"no bundled model is called {name!r}; bundled: {', '.join(BUNDLED)}")
     return MODELS_DIR / name
 
 
 def read_checksums(models_dir: Path = MODELS_DIR) -> dict[str, str]:
-    """SHA-256 by path relative to `models_dir`, as `sha256sum` writes and checks them."""
+    """Return the SHA-256 by path relative to `models_dir`, from a file in the format of `sha256sum`."""
     lines = (models_dir / CHECKSUMS_FILE).read_text(encoding="utf-8").splitlines()
     return {path: digest for digest, path in (line.split("  ", 1) for line in lines if line)}
 
 
 def write_checksums(models_dir: Path = MODELS_DIR) -> None:
-    """List every file of every bundled model with its SHA-256."""
+    """Write the SHA-256 of every file of every bundled model."""
     files = sorted(path for name in BUNDLED for path in (models_dir / name).rglob("*") if path.is_file())
     lines = [f"{sha256_of(path)}  {path.relative_to(models_dir).as_posix()}\n" for path in files]
     write_text(models_dir / CHECKSUMS_FILE, "".join(lines))
 
 
 def verify_bundled(name: str, models_dir: Path = MODELS_DIR) -> list[str]:
-    """What is wrong with a bundled model, one line each; empty if every file has its checksum."""
+    """Return the problems of a bundled model, one line each; empty if every file has its checksum."""
     if name not in BUNDLED:
         raise UsageError(f"no bundled model is called {name!r}; bundled: {', '.join(BUNDLED)}")
     try:

@@ -1,4 +1,4 @@
-"""Configurations of published denoising models, as diffusers has them: facts to count with. No weights."""
+"""Configurations of published denoising models in diffusers' format, for counting operations. No weights."""
 
 import json
 from pathlib import Path
@@ -9,5 +9,5 @@ PUBLISHED: tuple[str, ...] = ("sdxl", "sd3-medium")
 
 
 def published_config(name: str) -> dict[str, Any]:
-    """The configuration of one of `PUBLISHED`."""
+    """Return the configuration of one of `PUBLISHED`."""
     return json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8"))

@@ -16,14 +16,15 @@ _FORMS = "a .txt file with one prompt per line, a .csv or .tsv file with a promp
 
 
 def load_prompts(path: str | Path | None = None) -> list[str]:
-    """Read prompts in the order of the file; blank ones are left out.
+    """Read prompts in the order of the file, without blank ones.
 
     Args:
         path: `.txt` (one per line), `.csv` or `.tsv` (column "prompt" or "caption", in any case), `.jsonl` (texts, or
             objects with such a key). None: the bundled captions.
 
     Raises:
-        UsageError: the file cannot be read, has another form, holds no prompt, or one that is not text (`is_text`).
+        UsageError: the file cannot be read, has another form, holds no prompt, or holds one that is not text
+            (`is_text`).
     """
     path = BUNDLED_PROMPTS if path is None else Path(path)
     readers = {".txt": _read_txt, ".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_jsonl}

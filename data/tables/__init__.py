@@ -1,1 +1,1 @@
-"""Tables that commands hand on to each other: their columns, types and units, as parquet or CSV. No torch."""
+"""Tables that commands exchange: their columns, types and units, as parquet or CSV. No torch."""

@@ -1,4 +1,4 @@
-"""What a profile was taken on, which is also what may be served with a predictor or a schedule that is made of it."""
+"""Circumstances of a block profile. A predictor or schedule made from it serves only a model with the same facts."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -7,17 +7,17 @@ from typing import Any
 from ..errors import UsageError
 
 WHOLE_MODEL = "model"
-"""The name of all blocks of a model as one, from the input of the first to the output of the last; its number is that
-behind the last block's."""
+"""Name of all blocks of a model as one, from the input of the first to the output of the last; its index follows that
+of the last block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The model and its scheduler.
+    """Model and scheduler of a profile.
 
     Attributes:
-        model: what the user called the model.
-        fingerprint: of the model's files (`serving.models.checkpoint.fingerprint`); empty if the model has none.
+        model: the user's name for the model.
+        fingerprint: fingerprint of the model's files (`serving.models.checkpoint.fingerprint`); empty if it has none.
         scheduler: class of the diffusers scheduler.
     """
 
@@ -26,9 +26,9 @@ class ModelFacts:
     scheduler: str
 
     def check_model(self, served: "ModelFacts", *, source: str, remedy: str) -> None:
-        """Check that what `source` was made for is what is served; `remedy` ends the message.
+        """Check that `source` was made for the served model and scheduler; `remedy` ends the message.
 
-        Models are compared by their files; by name only if one of them has no fingerprint.
+        Models are compared by fingerprint, or by name if one of them has none.
 
         Raises:
             UsageError: naming the first fact that differs.
@@ -48,10 +48,10 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts(ModelFacts):
-    """The model, its scheduler and the cut into patches.
+    """Model, scheduler, patch size and blocks of a profile.
 
     Attributes:
-        model, fingerprint, scheduler: of the model.
+        model, fingerprint, scheduler: as in `ModelFacts`.
         patch_size: side of a patch in latent pixels.
         blocks: names of the cached blocks, in the order in which a step runs them.
     """
@@ -60,14 +60,14 @@ class BlockFacts(ModelFacts):
     blocks: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The facts as JSON; `from_json` reads them."""
+        """Return the facts as JSON, which `from_json` reads."""
         return asdict(self) | {"blocks": list(self.blocks)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], *, source: str) -> "BlockFacts":
-        """Read what `to_json` gave; other keys are left alone.
+        """Return the facts that `to_json` serialized; other keys are ignored.
 
-        Raises UsageError: one of the facts is missing or of the wrong kind; `source` says in which file.
+        Raises UsageError if a fact is missing or of the wrong kind; the message names `source`, the file.
         """
         kinds = {"model": str, "fingerprint": str, "scheduler": str, "patch_size": int, "blocks": list}
         for field in fields(cls):
@@ -83,7 +83,7 @@ class BlockFacts(ModelFacts):
         return cls(**text, patch_size=content["patch_size"], blocks=tuple(blocks))
 
     def check_fits(self, served: "BlockFacts", *, source: str) -> None:
-        """Check that what `source` was made for is what is served. Raises UsageError: a fact differs; it is named."""
+        """Check that `source` was made for what is served. Raises UsageError that names the first different fact."""
         model = served.model
         remedy = f"run psctl profile blocks --model {model} and psctl train-predictor cache --model {model}"
         self.check_model(served, source=source, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Tables of a cascade: what each model did for each request, the plans, and what the bank of images is scored with."""
+"""Tables of a cascade: the work of each model for each request, the plans, and the confidences of a bank of images."""
 
 import pyarrow as pa
 
@@ -22,7 +22,7 @@ LEGS = TableSchema(
         column("is_deferred", _B, meaning="whether the request went on to the heavy model"),
     ),
 )
-"""One row per request and model that worked for it, in the order in which they ended."""
+"""One row per request and model that worked on it, in the order in which they ended."""
 
 PLANS = TableSchema(
     "plans",
@@ -56,4 +56,4 @@ DEFERRAL = TableSchema(
         column("confidence", _F, "", True, "of the light image; empty where it was no number"),
     ),
 )
-"""One row per prompt of a bank: f(t) is the share of confidences below t. Its head says whose images they are."""
+"""One row per prompt of a bank: f(t) is the share of confidences below t. The head describes the images' origin."""

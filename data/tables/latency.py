@@ -1,6 +1,6 @@
-"""Tables of step latencies: how long one denoising step of a batch takes, by what is in the batch.
+"""Tables of step latencies: the duration of one denoising step of a batch, by the composition of the batch.
 
-`psctl profile latency` measures them. Tables of other programs, such as those of GPUs that are not bought yet, are read
+`psctl profile latency` measures them. Tables of other programs, for example for GPUs that are not available, are read
 from CSV or parquet files with the columns `combination` ("2*512x512 + 1024x1024", see `data.resolution.format_batch`)
 and `ms`. This module imports no torch.
 """
@@ -48,7 +48,7 @@ class LatencyRow:
     """One combination and its timings in milliseconds.
 
     Attributes:
-        counts: number of requests of each resolution; those with none are left out.
+        counts: number of requests of each resolution, without resolutions that have none.
         samples_ms: timings of a step, at least one, all positive.
         first_step_ms: timings of the first step after the batch has changed.
     """
@@ -63,8 +63,8 @@ class LatencyRow:
 
     @property
     def visits_ms(self) -> tuple[float, ...]:
-        """What each visit found: the median of its timings, which are as many in all of them. Every visit has one first
-        step; where none are known, every timing counts as a visit.
+        """Median of the timings of each visit; all visits have equally many. Every visit has one first step; if none
+        are known, every timing counts as a visit.
         """
         size = len(self.samples_ms) // (len(self.first_step_ms) or len(self.samples_ms))
         starts = range(0, len(self.samples_ms), max(1, size))
@@ -72,12 +72,12 @@ class LatencyRow:
 
     @property
     def median_ms(self) -> float:
-        """Of the visits."""
+        """Median of the visits."""
         return statistics.median(self.visits_ms)
 
     @property
     def disagreement(self) -> float | None:
-        """How far apart are what every other visit says and what the others say, relative; None for a single visit."""
+        """Absolute logarithm of the ratio of the medians of even and odd visits; None for a single visit."""
         visits_ms = self.visits_ms
         if len(visits_ms) < 2:
             return None
@@ -89,7 +89,7 @@ class LatencyRow:
 
     @property
     def p95_ms(self) -> float:
-        """Between the two nearest timings."""
+        """95th percentile of the timings, interpolated between the two nearest."""
         return float(np.percentile(self.samples_ms, 95))
 
     @property
@@ -102,10 +102,10 @@ class LatencyTable:
     """Step latencies of different combinations.
 
     Attributes:
-        rows: no two of the same combination.
-        circumstances: what they were measured on; None if another program measured them.
-        settings: of the profile that measured them (JSON), and in `timings` how many it was to take; None for another
-            program.
+        rows: rows, no two of the same combination.
+        circumstances: circumstances of the measurement; None for a table of another program.
+        settings: settings of the profile (JSON), with its planned number of timings under `timings`; None for a table
+            of another program.
     """
 
     rows: tuple[LatencyRow, ...]
@@ -114,23 +114,23 @@ class LatencyTable:
 
     @property
     def share_done(self) -> float:
-        """Share of the timings that the profile was to take; 1 for a table of another program."""
+        """Share of the profile's planned timings that were taken; 1 for a table of another program."""
         wanted = (self.settings or {}).get("timings")
         return 1.0 if wanted is None else sum(len(row.samples_ms) for row in self.rows) / wanted
 
     @property
     def resolutions(self) -> tuple[Resolution, ...]:
-        """All that occur, from small to large."""
+        """All resolutions in the table, from small to large."""
         found = {resolution for row in self.rows for resolution in row.counts}
         return tuple(sorted(found, key=lambda resolution: (resolution.pixels, resolution)))
 
 
 def noise_floor(rows: Iterable[LatencyRow]) -> float | None:
-    """How far a table is off itself: the mean relative error that a perfect predictor would be found to have.
+    """Return the noise floor of a table: the mean relative error that a perfect predictor would appear to have.
 
-    Half of what the two halves of the visits of a combination disagree by, in the mean: each half holds half of the
-    visits, and both err, so that their difference is twice as wide as the error of the whole. None if combinations were
-    visited only once.
+    It is half of the mean disagreement between the two halves of a combination's visits. Each half has half of the
+    visits and both have errors, so that their difference is twice as wide as the error of the whole. None if every
+    combination was visited only once.
     """
     known = [each for row in rows if (each := row.disagreement) is not None]
     return statistics.fmean(known) / 2 if known else None
@@ -157,7 +157,7 @@ def write_latencies(path: str | Path, table: LatencyTable) -> None:
 def read_latencies(path: str | Path) -> LatencyTable:
     """Read a table that `psctl profile latency` wrote, or one of another program (CSV, parquet).
 
-    Other columns of a foreign table are not read. Several rows of one combination are its timings.
+    Other columns of a foreign table are ignored. Several rows of one combination are its timings.
 
     Raises:
         UsageError: the file cannot be read or is damaged, or a row is not a combination with a positive, finite time;

@@ -1,4 +1,4 @@
-"""Tables that commands hand on: their columns with types and units, and parquet files that carry their schema."""
+"""Tables that commands exchange: their columns with types and units, and parquet files that carry their schema."""
 
 import json
 import math
@@ -21,17 +21,19 @@ _NAME_KEY, _VERSION_KEY, _ABOUT_KEY = b"psctl.table", b"psctl.version", b"psctl.
 
 
 def column(name: str, kind: pa.DataType, unit: str = "", nullable: bool = False, meaning: str = "") -> pa.Field:
-    """One column: its name, Arrow type, unit ("s", "px"; "" for none), whether it may be empty, and what it says."""
+    """Return a column: name, Arrow type, unit ("s", "px"; "" for none), whether it may be empty, and meaning."""
     return pa.field(name, kind, nullable, {"unit": unit, "meaning": meaning})
 
 
 @dataclass(frozen=True, slots=True)
 class TableSchema:
-    """The columns of one kind of table. The version changes whenever a column does, so old files are recognised.
+    """Columns of one kind of table. The version changes whenever a column does, so that old files are recognised.
 
     Attributes:
-        oldest: files of versions since this one are read, too: they lack nothing but columns at the end, which may be
-            empty. None: no other version is.
+        name, version: name and version of the schema.
+        columns: the columns.
+        oldest: oldest version that can still be read; such files lack only columns at the end, which may be empty. None
+            if only `version` can be read.
     """
 
     name: str
@@ -45,8 +47,8 @@ class TableSchema:
         return tuple(each.name for each in self.columns)
 
     def to_arrow(self, about: Mapping[str, Any] | None = None) -> pa.Schema:
-        """The Arrow schema; metadata hold units, meanings, this schema's name and version, and what is `about` a table
-        as a whole, as JSON, which `about_of` gives back.
+        """Return the Arrow schema. Its metadata hold units, meanings, this schema's name and version, and `about`, the
+        facts of the table as a whole, as JSON, which `about_of` reads.
         """
         metadata = {_NAME_KEY: self.name.encode(), _VERSION_KEY: str(self.version).encode()}
         if about is not None:
@@ -61,7 +63,7 @@ class TableSchema:
 
 
 _I, _F, _S, _B = pa.int64(), pa.float64(), pa.string(), pa.bool_()
-# Of tables with millions of rows: half the bytes, and a text that repeats is stored once.
+# For tables with millions of rows: half the bytes, and a repeated text is stored once.
 _SMALL_I, _SMALL_F, _WORD = pa.int32(), pa.float32(), pa.dictionary(pa.int32(), pa.string())
 
 RECORDS = TableSchema(
@@ -146,8 +148,8 @@ BLOCKS = TableSchema(
         column("output_mse_normalised", _SMALL_F, meaning="output_mse / mean square of the cached output"),
     ),
 )
-"""One row per request, block, step, patch and lag: how far a block's tensors are from those some steps earlier
-(PatchedServe sections 3 and 7). Written and read by `streams`, with `block_facts.BlockFacts` in its head."""
+"""One row per request, block, step, patch and lag: the difference of a block's tensors from those of an earlier step
+(PatchedServe sections 3 and 7). `streams` writes and reads it, with `block_facts.BlockFacts` in its head."""
 
 
 def write_table(
@@ -157,13 +159,13 @@ def write_table(
     *,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write rows, mappings with exactly the schema's columns, as parquet, atomically; `about` as of
+    """Write rows, mappings with exactly the schema's columns, as parquet, atomically. `about` is as in
     `TableSchema.to_arrow`.
 
     Raises:
         RuntimeError: a row does not fit the schema (a column is missing, unknown, empty, not finite or of another
-            type). Rows come from our own code, so this is a fault of ours.
-        OSError: the file cannot be written; nothing is left half-written.
+            type). Rows come from our own code, so this is a bug.
+        OSError: the file cannot be written; no partial file is left.
     """
     checked = [_checked(schema, i, row) for i, row in enumerate(rows)]
     try:
@@ -175,11 +177,11 @@ def write_table(
 
 
 def read_table(path: str | Path, schema: TableSchema, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a table that `write_table` has written, or some columns of it.
+    """Read a table that `write_table` wrote, or some of its columns.
 
-    Columns that an older version does not have are empty.
+    Columns that an older version lacks are empty.
 
-    Raises UsageError: the file cannot be read, is damaged or no parquet, or is another table or another version of it.
+    Raises UsageError if the file cannot be read, is damaged or not parquet, or is another table or version.
     """
     with opened(path, schema) as file:
         there = file.schema_arrow.names
@@ -193,10 +195,10 @@ def read_table(path: str | Path, schema: TableSchema, columns: Sequence[str] | N
 
 @contextmanager
 def opened(path: str | Path, schema: TableSchema) -> Iterator[pq.ParquetFile]:
-    """Open a table and check that it is the right one; errors while the body reads it are reported as by `read_table`.
+    """Open a table and check its schema. Errors while the body reads it are reported as by `read_table`.
 
-    Tables are read in the calling thread: a process that ended while Arrow started its own was aborted, 5 of 75 times
-    on a busy machine.
+    Tables are read in the calling thread: a process that ended while Arrow was starting its own threads was aborted, 5
+    of 75 times on a busy machine.
     """
     with parquet_file(path, f"the {schema.name} table") as file:
         _check_schema(path, file.schema_arrow, schema)
@@ -205,9 +207,9 @@ def opened(path: str | Path, schema: TableSchema) -> Iterator[pq.ParquetFile]:
 
 @contextmanager
 def parquet_file(path: str | Path, what: str, **options: Any) -> Iterator[pq.ParquetFile]:
-    """Open any parquet file; `what` it should hold is for messages, options are of `pyarrow.parquet.ParquetFile`.
+    """Open any parquet file. `what` names its content in messages; options are those of `pyarrow.parquet.ParquetFile`.
 
-    Raises UsageError if it cannot be read, is damaged (also if the body meets the damage while it reads) or is not
+    Raises UsageError if the file cannot be read, is damaged (also if the body finds the damage while reading) or is not
     parquet.
     """
     try:
@@ -238,14 +240,14 @@ def _check_schema(path: str | Path, found: pa.Schema, schema: TableSchema) -> No
 
 
 def name_of(found: pa.Schema) -> str:
-    """Which of our tables a file holds; "" for one of another program."""
+    """Return the name of the table that a file holds; "" for a file of another program."""
     return _head(found, _NAME_KEY)
 
 
 def about_of(found: pa.Schema, path: str | Path) -> dict[str, Any]:
-    """What a table's file says about the table as a whole.
+    """Return the facts of a table as a whole from the head of its file.
 
-    Raises UsageError: it says nothing, or its head is damaged; the message names the file.
+    Raises UsageError if they are missing or damaged; the message names the file.
     """
     try:
         about = json.loads(_head(found, _ABOUT_KEY))
@@ -262,12 +264,12 @@ def _head(found: pa.Schema, key: bytes) -> str:
 
 
 def read_rows(path: str | Path, schema: TableSchema) -> list[dict[str, Any]]:
-    """The rows of a table as dicts, equal to those that were written. Raises as `read_table`."""
+    """Return the rows of a table as dicts, equal to those that were written. Raises as `read_table`."""
     return read_table(path, schema).to_pylist(maps_as_pydicts="strict")
 
 
 def read_frame(path: str | Path, schema: TableSchema) -> "pandas.DataFrame":
-    """A table as a pandas frame; maps become dicts. Raises as `read_table`."""
+    """Return a table as a pandas frame; maps become dicts. Raises as `read_table`."""
     return read_table(path, schema).to_pandas(maps_as_pydicts="strict")
 
 

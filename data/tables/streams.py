@@ -1,6 +1,6 @@
-"""Tables of millions of rows: written and read a piece at a time, so that memory stays flat.
+"""Tables of millions of rows, written and read in pieces, so that memory use stays constant.
 
-They are the same files as those of `schemas`, with a head of facts that belong to the table as a whole.
+The files are the same as those of `schemas`, with a head of facts about the table as a whole.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ class TableWriter:
         with TableWriter(path, BLOCKS, facts) as writer:
             writer.write({"request_id": 7, "patch": np.arange(16), ...})
 
-    On leaving without an error the file appears under its name; after an error there is none.
+    If the context ends without an error, the file appears under its name; after an error there is no file.
 
     Args:
-        path, schema: as of `schemas.write_table`.
-        facts: what holds for the whole table: a mapping that is JSON.
-        group_rows: rows that are kept in memory before they are written as a row group.
+        path, schema: as in `schemas.write_table`.
+        facts: facts of the whole table, as a JSON mapping.
+        group_rows: number of rows that are kept in memory before they are written as a row group.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class TableWriter:
 
         Raises:
             RunError: a value is NaN or infinite.
-            RuntimeError: the columns do not fit the schema. They come from our own code, so this is a fault of ours.
+            RuntimeError: the columns do not fit the schema. They come from our own code, so this is a bug.
         """
         self._schema.require_columns(columns)
         lengths = {len(value) for value in columns.values() if isinstance(value, np.ndarray | list | tuple)}
         if len(lengths) != 1:
             raise RuntimeError(f"{self._schema.name} table: columns have {sorted(lengths)} rows")
-        # Copied, as the caller may use its buffers again.
+        # Copied, because the caller may reuse its buffers.
         piece = {name: np.array(value) for name, value in columns.items()}
         for name in self._floats:
             if piece[name].dtype.kind not in "fiu":
@@ -87,7 +87,7 @@ class TableWriter:
             if not np.isfinite(piece[name]).all():
                 raise RunError(f"{self.path}: column {name} would hold NaN or infinity; nothing was written")
         num_rows = lengths.pop()
-        # Turned into Arrow's arrays when there are many: that costs a millisecond however few there are.
+        # Converted to Arrow arrays in bulk: a conversion costs a millisecond however few rows there are.
         self._waiting.append((piece, num_rows))
         self._num_waiting += num_rows
         self.num_rows += num_rows
@@ -97,7 +97,7 @@ class TableWriter:
     def append_from(self, path: str | Path) -> None:
         """Append all rows of another file of the same table, such as a part that an earlier run has finished.
 
-        Raises UsageError: as `read_batches`, or the file's facts are others.
+        Raises UsageError as `read_batches`, or if the file's facts differ.
         """
         if read_facts(path, self._schema) != about_of(self._arrow_schema, self.path):
             raise UsageError(f"{path}: was made under other circumstances than {self.path}; the two cannot be joined")
@@ -125,7 +125,7 @@ class TableWriter:
             values.append(value if value.ndim else np.full(num_rows, value))
         try:
             array = pa.array(np.concatenate(values), from_pandas=False)
-            # Rounding to float32 is meant; an integer that does not fit is not.
+            # Rounding to float32 is intended; an integer that does not fit is an error.
             array = array.cast(field.type, safe=not pa.types.is_floating(field.type))
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             raise RuntimeError(f"{self._schema.name} table: {field.name} has the wrong type: {error}") from error
@@ -141,7 +141,7 @@ def read_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a table in order, at most `batch_rows` at a time; `columns` are those to read, None for all.
 
-    Raises UsageError: as `schemas.read_table`, also for damage in the middle; or a number is NaN or infinite.
+    Raises UsageError as `schemas.read_table`, also for damage in the middle, or if a number is NaN or infinite.
     """
     first_row = 0
     with opened(path, schema) as file:
@@ -156,13 +156,13 @@ def read_batches(
 
 
 def count_rows(path: str | Path, schema: TableSchema) -> int:
-    """The number of rows of a table, from its footer. Raises UsageError as `schemas.read_table`."""
+    """Return the number of rows of a table, from its footer. Raises UsageError as `schemas.read_table`."""
     with opened(path, schema) as file:
         return file.metadata.num_rows
 
 
 def read_facts(path: str | Path, schema: TableSchema) -> dict[str, Any]:
-    """The facts that hold for the whole table. Raises UsageError: as `schemas.read_table`, or the file has no facts."""
+    """Return the facts of the whole table. Raises UsageError as `schemas.read_table`, or if the file has no facts."""
     with opened(path, schema) as file:
         return about_of(file.schema_arrow, path)
 

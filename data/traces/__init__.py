@@ -1,1 +1,1 @@
-"""Traces: when requests arrive and what they ask for, drawn at random or read from files. No torch."""
+"""Traces: arrival times and parameters of requests, drawn at random or read from files. No torch."""

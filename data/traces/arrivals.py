@@ -1,4 +1,4 @@
-"""Times at which requests arrive: drawn at random, or those of a recorded trace scaled to another rate."""
+"""Arrival times of requests: drawn at random, or those of a recorded trace scaled to another rate."""
 
 import math
 import re
@@ -22,10 +22,11 @@ _MOMENT = re.compile(
 
 
 def gamma_arrivals(rng: np.random.Generator, rate: float, cv: float) -> Iterator[float]:
-    """Seconds of an endless renewal process: gamma gaps of mean `1 / rate` with this coefficient of variation.
+    """Yield arrivals in seconds of an endless renewal process with gamma gaps of mean `1 / rate` and coefficient of
+    variation `cv`.
 
     With a coefficient of 1 the gaps are exponential (a Poisson process). The first arrival comes after one gap. Unit
-    gaps are drawn and then scaled, so that the rate cannot change what is drawn.
+    gaps are drawn and then scaled, so that the rate does not affect the random draws.
     """
     shape = 1.0 / cv**2
     scale_s = 1.0 / (shape * rate)
@@ -37,11 +38,11 @@ def gamma_arrivals(rng: np.random.Generator, rate: float, cv: float) -> Iterator
 
 
 def diurnal_arrivals(rng: np.random.Generator, rate: float, amplitude: float, period_s: float) -> Iterator[float]:
-    """Seconds of an endless Poisson process whose rate swings as day and night.
+    """Yield arrivals in seconds of an endless Poisson process whose rate varies like day and night.
 
-    The rate at t is `rate * (1 + amplitude * sin(2 pi t / period_s))`, its mean over a period `rate`. Exact, by time
-    change: the n-th arrival is where the integral of the rate reaches the n-th arrival of a Poisson process of rate 1
-    (Cinlar 1975). The integral has no closed inverse and is bisected down to rounding.
+    The rate at t is `rate * (1 + amplitude * sin(2 pi t / period_s))`, with mean `rate` over a period. The process is
+    exact, by time change: the n-th arrival is where the integral of the rate reaches the n-th arrival of a Poisson
+    process of rate 1 (Cinlar 1975). The integral has no closed inverse and is inverted by bisection to rounding error.
     """
     swing_s = amplitude * period_s / (2 * math.pi)
 
@@ -51,7 +52,7 @@ def diurnal_arrivals(rng: np.random.Generator, rate: float, amplitude: float, pe
     total, low_s = 0.0, 0.0
     while True:
         total += float(rng.standard_exponential())
-        # The swing only adds to the integral, so it has reached the total by then.
+        # The variation only adds to the integral, so it has reached the total by then.
         high_s = max(total / rate, low_s)
         for _ in range(_BISECTIONS):
             middle_s = (low_s + high_s) / 2
@@ -63,9 +64,9 @@ def diurnal_arrivals(rng: np.random.Generator, rate: float, amplitude: float, pe
 
 
 def scaled_arrivals(arrivals_s: Sequence[float], rate: float) -> list[float]:
-    """Recorded arrivals from 0 on, all gaps multiplied by one factor, so that the mean gap is `1 / rate`.
+    """Return recorded arrivals from 0 on, with all gaps multiplied by one factor, so that the mean gap is `1 / rate`.
 
-    Raises UsageError: there are fewer than two, or all are at one time: they have no rate.
+    Raises UsageError if there are fewer than two, or all are at one time, so that they have no rate.
     """
     if len(arrivals_s) < 2 or arrivals_s[-1] <= arrivals_s[0]:
         raise UsageError(f"{len(arrivals_s)} recorded arrivals span no time, so they cannot be scaled to a rate")
@@ -77,7 +78,7 @@ def read_arrivals(path: str | Path) -> tuple[float, ...]:
     """Read the arrivals of a recorded trace, in seconds from its first one.
 
     The file is CSV with a column `arrived_at` (seconds; the processed Azure LLM traces of vidur) or `TIMESTAMP` (date
-    and time, as ISO 8601 and pandas write them; the same traces as Azure published them). Other columns are not read.
+    and time, as ISO 8601 and pandas write them; the same traces as Azure published them). Other columns are ignored.
     Offsets from UTC may change within the file, as with daylight saving.
 
     Raises:
@@ -118,9 +119,10 @@ def read_arrivals(path: str | Path) -> tuple[float, ...]:
 
 
 def _moment_ns(text: str) -> tuple[int, bool]:
-    """Nanoseconds from the year 1 in UTC, and whether the text names a zone. Raises ValueError: it is no date and time.
+    """Return nanoseconds from the year 1 in UTC, and whether the text names a zone. Raises ValueError if it is not a
+    date and time.
 
-    Whole numbers, because a float of so many seconds is a microsecond off.
+    The result is an integer, because a float of that many seconds is a microsecond off.
     """
     found = _MOMENT.fullmatch(text.strip())
     if found is None:
@@ -134,6 +136,6 @@ def _moment_ns(text: str) -> tuple[int, bool]:
     if found["sign"]:
         offset_s = int(found["hours"]) * 3600 + int(found["minutes"] or 0) * 60
         seconds += -offset_s if found["sign"] == "+" else offset_s
-    # A fraction is of the last unit that is written.
+    # A fraction refers to the last unit that is written.
     unit_s = (3600, 60, 1)[len(parts) - 1]
     return seconds * 10**9 + unit_s * int((found["fraction"] or "0")[:9].ljust(9, "0")), bool(found["zone"])

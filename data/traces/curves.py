@@ -1,4 +1,4 @@
-"""Rates that change as a curve says, and the arrivals of a Poisson process that follows it. No torch."""
+"""Curves of request rates, and the arrivals of a Poisson process that follows a curve. No torch."""
 
 import math
 from bisect import bisect_left
@@ -14,8 +14,8 @@ from ..errors import UsageError
 from ..records import csv_rows, open_text
 
 _TIME, _RATE = "time_s", "rate"
-# A day as servers of requests by people see it: a low morning, a peak before noon and a higher one in the evening, with
-# dents. Drawn by us.
+# A typical day of a server with human users: a low morning, a peak before noon and a higher one in the evening, with
+# dips. Drawn by us.
 _BOX = (
     0.10, 0.06, 0.03, 0.00, 0.02, 0.05, 0.12, 0.20, 0.31, 0.44, 0.52, 0.61, 0.66, 0.63, 0.70, 0.64, 0.55, 0.49, 0.52,
     0.46, 0.41, 0.45, 0.53, 0.60, 0.71, 0.78, 0.86, 0.83, 0.92, 1.00, 0.97, 0.90, 0.94, 0.85, 0.74, 0.66, 0.58, 0.60,
@@ -25,11 +25,11 @@ _BOX = (
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A rate over time, on straight lines between its points.
+    """A rate over time, linear between its points.
 
     Attributes:
-        times_s: ascending, from 0.
-        rates: requests a second, none negative.
+        times_s: times of the points, ascending from 0.
+        rates: rates in requests a second, none negative.
     """
 
     times_s: tuple[float, ...]
@@ -37,15 +37,15 @@ class Curve:
 
     @classmethod
     def in_the_box(cls) -> Self:
-        """The curve of a day, from 0 to 1, that traces have where no file is named."""
+        """Return the bundled curve of a day, from 0 to 1, which is used if no file is named."""
         return cls(tuple(map(float, range(len(_BOX)))), _BOX)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read CSV with the columns `time_s` and `rate`; others are not read.
+        """Read CSV with the columns `time_s` and `rate`; others are ignored.
 
-        Raises UsageError: the file cannot be read, lacks a column, has fewer than two points, or a line is no point or
-        goes back in time. The message starts with `file:line:`.
+        Raises UsageError if the file cannot be read, lacks a column or has fewer than two points, or a line is not a
+        point or does not advance in time. The message for a line starts with `file:line:`.
         """
         times_s: list[float] = []
         rates: list[float] = []
@@ -68,9 +68,9 @@ class Curve:
         return cls(tuple(time_s - times_s[0] for time_s in times_s), tuple(rates))
 
     def scaled(self, low: float, high: float, duration_s: float) -> Self:
-        """The same shape from `low` to `high` requests a second, over so many seconds.
+        """Return the same shape from `low` to `high` requests a second, over `duration_s`.
 
-        Raises UsageError: the numbers are out of their range, or a flat curve is to have two rates.
+        Raises UsageError if a number is out of its range, or a flat curve is given two different rates.
         """
         if not 0 <= low <= high < math.inf or high == 0:
             raise UsageError(f"rates are {low:g} to {high:g}, but they must rise from 0 or more, and be finite")
@@ -84,10 +84,10 @@ class Curve:
         return type(self)(tuple(time_s / self.times_s[-1] * duration_s for time_s in self.times_s), rates)
 
     def arrivals(self, rng: np.random.Generator) -> Iterator[float]:
-        """Seconds of a Poisson process of this rate, up to the end of the curve.
+        """Yield arrivals in seconds of a Poisson process of this rate, up to the end of the curve.
 
-        Exact, by time change: the n-th arrival is where the integral of the rate reaches the n-th arrival of a Poisson
-        process of rate 1 (Cinlar 1975). Between two points the integral is a parabola.
+        The process is exact, by time change: the n-th arrival is where the integral of the rate reaches the n-th
+        arrival of a Poisson process of rate 1 (Cinlar 1975). Between two points the integral is a parabola.
         """
         sums = [0.0]
         for (begin_s, end_s), (low, high) in zip(pairwise(self.times_s), pairwise(self.rates), strict=True):
@@ -98,7 +98,7 @@ class Curve:
             begin_s, end_s = self.times_s[part : part + 2]
             low, high = self.rates[part : part + 2]
             left, slope = total - sums[part], (high - low) / (end_s - begin_s)
-            # Of slope / 2 x^2 + low x = left, in a form that is exact for any slope.
+            # Root of slope / 2 x^2 + low x = left, in a form that is exact for any slope.
             root = math.sqrt(max(0.0, low * low + 2 * slope * left))
             yield begin_s + min(end_s - begin_s, 2 * left / (low + root))
 

@@ -1,4 +1,4 @@
-"""What requests ask for, drawn at random: prompts, resolutions and seeds, with the mixes that users write for them."""
+"""Random parameters of requests: prompts, resolutions and seeds, and the mixes of resolutions that users specify."""
 
 import math
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from .edits import EditDraws
 
 @dataclass(frozen=True)
 class TraceDefaults:
-    """What requests ask for: all of a random trace's, and those of a trace file where their lines say nothing.
+    """Parameters of requests: of all requests of a random trace, and for fields that the lines of a trace file omit.
 
     Attributes:
-        prompts: dealt like cards: all once in a random order before any again.
-        resolutions: what is drawn from.
-        mix: weight of each resolution; None: all alike.
+        prompts: prompts, drawn without replacement: all once in random order before any is repeated.
+        resolutions: resolutions to draw from.
+        mix: weight of each resolution; None for equal weights.
         num_inference_steps: one number for all requests, or one for each of `resolutions`.
-        guidance_scale, negative_prompt, slo_s: of all requests.
-        seed: of everything that is drawn.
-        edits: which of the requests are edits; None: none.
+        guidance_scale, negative_prompt, slo_s: values for all requests.
+        seed: seed of all random draws.
+        edits: edits among the requests; None for none.
     """
 
     prompts: Sequence[str] = ()
@@ -38,14 +38,15 @@ class TraceDefaults:
 
 
 class RequestDraws:
-    """An endless, reproducible sequence of what requests ask for, without their arrivals.
+    """An endless, reproducible sequence of requests, without their arrivals.
 
-    Resolutions, prompts, seeds and edits come from four generators spawned from the seed, with as many draws of each
-    for every request. So another mix changes no prompt and no seed, another share of edits changes no mask, and request
-    i is the same however many requests follow it.
+    Resolutions, prompts, seeds and edits come from four generators spawned from the seed, with the same number of draws
+    for every request. A different mix therefore changes no prompt and no seed, a different share of edits changes no
+    mask, and request i does not depend on the number of requests that follow.
 
     Raises:
-        UsageError: no resolution or prompt, weights or steps that do not fit the resolutions, a field out of range.
+        UsageError: there is no resolution or prompt, weights or steps do not match the resolutions, or a field is
+            out of range.
     """
 
     def __init__(self, settings: TraceDefaults) -> None:
@@ -59,7 +60,7 @@ class RequestDraws:
         self._settings = settings
         self._shapes = tuple(zip(resolutions, steps, strict=True))
         self._thresholds = np.cumsum(_normalised(settings.mix, len(resolutions)))
-        for shape in self._shapes:  # a bad field is found now, not in the middle of the trace
+        for shape in self._shapes:  # finds a bad field now, not in the middle of the trace
             self._request(0, shape, "", settings.seed)
         rngs = map(np.random.default_rng, np.random.SeedSequence(settings.seed).spawn(4))
         self._shape_rng, self._order_rng, self._seed_rng, self._edit_rng = rngs
@@ -67,8 +68,8 @@ class RequestDraws:
         self._deck: list[int] = []
 
     def next(self, request_id: int) -> Request:
-        """The next request, arriving at 0."""
-        # The last threshold is left out: rounding may leave it just below 1, and everything beyond is the last one's.
+        """Return the next request, arriving at 0."""
+        # Without the last threshold, which rounding may leave just below 1; everything beyond belongs to the last one.
         index = int(np.searchsorted(self._thresholds[:-1], self._shape_rng.random(), side="right"))
         prompts = self._settings.prompts
         if not self._deck:
@@ -85,15 +86,16 @@ class RequestDraws:
 
 
 def parse_mix(text: str, resolutions: Sequence[Resolution]) -> tuple[float, ...]:
-    """Read how often each resolution is asked for: `"128=0.5,192=0.3,256=0.2"`, or `"1,1,2"` in their order.
+    """Parse the weights of resolutions: `"128=0.5,192=0.3,256=0.2"`, or `"1,1,2"` in their order.
 
-    Weights need not add up to 1. In the named form a resolution that is not named gets weight 0.
+    Weights need not add up to 1. In the named form a resolution that is not named has weight 0.
 
     Returns:
         One weight for each of `resolutions`.
 
     Raises:
-        UsageError: another form, a resolution that is not among `resolutions` or is named twice, a bad weight.
+        UsageError: the text has another form, a resolution is not among `resolutions` or is named twice, or a weight is
+            invalid.
     """
     items = [item.strip() for item in text.split(",")]
     if not any("=" in item for item in items):

@@ -1,4 +1,4 @@
-"""Edits in traces: which image and which mask, without their pixels; how they are drawn at random; and the pixels.
+"""Edits in traces: their images and masks by name, random draws of edits, and the pixels.
 
 Mask ratios are drawn as InstGenIE (section 2.2, figure 3) describes them. No torch.
 """
@@ -35,36 +35,38 @@ _TOLERANCE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class MaskRatios:
-    """A distribution of mask ratios, as its quantile function on straight lines between points.
+    """Distribution of mask ratios, as a piecewise linear quantile function.
 
     Attributes:
-        shares: ascending from 0 to 1.
-        ratios: at each of them, above 0 and at most 1, never descending.
+        shares: shares of the masks, ascending from 0 to 1.
+        ratios: ratio at each share, above 0 and at most 1, never descending.
     """
 
     shares: tuple[float, ...]
     ratios: tuple[float, ...]
 
     def quantile(self, share: float) -> float:
-        """The ratio that this share of the masks does not exceed."""
+        """Return the ratio that this share of the masks does not exceed."""
         return float(np.interp(share, self.shares, self.ratios))
 
     @property
     def mean(self) -> float:
-        """Of all masks."""
+        """Mean ratio of all masks."""
         return float(np.trapezoid(self.ratios, self.shares))
 
 
 def read_mask_ratios(name: str) -> MaskRatios:
-    """A published distribution by its name, or that of the ratios in a file.
+    """Return a published distribution by name, or the distribution of the ratios in a file.
 
-    production: deciles, mean (0.112) and range (0.016 to 0.421) of InstGenIE's own trace. One bend in the last tenth,
-    at 0.98, is where the mean has to be; the first tenth is a straight line from the least ratio. public: deciles and
-    mean (0.193) of the public trace. No range is published: the first tenth begins at half of the first decile, and the
-    last ends where the mean has to be. viton: only the mean (0.35) is published; a Beta(3.5, 6.5) is assumed.
+    production: deciles, mean (0.112) and range (0.016 to 0.421) of InstGenIE's own trace. The last tenth has one bend,
+    at 0.98, whose ratio is chosen to match the mean; the first tenth is a straight line from the least ratio. public:
+    deciles and mean (0.193) of the public trace. No range is published: the first tenth begins at half of the first
+    decile, and the last ends at the ratio that matches the mean. viton: only the mean (0.35) is published; a Beta(3.5,
+    6.5) is assumed.
 
     Args:
-        name: one of `MASK_RATIOS`, or a CSV file with a column `mask_ratio`, whose values are drawn with lines between.
+        name: one of `MASK_RATIOS`, or a CSV file with a column `mask_ratio`, between whose values ratios are
+            interpolated.
 
     Raises:
         UsageError: the file cannot be read, has no such column or no ratio, or a ratio is not above 0 and up to 1.
@@ -85,7 +87,7 @@ def _production(low: float = 0.016, high: float = 0.421, mean: float = 0.112) ->
     deciles = tuple(np.arange(1, 10) / 10)
     inner = MaskRatios((0.0, *deciles), (low, *_PRODUCTION)).mean
     first, second = _BEND - 0.9, 1 - _BEND
-    # The area under the two lines of the last tenth is what the mean still lacks.
+    # The area under the two lines of the last tenth makes up the rest of the mean.
     bend = (mean - inner - first * _PRODUCTION[-1] / 2 - second * high / 2) / ((first + second) / 2)
     return MaskRatios((0.0, *deciles, _BEND, 1.0), (low, *_PRODUCTION, bend, high))
 
@@ -127,14 +129,14 @@ def _ratios_in(path: Path) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class EditDraws:
-    """How the edits of a random trace are drawn.
+    """Random draws of the edits of a trace.
 
     Attributes:
-        share: of the requests, above 0 and up to 1.
-        ratios: of their masks.
-        num_templates: pictures of the emoji data set that are edited.
-        skew: template n is asked for in proportion to 1 / n ** skew (Zipf); 0: all alike.
-        strength: of every edit.
+        share: share of the requests that are edits, above 0 and up to 1.
+        ratios: distribution of their mask ratios.
+        num_templates: number of pictures of the emoji data set that are edited.
+        skew: template n is requested in proportion to 1 / n ** skew (Zipf); 0 for a uniform distribution.
+        strength: strength of every edit.
 
     Raises:
         UsageError: a field is out of its range.
@@ -156,12 +158,12 @@ class EditDraws:
             raise UsageError(f"skew of templates is {self.skew:g}, but it must be finite and not negative")
 
     def thresholds(self) -> NDArray[np.float64]:
-        """Up to which random number each template is chosen, (templates,), the last one 1."""
+        """Return the cumulative probabilities of the templates, (templates,), ending at 1."""
         weights = np.cumsum(np.arange(1, self.num_templates + 1, dtype=float) ** -self.skew)
         return weights / weights[-1]
 
     def next(self, rng: np.random.Generator, thresholds: NDArray[np.float64]) -> TracedEdit | None:
-        """The next request's edit, None if it is a new image; as many numbers are drawn in either case."""
+        """Return the next request's edit, or None for a new image; both cases draw the same number of random values."""
         is_edit, ratio, template, shape = rng.random(4)
         seed = int(rng.integers(2**32))
         if is_edit >= self.share:
@@ -172,18 +174,18 @@ class EditDraws:
 
 
 def traced_edit(image: str, mask: str, mask_ratio: float | None, strength: float | None, folder: Path) -> TracedEdit:
-    """The edit of a line of a trace.
+    """Return the edit of a line of a trace.
 
     Args:
         image: `emoji:NUMBER`, a picture of the data set, or the path of an image.
         mask: `box:SEED`, `ellipse:SEED` or `blob:SEED`, or the path of a mask.
-        mask_ratio: of the mask; of a file what it has, if it is not given.
-        strength: None for 1.
-        folder: that relative paths start from.
+        mask_ratio: ratio of the mask; for a file, None computes it from the file.
+        strength: strength of the edit; None for 1.
+        folder: folder that relative paths start from.
 
     Raises:
-        UsageError: a shape without a ratio, a number that is none, a mask's file that cannot be read, or a field out of
-            its range.
+        UsageError: a shape has no ratio, a number is invalid, a mask's file cannot be read, or a field is out of its
+            range.
     """
     if image.startswith(_PICTURE):
         _number_of(image, "image", _MAX_PICTURES)
@@ -201,11 +203,11 @@ def traced_edit(image: str, mask: str, mask_ratio: float | None, strength: float
 
 
 def with_pixels(request: Request) -> Request:
-    """The request with the image and the mask that its trace names; a new image as it is.
+    """Return the request with the image and the mask that its trace names; a request for a new image is unchanged.
 
     Raises:
         UsageError: a file cannot be read, or image, mask and resolution do not fit.
-        RunError: a picture of the data set cannot be drawn here.
+        RunError: a picture of the data set cannot be drawn, because resvg is not installed.
     """
     traced = request.traced
     if traced is None:
@@ -225,9 +227,9 @@ def _image_of(name: str, resolution: Resolution) -> NDArray[np.uint8]:
 
 
 def mask_of(request: Request) -> NDArray[np.bool_]:
-    """The mask that a trace names, (height, width). Raises UsageError.
+    """Return the mask (height, width) that a trace names. Raises UsageError.
 
-    A drawn mask has the wanted area to 1 %, or as near as whole pixels allow.
+    A drawn mask has the requested area within 1 %, or as close as whole pixels allow.
     """
     traced = request.traced
     assert traced is not None, "only edits have masks"
@@ -238,9 +240,9 @@ def mask_of(request: Request) -> NDArray[np.bool_]:
 
 
 def drawn_mask(shape: str, seed: int, ratio: float, resolution: Resolution) -> NDArray[np.bool_]:
-    """A box, an ellipse or a blob of this share of the image, somewhere in it; see `mask_of`.
+    """Draw a box, an ellipse or a blob that covers this share of the image, at a random place.
 
-    Its middle lies on a multiple of eight pixels, so that however small it is, a latent is in it.
+    Its centre is on a multiple of eight pixels, so that even the smallest mask contains a latent.
     """
     rng = np.random.default_rng([seed, *resolution])
     width, height = resolution
@@ -256,7 +258,7 @@ def drawn_mask(shape: str, seed: int, ratio: float, resolution: Resolution) -> N
         for wave in range(1, _WAVES + 1):
             bulge += 0.25 / wave**0.5 * np.cos((wave + 1) * angle + rng.uniform(0, 2 * math.pi))
         reach /= bulge
-    # The nearest so many pixels, whatever of the shape lies beyond the image's edge.
+    # The nearest `count` pixels, however much of the shape is beyond the image's edge.
     count = min(reach.size, max(1, round(ratio * reach.size)))
     mask = np.zeros(reach.size, dtype=bool)
     mask[np.argpartition(reach, count - 1, axis=None)[:count]] = True
@@ -266,7 +268,7 @@ def drawn_mask(shape: str, seed: int, ratio: float, resolution: Resolution) -> N
 def _box(middle: Sequence[int], stretch: float, ratio: float, resolution: Resolution) -> NDArray[np.bool_]:
     width, height = resolution
     wanted = ratio * resolution.pixels
-    # Of all widths the nearest to what was drawn whose area fits; if none does, the one that fits best.
+    # The width nearest to the drawn one whose area is within the tolerance; if none is, the one with the best area.
     widths = np.arange(1, width + 1)
     heights = np.clip(np.rint(wanted / widths), 1, height).astype(int)
     off = np.maximum(np.abs(widths * heights / wanted - 1), _TOLERANCE)

@@ -33,16 +33,16 @@ Number = Annotated[float, BeforeValidator(not_bool)]
 Whole = Annotated[int, BeforeValidator(not_bool)]
 Text = Annotated[str, Strict()]
 Flag = Annotated[bool, BeforeValidator(lambda value: {"true": True, "false": False}.get(str(value), value)), Strict()]
-"""Also as CSV files have it."""
+"""A boolean, also as CSV files write it."""
 Adapting = Annotated[Adapters, PlainValidator(lambda value: read_adapters(value))]
 
 
 class TraceLine(TypedDict, total=False):
-    """All that a line may say, numbers also as text (CSV has nothing else).
+    """Fields of a line; numbers may also be text, because CSV has nothing else.
 
-    arrival_s and timestamp are one thing (seconds), as are slo_s and slo_ms, and width with height and resolution
-    (text, as "128x192"). num_frames must be 1: images only. image, mask, mask_ratio and strength are of edits. lora
-    names adapters, see `read_adapters`. cache is whether steps may reuse what earlier ones have computed.
+    arrival_s and timestamp (seconds) are synonyms, as are slo_s and slo_ms, and width with height and resolution (text,
+    as "128x192"). num_frames must be 1, because only images are served. image, mask, mask_ratio and strength belong to
+    edits. lora names adapters (`read_adapters`). cache is whether steps may reuse the results of earlier ones.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues]
@@ -71,7 +71,7 @@ class TraceLine(TypedDict, total=False):
 
 TRACE_FIELDS = tuple(TraceLine.__annotations__)
 _USUAL = {"fallback": "light", "cache": True}
-"""What fields mean where a line has none."""
+"""Defaults of fields that a line omits."""
 _OF_EDITS = ("image", "mask", "mask_ratio", "strength")
 _ALLOWED = f"allowed are {', '.join(TRACE_FIELDS)}"
 _KINDS = {"int": "a whole number", "float": "a finite number", "string": "text", "bool": "true or false"}
@@ -83,15 +83,15 @@ def load_trace(path: str | Path, *, defaults: TraceDefaults | None = None) -> li
     """Read a trace.
 
     Formats: JSONL (an object per line), CSV (the header names the fields), or lines such as
-    `Request(request_id=0, timestamp=0.0, height=256, width=256, prompt='...')`, which are parsed and never run. The
-    fields are `TRACE_FIELDS`; only the arrival must be there. An empty CSV cell and a JSON null count as missing. A
+    `Request(request_id=0, timestamp=0.0, height=256, width=256, prompt='...')`, which are parsed and never executed.
+    The fields are `TRACE_FIELDS`; only the arrival is required. An empty CSV cell and a JSON null count as missing. A
     missing request_id is the number of the request in the file, from 0. A missing prompt, resolution or seed is drawn
-    as in a random trace of the same seed, so a file of mere arrival times becomes a full trace.
+    as in a random trace of the same seed, so that a file of arrival times alone becomes a full trace.
 
     Args:
-        path: the file.
-        defaults: what lines leave out; without prompts or without resolutions, a line that names none is an error. A
-            missing num_inference_steps follows the drawn resolution if there is one number of steps per resolution.
+        path: path of the file.
+        defaults: values of omitted fields; without prompts or without resolutions, a line that names none is an error.
+            A missing num_inference_steps follows the drawn resolution if there is one number of steps per resolution.
 
     Raises:
         UsageError: the file cannot be read, is empty or has another form; a line is malformed, has an unknown or bad
@@ -101,7 +101,7 @@ def load_trace(path: str | Path, *, defaults: TraceDefaults | None = None) -> li
     defaults = TraceDefaults() if defaults is None else defaults
     requests: list[Request] = []
     line_of_id: dict[int, int] = {}
-    # What is drawn where there are no defaults is not used: `_request` then asks for the field.
+    # Values that are drawn without defaults are not used: `_request` then requires the field.
     prompts, resolutions = defaults.prompts or [""], defaults.resolutions or [Resolution(8, 8)]
     draws = RequestDraws(replace(defaults, prompts=prompts, resolutions=resolutions))
     above = 0
@@ -127,11 +127,11 @@ def load_trace(path: str | Path, *, defaults: TraceDefaults | None = None) -> li
 
 
 def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
-    """Write a trace atomically as JSONL, from which `load_trace` (with no default SLO or negative prompt) reads back
-    equal requests.
+    """Write a trace atomically as JSONL, from which `load_trace` (with no default SLO or negative prompt) reads equal
+    requests.
 
     Raises:
-        OSError: the file cannot be written; nothing is left half-written.
+        OSError: the file cannot be written; no partial file is left.
     """
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         for request in requests:
@@ -153,7 +153,7 @@ def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
 
 
 def _request(values: Mapping[str, Any], drawn: Request, defaults: TraceDefaults, folder: Path) -> Request:
-    """The request of one line of a file in this folder: what it says, and `drawn` for the rest."""
+    """Return the request of one line of a file in this folder, with omitted fields from `drawn`."""
     changes = _checked({name: value for name, value in values.items() if value is not None})
     for one, other in (("arrival_s", "timestamp"), ("slo_s", "slo_ms"), ("resolution", "width")):
         if one in changes and other in changes:
@@ -202,7 +202,7 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_lines(path: Path, file: TextIO) -> Iterator[_Line]:
-    """Line number and fields of each request; the first line that is not blank decides the format."""
+    """Return an iterator over line number and fields of each request; the first non-blank line decides the format."""
     head = next((text for line in file if (text := line.lstrip("\ufeff \t")).strip()), "")
     file.seek(0)
     if head.startswith("{"):

@@ -1,7 +1,7 @@
-"""Traces: which requests arrive when. Random ones are drawn here; `files` reads and writes the others.
+"""Traces: requests and their arrivals. Random traces are drawn here; `files` reads and writes trace files.
 
-Arrivals, prompts, resolutions and seeds come from generators of their own, all spawned from one seed. So request i asks
-for the same image at every rate, and the arrivals at twice the rate are the same arrivals twice as fast: runs at
+Arrivals, prompts, resolutions and seeds come from separate generators, all spawned from one seed. Request i is thus
+the same image at every rate, and the arrivals at twice the rate are the same arrivals twice as fast, so that runs at
 different rates can be compared request by request.
 """
 
@@ -27,26 +27,27 @@ TRACE_KINDS: tuple[str, ...] = get_args(TraceKind)
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """How to draw a random trace.
+    """Configuration of a random trace.
 
     Attributes:
         kind: "poisson" (exponential gaps), "gamma" (gaps whose coefficient of variation is `cv`), "diurnal" (a Poisson
-            process whose rate swings, see `arrivals.diurnal_arrivals`), "shape" (one whose rate follows a curve) or
+            process whose rate varies, see `arrivals.diurnal_arrivals`), "shape" (one whose rate follows a curve) or
             "azure" (recorded arrivals, scaled).
-        request_rate: mean number of arrivals per second; infinity: all arrive at 0.
+        request_rate: mean number of arrivals per second; with infinity all arrive at 0.
         num_prompts: number of requests, or None.
-        duration_s: no request arrives later than this, or None. With both, whichever ends first; one is needed.
-        cv: standard deviation of the gaps over their mean; above 1 is bursty. Always 1 but for gamma.
-        resolutions, mix, num_inference_steps, guidance_scale, seed, slo_s, edits: as of `TraceDefaults`; all sizes
-            alike by default (PatchedServe section 8), and no SLOs (see `assign_slos`).
-        amplitude: largest deviation of a diurnal trace's rate from its mean, as a share of it, up to 1.
+        duration_s: time after which no request arrives, or None. With both limits, the first one applies; one is
+            required for an endless trace.
+        cv: standard deviation of the gaps over their mean; above 1 is bursty. Always 1 except for gamma.
+        resolutions, mix, num_inference_steps, guidance_scale, seed, slo_s, edits: as in `TraceDefaults`. By default all
+            sizes have equal weights (PatchedServe section 8) and there are no SLOs (see `assign_slos`).
+        amplitude: largest deviation of a diurnal trace's rate from its mean, as a share of the mean, up to 1.
         period_s: length of a diurnal trace's day in seconds.
-        arrivals_s: the recorded arrivals of an azure trace in seconds, in order. The first `num_prompts` of them are
-            scaled to the rate, with their shape kept.
-        curve: of a shape trace, over its whole time, in requests a second: it alone says the rate.
+        arrivals_s: recorded arrivals of an azure trace in seconds, in order. The first `num_prompts` of them are scaled
+            to the rate, with their shape kept.
+        curve: rate of a shape trace over its whole duration, in requests a second; `request_rate` is ignored.
 
     Raises:
-        UsageError: a field is out of its range, or fields do not fit each other.
+        UsageError: a field is out of its range, or fields are incompatible.
     """
 
     kind: TraceKind = "poisson"
@@ -95,7 +96,7 @@ class TraceConfig:
         self.draws(prompts=["checked only"])
 
     def draws(self, prompts: Sequence[str]) -> RequestDraws:
-        """The generators of what requests ask for (everything but the arrivals), at their start."""
+        """Return the generators of all parameters but the arrivals, at their start."""
         steps, scale = self.num_inference_steps, self.guidance_scale
         given = prompts, self.resolutions, self.mix, steps, scale, self.seed
         return RequestDraws(TraceDefaults(*given, slo_s=self.slo_s, edits=self.edits))
@@ -104,7 +105,7 @@ class TraceConfig:
 def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]:
     """Draw a trace. The mean gap is exactly `1 / request_rate`; recorded arrivals start at 0, others after one gap.
 
-    Raises UsageError: there are no prompts, or no request arrives within the duration.
+    Raises UsageError if there are no prompts, or no request arrives within the duration.
     """
     draws = config.draws(prompts)
     requests: list[Request] = []
@@ -134,9 +135,9 @@ def _arrivals(config: TraceConfig) -> Iterable[float]:
 def limit_trace(
     requests: Sequence[Request], *, num_prompts: int | None = None, duration_s: float | None = None
 ) -> list[Request]:
-    """The first `num_prompts` requests among those that arrive within `duration_s` seconds; None: no limit.
+    """Return the first `num_prompts` requests among those that arrive within `duration_s` seconds; None for no limit.
 
-    Raises UsageError: a limit is not positive, or nothing is left.
+    Raises UsageError if a limit is not positive, or no request is left.
     """
     require_counts({"number of prompts": num_prompts})
     if duration_s is not None and not duration_s > 0:
@@ -148,7 +149,7 @@ def limit_trace(
 
 
 def retime(requests: Sequence[Request], *, speed: float = 1.0, from_zero: bool = False) -> list[Request]:
-    """The same requests, in order of arrival, arriving `speed` times as fast; SLOs stay as they are.
+    """Return the requests, in order of arrival, arriving `speed` times as fast, with unchanged SLOs.
 
     With `from_zero` the first request arrives at 0, for traces stamped with clock time. Raises UsageError if `speed` is
     not positive and finite.
@@ -162,8 +163,8 @@ def retime(requests: Sequence[Request], *, speed: float = 1.0, from_zero: bool =
 def assign_slos(
     requests: Sequence[Request], standalone_s: Callable[[Request], float], slo_scale: float
 ) -> list[Request]:
-    """Give each request without an SLO `slo_scale` times the seconds that it takes when served alone (PatchedServe
-    section 8: 5 times). Raises UsageError if `slo_scale` is not positive and finite.
+    """Set the SLO of each request without one to `slo_scale` times its standalone latency (PatchedServe section 8: 5
+    times). Raises UsageError if `slo_scale` is not positive and finite.
     """
     if not 0 < slo_scale < math.inf:
         raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")

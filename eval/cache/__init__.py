@@ -1,1 +1,1 @@
-"""What the patch cache costs in quality and gains in time (`psctl bench cache`)."""
+"""Quality cost and time savings of the patch cache (`psctl bench cache`)."""

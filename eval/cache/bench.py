@@ -1,7 +1,7 @@
 """Quality against time of the patch cache and of its baselines, all in one run (`psctl bench cache`).
 
 Every side serves the same requests from first to last step; sides take turns, batch by batch. Images are compared with
-those of the same engine without the cache, and with what they should show.
+those of the same engine without the cache, and with their prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,14 +34,14 @@ Arrivals = Literal["together", "staggered"]
 
 @dataclass(frozen=True, slots=True)
 class CacheBenchSettings:
-    """How much is measured.
+    """Extent of a cache benchmark.
 
     Attributes:
-        rounds: batches that every side serves; each has prompts and seeds of its own.
-        num_inference_steps: of every request.
-        arrivals: `together`: a batch begins and ends as one. `staggered`: as in serving, requests join and leave one
-            by one, at equal distances; as many again follow, so that the batch is full for half of the time.
-        seed: of the first request; the others count up.
+        rounds: number of batches that every side serves; each has its own prompts and seeds.
+        num_inference_steps: number of steps of every request.
+        arrivals: `together` if a batch begins and ends as one; `staggered` if requests join and leave one by one at
+            equal distances, as in serving, followed by as many again, so that the batch is full for half of the time.
+        seed: seed of the first request; the others count up.
     """
 
     rounds: int = 4
@@ -56,7 +56,7 @@ class CacheBenchSettings:
             )
 
     def joins(self, batch_size: int) -> list[int]:
-        """The step before which each request of a round joins, ascending; batches may have `batch_size` requests."""
+        """Return the step before which each request of a round joins, ascending, for batches of `batch_size`."""
         if self.arrivals == "together":
             return [0] * batch_size
         return [place * self.num_inference_steps // batch_size for place in range(2 * batch_size)]
@@ -73,17 +73,17 @@ def run_cache_bench(
     *,
     on_batch: Callable[[str], None] = lambda label: None,
 ) -> BenchOutcome:
-    """Measure all settings beside the engine without a cache; write result, plots and images to a run of their own.
+    """Measure all settings beside the engine without a cache. Writes result, plots and images to a new run.
 
     Args:
-        model: the loaded model; its engine options hold for all sides.
-        combinations: the batches, one after the other.
-        cached: the sides.
-        workspace: where strategies of convolutions are kept, and the run goes.
-        settings: how much.
-        quality: what is measured of the images.
-        judges: of the images.
-        on_batch: called before each batch of each side with what it is.
+        model: the loaded model; its engine options apply to all sides.
+        combinations: the batches, measured one after the other.
+        cached: settings of the sides with a cache.
+        workspace: workspace for strategies of convolutions and for the run.
+        settings: extent of the benchmark.
+        quality: metrics of the images.
+        judges: networks that judge the images.
+        on_batch: called with a description of each batch of each side before it.
 
     Returns:
         The result: a row for each combination, with a row for each side in it. After Ctrl-C it holds the rounds that
@@ -91,7 +91,7 @@ def run_cache_bench(
 
     Raises:
         RunError: a request failed.
-        UsageError: a setting does not suit the model, or the real images cannot be had.
+        UsageError: a setting does not suit the model, or the real images are not available.
         KeyboardInterrupt: on Ctrl-C before the first round is finished.
     """
     resolutions = sorted({size for each in combinations for size in each.resolutions})
@@ -142,7 +142,9 @@ def _serve_rounds(
     settings: CacheBenchSettings,
     on_batch: Callable[[str], None],
 ) -> tuple[int, bool, list[str]]:
-    """Serve all batches of a combination; how many rounds all sides have finished, whether Ctrl-C came, the prompts."""
+    """Serve all batches of a combination. Returns the number of rounds that all sides have finished, whether Ctrl-C
+    ended them, and the prompts.
+    """
     prompts, texts, rounds = load_prompts(), [], 0
     joins = settings.joins(combination.num_requests)
     for side in sides:
@@ -177,7 +179,7 @@ def _requests(
     number: int,
     count: int,
 ) -> list[Request]:
-    """The requests of a round: those of the combination, resolutions by turns, as often as it takes."""
+    """Return `count` requests of a round: those of the combination, repeated as needed, with resolutions in turn."""
     counts = list(zip(combination.resolutions, combination.counts, strict=True))
     sizes = [resolution for turn in range(max(combination.counts)) for resolution, of_it in counts if turn < of_it]
     first = number * count

@@ -18,7 +18,7 @@ _KINDS = {
 
 
 def plot_quality(result: Mapping[str, Any]) -> bytes:
-    """What was measured of quality against the speed-up, for the first batch; a line for every kind; a PNG."""
+    """Plot the measured quality against the speed-up for the first batch, a line for every kind. Returns a PNG."""
     first = result["rows"][0]
     rows = first["sides"]
     names = {
@@ -49,9 +49,9 @@ def plot_quality(result: Mapping[str, Any]) -> bytes:
 
 
 def plot_saved(result: Mapping[str, Any]) -> bytes:
-    """Saved computation and speed-up against the threshold, each for itself and whole batches; a PNG.
+    """Plot saved computation and speed-up against the threshold, for single images and whole batches. Returns a PNG.
 
-    A column for every batch, as in figure 15 of PatchedServe.
+    There is a column for every batch, as in figure 15 of PatchedServe.
     """
     figure = new_figure(max(5.0, 3.4 * len(result["rows"])), 6.2)
     columns = figure.subplots(2, len(result["rows"]), squeeze=False, sharex=True, sharey="row")
@@ -69,14 +69,14 @@ def plot_saved(result: Mapping[str, Any]) -> bytes:
             if ax.lines:
                 ax.set_xscale("log")
     for ax in columns.flat:
-        # Only now: it also sets the upper end, which the panels of a line share.
+        # After drawing, because it also fixes the upper end, which the panels of a row share.
         ax.set_ylim(bottom=0)
     add_wide_legend(figure, columns[0, 0])
     return to_png(figure)
 
 
 def _draw(ax: Axes, rows: Sequence[Mapping[str, Any]], x: str, y: str, kinds: Sequence[str] = tuple(_KINDS)) -> None:
-    """One figure against another: a line for each kind that was measured."""
+    """Draw one figure against another, a line for each measured kind."""
     colours = series_colours(list(_KINDS))
     for kind, marker in zip(kinds, "osD^", strict=False):
         if points := sorted((row[x], row[y]) for row in rows if row["kind"] == kind and row[x] is not None):

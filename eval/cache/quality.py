@@ -1,4 +1,4 @@
-"""What the sides of `psctl bench cache` cost in quality, beside the side without a cache."""
+"""Quality of the sides of `psctl bench cache`, relative to the side without a cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ from .sides import Side
 
 @dataclass(frozen=True)
 class QualityOptions:
-    """What is measured of the images beside PSNR and SSIM; the defaults are the command's.
+    """Metrics of the images in addition to PSNR and SSIM; the defaults are the command's.
 
     Attributes:
-        clip: whether CLIP says how well images fit their prompts.
-        lpips: whether LPIPS says how far images look apart.
-        fid_dataset: spec (`data.datasets.spec`) of the real images that FID compares with; None leaves FID out.
-        num_real: how many of them.
-        seed: of their draw.
+        clip: whether the CLIP score of images and prompts is measured.
+        lpips: whether LPIPS is measured.
+        fid_dataset: spec (`data.datasets.spec`) of the real images that FID compares with; None omits FID.
+        num_real: number of real images.
+        seed: seed of the draw of real images.
 
     Raises:
         UsageError: there are fewer than two real images.
@@ -53,7 +53,7 @@ class QualityOptions:
             raise UsageError(f"FID needs at least 2 real images, but --num-real is {self.num_real}")
 
     def check(self, judges: Judges) -> None:
-        """Look for the weights of what is wanted. Raises as `Judges.check`."""
+        """Check that the weights for the chosen metrics exist. Raises as `Judges.check`."""
         wanted = {"clip": self.clip, "lpips": self.lpips, "fid": self.fid_dataset is not None}
         judges.check(tuple(name for name, is_wanted in wanted.items() if is_wanted))
 
@@ -61,7 +61,7 @@ class QualityOptions:
 def real_features(
     judges: Judges, options: QualityOptions, resolutions: Sequence[Resolution], workspace_root: Path
 ) -> Tensor | None:
-    """Features (n, d) of real images, cut and scaled to the resolutions in turn; None without FID.
+    """Return the features (n, d) of real images, cropped and scaled to the resolutions in turn; None without FID.
 
     Raises:
         UsageError: the data set cannot be read, or has too few images.
@@ -85,14 +85,14 @@ def compare_sides(
     options: QualityOptions,
     real: Tensor | None,
 ) -> list[dict[str, Any]]:
-    """Time and quality of every side as a row of figures; those of images are means over all.
+    """Return time and quality of every side as a row of figures; figures of images are means over all images.
 
     Args:
-        sides: the first is the one without a cache.
-        num_requests: of each round.
-        texts: the prompts of all images in order.
-        judges: of the images.
-        options: what they are asked.
+        sides: the sides, starting with the one without a cache.
+        num_requests: number of requests of each round.
+        texts: prompts of all images in order.
+        judges: networks that judge the images.
+        options: metrics of the images.
         real: features of real images, for FID.
     """
     off = sides[0]
@@ -140,7 +140,7 @@ def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
         "speedup_max": max(ratios),
         "num_images": len(side.images),
         "seconds_by_round": side.seconds,
-        # Of means over images; that of the speedup, a median over rounds, wants six of them.
+        # Intervals of means over images are added later; that of the speedup, a median, needs six rounds.
         "intervals": {"speedup": None if side is off else median_interval(ratios)},
     }
     if (stats := side.model.cache_stats) is not None:
@@ -157,7 +157,7 @@ def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
 
 
 def similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpips | None) -> dict[str, np.ndarray]:
-    """PSNR, SSIM and LPIPS of every image and its original, (n,) each."""
+    """Return PSNR, SSIM and LPIPS of every image and its original, (n,) each."""
     names = {"psnr": "psnr_db", "ssim": "ssim"} | ({} if lpips is None else {"lpips": "lpips"})
     pairs = ((place, *pair) for place, pair in enumerate(zip(images, originals, strict=True)))
     found = {names[name]: values for name, values in pair_values(names, pairs, lpips).items()}

@@ -1,9 +1,9 @@
-"""Cache schedules that are searched for a model (`psctl train-predictor schedule`).
+"""Search of cache schedules for a model (`psctl train-predictor schedule`).
 
-Requests that compute every step tell how well outputs are forecast from others, and from that follows the best plan for
-each number of computed steps. How many are needed is measured: other requests are drawn without a cache, and again by
-plans, until the one with the fewest steps is found whose images are near enough. What is reported comes from requests
-that neither has seen.
+Requests that compute every step show how well outputs can be forecast from others, which determines the best plan for
+each number of computed steps. The number of steps is measured: other requests are drawn without a cache, and again by
+plans, until the plan with the fewest steps is found whose images are close enough. The reported figures come from a
+third set of requests, used for neither.
 """
 
 import math
@@ -35,13 +35,14 @@ _BATCH_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSettings:
-    """How a schedule is searched.
+    """Settings of the search for a schedule.
 
     Attributes:
         target_ssim: mean SSIM to plain diffusers that must be reached.
-        num_steps: numbers of steps that get a plan of their own.
-        num_prompts: requests that forecasts are fitted to; half as many choose, and as many again are reported on.
-        seed: of the first request; the others count up.
+        num_steps: numbers of steps, each of which gets a plan.
+        num_prompts: number of requests that forecasts are fitted to. Half as many select the plan, and another half
+            as many provide the reported figures.
+        seed: seed of the first request; the others count up.
 
     Raises:
         UsageError: a value is not allowed.
@@ -62,7 +63,7 @@ class ScheduleSettings:
 
     @property
     def num_draws(self) -> int:
-        """Images that are drawn at most, each of all steps or fewer."""
+        """Maximum number of drawn images, each of all steps or fewer."""
         half = self.num_prompts // 2
         return sum(self.num_prompts + half * (3 + _halvings(number)) for number in self.num_steps)
 
@@ -73,13 +74,13 @@ def search_schedule(
     """Search the plans of a loaded model.
 
     Args:
-        model: requests take its guidance scale and resolutions.
-        settings: what is asked.
-        on_draw: called with the number of images whenever some were drawn.
+        model: loaded model, whose guidance scale and resolutions the requests use.
+        settings: settings of the search.
+        on_draw: called with the number of images after some were drawn.
 
     Returns:
-        The schedule. Its report has, by number of steps: computed steps, saved share, mean and least SSIM of fresh
-        requests with the interval of the mean, the same of the requests that have chosen, and all that was tried.
+        The schedule. Its report has, by number of steps: the number of computed steps, saved share, mean SSIM of
+        fresh requests with its interval, the smallest SSIM, and all plans that were tried.
 
     Raises:
         UsageError: the model's sampler cannot skip steps.
@@ -96,7 +97,7 @@ def search_schedule(
 
 
 def _search(lab: "ScheduleLab", num_steps: int, settings: ScheduleSettings) -> tuple[StepPlan, dict[str, Any]]:
-    """The plan for a number of steps, and its figures."""
+    """Return the plan for a number of steps, and its figures."""
     count = settings.num_prompts
     fitting, choosing, fresh = (
         lab.requests(num_steps, number, settings.seed + first)
@@ -104,7 +105,7 @@ def _search(lab: "ScheduleLab", num_steps: int, settings: ScheduleSettings) -> t
     )
     found = lab.found_plans(fitting)
     plain, tried = lab.draw(choosing), list[dict[str, Any]]()
-    # The mean grows with the steps that are computed, so that the fewest that do are found by halving.
+    # The mean SSIM grows with the number of computed steps, so bisection finds the fewest that suffice.
     low, high, best = 0, num_steps, StepPlan.of_all(num_steps)
     while high - low > 1:
         middle = (low + high) // 2
@@ -115,7 +116,7 @@ def _search(lab: "ScheduleLab", num_steps: int, settings: ScheduleSettings) -> t
         else:
             low = middle
     if len(best.steps) == num_steps:
-        # Rounded down: what is next to the target has not reached it.
+        # Rounded down, so that a value just below the target does not appear to reach it.
         closest = math.floor(1e4 * max(row["ssim"] for row in tried)) / 1e4
         raise RunError(
             f"{num_steps} steps: no list reaches SSIM {settings.target_ssim:g}; the closest is {closest:.4f}; give a "
@@ -134,7 +135,7 @@ def _search(lab: "ScheduleLab", num_steps: int, settings: ScheduleSettings) -> t
 
 
 class ScheduleLab:
-    """Draws requests on plain diffusers, by plans or whole, in batches of one resolution."""
+    """Draws requests on plain diffusers, by plans or with all steps, in batches of one resolution."""
 
     def __init__(self, model: ServedModel, on_draw: Callable[[int], None]) -> None:
         self._model, self._on_draw = as_plain(model), on_draw
@@ -142,12 +143,12 @@ class ScheduleLab:
         self._prompts = load_prompts()
 
     def requests(self, num_steps: int, count: int, first: int) -> list[Request]:
-        """Requests whose prompts and seeds no others have that count from another `first`; sizes come by turns."""
+        """Return requests with prompts and seeds that count from `first`, and sizes in turn."""
         defaults, prompts = self._model.defaults, self._prompts
         return [
             Request(
                 number,
-                # A prime steps through all captions before one comes again.
+                # A prime stride visits all captions before any is repeated.
                 prompts[(first + number) * 7919 % len(prompts)],
                 defaults.resolutions[number % len(defaults.resolutions)],
                 num_inference_steps=num_steps,
@@ -158,7 +159,7 @@ class ScheduleLab:
         ]
 
     def found_plans(self, requests: Sequence[Request]) -> dict[int, StepPlan]:
-        """The best plan for each number of computed steps, by what these requests say of forecasts."""
+        """Return the best plan for each number of computed steps, from the forecasts for these requests."""
         num_steps = requests[0].num_inference_steps
         gram: Floats = np.zeros((num_steps, num_steps))
         weights: list[float] = []
@@ -180,7 +181,9 @@ class ScheduleLab:
         plan: StepPlan | None = None,
         note: Callable[[Sequence[PreparedRequest], Sequence[torch.Tensor]], None] | None = None,
     ) -> list[Image]:
-        """Their images, in their order; `note` is told each batch and the outputs (requests, values) of its steps."""
+        """Draw the requests and return their images in order. `note` is called with each batch and the outputs
+        (requests, values) of its steps.
+        """
         stepper, images = self._model.stepper, dict[int, Image]()
         assert isinstance(stepper, PlainStepper)
         for resolution in dict.fromkeys(request.resolution for request in requests):
@@ -188,7 +191,7 @@ class ScheduleLab:
             for start in range(0, len(own), _BATCH_SIZE):
                 prepared = [self._model.prepare(request) for request in own[start : start + _BATCH_SIZE]]
                 for each in prepared:
-                    # They were made for the model's own sampler.
+                    # The coefficients were prepared for the model's own sampler.
                     each.state.coefficients = None
                     if plan is not None:
                         each.state.skip(plan)

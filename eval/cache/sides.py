@@ -1,4 +1,4 @@
-"""The sides of `psctl bench cache`: ways of caching that serve the same batches in turn."""
+"""Sides of `psctl bench cache`: ways of caching that serve the same batches in turn."""
 
 import time
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ class Setting:
     """One way of caching.
 
     Attributes:
-        label: shown in table and plot.
-        kind: what belongs to one line of the plot.
-        options: of the cache.
-        rule: decides instead of the one that the options would load; None to load that.
-        engine: what serves; `plain` is same-resolution batches of diffusers, which have no cache.
+        label: label in table and plot.
+        kind: line of the plot to which the setting belongs.
+        options: options of the cache.
+        rule: reuse rule in place of the one that the options would load; None loads that one.
+        engine: engine that serves; `plain` is same-resolution batches of diffusers, without a patch cache.
     """
 
     label: str
@@ -44,14 +44,14 @@ class Setting:
 
 @dataclass(slots=True)
 class Side:
-    """One setting, the model that serves it, and what was measured.
+    """One setting, the model that serves it, and its measurements.
 
     Attributes:
-        setting, model: what serves.
-        seconds: of all steps, by round.
-        saved: computation that the cache saved, by round: a share, 0 without one.
-        overhead_s: seconds that the cache took to decide and to keep, by round.
-        images: of all rounds.
+        setting, model: the setting, and the model that serves it.
+        seconds: seconds of all steps, by round.
+        saved: share of the computation that the cache saved, by round; 0 without a cache.
+        overhead_s: seconds that the cache took to decide and to store, by round.
+        images: images of all rounds.
     """
 
     setting: Setting
@@ -67,18 +67,18 @@ class Side:
         return stepper.model.cache if isinstance(stepper, PatchedStepper) else None
 
     def forget(self) -> None:
-        """Begin anew: nothing measured, nothing in the cache."""
+        """Discard all measurements and the content of the cache."""
         self.seconds, self.saved, self.overhead_s, self.images = [], [], [], []
         self.model.forget_cache()
 
     def keep_rounds(self, count: int, num_requests: int) -> None:
-        """Forget what was measured after so many rounds of so many requests."""
+        """Discard the measurements after the first `count` rounds of `num_requests` requests."""
         for measured in (self.seconds, self.saved, self.overhead_s):
             del measured[count:]
         del self.images[count * num_requests :]
 
     def step(self, active: Sequence[PreparedRequest]) -> list[str]:
-        """Take one step of all requests; returns why it failed, also where smaller batches then did not."""
+        """Take one step of all requests. Returns the reasons of failures, also if smaller batches then succeeded."""
         stepper = self.model.stepper
         failures = list(stepper.step(active).values())
         first = stepper.batch_failures.first if isinstance(stepper, PatchedStepper) else None
@@ -87,13 +87,13 @@ class Side:
     def serve(
         self, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None
     ) -> list[PreparedRequest]:
-        """Serve requests from first to last step, and note the time of all steps, what the cache did, and the images;
-        return them.
+        """Serve requests from first to last step, record the time of all steps, the cache's savings and the images, and
+        return the prepared requests.
 
         Args:
-            requests: in the order in which they join.
-            joins: the step before which each of them joins the batch, ascending.
-            num_steps: only so many, without images, for warming up; None for all.
+            requests: requests in the order in which they join.
+            joins: step before which each request joins the batch, ascending.
+            num_steps: number of steps of a warm-up, which records nothing; None for all steps.
 
         Raises:
             RunError: a request failed.
@@ -123,7 +123,7 @@ class Side:
         return served
 
     def _cache_use(self) -> tuple[float, float, float]:
-        """Patches, those of them that were reused, and seconds of overhead, since the cache was last forgotten."""
+        """Return the numbers of patches and of reused patches, and seconds of overhead, since the cache was cleared."""
         stats = self.model.cache_stats or CacheStats()
         return stats.patches, stats.skipped, stats.overhead_s
 
@@ -131,7 +131,7 @@ class Side:
 def make_side(
     model: ServedModel, setting: Setting, workspace: ModelWorkspace, resolutions: Sequence[Resolution]
 ) -> Side:
-    """A setting with an engine of its own, tuned for the resolutions.
+    """Return a side with its own engine, tuned for the resolutions.
 
     Raises:
         UsageError: the options do not suit the model.
@@ -162,19 +162,19 @@ def settings_of(
     seed: int,
     max_rows: int = 300_000,
 ) -> list[Setting]:
-    """All sides of a run, beside the one without a cache.
+    """Return the settings of all sides of a run but the one without a cache.
 
     Args:
         model: the loaded model.
-        table: block profile that predictors are trained on now, one for each threshold.
+        table: block profile, on which a predictor is trained for each threshold.
         base: options that all sides share.
-        thresholds, image_thresholds: of predictors that decide for each by itself, and for whole batches.
-        intervals: of reuse at fixed intervals.
-        sums: of accumulated input changes.
+        thresholds, image_thresholds: thresholds of predictors that decide for each patch, and for whole batches.
+        intervals: intervals of the fixed-interval sides.
+        sums: thresholds of accumulated input changes.
         schedules: files of lists of computed steps.
-        max_reuses: of predictors, how often in a row they may reuse; a side for each; None for as often as they know.
-        seed: of the training.
-        max_rows: of the profile that are trained on.
+        max_reuses: maximum reuses in a row of predictors, with a side for each; None for the predictor's own limit.
+        seed: seed of the training.
+        max_rows: number of rows of the profile to train on.
 
     Raises:
         UsageError: there is no profile, it is damaged or of another model, or a threshold leaves one class without
@@ -196,7 +196,7 @@ def settings_of(
                     options = replace(base, mode=mode, threshold=threshold, max_reuse=max_reuse)
                     label = f"{mode} {threshold:g}" + (f", {max_reuse} in a row" if len(max_reuses) > 1 else "")
                     found.append(Setting(label, mode, options, Predicted(predictor, max_reuse)))
-    # The baselines may reuse for as long as their own rule says.
+    # Only their own rule limits the reuses of the baselines.
     free = replace(base, max_reuse=1_000)
     for interval in intervals:
         options = replace(free, mode="interval", interval=interval, threshold=None)

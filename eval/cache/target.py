@@ -1,7 +1,7 @@
-"""How readily a cache predictor reuses, chosen by the images that come out (`train-predictor cache --target-ssim`).
+"""Choice of a cache predictor's threshold and confidence by its images (`train-predictor cache --target-ssim`).
 
-What a forest learns is about one block at one step. What many such decisions do to an image is measured: requests that
-it was not trained on are drawn without a cache, and again with each cut that is tried.
+A forest learns about one block at one step. The effect of many such decisions on an image is measured: requests that
+it was not trained on are drawn without a cache, and again with each candidate cut.
 """
 
 import math
@@ -27,22 +27,23 @@ from .quality import similarity
 from .sides import Setting, Side, make_side
 
 FIRST_SEED = 1 << 30
-"""Of the requests; no profile comes here, as its seeds count up from the user's."""
+"""Seed of the first request, beyond those of profiles, which count up from the user's seed."""
 
 _SHARES = (0.5, 0.65, 0.8)
-"""Of a profile's rows of all blocks as one that stay within the thresholds which are tried."""
+"""Shares of a profile's whole-model rows that stay within the default thresholds."""
 _BATCH_SIZE = 12
 _HALVINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings:
-    """What is asked of the images.
+    """Requirements on the images.
 
     Attributes:
         ssim: mean SSIM to the same engine without a cache that must be reached.
-        num_prompts: requests that are drawn for each cut.
-        thresholds: of the output, for which predictors are trained, ascending; empty for three that suit the profile.
+        num_prompts: number of requests that are drawn for each cut.
+        thresholds: thresholds of the output for which predictors are trained, ascending; empty for three derived from
+            the profile.
 
     Raises:
         UsageError: a value is not allowed.
@@ -60,7 +61,7 @@ class TargetSettings:
 
     @property
     def most_draws(self) -> int:
-        """How often the requests are drawn at most."""
+        """Maximum number of times that the requests are drawn."""
         return 1 + _HALVINGS * (len(self.thresholds) or len(_SHARES))
 
 
@@ -75,24 +76,24 @@ def train_to_target(
     *,
     on_draw: Callable[[str], None] = lambda label: None,
 ) -> CachePredictor:
-    """Train a predictor whose threshold and confidence save most computation of those whose images reach the target.
+    """Train a predictor with the threshold and confidence that save most computation while images reach the target.
 
-    Of each threshold the lowest confidence that reaches it is looked for by halving, since the mean SSIM grows with the
-    confidence. A threshold is left as soon as all that remains of it saves less than what was found before.
+    For each threshold, bisection finds the lowest confidence that reaches the target, because the mean SSIM grows with
+    the confidence. A threshold is abandoned once all its remaining candidates save less than the best so far.
 
     Args:
-        model: the loaded model; requests take its own steps, guidance scale and resolutions.
-        samples, facts: rows of a profile of this model, and what it was taken on.
-        fit: how predictors are trained, but for threshold and confidence.
-        cache: warm-up steps.
-        workspace: where strategies of convolutions are kept.
-        target: what is asked.
-        on_draw: called before the requests are drawn, with what is tried.
+        model: the loaded model, whose steps, guidance scale and resolutions the requests use.
+        samples, facts: rows of a profile of this model, and its facts.
+        fit: training settings of predictors, except threshold and confidence.
+        cache: options with the warm-up steps.
+        workspace: workspace for strategies of convolutions.
+        target: requirements on the images.
+        on_draw: called with a description of the cut before the requests are drawn.
 
     Returns:
-        The predictor. Its report has `images`, too: the target, the mean SSIM with its interval, the saved share, who
-        decided that patches were computed (the predictor: refused; the limit of reuses in a row: expired), and all cuts
-        that were tried.
+        The predictor. Its report also has `images`: the target, the mean SSIM with its interval, the saved share, the
+        numbers of patches computed because the predictor refused reuse, or because the limit of reuses in a row had
+        expired, and all cuts that were tried.
 
     Raises:
         RunError: no cut reaches the target, or a request failed.
@@ -134,7 +135,7 @@ def train_to_target(
                 break
     if best is None:
         closest = max(tried, key=lambda row: row["ssim"])
-        # Rounded down: what is next to the target has not reached it.
+        # Rounded down, so that a value just below the target does not appear to reach it.
         reached = math.floor(1e4 * closest["ssim"]) / 1e4
         raise RunError(
             f"no cut reaches SSIM {target.ssim:g}; the closest is {reached:.4f} with threshold "

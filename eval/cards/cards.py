@@ -1,4 +1,4 @@
-"""Measures the bundled models on held-out data and writes what it found into their model cards."""
+"""Measurement of the bundled models on held-out data, and their model cards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,15 +48,15 @@ GENERATOR_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class CardOptions:
-    """How much is measured.
+    """Extent of the measurements.
 
     Attributes:
-        num_pairs: real picture and caption pairs for the judge.
-        num_generated: generated pictures for the object and background rates, over the three sizes together.
-        num_fid: generated and real pictures of each size for FID; 0 leaves FID out.
-        num_encoded: real pictures for the autoencoder's PSNR, over the three sizes together.
-        num_inference_steps: denoising steps; None for the model's default.
-        seed: of the first generated picture.
+        num_pairs: number of pairs of a real picture and its caption for the judge.
+        num_generated: number of generated pictures for the object and background rates, over all three sizes.
+        num_fid: number of generated and of real pictures of each size for FID; 0 omits FID.
+        num_encoded: number of real pictures for the autoencoder's PSNR, over all three sizes.
+        num_inference_steps: number of denoising steps; None for the model's default.
+        seed: seed of the first generated picture.
     """
 
     num_pairs: int = 1000
@@ -68,7 +68,7 @@ class CardOptions:
 
 
 def heldout_images(size: int, resolutions: Sequence[Resolution] = SIZES) -> tuple[list[Scene], list[Image.Image]]:
-    """`size` held-out scenes and pictures, spread evenly over the resolutions."""
+    """Return `size` held-out scenes and pictures, spread evenly over the resolutions."""
     scenes, images = [], []
     for position, resolution in enumerate(resolutions):
         share = size // len(resolutions) + (position < size % len(resolutions))
@@ -79,10 +79,10 @@ def heldout_images(size: int, resolutions: Sequence[Resolution] = SIZES) -> tupl
 
 
 def measure_judge(clip: Clip, options: CardOptions) -> dict[str, float]:
-    """Retrieval among held-out pairs and zero-shot object recognition on real pictures of one object.
+    """Measure retrieval among held-out pairs, and zero-shot object recognition on real pictures of one object.
 
-    Two captions that name the same objects on the same background are equally right, whatever their wording: no picture
-    tells whether its own says "a taco on a red background" or "a red background with a taco".
+    Two captions that name the same objects on the same background are equally right, whatever their wording: a picture
+    does not reveal whether its caption is "a taco on a red background" or "a red background with a taco".
     """
     scenes, images = heldout_images(options.num_pairs)
     captions = [scene.caption for scene in scenes]
@@ -113,7 +113,7 @@ def measure_generator(
     extractor: torch.nn.Module | None = None,
     on_step: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, Any]:
-    """Autoencoder PSNR, object and background rates by size, and FID if a feature network is given."""
+    """Measure autoencoder PSNR, object and background rates by size, and FID if a feature network is given."""
     _, images = heldout_images(options.num_encoded)
     by_size: dict[str, list[Image.Image]] = {}
     for image in images:
@@ -139,7 +139,7 @@ def generate(
     options: CardOptions,
     on_step: Callable[[int], None] = lambda steps: None,
 ) -> list[Image.Image]:
-    """One picture per caption from the engine, seeds counted from `options.seed`. Raises RunError if one fails."""
+    """Generate one picture per caption on the engine, with seeds from `options.seed`. Raises RunError if one fails."""
     engine = Engine(
         model,
         get_policy("continuous"),
@@ -163,7 +163,7 @@ def generate(
 
 
 def sample_grid(model: ServedModel, options: CardOptions, cell_px: int = 128) -> Image.Image:
-    """Eight objects in three rows, one row a size: the picture of the model card."""
+    """Return the picture of the model card: eight objects in three rows, one row for each size."""
     captions = [caption_of((name,), ground) for name, ground in zip(GRID_OBJECTS, GRID_BACKGROUNDS, strict=True)]
     images = generate(model, captions * 3, [size for size in SIZES for _ in captions], options)
     return image_grid(images, columns=len(captions), cell_px=cell_px)
@@ -172,7 +172,7 @@ def sample_grid(model: ServedModel, options: CardOptions, cell_px: int = 128) ->
 def _measure_recognition(
     model: ServedModel, clip: Clip, options: CardOptions, on_step: Callable[[int], None]
 ) -> dict[str, dict[str, float]]:
-    """By size and for all: rates of generated pictures of single held-out objects, and of real ones drawn alike."""
+    """Return, by size and overall, rates of generated pictures of single held-out objects, and of real ones."""
     rng = np.random.default_rng(DATA_SEED)
     singles = heldout_singles()
     chosen = [singles[index % len(singles)] for index in rng.permutation(max(options.num_generated, len(singles)))]
@@ -205,7 +205,7 @@ def _measure_recognition(
 def _measure_fid(
     model: ServedModel, options: CardOptions, extractor: torch.nn.Module, on_step: Callable[[int], None]
 ) -> dict[str, Any]:
-    """FID between real held-out pictures and generated ones of the same captions."""
+    """Return the FID between real held-out pictures and generated ones of the same captions, by size."""
     figures = {}
     for size in SIZES:
         data = EmojiDataset(size, options.num_fid, "heldout", DATA_SEED + 1)
@@ -219,7 +219,7 @@ def _measure_fid(
 def write_card(
     name: str, models_dir: Path, figures: dict[str, Any], options: CardOptions, grid: Image.Image | None = None
 ) -> None:
-    """Write README.md, figures.json and samples.png of a model, each whole, and renew the checksums of all models."""
+    """Write README.md, figures.json and samples.png of a model, each atomically, and update all models' checksums."""
     folder = models_dir / name
     write_json(folder / "figures.json", figures)
     write_text(folder / "README.md", card_text(name, figures, card_command(name, options)))
@@ -230,7 +230,7 @@ def write_card(
 
 
 def card_command(name: str, options: CardOptions) -> str:
-    """The command that measures the same again: what differs from the defaults is named."""
+    """Return the command that repeats the measurement, with the options that differ from the defaults."""
     flags = {"num_pairs": "num-pairs"} if name == "emoji-clip" else GENERATOR_FLAGS
     usual = CardOptions()
     given = {

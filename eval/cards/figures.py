@@ -1,6 +1,6 @@
-"""The figures of the bundled models' cards. They take plain images and labels, so any data can be measured.
+"""Figures of the bundled models' cards, computed from plain images and labels, so that any data can be measured.
 
-Objects are judged by CLIP, zero-shot among all object names; backgrounds by the pixels at the border, so that the two
+CLIP judges objects, zero-shot among all object names; the pixels at the border determine backgrounds, so that the two
 figures do not share a judge.
 """
 
@@ -24,12 +24,12 @@ BORDER_SHARE = 0.04
 def measure_autoencoder_psnr(
     vae: Any, images: Mapping[str, Sequence[AnyImage]], batch_size: int = 8
 ) -> dict[str, float]:
-    """Mean PSNR in dB of 8-bit images after encoding and decoding, by resolution.
+    """Return the mean PSNR in dB of 8-bit images after encoding and decoding, by resolution.
 
     Args:
-        vae: a diffusers `AutoencoderKL`; the mean of its latent distribution is decoded, nothing is drawn.
+        vae: a diffusers `AutoencoderKL`; the mode of its latent distribution is decoded, without sampling.
         images: images of each resolution; sides must be multiples of the autoencoder's factor.
-        batch_size: images at a time.
+        batch_size: number of images in a batch.
 
     Raises:
         UsageError: a resolution has no images.
@@ -60,13 +60,13 @@ def reconstruct(vae: Any, images: torch.Tensor) -> list[np.ndarray]:
 def measure_clip_retrieval(
     clip: Clip, images: Sequence[AnyImage], captions: Sequence[str], meanings: Sequence[str] | None = None
 ) -> dict[str, float]:
-    """Recall at 1 and 5 among all pairs, both ways, and the CLIP score.
+    """Return recall at 1 and 5 among all pairs, in both directions, and the CLIP score.
 
     Args:
         clip: the judge.
         images, captions: n pairs.
-        meanings: what each caption says, however it is worded: captions of one meaning are equally right. None for
-            the captions themselves.
+        meanings: meaning of each caption, independent of its wording; captions with the same meaning are equally right.
+            None for the captions themselves.
 
     Raises:
         UsageError: the numbers differ, or there are fewer than 5.
@@ -93,16 +93,16 @@ def measure_objects(
     *,
     describe: Callable[[str], str] = str,
 ) -> dict[str, float]:
-    """Whether CLIP sees the objects that each image should show, among all names.
+    """Measure whether CLIP recognises, among all names, the objects that each image should show.
 
     Args:
         clip: the judge.
         images: n images, real or generated.
-        objects: n collections with the name or names of what each image should show.
+        objects: n collections with the names of the objects that each image should show.
         names: all object names, each once.
         templates: texts around a name.
-        describe: what a template says for a name, for example the name with its article. A small CLIP wants the
-            wording that it was trained on: with articles, one recognised twice as many objects.
+        describe: returns the text for a name in a template, for example the name with its article. A small CLIP needs
+            the wording that it was trained on: with articles, one recognised twice as many objects.
 
     Returns:
         `object_at_1`: share of images whose nearest name is one of theirs; `all_objects`: share of images whose m
@@ -132,7 +132,7 @@ def measure_objects(
 def measure_backgrounds(
     images: Sequence[AnyImage], backgrounds: Sequence[str], palette: Mapping[str, tuple[int, int, int]]
 ) -> float:
-    """Share of images whose border has the colour that it should have.
+    """Return the share of images whose border has the expected colour.
 
     Raises:
         UsageError: the numbers differ, there is no image, or a background is not in the palette.
@@ -146,9 +146,9 @@ def measure_backgrounds(
 
 
 def background_of(image: AnyImage, palette: Mapping[str, tuple[int, int, int]]) -> str:
-    """The palette colour that most pixels of the border are nearest to (Euclidean in RGB).
+    """Return the palette colour that most pixels of the border are nearest to (Euclidean in RGB).
 
-    The border is 4 % of the shorter side wide. A vote, because an object may reach into it.
+    The border is 4 % of the shorter side wide. The pixels vote, because an object may extend into the border.
     """
     pixels = to_array(image).astype(np.int64)
     height, width = pixels.shape[:2]
@@ -173,13 +173,13 @@ def measure_generated(
     templates: Sequence[str] = TEMPLATES,
     describe: Callable[[str], str] = str,
 ) -> dict[str, float]:
-    """Objects and backgrounds of generated images, and the object rate relative to real images of the same labels.
+    """Measure objects and backgrounds of generated images, and the object rate relative to real images of the labels.
 
     Args:
         clip, names, templates, describe: as in `measure_objects`.
         images: n generated images.
-        objects, backgrounds: what each should show.
-        palette: the background colours as RGB levels, by name.
+        objects, backgrounds: objects and background that each image should show.
+        palette: background colours as RGB levels, by name.
         real_images: real images with the same labels, in the same order.
 
     Returns:
@@ -200,12 +200,12 @@ def measure_generated(
 
 
 def fid_of_images(real: Sequence[AnyImage], generated: Sequence[AnyImage], extractor: nn.Module) -> float:
-    """FID between two collections of images of any sizes. Raises UsageError if there are fewer than two on a side."""
+    """Return the FID of two collections of images of any sizes. Raises UsageError with fewer than two on a side."""
     return frechet_distance(*(features_of_images(enumerate(side), extractor) for side in (real, generated)))
 
 
 def _arrays(images: torch.Tensor) -> list[np.ndarray]:
-    """uint8 images (n, 3, height, width) as arrays (height, width, 3)."""
+    """Return uint8 images (n, 3, height, width) as arrays (height, width, 3)."""
     return list(images.permute(0, 2, 3, 1).cpu().numpy())
 
 

@@ -1,4 +1,4 @@
-"""Model cards as Markdown: what a bundled model is, how it was made, and the figures that were measured on it."""
+"""Model cards as Markdown: description of a bundled model, its training, and its measured figures."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,12 +36,12 @@ _ABOUT = {
 
 
 def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
-    """The card of a bundled model.
+    """Return the card of a bundled model.
 
     Args:
-        name: of the model.
-        figures: what `eval.cards.cards` measured; nested mappings become tables.
-        command: what measures them again.
+        name: name of the model.
+        figures: figures that `eval.cards.cards` measured; nested mappings become tables.
+        command: command that repeats the measurement.
     """
     pipeline, about = _ABOUT[name]
     settings = figures.get("settings", {})
@@ -68,7 +68,7 @@ def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
 
 
 def _tables(figures: Mapping[str, Any]) -> str:
-    """A table of all single figures, and one for every group."""
+    """Return a table of all single figures, and one for every group, as Markdown."""
     groups: dict[str, dict[str, Any]] = {"figure": {}}
     for name, value in figures.items():
         if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""The images of a cascade: what its discriminator learns from, its bank, and the quality of what was served."""
+"""Images of a cascade: examples for its discriminator, its bank, and the quality of served images."""

@@ -1,6 +1,7 @@
-"""Draws a bank: the same prompts by both models of a cascade, with confidences and Inception features.
+"""Drawing of a bank: the same prompts by both models of a cascade, with confidences and Inception features.
 
-Also the examples that a discriminator learns from, of other prompts. Sets of images continue where they stopped.
+The module also draws the examples that a discriminator learns from, of other prompts. Interrupted sets of images
+continue where they stopped.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ from ..sets.image_sets import fitted_sample, set_of
 
 _ALWAYS = frozenset({*LEGS, "reference"})
 _SHRINKAGE = 0.05
-"""Of covariances of some thousand images in 2,048 dimensions."""
+"""Shrinkage of covariances of some thousand images in 2,048 dimensions."""
 
 
 def draw_bank(
@@ -55,19 +56,19 @@ def draw_bank(
     shared_root: Path,
     start_phase: StartPhase,
 ) -> tuple[Bank, Path]:
-    """Draw what is missing of a bank; returns it and the folder that it lies in.
+    """Draw the missing parts of a bank. Returns the bank and its folder.
 
     Args:
-        models: loaded, light and heavy; they may be the same.
-        plans: for both, of the same prompts, with each model's own steps.
-        options: of the data set and the engine.
-        discriminator: scores the light images.
-        judges: for Inception features.
-        places: of both models in the workspace, where their images go.
-        folder: the bank gets one below it, named by what decides its images and confidences.
-        reuse: of which strength heavy images are that start from light ones; None: none are drawn.
+        models: loaded light and heavy models, which may be the same.
+        plans: plans of both models, with the same prompts and each model's own steps.
+        options: options of the data set and the engine.
+        discriminator: discriminator that scores the light images.
+        judges: networks that provide Inception features.
+        places: workspaces of both models, which receive their images.
+        folder: parent folder of the bank, whose name is derived from what determines its images and confidences.
+        reuse: strength of heavy images that start from light ones; None draws none.
         shared_root: root of the workspace, for features.
-        start_phase: shows progress.
+        start_phase: reports progress.
 
     Raises:
         UsageError, RunError: as `draw_set` and `features_of`.
@@ -110,7 +111,7 @@ def draw_bank(
     bank = Bank(entries, about | {f"{side}_images": str(folder.resolve()) for side, folder in images.items()})
     with atomic_write(place / FEATURES_FILE) as temporary:
         save_file(features, temporary)
-    # Last: a folder with this file holds a whole bank.
+    # Written last: a folder with this file holds a complete bank.
     bank.save(place)
     return bank, place
 
@@ -124,7 +125,7 @@ def _draw_reused(
     place: ModelWorkspace,
     start_phase: StartPhase,
 ) -> DrawnSet:
-    """Images of the heavy model, each from the light one of its prompt. Raises as `draw_set`."""
+    """Draw images of the heavy model, each from the light image of its prompt. Raises as `draw_set`."""
     drawn_light = set_of(light.folder, light.manifest)
 
     def from_light(request: Request) -> Request:
@@ -145,7 +146,7 @@ def _draw_reused(
 def _features_of(
     sources: Mapping[str, ImageSource], judges: Judges, shared_root: Path, count: int, start_phase: StartPhase
 ) -> dict[str, torch.Tensor]:
-    """Inception features of sets of so many images each, (n, 2048), by name."""
+    """Return Inception features (n, 2048) of sets of `count` images each, by name."""
     return {
         name: features_of(
             source,
@@ -165,7 +166,7 @@ def draw_legs(
     places: Mapping[Leg, ModelWorkspace],
     start_phase: StartPhase,
 ) -> dict[Leg, DrawnSet]:
-    """Draw what is missing of the images of both models. Raises as `draw_set`; UsageError where an image failed."""
+    """Draw the missing images of both models. Raises as `draw_set`."""
     drawn: dict[Leg, DrawnSet] = {}
     for leg in LEGS:
         what = f"denoising steps of the {leg} model"
@@ -175,10 +176,10 @@ def draw_legs(
 
 
 def load_features(folder: Path, num_entries: int) -> dict[str, torch.Tensor]:
-    """Inception features of a bank in float32, (n, 2048) each: light, heavy, and the real images of the same captions;
-    also those of heavy images that start from light ones (`reused`), where the bank has them.
+    """Return Inception features of a bank in float32, (n, 2048) each: light, heavy, real images of the same captions
+    and, if the bank has them, heavy images that start from light ones (`reused`).
 
-    Raises UsageError: the file is missing or damaged.
+    Raises UsageError if the file is missing or damaged.
     """
     path = folder / FEATURES_FILE
     try:
@@ -196,13 +197,13 @@ def load_features(folder: Path, num_entries: int) -> dict[str, torch.Tensor]:
 def bank_scores(
     bank: Bank, files: Sequence[Path], judges: Judges, start_phase: StartPhase
 ) -> dict[str, dict[Leg, list[float]]]:
-    """Scores of all images of a bank by discriminators, and their CLIP scores, by the name of who scores.
+    """Return the scores of all images of a bank by discriminators, and their CLIP scores, by name of the scorer.
 
     Args:
-        bank: whose images are still where it says.
-        files: of discriminators.
-        judges: for the CLIP score, and where all of it runs.
-        start_phase: shows progress.
+        bank: bank, whose images must still be in the folders that it names.
+        files: files of discriminators.
+        judges: networks of the CLIP score, with the device for all scorers.
+        start_phase: reports progress.
 
     Raises:
         UsageError: a discriminator or an image cannot be read, or the bank has no images.
@@ -248,15 +249,15 @@ def examples_for(
     shared_root: Path,
     start_phase: StartPhase,
 ) -> Examples:
-    """What a discriminator learns from: drawn images of both models, and as many that pass for real.
+    """Return the examples of a discriminator: generated images, and images that count as real.
 
     The heavy model draws every other prompt, and the light one the rest, so that no caption is on both sides. With
-    `heavy` as real, the light model's images alone are drawn ones. With `near` the light model draws all prompts; of
-    each resolution, the half of its images that adds least to FID passes for real.
+    `heavy` as real, only the light model's images count as generated. With `near`, the light model draws all prompts,
+    and the half of its images at each resolution that adds least to FID counts as real.
 
     Args:
-        models, plans, options, judges, places, shared_root, start_phase: as of `draw_bank`; each plan has all prompts.
-        real: what passes for real.
+        models, plans, options, judges, places, shared_root, start_phase: as in `draw_bank`; each plan has all prompts.
+        real: kind of images that count as real.
 
     Raises:
         as `draw_bank`.
@@ -310,7 +311,7 @@ def _near_and_far(
 
 
 def thumbnails(source: ImageSource) -> Sequence[torch.Tensor]:
-    """The images of a source as discriminators see them, in the order of its ids."""
+    """Return the images of a source in the form that discriminators take, in the order of its ids."""
     place_of = {image_id: place for place, image_id in enumerate(source.ids)}
     found: list[torch.Tensor | None] = [None] * len(source.ids)
     for image_id, image in iter_images(source, crop="none"):
@@ -320,7 +321,7 @@ def thumbnails(source: ImageSource) -> Sequence[torch.Tensor]:
 
 @torch.inference_mode()
 def _through_autoencoder(model: ServedModel, source: ImageSource, advance: Any) -> torch.Tensor:
-    """Thumbnails of images that were encoded and decoded by a model's own autoencoder."""
+    """Return thumbnails of images after a model's own autoencoder has encoded and decoded them."""
     vae = model.pipe.vae
     found: dict[str, torch.Tensor] = {}
     for image_id, image in iter_images(source, crop="none"):

@@ -32,7 +32,7 @@ from .quality import compare_served, quality_curve, served_quality
 
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 BASE = "diffserve"
-"""What the others are compared with."""
+"""System with which the others are compared."""
 Quality = tuple[tuple[float, float], ...]
 OURS: Mapping[str, Callable[[CascadeDeployment, Bank, Quality], CascadeDeployment]] = {
     f"{BASE} --objective quality": lambda deployment, bank, quality: replace(
@@ -46,22 +46,22 @@ OURS: Mapping[str, Callable[[CascadeDeployment, Bank, Quality], CascadeDeploymen
         deployment, sizes=[str(entry.resolution) for entry in bank.entries]
     ),
 }
-"""What we have added to DiffServe, each alone: how a deployment is changed, given the bank and its FID by threshold."""
+"""Our additions to DiffServe, each alone: the change of a deployment, given the bank and its FID by threshold."""
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeBenchSettings:
-    """What is compared.
+    """Systems and settings to compare.
 
     Attributes:
-        systems: by name, also those of `OURS`.
+        systems: names of systems, including those of `OURS`.
         slo_scales: SLOs as multiples of the heavy model's e(1).
-        overprovisions: values of lambda, of systems that plan by it.
-        seeds: of traces and random choices.
-        num_resamples: of intervals of differences of FID.
+        overprovisions: values of lambda, for systems that plan with it.
+        seeds: seeds of traces and random choices.
+        num_resamples: number of resamples for intervals of FID differences.
 
     Raises:
-        UsageError: nothing is to be compared, or a system is unknown.
+        UsageError: there is nothing to compare, or a system is unknown.
     """
 
     systems: tuple[str, ...]
@@ -81,7 +81,7 @@ class CascadeBenchSettings:
             raise UsageError(f"--num-resamples is {self.num_resamples}, but it must be at least 2")
 
     def points(self) -> list[tuple[str, float, float]]:
-        """(system, SLO scale, lambda) of each point; lambda says nothing to systems of one model."""
+        """Return (system, SLO scale, lambda) of each point; lambda does not affect systems of one model."""
         return [
             (name, scale, each)
             for scale, each, name in product(self.slo_scales, self.overprovisions, self.systems)
@@ -91,7 +91,7 @@ class CascadeBenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """The runs of a point, and of all their requests the entries of the bank and whose images they have."""
+    """Runs of a point, and for all their requests the entry of the bank and the side whose image was served."""
 
     runs: list[CascadeRun]
     places: list[int]
@@ -99,7 +99,7 @@ class _Point:
 
     @property
     def violations(self) -> list[float]:
-        """Of each run."""
+        """Violation rate of each run."""
         return [1 - (slo_attainment_rate(run.result.records) or 0.0) for run in self.runs]
 
 
@@ -116,12 +116,12 @@ def run_cascade_bench(
     """Run all points, and compare them.
 
     Args:
-        deployment: whose system, SLO scale, lambda and seed are replaced.
-        bank, features: the images.
-        trace: what is served; its seed is replaced.
-        defaults: of requests.
-        settings: what is compared.
-        start_phase: shows progress.
+        deployment: deployment, whose system, SLO scale, lambda and seed are replaced.
+        bank, features: bank of images, and their features.
+        trace: settings of the trace; its seed is replaced.
+        defaults: defaults of requests.
+        settings: systems and settings to compare.
+        start_phase: reports progress.
 
     Raises:
         UsageError: as `CascadeDeployment.run` and `draw_requests`.
@@ -173,7 +173,7 @@ def run_cascade_bench(
 
 
 def _dominating(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Points that have fewer late requests and a better FID than a point of `BASE` of the same SLO scale (figure 4)."""
+    """Return points with fewer late requests and a better FID than `BASE` at the same SLO scale (figure 4)."""
     known = [row for row in rows if row["quality"]["fid"] is not None]
     return [
         {**{name: row[name] for name in ("system", "slo_scale", "overprovision")}, "base": base["overprovision"]}
@@ -225,7 +225,7 @@ def _row(
 
 
 def write_cascade_bench(result: dict[str, Any], run_dir: Path) -> Path:
-    """Write result, plots and page into a folder; returns the page. Raises OSError."""
+    """Write result, plots and page into a folder and return the page's path. Raises OSError."""
     write_json(run_dir / RESULT_FILE, result)
     parts = []
     drawn = {"over-lateness": plot_over_lateness(result), "side-by-side": plot_side_by_side(result)}
@@ -240,7 +240,7 @@ def write_cascade_bench(result: dict[str, Any], run_dir: Path) -> Path:
 
 
 def bench_table(result: Mapping[str, Any]) -> Table:
-    """A row for each point."""
+    """Return a table with a row for each point."""
     rows = []
     for row in result["rows"]:
         late, against = row["violation_rate"], row["against_base"]

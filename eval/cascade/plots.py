@@ -10,9 +10,9 @@ from ...profiling.report.theme import MARKERS, THEME, add_wide_legend, new_figur
 
 
 def plot_over_lateness(result: Mapping[str, Any]) -> bytes:
-    """FID of served images over the share of requests that were late, a line over lambda for each system; a PNG.
+    """Plot FID of served images over the share of late requests, a line over lambda for each system. Returns a PNG.
 
-    A panel for each SLO scale. Down and to the left is better.
+    There is a panel for each SLO scale. Down and to the left is better.
     """
     scales = result["settings"]["slo_scales"]
     figure = new_figure(max(8.4, 5.4 * len(scales)), 4.8)
@@ -34,10 +34,9 @@ def plot_over_lateness(result: Mapping[str, Any]) -> bytes:
 
 
 def plot_side_by_side(result: Mapping[str, Any]) -> bytes:
-    """FID and lateness of each system as points, at the first SLO scale and lambda; a PNG.
+    """Plot FID and lateness of each system as points, at the first SLO scale and lambda. Returns a PNG.
 
-    What is drawn of lateness is its 95 % interval over seeds, of FID that of the difference to the system that all are
-    compared with.
+    Lateness has its 95 % interval over seeds; FID has the interval of its difference from the base system.
     """
     first = result["settings"]["slo_scales"][0], result["settings"]["overprovisions"][0]
     rows = [
@@ -84,7 +83,7 @@ def plot_side_by_side(result: Mapping[str, Any]) -> bytes:
 
 
 def plot_over_slo_scales(result: Mapping[str, Any]) -> bytes:
-    """Lateness and FID over the SLO scale, a line for each system at the first lambda; a PNG."""
+    """Plot lateness and FID over the SLO scale, a line for each system at the first lambda. Returns a PNG."""
     figure = new_figure(11.0, 4.2)
     late, quality = figure.subplots(1, 2)
     first = result["settings"]["overprovisions"][0]

@@ -1,4 +1,4 @@
-"""FID of the images that a cascade has served: not a curve over f, but these images (DiffServe section 4.1)."""
+"""FID of the images that a cascade has served, not taken from a curve over f (DiffServe section 4.1)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,18 +14,18 @@ from ..metrics.kid import kid
 
 LEAST_IMAGES, KID_WINDOW = 2, 256
 _CURVE_POINTS = 21
-"""Of a curve of quality: shares of deferred images a twentieth apart."""
+"""Number of points of a quality curve: shares of deferred images a twentieth apart."""
 
 
 def served_features(
     features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Side | None]
 ) -> torch.Tensor:
-    """Features of the images that were served, in the order of the requests; who got none has no row.
+    """Return features of the served images, in the order of the requests; requests without an image have no row.
 
     Args:
-        features: of a bank, by model.
-        places: of each request's entry in the bank.
-        served_by: whose image each request has.
+        features: features of a bank, by side.
+        places: index of each request's entry in the bank.
+        served_by: side whose image each request received; None for none.
     """
     rows = [features[leg][place] for place, leg in zip(places, served_by, strict=True) if leg is not None]
     return torch.stack(rows) if rows else torch.zeros(0, features["light"].shape[1])
@@ -34,9 +34,9 @@ def served_features(
 def served_quality(
     features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Side | None]
 ) -> dict[str, Any]:
-    """FID of the served images, and beside it of the images of each side alone for the same prompts.
+    """Return the FID of the served images, and that of each side's images alone for the same prompts.
 
-    None stands for what cannot be measured with fewer than two images.
+    FID is None with fewer than two images.
     """
     reference = features["reference"]
     served = _served_counts(features, places, served_by)
@@ -61,12 +61,13 @@ def quality_over_time(
     arrivals_s: Sequence[float],
     window: int = KID_WINDOW,
 ) -> list[dict[str, float | None]]:
-    """KID of the images served, by time of arrival (figure 5): FID of so few images would say more of their number.
+    """Return the KID of served images by time of arrival (figure 5); FID of so few images would mainly reflect their
+    number.
 
     Args:
-        features, places, served_by: as of `served_features`.
-        arrivals_s: of each request, ascending.
-        window: images of each value, at least; fewer in all give none.
+        features, places, served_by: as in `served_features`.
+        arrivals_s: arrival of each request, ascending.
+        window: minimum number of images of each value; with fewer in total there are no values.
 
     Returns:
         For each window its first and last arrival, the KID, and its 95 % interval.
@@ -98,12 +99,12 @@ def quality_curve(
     *,
     reuses_light: bool = False,
 ) -> tuple[tuple[float, float], ...]:
-    """FID of a bank's images by threshold: heavy ones where the light image's confidence is below it.
+    """Return the FID of a bank's images by threshold; heavy images are used where the light one's confidence is below.
 
     Args:
-        features: of the bank, by model.
-        confidences: of its light images; what is no number is deferred by any threshold but 0.
-        num_points: thresholds, at which the shares of deferred images are evenly spread from 0 to 1.
+        features: features of the bank, by side.
+        confidences: confidences of its light images; NaN is deferred by any threshold but 0.
+        num_points: number of thresholds, at which the shares of deferred images are spread evenly from 0 to 1.
         reuses_light: whether heavy images are those that start from light ones.
 
     Returns:
@@ -115,7 +116,7 @@ def quality_curve(
     known = torch.tensor(confidences, dtype=torch.float64).nan_to_num(nan=-1.0)
     shares = torch.linspace(0, 1, num_points, dtype=torch.float64)
     between = torch.quantile(known, shares).clamp(0, 1)
-    # At 1 every image that is less than sure is deferred, at 0 none is.
+    # At 1 every image with a confidence below 1 is deferred, at 0 none is.
     thresholds = torch.cat([torch.zeros(1), between, torch.ones(1)]).unique()
     heavy: Side = "reused" if reuses_light else "heavy"
     curve = []
@@ -135,9 +136,9 @@ def compare_served(
     seed: int = 0,
     num_resamples: int = 100,
 ) -> PairedResult:
-    """How the FID of two systems differs on the same requests, with an interval over prompts of the bank.
+    """Compare the FID of two systems on the same requests, with an interval over prompts of the bank.
 
-    Requests that either of them refused are left out on both sides. Raises UsageError: fewer than two are left.
+    Requests that either system did not serve are omitted on both sides. Raises UsageError if fewer than two are left.
     """
     both = [index for index, legs in enumerate(zip(first, second, strict=True)) if None not in legs]
     if len(both) < LEAST_IMAGES:
@@ -161,7 +162,7 @@ def compare_served(
 def _served_counts(
     features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Side | None]
 ) -> dict[Side, torch.Tensor]:
-    """How often each image of the bank was served (n,): a bank is smaller than the requests of a trace."""
+    """Return how often each image of the bank was served (n,), by side; a bank is smaller than a trace."""
     given = list(zip(places, served_by, strict=True))
     assert {each for _, each in given} <= {*features, None}, "a bank has features of all that is served"
     return {

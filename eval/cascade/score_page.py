@@ -1,4 +1,4 @@
-"""The page of compared scorers: FID over latency (figures 1a and 7), easy prompts (1b), and allocations (1c)."""
+"""Page of compared scorers: FID over latency (figures 1a and 7), easy prompts (1b), and allocations (1c)."""
 
 from collections.abc import Mapping
 from itertools import cycle
@@ -18,7 +18,7 @@ RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 
 
 def write_scores(result: Mapping[str, Any], run_dir: Path) -> Path:
-    """Write result, plots and page into a folder; returns the page. Raises OSError."""
+    """Write result, plots and page into a folder and return the page's path. Raises OSError."""
     write_json(run_dir / RESULT_FILE, result)
     drawn = {
         "over-latency": plot_over_latency(result),
@@ -34,7 +34,7 @@ def write_scores(result: Mapping[str, Any], run_dir: Path) -> Path:
 
 
 def score_tables(result: Mapping[str, Any]) -> list[Table]:
-    """How far each scorer is below random choices, and how many prompts it calls easy."""
+    """Return tables of each scorer's FID against random choices, and of the share of prompts it considers easy."""
     rows = [
         (
             row["scorer"],
@@ -64,7 +64,7 @@ def score_tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def plot_over_latency(result: Mapping[str, Any]) -> bytes:
-    """FID over the mean latency of a request alone, from all light to all heavy, a line for each scorer; a PNG."""
+    """Plot FID over the mean latency of a request alone, from all light to all heavy, by scorer. Returns a PNG."""
     figure = new_figure(7.4, 4.6)
     ax = figure.subplots()
     latency_s = result["mean_latency_s"]
@@ -90,7 +90,7 @@ def plot_over_latency(result: Mapping[str, Any]) -> bytes:
 
 
 def plot_easy(result: Mapping[str, Any]) -> bytes:
-    """How the scores of light and heavy images of a prompt differ, a panel for each scorer; a PNG."""
+    """Plot the score differences of light and heavy images of a prompt, a panel for each scorer. Returns a PNG."""
     rows = [row for row in result["rows"] if row["easy"]["share"] is not None]
     figure = new_figure(max(4.2, 3.4 * len(rows)), 3.4)
     for ax, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
@@ -104,7 +104,7 @@ def plot_easy(result: Mapping[str, Any]) -> bytes:
 
 
 def plot_allocations(result: Mapping[str, Any]) -> bytes:
-    """Requests a second over FID of allocations, and the best of them; a PNG."""
+    """Plot requests a second over FID of allocations, with the best ones. Returns a PNG."""
     figure = new_figure(6.6, 4.4)
     ax = figure.subplots()
     points = result["allocations"]["rows"]

@@ -1,8 +1,8 @@
-"""How well a score tells which light images to defer: FID over the share of images that are heavy (DiffServe 4.4).
+"""Quality of scores for deferring light images: FID over the share of heavy images (DiffServe section 4.4).
 
-For each scorer, the images that it likes least are replaced by heavy ones, a growing share of them. Beside it stand
-random choices, which every scorer has to beat, and what a light image lacks in comparison with the heavy image of the
-same prompt.
+For each scorer, a growing share of the images with its lowest scores is replaced by heavy ones. The result is compared
+with random choices, which every scorer must beat, and with the score difference between the light and the heavy image
+of a prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ RANDOM = "random"
 
 @dataclass(frozen=True, slots=True)
 class ScoreSettings:
-    """How scorers are compared.
+    """Settings of the comparison of scorers.
 
     Attributes:
-        shares: of images that are deferred, for curves.
-        tested: of these, where the difference to random choices gets an interval.
-        num_draws: of random choices.
-        num_resamples: of intervals, over prompts.
-        seed: of both.
+        shares: shares of deferred images, for curves.
+        tested: shares at which the difference from random choices has an interval.
+        num_draws: number of random choices.
+        num_resamples: number of resamples of prompts for intervals.
+        seed: seed of random choices and resamples.
 
     Raises:
         UsageError: a share is not from 0 to 1, or a number is too small.
@@ -62,13 +62,13 @@ def compare_scores(
     *,
     start_phase: StartPhase,
 ) -> dict[str, Any]:
-    """FID over the share of deferred images for each scorer, and for random choices.
+    """Return FID over the share of deferred images for each scorer, and for random choices.
 
     Args:
-        features: of a bank, by model, and of real images.
-        scores: of all light and heavy images by each scorer; higher is better, and what is no number is worst.
-        settings: see there.
-        start_phase: shows progress.
+        features: features of a bank, by model, and of real images.
+        scores: scores of all light and heavy images by each scorer; higher is better, and NaN is worst.
+        settings: settings of the comparison.
+        start_phase: reports progress.
 
     Raises:
         UsageError: the bank has too few images.
@@ -106,7 +106,7 @@ def compare_scores(
 
 
 def mean_latency_s(profile: CascadeProfile, share: float) -> float:
-    """Of requests one by one, over all resolutions: e_light(1), scored, and e_heavy(1) for a share of them."""
+    """Return the mean latency of requests one by one, over all resolutions: e_light(1), plus e_heavy(1) for a share."""
     names = [str(size) for size in profile.resolutions]
     light, heavy = (np.mean([profile.legs[leg].sizes[name].latency_s[0] for name in names]) for leg in LEGS)
     return float(light + share * heavy)
@@ -115,12 +115,12 @@ def mean_latency_s(profile: CascadeProfile, share: float) -> float:
 def allocations(
     profile: CascadeProfile, curve: Sequence[Mapping[str, float]], num_workers: int
 ) -> list[dict[str, float]]:
-    """What allocations of workers, batch sizes and shares give: requests a second, and FID (DiffServe figure 1c).
+    """Return requests a second and FID of allocations of workers, batch sizes and shares (DiffServe figure 1c).
 
     Args:
-        profile: of both models, whose resolutions are asked for equally often.
+        profile: profile of both models, whose resolutions are requested equally often.
         curve: FID by share of deferred images.
-        num_workers: S.
+        num_workers: number of workers, S.
     """
     weights = dict.fromkeys(map(str, profile.resolutions), 1.0)
     light, heavy = (profile.legs[leg].batches(weights) for leg in LEGS)
@@ -148,7 +148,7 @@ def allocations(
 
 
 def _first(order: np.ndarray, share: float) -> np.ndarray:
-    """Which images are heavy: a share of them, the first of an order."""
+    """Return which images are heavy: the first ones of an order, up to a share."""
     is_heavy = np.zeros(len(order), dtype=bool)
     is_heavy[order[: round(share * len(order))]] = True
     return is_heavy
@@ -165,7 +165,7 @@ def _mixed(features: Mapping[str, torch.Tensor], is_heavy: np.ndarray) -> torch.
 def _against_random(
     features: Mapping[str, torch.Tensor], order: np.ndarray, share: float, draws: list[float], settings: ScoreSettings
 ) -> dict[str, float | None]:
-    """How much better than random choices; each resample of the prompts has a choice of its own."""
+    """Compare a scorer with random choices; each resample of the prompts has its own random choice."""
     mixed, reference = _mixed(features, _first(order, share)), features["reference"]
     chance = np.random.default_rng(settings.seed + 1)
 
@@ -188,7 +188,7 @@ def _against_random(
 
 
 def _easy(both: Mapping[Leg, Sequence[float]]) -> dict[str, Any]:
-    """For which prompts the light image scores as well as the heavy one (figure 1b)."""
+    """Return the share of prompts whose light image scores at least as well as the heavy one (figure 1b)."""
     differences = np.asarray(both["light"], dtype=float) - np.asarray(both["heavy"], dtype=float)
     known = differences[np.isfinite(differences)]
     low, high = wilson_interval(float((known >= 0).sum()), len(known)) if len(known) else (None, None)

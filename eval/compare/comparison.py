@@ -1,4 +1,4 @@
-"""The JSON file of a comparison of two configurations: what `psctl gate` and `psctl eval report` read."""
+"""JSON file of a comparison of two configurations, which `psctl gate` and `psctl eval report` read."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -23,9 +23,9 @@ class ComparedSide:
     """One of the two configurations.
 
     Attributes:
-        path: its images, or its result.
-        settings: how its images were drawn.
-        metrics: what was measured of it alone or against real images: CLIP score, `fid`, `lpips`.
+        path: path of its images, or of its result.
+        settings: settings with which its images were drawn.
+        metrics: metrics of this side alone or against real images: CLIP score, `fid`, `lpips`.
         cache_use: as in `EvalResults`.
     """
 
@@ -37,15 +37,15 @@ class ComparedSide:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the second side changed.
+    """Comparison of two configurations.
 
     Attributes:
         first, second: the two sides.
         metrics: distances of the second side's images to the first's, by metric.
         differences: paired differences, by metric.
         changed: settings that differ, by name: the first's and the second's value.
-        warnings: what was left out.
-        prompts_digest: of ids, prompts, seeds and sizes, which both sides share; None if a side does not tell.
+        warnings: warnings, for example of omitted pairs.
+        prompts_digest: digest of ids, prompts, seeds and sizes, which both sides share; None if a side lacks it.
         per_image: distances of each image of the second side to its partner, by metric and image id.
     """
 
@@ -59,7 +59,7 @@ class Comparison:
     per_image: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def figures(self) -> dict[str, Estimate]:
-        """Distances by the names of their metrics; differences as `clip[...].difference` and `clip[...].win_rate`."""
+        """Return distances by metric, and differences as `clip[...].difference` and `clip[...].win_rate`."""
         found = {name: each.estimate for name, each in self.metrics.items()}
         for name, each in self.differences.items():
             found[f"{name}.difference"] = each.estimate
@@ -68,19 +68,19 @@ class Comparison:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold, and that gates can read."""
+        """Return a mapping that can be serialized as JSON and that gates can read."""
         content = {"kind": COMPARE_KIND, "version": VERSION, **asdict(self)}
         sides = [content["first"], content["second"]]
         content |= {"first": self.first.path, "second": self.second.path, "sides": sides}
         return write_figures(content, self.figures())
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises OSError."""
+        """Write the file atomically. Raises OSError."""
         write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` has written; a folder stands for its `compare.json`.
+        """Load a comparison that `save` wrote; a folder stands for its `compare.json`.
 
         Raises:
             UsageError: there is no such file, or it is not a result of `psctl eval compare`.
@@ -89,7 +89,7 @@ class Comparison:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], file: Path) -> Self:
-        """The comparison in the content of a file, which is named in errors. Raises UsageError."""
+        """Return the comparison in the content of a file, which errors name. Raises UsageError."""
         require_kind(content, file, COMPARE_KIND, "psctl eval compare")
         sides = content.get("sides")
         if sides is None:

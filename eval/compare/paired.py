@@ -1,7 +1,8 @@
-"""Paired comparison: two configurations drew the same prompts with the same seeds; what did the second one change?
+"""Paired comparison of two configurations that drew the same prompts with the same seeds.
 
 The difference of paired values varies far less than either side, so it needs far fewer images than two separate
-figures. Intervals of differences are bootstraps over pairs; those of win rates are Wilson's, no points at 0 and 1.
+figures. Intervals of differences are bootstraps over pairs. Those of win rates are Wilson's, which do not collapse to a
+point at 0 and 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,24 +21,24 @@ if TYPE_CHECKING:
 
 FID_RESAMPLES = 100
 FidOfCounts = Callable[["torch.Tensor", "torch.Tensor"], float]
-"""FID of a side where each prompt, and each reference image, counts so many times."""
+"""Returns the FID of a side, given how often each prompt and each reference image counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairedResult:
-    """How the second side differs from the first in one metric.
+    """Difference of the second side from the first in one metric.
 
     Attributes:
-        name: of the metric.
-        first, second: its value on both sides, over the same images.
+        name: name of the metric.
+        first, second: value on both sides, over the same images.
         difference: second - first.
         low, high: 95 % interval of the difference; None with fewer than two pairs.
         win_rate: share of pairs in which the second is better, ties counting half; None for metrics of whole sets.
-        win_low, win_high: 95 % interval of it (Wilson's, of wins and half the ties).
+        win_low, win_high: 95 % interval of the win rate (Wilson's, of wins and half the ties).
         tie_rate: share of pairs with equal values.
         n: number of pairs.
         direction: whether a higher or a lower value is better.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
     """
 
     name: str
@@ -56,12 +57,12 @@ class PairedResult:
 
     @property
     def estimate(self) -> Estimate:
-        """The difference and its interval."""
+        """Difference with its interval."""
         return Estimate(self.difference, self.low, self.high, self.n)
 
     @property
     def wins(self) -> Estimate | None:
-        """The win rate and its interval, where there is one."""
+        """Win rate with its interval; None if the metric has none."""
         return None if self.win_rate is None else Estimate(self.win_rate, self.win_low, self.win_high, self.n)
 
 
@@ -113,15 +114,15 @@ def compare_fid(
     seed: int = 0,
     num_resamples: int = FID_RESAMPLES,
 ) -> PairedResult:
-    """Difference of two FIDs against the same reference images.
+    """Return the difference of two FIDs against the same reference images.
 
-    Both sides are resampled with the same indices, so what the prompts have in common cancels.
+    Both sides are resampled with the same indices, so that effects of the prompts cancel.
 
     Args:
         first, second: features (n, d), row i of both drawn for the same prompt and seed.
-        reference: features (m, d).
-        seed: of the bootstrap.
-        num_resamples: of the bootstrap.
+        reference: features (m, d) of the reference images.
+        seed: seed of the bootstrap.
+        num_resamples: number of resamples of the bootstrap.
 
     Raises:
         UsageError: the sides have different numbers of images, or fewer than two.
@@ -143,12 +144,12 @@ def compare_fids(
     seed: int = 0,
     num_resamples: int = FID_RESAMPLES,
 ) -> PairedResult:
-    """Difference of two FIDs that both are functions of how often each prompt and each reference image counts.
+    """Return the difference of two FIDs, both functions of how often each prompt and each reference image counts.
 
     Args:
         first, second: the sides.
         sizes: numbers of prompts and of reference images.
-        seed, num_resamples: as of `compare_fid`.
+        seed, num_resamples: as in `compare_fid`.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Two configurations compared pair by pair: from their images, or from the results of two evaluations."""
+"""Pairwise comparison of two configurations, from their images or from the results of two evaluations."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from .paired import compare_fid, compare_values
 
 COMPARE_METRICS = ("psnr", "ssim", "lpips", "clip", "fid")
 USUAL_METRICS = ("psnr", "ssim", "lpips", "clip")
-"""Of sets of images, where nothing else is said: those that need no real images."""
+"""Default metrics of sets of images: those that need no real images."""
 StartPhase = Callable[[str, int], Callable[[int], None]]
 
 
@@ -49,25 +49,25 @@ def compare(
 ) -> Comparison:
     """Compare two sets of images that psctl has drawn, or two results of `psctl eval`.
 
-    Of sets, PSNR, SSIM and LPIPS say how far the second's images are from the first's; CLIP score and FID say what that
-    costs. With FID, the real images are those of the data set whose captions were drawn, or of a folder; FID of each
-    side to them and of the second side to the first, and with the data set also LPIPS of each side to them.
-    Of results, every metric with values of single images is compared. A pair of which an image is missing, damaged or,
-    in a result, was left out takes no part, and a warning says so.
+    For sets, PSNR, SSIM and LPIPS measure the distance of the second's images from the first's; CLIP score and FID
+    measure the effect on quality. For FID, the real images are those of the data set whose captions were drawn, or of a
+    folder. FID is measured from each side to them and from the second side to the first; with the data set, so is LPIPS
+    of each side to them. For results, every metric with values of single images is compared. A pair with an image that
+    is missing, damaged or omitted from a result is excluded with a warning.
 
     Args:
         first, second: folders with a manifest, or result files or folders of `psctl eval`.
         metrics: some of `COMPARE_METRICS`; for sets only.
-        judges: the networks.
+        judges: networks that judge the images.
         reference: folder of real images, for FID; None for those of the data set.
-        seed: of the bootstraps.
-        max_bad: how many pairs may be missing or damaged.
-        features_dir: where features are cached.
-        samples_dir: where samples of data sets are cached.
-        start_phase: shows progress.
+        seed: seed of the bootstraps.
+        max_bad: maximum number of pairs that may be missing or damaged.
+        features_dir: cache folder of features.
+        samples_dir: cache folder of samples of data sets.
+        start_phase: reports progress.
 
     Raises:
-        UsageError: the sides are of different kinds, do not have the same prompts, seeds and sizes, or FID is wanted
+        UsageError: the sides are of different kinds, do not have the same prompts, seeds and sizes, or FID is requested
             and there are no real images.
     """
     kinds = [_is_set(path) for path in (first, second)]
@@ -119,7 +119,7 @@ def _side(folder: Path, manifest: Manifest) -> ComparedSide:
 
 @dataclass(frozen=True, slots=True)
 class _Sets:
-    """Two sets of images whose measurements are written down in `comparison`."""
+    """Two sets of images, whose measurements are recorded in `comparison`."""
 
     sources: tuple[ImageSource, ImageSource]
     judges: Judges
@@ -129,7 +129,7 @@ class _Sets:
     comparison: Comparison
 
     def measure_distances(self, names: tuple[str, ...]) -> None:
-        """PSNR, SSIM and LPIPS of the second side's images to the first's."""
+        """Measure PSNR, SSIM and LPIPS of the second side's images to the first's."""
         one, other = self.sources
         bad = BadEntries(f"{other.name} against {one.name}", self.max_bad)
         found, values = measure_pairs(
@@ -147,7 +147,7 @@ class _Sets:
         self._warn(f"pair left out: {each}" for each in bad.found)
 
     def measure_clip(self, manifest: Manifest) -> None:
-        """CLIP score of each side's images, and what the second side changed."""
+        """Measure the CLIP score of each side's images, and the difference."""
         captions = {item.id: item.prompt for item in manifest.items}
         all_values, name, details = [], "", self.judges.clip_details()
         for what, source, side in self._sides():
@@ -166,7 +166,7 @@ class _Sets:
         self._note_difference(name, all_values, "higher")
 
     def measure_lpips_to(self, truth: ImageSource) -> None:
-        """LPIPS of each side's images to the real ones of the same captions, and what the second side changed."""
+        """Measure LPIPS of each side's images to the real ones of the same captions, and the difference."""
         all_values = []
         for what, source, side in self._sides():
             found, values = measure_pairs(
@@ -184,7 +184,7 @@ class _Sets:
         self._note_difference("lpips", all_values, "lower")
 
     def measure_fid(self, truth: ImageSource, features_dir: Path | None) -> None:
-        """FID of each side to real images, of the second side to the first, and what the second side changed."""
+        """Measure FID of each side to real images and of the second side to the first, and the difference."""
         bad = [BadEntries(source.name, self.max_bad) for source in (*self.sources, truth)]
         one, other, real = (
             features_of(
@@ -214,10 +214,10 @@ class _Sets:
     def _pairs_of_features(
         self, features: tuple[Tensor, Tensor], bad: tuple[BadEntries, BadEntries]
     ) -> tuple[Tensor, Tensor]:
-        """The rows of pairs whose images could be read on both sides; the others are counted and warned of."""
+        """Return the rows of pairs whose images could be read on both sides; count and warn of the others."""
         one, other = self.sources
         pairs = BadEntries(f"{other.name} against {one.name}", self.max_bad)
-        # The second side first, as `measure_pairs` looks at them: a pair that is bad on both is then warned of once.
+        # The second side first, in the order of `measure_pairs`, so that a pair that is bad on both is reported once.
         for side in reversed(bad):
             for name, found in zip(side.names, side.found, strict=True):
                 pairs.add(name, found.removeprefix(f"{name}: "))
@@ -243,7 +243,7 @@ class _Sets:
 
 
 def _common(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """The values of the images that both sides have: one that is bad on one side leaves its partner without a pair."""
+    """Return the values of the images that both sides have; an image that is bad on one side has no pair."""
     common = sorted(one.keys() & other.keys())
     return {name: one[name] for name in common}, {name: other[name] for name in common}
 
@@ -268,7 +268,7 @@ def _compare_results(paths: tuple[Path, Path], seed: int) -> Comparison:
     for name in common:
         direction = first.metrics[name].direction
         one, other = first.per_image[name], second.per_image[name]
-        # Known to be of the same prompts: where one side lacks an image, it has left out a bad one.
+        # Both are known to have the same prompts: a side that lacks an image has omitted a bad one.
         if None not in digests and (alone := sorted(one.keys() ^ other.keys())):
             comparison.warnings.append(
                 f"{name}: {len(alone)} images were measured on one side only and left out; the first: {alone[0]}"

@@ -1,4 +1,4 @@
-"""The TOML file of quality gates.
+"""TOML file of quality gates.
 
 results = ["results.json"]          # result files or folders of runs, relative to this file
 baseline = "baseline.json"          # for relative bounds
@@ -34,7 +34,7 @@ _Relative = Annotated[FiniteFloat, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class GateFile:
-    """What a gate file says: the gates, the result files to look at, and the baseline; paths are absolute."""
+    """Content of a gate file: the gates, the result files to read, and the baseline; paths are absolute."""
 
     path: Path
     gates: tuple[Gate, ...]

@@ -1,12 +1,11 @@
 """Quality gates: bounds on figures, judged by intervals.
 
-A gate fails only where the whole 95 % interval lies beyond its bound, passes where the whole interval lies within, and
-says "not enough evidence" between. Bounds are absolute, or relative to a stored baseline, whose own interval counts
-as well.
+A gate fails only if the whole 95 % interval is beyond its bound, passes if the whole interval is within, and otherwise
+reports "not enough evidence". Bounds are absolute, or relative to a stored baseline, whose own interval counts as well.
 
-Exactness is a promise for every image, and a mean hides one wrong image among many. So a gate may look at a statistic
-of the values of single images instead: the worst image of those that were drawn is known exactly, whatever others
-would give, and such a gate passes or fails, unless there are fewer images than it asks for.
+Exactness is a promise for every image, and a mean hides one wrong image among many. A gate may therefore use a
+statistic of the values of single images: the worst of the drawn images is known exactly, whatever others would give.
+Such a gate passes or fails, unless there are fewer images than it requires.
 """
 
 import math
@@ -23,7 +22,7 @@ from .results import BASELINE_KIND, ResultFile, Statistic, read_results
 
 Verdict = Literal["fail", "not enough evidence", "pass", "updated"]
 _ORDER: tuple[Verdict, ...] = ("fail", "not enough evidence", "pass", "updated")
-"""The worst first."""
+"""Verdicts from the worst to the best."""
 
 ABSOLUTE = ("max", "min")
 RELATIVE = ("max_ratio", "min_ratio", "max_increase", "max_decrease")
@@ -37,11 +36,11 @@ class Gate:
     Attributes:
         metric: name of the figure; `clip` also stands for `clip[JUDGE]` if there is only one judge.
         bounds: bound by kind, one or more of `ABSOLUTE` and `RELATIVE`.
-        name: what reports call it.
-        file: the result file to take it from; None for any that has it.
+        name: name of the gate in reports.
+        file: result file with the figure; None for any that has it.
         repeats: whether several files are repeated runs of one configuration, whose spread gives the interval.
         min_samples: with fewer images, requests or runs there is not enough evidence, whatever the interval.
-        statistic: the mean, which is the figure itself, or what the values of single images give.
+        statistic: the mean, which is the figure itself, or a statistic of the values of single images.
     """
 
     metric: str
@@ -55,14 +54,14 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class GateVerdict:
-    """What became of a gate.
+    """Verdict on a gate.
 
     Attributes:
-        name, metric: of the gate; the metric by its full name, with the statistic: `psnr.min`.
+        name, metric: name and metric of the gate; the metric with its full name and statistic, such as `psnr.min`.
         verdict: pass, fail, not enough evidence; or updated, if the bound is relative to a baseline just written.
         value, low, high, n, source: the figure, and its files.
-        bounds: the bounds in the metric's own units, such as "<= 30.5 (1.05 x baseline 29)".
-        reason: why the verdict is what it is, one sentence.
+        bounds: bounds in the metric's own units, such as "<= 30.5 (baseline 29, max_ratio 1.05)".
+        reason: reason for the verdict in one sentence.
     """
 
     name: str
@@ -79,7 +78,7 @@ class GateVerdict:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A figure by its full name, and the files that it is from."""
+    """A figure with its full name and its files."""
 
     name: str
     figure: Estimate
@@ -95,7 +94,7 @@ def judge(
     """Judge every gate.
 
     Args:
-        gates: what to judge.
+        gates: gates to judge.
         results: result files or folders of runs.
         baseline: the stored baseline, needed for relative bounds only.
         is_new_baseline: whether the baseline was just made from these results; relative bounds are then not judged.
@@ -152,7 +151,7 @@ def _find(gate: Gate, files: _Files, results: Sequence[Path]) -> _Found:
     searched = [gate.file] if gate.file is not None else list(dict.fromkeys(results))
     found: list[_Found] = []
     for path in searched:
-        # Of several files in the folder of a run, the last one that has it.
+        # If several files in a run's folder have the figure, the last one counts.
         mine = [(each, figure) for each in files[path] if (figure := each.find(gate.metric, gate.statistic))]
         found += [_Found(*figure, str(each.file)) for each, figure in mine[-1:]]
     if not found:
@@ -174,7 +173,7 @@ def _find(gate: Gate, files: _Files, results: Sequence[Path]) -> _Found:
 
 
 def _limit(gate: Gate, kind: str, bound: float, base: Estimate) -> tuple[str, Estimate]:
-    """A bound relative to a baseline: how it reads, and in the metric's own units with the baseline's uncertainty."""
+    """Return a bound relative to a baseline as text, and in the metric's own units with the baseline's uncertainty."""
     if kind.endswith("_ratio") and base.value <= 0:
         raise UsageError(f"gate {gate.name!r}: {kind} needs a positive baseline, but it is {base.value:g}")
     factor, shift = (bound, 0.0) if kind.endswith("_ratio") else (1.0, bound if kind == "max_increase" else -bound)
@@ -185,11 +184,11 @@ def _limit(gate: Gate, kind: str, bound: float, base: Estimate) -> tuple[str, Es
 
 
 def _verdict(gate: Gate, figure: Estimate, kind: str, shown: str, limit: Estimate) -> tuple[Verdict, str]:
-    """The verdict on one bound, and why.
+    """Return the verdict on one bound, and its reason.
 
-    It goes by the interval of figure - limit, two independent estimates, from their two intervals (Zou and Donner,
-    "Construction of confidence limits about effect measures", 2008), so a noisy baseline is as unsure as a noisy
-    figure.
+    It is based on the interval of figure - limit, two independent estimates, computed from their intervals (Zou and
+    Donner, "Construction of confidence limits about effect measures", 2008), so that noise of the baseline counts as
+    much as noise of the figure.
     """
     if gate.min_samples and (figure.n is None or figure.n < gate.min_samples):
         count = "an unknown number of" if figure.n is None else figure.n
@@ -215,12 +214,12 @@ def _verdict(gate: Gate, figure: Estimate, kind: str, shown: str, limit: Estimat
 def write_baseline(path: Path, gates: Sequence[Gate], results: Sequence[Path]) -> list[str]:
     """Store the figures of all gates as the new baseline; other metrics of an existing baseline stay.
 
-    A metric that gates take from several files has no single figure. It is left out where their bounds are absolute.
+    A metric that gates take from several files has no single figure. It is omitted if their bounds are absolute.
 
     Returns the names that were stored.
 
     Raises:
-        UsageError: as `judge`, or bounds relative to the baseline are on such a metric; the baseline is then as it was.
+        UsageError: as `judge`, or such a metric has bounds relative to the baseline; the baseline is then unchanged.
         OSError: the file cannot be written.
     """
     files = _read_all(gates, results)

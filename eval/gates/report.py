@@ -11,7 +11,7 @@ _MARKS = {"pass": "✅", "fail": "❌", "not enough evidence": "❔", "updated":
 
 
 def to_junit(verdicts: Sequence[GateVerdict]) -> str:
-    """JUnit XML, one test case a gate. Too little evidence is an `error`, not a `failure`: the gate could not tell."""
+    """Return JUnit XML with one test case per gate. Too little evidence is an `error`, not a `failure`."""
     counts = Counter(each.verdict for each in verdicts)
     suite = ElementTree.Element(
         "testsuite",
@@ -36,14 +36,14 @@ def to_junit(verdicts: Sequence[GateVerdict]) -> str:
 
 
 def to_markdown(verdicts: Sequence[GateVerdict]) -> str:
-    """A heading that says how it went and a table with a row for every gate, in GitHub's Markdown."""
+    """Return a heading with the counts of verdicts and a table with a row for every gate, in GitHub's Markdown."""
     counts = Counter(each.verdict for each in verdicts)
     summary = ", ".join(f"{counts[name]} {name}" for name in _MARKS if counts[name])
     return f"### Quality gates: {summary}\n\n{table_of(verdicts).to_markdown()}\n"
 
 
 def table_of(verdicts: Sequence[GateVerdict]) -> Table:
-    """A row for every gate."""
+    """Return a table with a row for every gate."""
     columns = ("gate", "verdict", "metric", "bound", "why", "value", "95 % interval", "n")
     rows = [
         (

@@ -1,7 +1,7 @@
-"""What gates see of a result file: its figures with their intervals, and the values of single images.
+"""Result files as gates read them: figures with their intervals, and the values of single images.
 
-Every command writes its figures under `figures`, with the interval that its measurement allows; a figure that was
-measured once and has none is no evidence. Numbers of files by other programs count as exact. Names of figures:
+Every command writes its figures under `figures`, with the interval that its measurement supports; a measured figure
+without an interval is not evidence. Numbers in files of other programs count as exact. Names of figures:
 
     results.json  fid, clip[JUDGE], ...           compare.json  psnr, clip[JUDGE].difference, clip[JUDGE].win_rate
     summary.json  slo_attainment, throughput, goodput, latency_p95, per_resolution.128x128.latency_p95, ...
@@ -22,7 +22,7 @@ from ..result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIN
 
 BASELINE_KIND = "psctl-baseline"
 RESULT_FILES = (RESULTS_FILE, COMPARE_FILE, "summary.json", "result.json", "steps.json", "cache.json")
-"""What a folder of a run may hold."""
+"""Result files that a run's folder may hold."""
 
 Statistic = Literal["mean", "min", "max", "p05"]
 _OF_IMAGES: Mapping[Statistic, Callable[[Sequence[float]], float]] = {
@@ -41,17 +41,17 @@ _OLDER: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
         and all(isinstance(row, Mapping) and "label" in row for row in content["rows"])
     ),
 }
-"""How to tell which command wrote a file that has no figures, as those of earlier versions."""
+"""Tests that identify the command that wrote a file without figures, as earlier versions did."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultFile:
-    """What gates see of a result file.
+    """Content of a result file for gates.
 
     Attributes:
-        file: its path.
-        figures: by name.
-        per_image: values of single images by metric and image, where it holds them.
+        file: path of the file.
+        figures: figures by name.
+        per_image: values of single images by metric and image, if the file holds them.
     """
 
     file: Path
@@ -59,12 +59,12 @@ class ResultFile:
     per_image: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def find(self, metric: str, statistic: Statistic = "mean") -> tuple[str, Estimate] | None:
-        """A figure and its full name; None if it is not there.
+        """Return the full name of a figure, and the figure; None if the file does not have it.
 
         Args:
-            metric: its name; without the judge in brackets if there is only one.
-            statistic: the mean is the figure as the file has it. The others are of the values of single images, called
-                `psnr.min`; they are exact for these images, because they promise nothing about others.
+            metric: name of the metric, optionally without the judge in brackets if there is only one.
+            statistic: the mean is the figure in the file. The others are statistics of the values of single images,
+                named like `psnr.min`; they are exact for these images, and make no claim about others.
         """
         known: Mapping[str, Any] = self.figures if statistic == "mean" else self.per_image
         judged = [name for name in known if name.endswith("]") and name.partition("[")[0] == metric]

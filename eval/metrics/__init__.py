@@ -1,1 +1,1 @@
-"""Metrics of images as pure functions, the networks that judge, and measuring whole sets with intervals."""
+"""Metrics of images as pure functions, judge networks, and measurements of whole sets with intervals."""

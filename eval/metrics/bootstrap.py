@@ -12,7 +12,7 @@ _CHUNK = 64
 
 
 def bootstrap_mean(values: Sequence[float] | np.ndarray, seed: int = 0) -> Estimate:
-    """The mean of independent values, which has no interval if it is of one. Raises ValueError without values."""
+    """Return the mean of independent values; a single value has no interval. Raises ValueError without values."""
     sample = np.asarray(values, dtype=np.float64)
     if not len(sample):
         raise ValueError("there is no value to take the mean of")
@@ -36,19 +36,20 @@ def bootstrap_centred(
     num_resamples: int,
     least: float | None = None,
 ) -> Estimate:
-    """A statistic that is biased by the number of images, such as FID.
+    """Return the interval of a statistic that is biased by the number of images, such as FID.
 
-    A resample holds duplicates, so it looks like fewer images and its FID is larger: plain percentiles can lie above
-    the value as a whole. Only their spread is used: 1.96 standard deviations on both sides of the value. Quantiles of
-    the 40 to 200 resamples that such statistics can afford lie too far inside; of 40, they hold 90 % and not 95 %.
+    A resample holds duplicates, so it behaves like fewer images and its FID is larger: plain percentiles can lie
+    entirely above the value. Only the spread of the resamples is used: 1.96 standard deviations on both sides of the
+    value. Quantiles of the 40 to 200 resamples that such statistics can afford are too narrow; those of 40 cover 90 %
+    and not 95 %.
 
     Args:
-        value: the statistic of the sample itself.
+        value: statistic of the sample itself.
         sizes: numbers of images in each set.
-        statistic: takes one array of indices per set (drawn with replacement) and gives the statistic.
-        seed: of the draws.
-        num_resamples: how many, at least 2.
-        least: the smallest value that the statistic can have; None for any.
+        statistic: takes one array of indices per set (drawn with replacement) and returns the statistic.
+        seed: seed of the draws.
+        num_resamples: number of resamples, at least 2.
+        least: smallest possible value of the statistic; None for no bound.
     """
     rng = np.random.default_rng(seed)
     found = np.array([statistic(*(rng.integers(0, size, size) for size in sizes)) for _ in range(num_resamples)])

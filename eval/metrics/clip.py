@@ -36,11 +36,11 @@ class Clip:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Device on which the model runs."""
         return self.model.device
 
     def embed_images(self, images: Sequence[AnyImage], batch_size: int = 64) -> torch.Tensor:
-        """Embeddings (n, d) of length 1, float32 on the CPU. Images may have any sizes."""
+        """Return embeddings (n, d) of length 1, float32 on the CPU. Images may have any sizes."""
 
         def embed(batch: Sequence[AnyImage]) -> Any:
             pixels = self._image_processor(images=list(map(to_pil, batch)), return_tensors="pt")["pixel_values"]
@@ -49,7 +49,7 @@ class Clip:
         return self._in_batches(images, batch_size, embed)
 
     def embed_texts(self, texts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
-        """Embeddings (n, d) of length 1, float32 on the CPU. Texts longer than the model takes are cut."""
+        """Return embeddings (n, d) of length 1, float32 on the CPU. Texts that are too long are truncated."""
         limit = self.model.config.text_config.max_position_embeddings
 
         def embed(batch: Sequence[str]) -> Any:
@@ -60,7 +60,7 @@ class Clip:
         return self._in_batches(texts, batch_size, embed)
 
     def embed_classes(self, names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> torch.Tensor:
-        """One embedding (classes, d) of length 1 per name: the mean over templates, each with one "{}" for the name.
+        """Return one embedding (classes, d) of length 1 per name: the mean over templates, each with a "{}" for it.
 
         Raises:
             UsageError: there is no template, or one has no "{}".
@@ -87,10 +87,10 @@ def load_clip(source: str | Path = DEFAULT_CLIP, device: str | torch.device = "c
 
     Args:
         source: a bundled name (`emoji-clip`), a local directory, or a hub id (`openai/clip-vit-base-patch16`).
-        device: where it runs.
+        device: device on which the model runs.
 
     Raises:
-        RunError: it cannot be loaded; the message says what was missing.
+        RunError: the model cannot be loaded; the message states the reason.
     """
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
@@ -115,13 +115,13 @@ def load_clip(source: str | Path = DEFAULT_CLIP, device: str | torch.device = "c
 
 
 def retrieval_recall(queries: torch.Tensor, candidates: torch.Tensor, captions: Sequence[str], k: int = 1) -> float:
-    """Share of queries with a right candidate among the k nearest; query i and candidate i belong together.
+    """Return the share of queries with a right candidate among the k nearest; query i and candidate i belong together.
 
     Args:
         queries: (n, d) of length 1, for example images.
         candidates: (n, d) of length 1, for example their texts.
-        captions: n texts; a candidate with the same caption as the query's own is as right as its own.
-        k: how many candidates are looked at, 1 to n.
+        captions: n texts; a candidate with the same caption as the query is also right.
+        k: number of nearest candidates, 1 to n.
 
     Raises:
         UsageError: the numbers do not match, or k is out of range.
@@ -140,12 +140,12 @@ def retrieval_recall(queries: torch.Tensor, candidates: torch.Tensor, captions: 
 
 
 def zero_shot(images: torch.Tensor, classes: torch.Tensor, k: int = 1) -> torch.Tensor:
-    """Indices (n, k) of the nearest classes of each image, the nearest first.
+    """Return indices (n, k) of the nearest classes of each image, the nearest first.
 
     Args:
         images: (n, d) of length 1.
-        classes: (classes, d) of length 1, as `Clip.embed_classes` gives them.
-        k: how many, 1 to the number of classes.
+        classes: (classes, d) of length 1, as `Clip.embed_classes` returns them.
+        k: number of nearest classes, 1 to the number of classes.
 
     Raises:
         UsageError: k is out of range.
@@ -156,7 +156,7 @@ def zero_shot(images: torch.Tensor, classes: torch.Tensor, k: int = 1) -> torch.
 
 
 def clip_scores(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-    """100 max(cosine, 0) of each pair in float64, (n,), as torchmetrics defines it; embeddings (n, d) of length 1.
+    """Return 100 max(cosine, 0) of each pair in float64, (n,), as in torchmetrics; embeddings (n, d) have length 1.
 
     Raises:
         UsageError: the numbers do not match, or there is no pair.

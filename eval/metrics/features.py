@@ -1,4 +1,4 @@
-"""Features of image sets for FID and KID, computed once for the same images and weights."""
+"""Features of image sets for FID and KID, cached by images and weights."""
 
 import hashlib
 import os
@@ -33,22 +33,23 @@ def features_of(
     bad: BadEntries | None = None,
     on_images: Callable[[int], None] = lambda count: None,
 ) -> torch.Tensor:
-    """Features (n, d) of the images of a source in float32, in the order of its ids.
+    """Return features (n, d) of the images of a source in float32, in the order of its ids.
 
-    Images are decoded ahead by threads while the network works, in the order in which they are read fastest; only the
-    features stay in memory (8 KB an image), with a few batches of images. Images of one size go through the network
-    together wherever they are in the source.
+    Threads decode images ahead while the network works, in the order in which reading is fastest. Only the features
+    stay in memory (8 KB per image), with a few batches of images. Images of one size go through the network together,
+    wherever they are in the source.
 
     Args:
         source: the images; sizes may differ.
-        extractor: takes uint8 images (n, 3, height, width) to features, as `eval.inception.load_inception` gives it.
-        weights_sha256: what its weights are, part of the cache's key.
-        cache_dir: where features are kept by the content of the images, None for nowhere. A set with bad images is
-            not kept.
-        workers: decoding threads; None for 2 where the network runs on the same cores, else one a core, at most 16.
-        batch_size: images at a time.
-        bad: counts images that cannot be read, which are left out; None: the first one is an error.
-        on_images: called with the number of images that were just done.
+        extractor: maps uint8 images (n, 3, height, width) to features, such as `inception.load_inception` returns it.
+        weights_sha256: SHA-256 of its weights, part of the cache's key.
+        cache_dir: folder that caches features by the content of the images; None for no cache. A set with bad images
+            is not cached.
+        workers: number of decoding threads; None for 2 if the network runs on the same cores, otherwise one per core,
+            at most 16.
+        batch_size: number of images in a batch.
+        bad: counts images that cannot be read, which are skipped; None makes the first one an error.
+        on_images: called with the number of images after each batch.
 
     Raises:
         UsageError: too many images are bad.
@@ -77,7 +78,7 @@ def features_of_images(
     batch_size: int = BATCH_SIZE,
     on_images: Callable[[int], None] = lambda count: None,
 ) -> torch.Tensor:
-    """Features (n, d) in float32 of images of any sizes in any order, each with its place; they come in order."""
+    """Return features (n, d) in float32 of images of any sizes, each given with its place, in the order of places."""
     parts, places = [], []
     for keys, batch in batches_by_size(images, batch_size):
         parts.append(extractor(batch).float().cpu())
@@ -97,7 +98,7 @@ def _cache_file(source: ImageSource, weights_sha256: str, folder: Path, workers:
     try:
         images = digest_of_images(source, workers=workers)
     except UsageError:
-        # An image is missing; whoever reads them all will name and count it.
+        # An image is missing; reading all images names and counts it later.
         return None
     key = hashlib.sha256(f"{_VERSION}|{weights_sha256}|{images}".encode()).hexdigest()
     return folder / f"features-{key[:32]}.safetensors"
@@ -109,6 +110,6 @@ def _read(file: Path, count: int) -> torch.Tensor | None:
     try:
         features = load_file(file)["features"]
     except (SafetensorError, KeyError, OSError):
-        # Damaged: it is computed again and replaced.
+        # The file is damaged; the features are computed again and the file is replaced.
         return None
     return features if len(features) == count else None

@@ -1,4 +1,4 @@
-"""Frechet Inception distance (Heusel et al., 2017) of features: how large, how sure, and how biased by few images."""
+"""Frechet Inception distance (Heusel et al., 2017) of features, with its interval and its bias from few images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ USUAL_NUM_IMAGES = 2048
 """With fewer images than features the covariances are singular; papers use 5,000 to 50,000."""
 NUM_RESAMPLES = 200
 NUM_RESAMPLES_LARGE = 40
-"""With more images than features a resample costs about a second instead of hundredths."""
+"""Number of resamples with more images than features, when one costs about a second instead of hundredths."""
 NUM_POINTS = 7
 NUM_DRAWS = 8
 NUM_DRAWS_LARGE = 2
-"""Parts averaged for each point of the line; fewer where a distance takes longer, and varies less."""
+"""Numbers of parts averaged for each point of the line; fewer if a distance takes longer, and varies less."""
 MIN_R2 = 0.9
-"""Of the line; below, its points scatter too much to be carried on to infinity."""
+"""Minimum r2 of the line; below it, the points scatter too much to extrapolate to infinity."""
 _CHEAP_SIZE = 512
 _MIN_IMAGES = 20
 _MIN_IMAGES_PER_FEATURE = 2
 _CURVATURE = 0.03
-"""Share of the bias taken away that may be wrong because FID is no straight line over 1 / N: at most 0.02 was measured
-with spectra from flat to 1 / i^2 and 2 to 10 images a feature; with parts from a tenth of the images on, 0.3 to 1."""
+"""Share of the removed bias that may be wrong because FID is not exactly linear in 1 / N: at most 0.02 was measured
+with spectra from flat to 1 / i^2 and 2 to 10 images per feature; with parts from a tenth of the images on, 0.3 to 1."""
 
 
 def require_features(metric: str, real: torch.Tensor, generated: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ def frechet_distance(
     real_counts: torch.Tensor | None = None,
     generated_counts: torch.Tensor | None = None,
 ) -> float:
-    """The Frechet distance of features (n, d) and (m, d), in float64 and without the square root of a matrix.
+    """Return the Frechet distance of features (n, d) and (m, d), in float64 and without the square root of a matrix.
 
     With centred features X / sqrt(n - 1) and Y / sqrt(m - 1) the trace of (C_x C_y)^(1/2) is the sum of the singular
     values of X Y^T, an n x m matrix; with more images than features, of the roots of the eigenvalues of L^T C_y L,
@@ -80,15 +80,15 @@ def frechet_distance(
 
 
 def frechet_influence(real: torch.Tensor, generated: torch.Tensor, shrinkage: float = 0.0) -> torch.Tensor:
-    """How much each generated image adds to the Frechet distance (m,): the derivative by its share of the set.
+    """Return how much each generated image adds to the Frechet distance (m,): the derivative by its share of the set.
 
     With means m, m_x and covariances C, C_x of generated and real features, and D = I - L (L^T C L)^(-1/2) L^T where
     L L^T = C_x, it is that of x: 2 (m - m_x) (x - m) + (x - m)^T D (x - m) - tr(D C).
 
     Args:
         real, generated: features (n, d) and (m, d).
-        shrinkage: by which share of their mean variance covariances are lifted; more than none with fewer images than
-            features.
+        shrinkage: share of the mean variance that is added to the diagonal of covariances; must be positive with fewer
+            images than features.
 
     Raises:
         UsageError: as `frechet_distance`.
@@ -107,12 +107,12 @@ def frechet_influence(real: torch.Tensor, generated: torch.Tensor, shrinkage: fl
 
 
 def fid(real: torch.Tensor, generated: torch.Tensor, seed: int = 0, num_resamples: int | None = None) -> Estimate:
-    """FID with its interval by bootstrap over the images of both sides, which are independent of each other.
+    """Return FID with its interval by bootstrap over the images of both sides, which are independent of each other.
 
     Args:
         real, generated: features (n, d) and (m, d).
-        seed: of the draws.
-        num_resamples: None for 200, or 40 where there are more images than features.
+        seed: seed of the draws.
+        num_resamples: number of resamples; None for 200, or 40 with more images than features.
 
     Raises:
         UsageError: as `frechet_distance`.
@@ -125,10 +125,10 @@ def fid(real: torch.Tensor, generated: torch.Tensor, seed: int = 0, num_resample
 
 
 def paired_fid(first: torch.Tensor, second: torch.Tensor, seed: int = 0, num_resamples: int | None = None) -> Estimate:
-    """FID between two sets whose rows belong together, with its interval by bootstrap over the pairs.
+    """Return the FID between two sets of paired rows, with its interval by bootstrap over the pairs.
 
-    Two draws of the same prompts and seeds share nearly everything: resampled independently they would look as far
-    apart as two sets of other images, and a distance of 0.01 would get an interval of -17 to 20.
+    Two draws of the same prompts and seeds are nearly identical. Resampled independently, they would look as far apart
+    as two sets of different images, and a distance of 0.01 would get an interval of -17 to 20.
 
     Args:
         first, second: features (n, d), row i of both drawn for the same prompt and seed.
@@ -147,7 +147,7 @@ def paired_fid(first: torch.Tensor, second: torch.Tensor, seed: int = 0, num_res
 
 
 def counts_of(drawn: np.ndarray, size: int) -> torch.Tensor:
-    """How often each image of a set of this size is in a resample (size,)."""
+    """Return how often each image of a set of this size is in a resample (size,)."""
     return torch.from_numpy(np.bincount(drawn, minlength=size))
 
 
@@ -167,11 +167,11 @@ def _estimate(
 
 @dataclass(frozen=True, slots=True)
 class FidInfinity:
-    """FID as it would be with infinitely many images.
+    """FID extrapolated to infinitely many images.
 
     Attributes:
         estimate: intercept of the line through FID over 1 / N.
-        r2: how much of the points' variance the line explains, 0 to 1.
+        r2: share of the points' variance that the line explains, 0 to 1.
         counts: numbers of images of the points.
     """
 
@@ -183,21 +183,21 @@ class FidInfinity:
 def fid_infinity(real: torch.Tensor, generated: torch.Tensor, spread: float, seed: int = 0) -> FidInfinity | str:
     """Extrapolate FID over the number of images (Chong and Forsyth, "Effectively Unbiased FID", 2020, section 4).
 
-    FID of N images is linear in 1 / N only where N is at least about the number of features: below, covariances are
-    singular and the line bends. So random parts of both sides from half of the images, which must be as many as
-    features, to all of them give the line; its value at 1 / N = 0 is the result. Both sides shrink together, so the
-    real side's own bias is taken away as well.
+    FID of N images is linear in 1 / N only if N is at least about the number of features; below, covariances are
+    singular and the line bends. The line is therefore fitted to random parts of both sides, from half of the images,
+    which must be as many as features, to all of them; its value at 1 / N = 0 is the result. Both sides shrink together,
+    so that the real side's own bias is removed as well.
 
-    The interval has three parts: how much FID varies from sample to sample, how uncertain the line is, and that it is
-    not quite straight.
+    The interval has three parts: the variation of FID from sample to sample, the uncertainty of the line, and its
+    deviation from linearity.
 
     Args:
         real, generated: features (n, d) and (m, d).
         spread: standard deviation of their FID, from sample to sample.
-        seed: of the parts.
+        seed: seed of the parts.
 
     Returns:
-        The line, or in a few words why there is none: too few images, or points that do not lie on a line.
+        The line, or a short reason why there is none: too few images, or points that do not lie on a line.
     """
     num_features, largest = real.shape[1], min(len(real), len(generated))
     needed = max(_MIN_IMAGES, _MIN_IMAGES_PER_FEATURE * num_features)
@@ -209,7 +209,7 @@ def fid_infinity(real: torch.Tensor, generated: torch.Tensor, spread: float, see
     points = np.empty(len(counts))
     for place, count in enumerate(counts):
         draws = []
-        # All images are one set, however they are drawn.
+        # A part of all images is always the same set.
         for _ in range(1 if count == len(real) == len(generated) else num_draws):
             one, other = (rng.permutation(len(side))[:count] for side in (real, generated))
             draws.append(frechet_distance(real[one], generated[other]))
@@ -227,7 +227,7 @@ def fid_infinity(real: torch.Tensor, generated: torch.Tensor, spread: float, see
 
 
 def _centred(features: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (k, d) with the covariance A^T A, a row for each image that is there at all, and the mean (d,)."""
+    """Return A (k, d) with covariance A^T A, a row for each image with a positive count, and the mean (d,)."""
     features = features.double()
     if counts is None:
         mean = features.mean(0)
@@ -238,14 +238,14 @@ def _centred(features: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch
 
 
 def _reduced(centred: torch.Tensor) -> torch.Tensor:
-    """A matrix of no more rows than columns with the same product A^T A."""
+    """Return a matrix with no more rows than columns and the same product A^T A."""
     if len(centred) <= centred.shape[1]:
         return centred
     return torch.linalg.qr(centred, mode="r").R
 
 
 def _root(covariance: torch.Tensor) -> torch.Tensor:
-    """L with L L^T = C; of features of which some are always the same, C has no Cholesky decomposition."""
+    """Return L with L L^T = C. If some features are constant, C has no Cholesky decomposition."""
     lower, info = torch.linalg.cholesky_ex(covariance)
     if not info:
         return lower

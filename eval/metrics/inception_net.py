@@ -1,9 +1,9 @@
-"""The Inception network of FID, in the layer names of the weights file `pt_inception-2015-12-05`.
+"""Inception network of FID, with the layer names of the weights file `pt_inception-2015-12-05`.
 
 Inception v3 (Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015) as TensorFlow's release
-of 2015-12-05 computes it, which differs from the paper's in two places: average pooling leaves the padding out of the
-mean, and the last block pools by maximum. The network ends at the 2048 pooled features; the classifier is left out.
-Channels and kernels are those of the weights, so only the order of the layers is written here.
+of 2015-12-05 computes it, which differs from the paper in two places: average pooling excludes the padding from the
+mean, and the last block uses max pooling. The network ends at the 2048 pooled features, without the classifier.
+Channels and kernels are those of the weights, so that only the order of the layers is defined here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Name, stride, whether the size is padded so that only the stride changes it; "halve" pools by maximum.
+# Name, stride, and whether padding keeps the size but for the stride; "halve" is max pooling.
 _STEM = (
     ("Conv2d_1a_3x3", 2, False),
     ("Conv2d_2a_3x3", 1, False),
@@ -60,7 +60,7 @@ _NORM = ("bn/running_mean", "bn/running_var", "bn/weight", "bn/bias")
 
 
 def layer_names() -> Iterator[str]:
-    """The 94 layers, each a convolution without bias, batch norm and ReLU."""
+    """Yield the names of the 94 layers, each a convolution without bias, batch norm and ReLU."""
     yield from (step[0] for step in _STEM if not isinstance(step, str))
     for block, branches in _BLOCKS.items():
         for step in (step for branch in branches for step in branch):
@@ -70,11 +70,11 @@ def layer_names() -> Iterator[str]:
 
 
 class InceptionNet(nn.Module):
-    """Images (n, 3, 299, 299), scaled to -1..1, to features (n, 2048).
+    """Network that maps images (n, 3, 299, 299), scaled to -1..1, to features (n, 2048).
 
     Args:
         state: `conv.weight`, and `weight`, `bias`, `running_mean` and `running_var` of `bn`, of every layer by its
-            name; anything else is left out.
+            name; other entries are ignored.
 
     Raises:
         RuntimeError: a tensor is missing.

@@ -1,4 +1,4 @@
-"""The networks that judge images, loaded when a metric first needs them, with the checksums that results carry."""
+"""Networks that judge images, loaded when a metric first needs them, with the checksums that results record."""
 
 import hashlib
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class Judges:
 
     Attributes:
         clip_model: bundled name, folder or hub id of a CLIP model.
-        fid_weights, lpips_weights: weights files; None looks for them.
-        device: where the networks run.
+        fid_weights, lpips_weights: weights files; None searches for them.
+        device: device on which the networks run.
     """
 
     clip_model: str = DEFAULT_CLIP
@@ -30,7 +30,7 @@ class Judges:
     device: str | torch.device = "cpu"
 
     def check(self, metrics: tuple[str, ...]) -> None:
-        """Look for what the metrics need, before hours of generating.
+        """Load what the metrics need, so that missing weights are found before hours of generation.
 
         Raises:
             UsageError, RunError: weights are missing or not the known ones, or CLIP cannot be loaded.
@@ -44,7 +44,7 @@ class Judges:
 
     @property
     def clip_name(self) -> str:
-        """What the CLIP model is called in results: its name or hub id, of a folder the last part."""
+        """Name of the CLIP model in results: its name or hub id, or the last part of a folder."""
         path = Path(self.clip_model)
         return path.name if path.is_absolute() or path.is_dir() else self.clip_model
 
@@ -69,7 +69,7 @@ class Judges:
         return sha256_of(find_inception_weights(self.fid_weights))
 
     def clip_details(self) -> dict[str, Any]:
-        """What results say of the CLIP model: its name and the SHA-256 of its parameters."""
+        """Return the details of the CLIP model for results: its name and the SHA-256 of its parameters."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.clip.model.state_dict().items()):
             digest.update(name.encode())
@@ -77,9 +77,9 @@ class Judges:
         return {"clip_model": self.clip_model, "weights_sha256": digest.hexdigest()}
 
     def inception_details(self) -> dict[str, Any]:
-        """What results say of the Inception weights."""
+        """Return the details of the Inception weights for results."""
         return {"weights": find_inception_weights(self.fid_weights).name, "weights_sha256": self.inception_sha256}
 
     def lpips_details(self) -> dict[str, Any]:
-        """What results say of the LPIPS weights, whose checksum was checked when they were loaded."""
+        """Return the details of the LPIPS weights for results; loading them has verified the checksum."""
         return {"weights": find_lpips_weights(self.lpips_weights).name, "weights_sha256": WEIGHTS_SHA256}

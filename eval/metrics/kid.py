@@ -15,12 +15,13 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Kid:
-    """The distance, and how it was made.
+    """The distance, and the subsets that it was computed from.
 
     Attributes:
-        estimate: mean over the subsets, which may be slightly negative because it is unbiased; the interval is that of
-            the distance of all images, and is missing where a side has two.
-        subset_size, num_subsets: one subset of all images where there are no more than `subset_size`.
+        estimate: mean over the subsets, which may be slightly negative because it is unbiased. The interval is that of
+            the distance of all images, and is missing if a side has two images.
+        subset_size, num_subsets: size and number of subsets; one subset of all images if there are at most
+            `subset_size`.
         subset_std: standard deviation over the subsets, the figure that papers print as ±.
     """
 
@@ -38,7 +39,7 @@ def kid(
     subset_size: int = SUBSET_SIZE,
     num_subsets: int = NUM_SUBSETS,
 ) -> Kid:
-    """KID of features (n, d) and (m, d): the unbiased MMD with the kernel (x.y / d + 1)^3, mean over subsets.
+    """Return the KID of features (n, d) and (m, d): the unbiased MMD with kernel (x.y / d + 1)^3, mean over subsets.
 
     The interval does not come from the subsets, which overlap, but from leaving out one image at a time: the jackknife
     of a two-sample U-statistic.
@@ -50,7 +51,7 @@ def kid(
     real, generated = real.double(), generated.double()
     smallest = min(len(real), len(generated))
     whole = _KernelSums(real, generated)
-    # All images where they are few, also if the two sides have different numbers.
+    # All images if there are few, also if the two sides have different numbers.
     values = [whole.mmd()]
     if smallest > subset_size:
         rng = np.random.default_rng(seed)
@@ -73,12 +74,12 @@ class _KernelSums:
         self.across = _sums(one, other)
 
     def mmd(self) -> float:
-        """The unbiased MMD."""
+        """Return the unbiased MMD."""
         n, m = self.counts
         return float(self._mean_within(0) + self._mean_within(1) - 2 * self.across[0].sum() / (n * m))
 
     def standard_error(self) -> float | None:
-        """Of the MMD, by the jackknife; None where a side without one image has a single one, and no pair."""
+        """Return the jackknife standard error of the MMD; None if a side without one image has no pair."""
         if min(self.counts) < 3:
             return None
         variance = 0.0
@@ -94,7 +95,7 @@ class _KernelSums:
 
 
 def _sums(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums (n,) and (m,) of the kernel matrix (n, m) of two sides: over its columns and over its rows."""
+    """Return the sums (n,) and (m,) of the kernel matrix (n, m) of two sides, over its columns and over its rows."""
     over_columns, over_rows = [], other.new_zeros(len(other))
     for block in one.split(_BLOCK):
         kernel = (block @ other.T / one.shape[1] + 1) ** 3

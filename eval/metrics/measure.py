@@ -1,4 +1,4 @@
-"""The metrics of `psctl eval` on image sources: streamed, counted, with intervals."""
+"""Metrics of `psctl eval` on image sources: streamed, with intervals, and with counts of bad images."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -46,17 +46,17 @@ def measure_clip(
     details: Details | None = None,
     on_images: OnImages = lambda count: None,
 ) -> tuple[MetricResult, dict[str, float]]:
-    """CLIP score: mean over images of 100 max(cosine to the caption, 0), and the value of each image.
+    """Return the CLIP score, the mean over images of 100 max(cosine to the caption, 0), and the value of each image.
 
     Args:
         clip: the judge.
-        judge: what it is called; the metric is named after it, because scores of two judges cannot be compared.
+        judge: name of the judge, included in the metric's name, because scores of two judges are not comparable.
         generated: the images.
         captions: caption by image id.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
         bad: counts images that cannot be read.
-        details: goes into the result.
-        on_images: called with the number of images that were just done.
+        details: details that are added to the result.
+        on_images: called with the number of images after each batch.
 
     Raises:
         UsageError: an image has no caption, too many images are bad, or none is left.
@@ -86,16 +86,16 @@ def measure_pairs(
     details: Mapping[str, Details] | None = None,
     on_images: OnImages = lambda count: None,
 ) -> tuple[dict[str, MetricResult], dict[str, dict[str, float]]]:
-    """PSNR, SSIM and LPIPS of each image to the reference of the same id, in one pass.
+    """Measure PSNR, SSIM and LPIPS of each image to the reference of the same id, in one pass.
 
     Args:
-        names: which of `PAIR_METRICS`.
+        names: names from `PAIR_METRICS`.
         generated, reference: sources with the same ids; the two images of a pair must have one size.
-        lpips: the network, if LPIPS is wanted.
-        seed: of the bootstrap.
+        lpips: the network, if LPIPS is measured.
+        seed: seed of the bootstrap.
         bad: counts pairs of which an image cannot be read.
-        details: goes into the results, by metric.
-        on_images: called with the number of pairs that were just done.
+        details: details that are added to the results, by metric.
+        on_images: called with the number of pairs after each batch.
 
     Returns:
         Results and values of each image, by metric.
@@ -125,13 +125,13 @@ def pair_values(
     lpips: Lpips | None = None,
     on_images: OnImages = lambda count: None,
 ) -> dict[str, dict[Key, float]]:
-    """Distances of pairs of images by metric and key, in no order; PSNR of equal images is infinite.
+    """Return distances of pairs of images by metric and key, in no particular order; equal images have infinite PSNR.
 
     Args:
-        names: which of `PAIR_METRICS`.
+        names: names from `PAIR_METRICS`.
         pairs: a key, an image and its reference, both of one size; sizes of pairs may differ.
-        lpips: the network, if LPIPS is wanted.
-        on_images: called with the number of pairs that were just done.
+        lpips: the network, if LPIPS is measured.
+        on_images: called with the number of pairs after each batch.
     """
     values: dict[str, dict[Key, float]] = {name: {} for name in names}
     # One above the other, so that both go into the same batch.
@@ -159,13 +159,13 @@ def measure_sets(
     seed: int = 0,
     details: Details | None = None,
 ) -> tuple[dict[str, MetricResult], list[str]]:
-    """FID and KID of features, and what a reader must be warned of.
+    """Return FID and KID of features, and warnings for readers.
 
     Args:
         names: "fid", "kid" or both.
         generated, reference: features (n, d) and (m, d).
-        seed: of everything drawn.
-        details: goes into the results.
+        seed: seed of all random draws.
+        details: details that are added to the results.
 
     Raises:
         UsageError: there are fewer than two images on a side.
@@ -211,15 +211,15 @@ def measure_sets(
 def measure_paired_fid(
     first: torch.Tensor, second: torch.Tensor, *, seed: int = 0, details: Details | None = None
 ) -> MetricResult:
-    """FID between two draws of the same prompts and seeds.
+    """Return the FID between two draws of the same prompts and seeds.
 
     There is no extrapolation over the number of images: pairs are not independent samples, and more of them would not
     remove a bias that both sides share.
 
     Args:
         first, second: features (n, d), row i of both drawn for the same prompt and seed.
-        seed: of the bootstrap.
-        details: goes into the result.
+        seed: seed of the bootstrap.
+        details: details that are added to the result.
 
     Raises:
         UsageError: the sides have different numbers of images, or fewer than two.
@@ -245,16 +245,16 @@ def _result(
 
 
 def _in_order(values: Mapping[str, float], source: ImageSource) -> dict[str, float]:
-    """The values in the order of the source's ids: a bootstrap must not depend on the order of the files."""
+    """Return the values in the order of the source's ids: a bootstrap must not depend on the order of the files."""
     return {image_id: values[image_id] for image_id in source.ids if image_id in values}
 
 
 def _pairs(
     generated: ImageSource, reference: ImageSource, bad: BadEntries | None
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Each image and its reference, read ahead by threads.
+    """Yield each image and its reference, read ahead by threads.
 
-    They come in the order of the reference, which may be a table that is read fast in one order only.
+    The order is that of the reference, which may be a table that can be read fast in one order only.
     """
     bad = BadEntries(f"{generated.name} against {reference.name}") if bad is None else bad
 

@@ -6,11 +6,11 @@ from ...data.errors import MissingExtraError, UsageError
 from .images import AnyImage, to_array
 
 MAX_PSNR_DB = 100.0
-"""What equal images count as, whose PSNR is infinite. The smallest change of a 256 x 256 image gives 101 dB."""
+"""Value for equal images, whose PSNR is infinite. The smallest change of a 256 x 256 image gives 101 dB."""
 
 
 def psnr(image: AnyImage, reference: AnyImage) -> float:
-    """PSNR in dB: 10 log10(255^2 / mean squared error over all pixels and channels); infinite for equal images.
+    """Return PSNR in dB: 10 log10(255^2 / mean squared error over all pixels and channels); infinite for equal images.
 
     Raises:
         UsageError: the images have different sizes.

@@ -1,6 +1,6 @@
 """Structural similarity (Wang et al., "Image Quality Assessment", 2004) of 8-bit images.
 
-By scipy's separable filters in float64, which take a tenth of the time of torchmetrics' two-dimensional convolution.
+scipy's separable filters in float64 take a tenth of the time of torchmetrics' two-dimensional convolution.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ _C1, _C2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
 
 
 def ssim(images: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
-    """SSIM (n,) float64 of each pair, mean over colours and over all windows inside the image; 1 for equal images.
+    """Return SSIM (n,) float64 of each pair, mean over colours and all windows inside the image; 1 for equal images.
 
     Args:
         images, references: uint8 (n, 3, height, width).
@@ -34,7 +34,7 @@ def ssim(images: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
 
 
 def _of_pair(x: np.ndarray, y: np.ndarray) -> float:
-    """Of (3, height, width) each."""
+    """Return the SSIM of two images (3, height, width)."""
     border = WINDOW_PX // 2
 
     def blurred(values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Where the weights of judges are found: a path that was given, an environment variable, or places to look at."""
+"""Search for the weights of judges: a given path, an environment variable, or candidate paths."""
 
 import importlib.util
 import os
@@ -14,16 +14,16 @@ def find_weights(
     """Find a weights file: the given path, else the one that the variable names, else the first candidate that exists.
 
     Args:
-        judge: who needs it, such as `FID`.
-        what: what it is called in messages.
-        path: given by the user, or None.
+        judge: metric that needs the file, such as `FID`.
+        what: name of the weights in messages.
+        path: path given by the user, or None.
         variable: environment variable that may name the file.
-        candidates: where it may be, the best first.
-        install: command that installs it.
+        candidates: candidate paths, the best first.
+        install: command that installs the weights.
 
     Raises:
-        UsageError: the file that was given does not exist.
-        RunError: there is none; the message says how to get one.
+        UsageError: the given file does not exist.
+        RunError: no file is found; the message states how to get one.
     """
     given = path or os.environ.get(variable)
     if given:
@@ -42,9 +42,9 @@ def find_weights(
 
 
 def in_package(package: str, *parts: str) -> list[Path]:
-    """The file of an installed package, or nothing where the package is missing.
+    """Return the file of an installed package; empty if the package is missing.
 
-    The package is not imported: its code may need what is not installed, its weights do not.
+    The package is not imported: its code may need packages that are not installed, but its weights do not.
     """
     spec = importlib.util.find_spec(package)
     return [] if spec is None or spec.origin is None else [Path(spec.origin).parent.joinpath(*parts)]

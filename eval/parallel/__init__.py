@@ -1,1 +1,1 @@
-"""What drawing on several ranks does to images: DistriFusion's table 1 and figures 7 and 8."""
+"""Effect of drawing on several ranks on images: DistriFusion's table 1 and figures 7 and 8."""

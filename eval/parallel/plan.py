@@ -1,4 +1,4 @@
-"""Which sets of images DistriFusion's comparisons need, and what is claimed of them. No torch."""
+"""Sets of images for DistriFusion's comparisons, and the paper's claims about them. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ Part = Literal["table1", "fig7", "fig8"]
 PARTS: tuple[Part, ...] = get_args(Part)
 WARMUPS = (0, 1, 2, 4)
 FEW_STEPS = 10
-"""Of figure 7."""
+"""Number of steps in figure 7."""
 _NEAR = 1.1
 _MOST_FID = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a set is drawn.
+    """Settings with which a set is drawn.
 
     Attributes:
-        name: of the set.
-        options: of the ranks; None for the original.
-        few_steps: whether it is drawn in `FEW_STEPS` steps of DPM-Solver++ (figure 7).
+        name: name of the set.
+        options: options of the ranks; None for the original.
+        few_steps: whether the set is drawn in `FEW_STEPS` steps of DPM-Solver++ (figure 7).
     """
 
     name: str
@@ -33,20 +33,20 @@ class Setting:
 
     @property
     def original(self) -> str:
-        """The name of the set that it is compared with."""
+        """Name of the set that this one is compared with."""
         return name_of_original(few_steps=self.few_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the paper says of two sets.
+    """Claim of the paper about two sets.
 
     Attributes:
-        text: in words.
-        metric: `psnr`, `lpips`, or `fid_to_first`: to the original; `fid`: to real images.
-        worse, better: names of sets; `worse` is the original where the claim is about what is lost.
-        kind: `better`: it is, beyond the interval. `no worse`: the interval does not lie on the worse side alone.
-            `near`: at most a tenth worse. `within`: FID at most 8 above.
+        text: the claim in words.
+        metric: `psnr`, `lpips` or `fid_to_first` to the original, or `fid` to real images.
+        worse, better: names of the sets; `worse` is the original if the claim is about a loss.
+        kind: `better` if it is better beyond the interval; `no worse` if the interval is not entirely on the worse
+            side; `near` if it is at most a tenth worse; `within` if its FID is at most 8 above.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Claim:
 
 
 def name_of_original(*, few_steps: bool = False) -> str:
-    """The set of one device."""
+    """Return the name of the set of one device."""
     return f"original, {FEW_STEPS} steps" if few_steps else "original"
 
 
@@ -83,12 +83,12 @@ _UNGUARDED = "unguarded"
 
 @dataclass(frozen=True, slots=True)
 class ParallelPlan:
-    """What is drawn and claimed.
+    """Sets to draw, and claims about them.
 
     Attributes:
-        num_ranks: numbers of ranks of table 1, rising; figures 7 and 8 are of the largest.
-        parts: of the paper.
-        warmup: of all sets but those of figure 7.
+        num_ranks: numbers of ranks of table 1, ascending; figures 7 and 8 use the largest.
+        parts: parts of the paper.
+        warmup: warm-up steps of all sets but those of figure 7.
 
     Raises:
         UsageError: these are not numbers of two ranks or more, or there is no such part.
@@ -105,7 +105,7 @@ class ParallelPlan:
             raise UsageError(f"--parts are {self.parts}, but they must be some of {', '.join(PARTS)}")
 
     def settings(self) -> list[Setting]:
-        """All sets, each once, the original first."""
+        """Return all sets, each once, the original first."""
         return list({setting.name: setting for setting in self._settings()}.values())
 
     def _settings(self) -> Iterator[Setting]:
@@ -135,7 +135,7 @@ class ParallelPlan:
         )
 
     def claims(self) -> list[Claim]:
-        """What the paper says of them."""
+        """Return the paper's claims about the sets."""
         return list(self._claims())
 
     def _claims(self) -> Iterator[Claim]:
@@ -169,14 +169,14 @@ class ParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found of a claim.
+    """Verdict on a claim.
 
     Attributes:
-        claim: see there.
-        worse, better: the values of both sets.
-        difference: better - worse, over the same prompts; its 95 % interval.
-        low, high: see there.
-        holds: whether what is claimed was found.
+        claim: the claim.
+        worse, better: values of both sets.
+        difference: better - worse, over the same prompts.
+        low, high: 95 % interval of the difference.
+        holds: whether the claim holds.
     """
 
     claim: Claim
@@ -188,7 +188,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """See the kinds of `Claim`."""
+        """Whether the claim holds, by the criterion of its kind."""
         claim = self.claim
         if claim.kind == "near":
             return self.better <= _NEAR * self.worse
@@ -203,7 +203,7 @@ class Verdict:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Numbers of ranks with commas between. Raises UsageError."""
+    """Parse comma-separated numbers of ranks. Raises UsageError."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -211,7 +211,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def parse_parts(text: str) -> tuple[Part, ...]:
-    """Names of parts with commas between. Raises UsageError."""
+    """Parse comma-separated names of parts. Raises UsageError."""
     found: Sequence[str] = [part.strip() for part in text.split(",")]
     if unknown := [part for part in found if part not in PARTS]:
         raise UsageError(f"--parts names {unknown[0]!r}, but they must be some of {', '.join(PARTS)}")

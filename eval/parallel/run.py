@@ -1,4 +1,4 @@
-"""Draws the sets, compares each with the original, and says of every claim of DistriFusion whether it was found."""
+"""Drawing of the sets, their comparison with the original, and verdicts on DistriFusion's claims."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -34,17 +34,17 @@ from .plan import FEW_STEPS, Claim, ParallelPlan, Setting, Verdict, name_of_orig
 RESULT_KIND = "psctl-parallel-quality"
 METRICS = ("psnr", "ssim", "lpips", "fid")
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
-"""What a model may predict that DPM-Solver++ draws with."""
+"""Prediction types of models that DPM-Solver++ supports."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelQuality:
-    """What was found.
+    """Result of the evaluation.
 
     Attributes:
-        comparisons: with the original, by the name of the set.
-        verdicts: of the claims.
-        settings: how all was drawn.
+        comparisons: comparison with the original, by name of the set.
+        verdicts: verdicts on the claims.
+        settings: settings with which the sets were drawn.
     """
 
     comparisons: Mapping[str, Comparison]
@@ -52,7 +52,7 @@ class ParallelQuality:
     settings: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold."""
+        """Return a mapping that can be serialized as JSON."""
         sets = {}
         for name, each in self.comparisons.items():
             found = {metric: asdict(result.estimate) for metric, result in each.metrics.items()}
@@ -76,18 +76,18 @@ def evaluate_parallel(
     start_phase: StartPhase,
     on_failed: Callable[[str], None],
 ) -> ParallelQuality:
-    """Draw what is missing, and measure.
+    """Draw the missing images of the sets, and measure them.
 
     Args:
-        model: on plain diffusers.
-        wanted: the sets.
-        plan: of `plan_eval`, with real images.
-        options: seed, batch size and bad images.
-        judges: the networks.
-        workspace: of the model.
+        model: model on plain diffusers.
+        wanted: plan of the sets.
+        plan: plan from `plan_eval`, with real images.
+        options: options with seed, batch size and number of bad images.
+        judges: networks that judge the images.
+        workspace: workspace of the model.
         shared_root: root of the workspace, for features.
-        start_phase: shows progress.
-        on_failed: told of images that failed.
+        start_phase: reports progress.
+        on_failed: called with a line for each failed image.
 
     Raises:
         UsageError: as `check`, before anything is drawn.
@@ -102,7 +102,7 @@ def evaluate_parallel(
 
 
 def facts_of(model: ServedModel, wanted: ParallelPlan, plan: EvalPlan, options: EvalOptions) -> dict[str, Any]:
-    """How the sets are drawn, as results say it."""
+    """Return the settings with which the sets are drawn, for results."""
     return {
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -126,8 +126,8 @@ def draw_sets(
     start_phase: StartPhase,
     on_failed: Callable[[str], None],
 ) -> dict[str, Path]:
-    """Draw what is missing of these sets; returns the folder of each by its name. Other arguments, and errors, as of
-    `evaluate_parallel`.
+    """Draw the missing images of these sets and return the folder of each set by name. Other arguments, and errors, are
+    as in `evaluate_parallel`.
     """
     for setting in settings:
         check(model, setting, plan)
@@ -154,7 +154,7 @@ def judge_sets(
     shared_root: Path,
     start_phase: StartPhase,
 ) -> ParallelQuality:
-    """Compare the sets in these folders; `settings` say how they were drawn. Errors as of `compare`."""
+    """Compare the sets in these folders; `settings` describe how they were drawn. Raises as `compare`."""
     comparisons = {
         setting.name: compare(
             folders[setting.original],
@@ -175,13 +175,13 @@ def judge_sets(
 
 
 def check(model: ServedModel, setting: Setting, plan: EvalPlan) -> None:
-    """Raise UsageError: an image is too small for so many ranks, or the model has no such sampler as figure 7 has."""
+    """Raise UsageError if an image is too small for the ranks, or the model does not suit figure 7's sampler."""
     if setting.few_steps and model.pipe.scheduler.config.get("prediction_type") not in _PREDICTIONS:
         raise UsageError(f"figure 7 is drawn with DPM-Solver++, which {model.name} was not made for: leave out fig7")
     if (options := setting.options) is None:
         return
     for item in plan.items:
-        # Naive ranks have columns by turns.
+        # Naive ranks also split images by columns, in turn.
         side = min(item.height, item.width) if options.mode == "naive" else item.height
         try:
             Strips.of(side // RESOLUTION_MULTIPLE, unit_of(model.denoiser), (1.0,) * options.count)
@@ -190,12 +190,12 @@ def check(model: ServedModel, setting: Setting, plan: EvalPlan) -> None:
 
 
 def served_with(model: ServedModel, setting: Setting) -> ServedModel:
-    """The same loaded model, drawing as a setting says, which must fit it."""
+    """Return the same loaded model with the sampler and the ranks of a setting, which must fit it."""
     pipe, name = model.pipe, model.name
     if setting.few_steps:
         pipe = copy.copy(pipe)
         pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
-        # Sets of images are named by what decides them, and the sampler is part of that.
+        # Names of image sets derive from what determines them, which includes the sampler.
         name = f"{name} with DPM-Solver++"
     options = EngineOptions("plain")
     if setting.options is not None:
@@ -214,7 +214,7 @@ class _Judge:
     features_dir: Path
 
     def verdict(self, claim: Claim) -> Verdict:
-        """What was found of a claim."""
+        """Return the verdict on a claim."""
         if claim.metric == "fid":
             found = self.comparisons[claim.better].differences["fid"]
         elif claim.metric == FID_TO_FIRST:
@@ -233,7 +233,7 @@ class _Judge:
         return Verdict(claim, found.first, found.second, difference.value, difference.low, difference.high)
 
     def _fid(self, claim: Claim) -> PairedResult:
-        """Of both sets to the original's images."""
+        """Compare the FIDs of both sets to the original's images."""
         first, second, original = (
             features_of(
                 set_of(self.folders[name], read_manifest(self.folders[name])),

@@ -1,7 +1,7 @@
-"""What `psctl eval report` reads: results of evaluations and comparisons, put together by model and data set.
+"""Input of `psctl eval report`: results of evaluations and comparisons, grouped by model and data set.
 
-Of each model and data set there is one original, drawn by plain diffusers, and any number of ours, drawn by the patch
-engine with or without a cache. Figures of other prompts, steps or weights of the model cannot be compared, so they are
+Each model and data set has one original, drawn by plain diffusers, and any number of our sides, drawn by the patch
+engine with or without a cache. Figures of other prompts, steps or weights of the model are not comparable and are
 refused.
 """
 
@@ -21,8 +21,8 @@ from ..sets.generate import MANIFEST_FILE, flat_settings
 ORIGINAL = "Original"
 OURS = "PatchedServe"
 TO_REFERENCE = ("fid", "kid", "lpips", "psnr", "ssim")
-"""Metrics against reference images; results say which in `details["reference"]`."""
-# Of one model and data set these must be equal, or figures could not be compared.
+"""Metrics against reference images, which results name in `details["reference"]`."""
+# Within a model and data set these must be equal for figures to be comparable.
 _SAME = {
     "fingerprint": "version of the model",
     "prompts_digest": "prompts, seeds or sizes",
@@ -31,25 +31,25 @@ _SAME = {
     "dtype": "number format",
     "device": "device",
 }
-# Of a result and not of how images were drawn.
+# Settings of a result that do not affect how images are drawn.
 _NOT_DRAWN_WITH = ("generated", "reference", "num_prompts", "seed", "resolutions", "prompts_digest")
 
 
 @dataclass(slots=True)
 class ReportedSide:
-    """One way of drawing the images of a model and data set, with everything that was measured of it.
+    """One way of drawing the images of a model and data set, with all its measurements.
 
     Attributes:
-        settings: how they were drawn.
-        label: its name in tables.
-        metrics: of its images alone or to real images: CLIP scores, `fid`, `lpips`, `psnr`, `ssim`.
+        settings: settings with which the images were drawn.
+        label: name of the side in tables.
+        metrics: metrics of its images alone or to real images: CLIP scores, `fid`, `lpips`, `psnr`, `ssim`.
         to_original: distances to the original's images.
-        differences: from the original, pair by pair.
+        differences: paired differences from the original.
         per_image: distances of single images to the original's.
-        cache_use: what a cache saved.
-        images: folder of its images, if it is known.
-        sources: the files that all this was read from.
-        warnings: what these say that a reader must know.
+        cache_use: savings of the cache.
+        images: folder of its images, if known.
+        sources: files from which the side was read.
+        warnings: warnings of these files for the reader.
     """
 
     settings: dict[str, Any]
@@ -69,19 +69,19 @@ class ReportedSide:
 
     @property
     def subject_key(self) -> tuple[str, str]:
-        """Its model and data set."""
+        """Model and data set of the side."""
         return str(self.settings["model"]), str(self.settings["dataset"])
 
     @property
     def key(self) -> str:
-        """Equal for two sides whose images were drawn alike; of originals there is one."""
+        """Key that is equal for sides whose images were drawn alike; all originals share one."""
         if self.is_original:
             return ORIGINAL
         drawn = {name: value for name, value in self.settings.items() if name not in _NOT_DRAWN_WITH}
         return json.dumps(drawn, sort_keys=True)
 
     def absorb(self, other: "ReportedSide") -> list[str]:
-        """Take over what a later file says of the same images; returns the names of figures that it says otherwise."""
+        """Merge a later file's measurements of the same images. Returns the names of figures whose values changed."""
         changed = [
             name
             for mine, new in ((self.metrics, other.metrics), (self.to_original, other.to_original))
@@ -99,7 +99,7 @@ class ReportedSide:
 
 @dataclass(slots=True)
 class Subject:
-    """A model on a data set."""
+    """A model on a data set, with its sides."""
 
     model: str
     dataset: str
@@ -111,28 +111,28 @@ class Subject:
 
     @property
     def sides(self) -> list[ReportedSide]:
-        """The original, if there is one, and then ours."""
+        """The original, if there is one, followed by our sides."""
         return ([] if self.original is None else [self.original]) + self.ours
 
 
 def find_results(root: Path) -> list[Path]:
-    """Result files of all evaluations and comparisons in a workspace, the oldest first."""
+    """Return the result files of all evaluations and comparisons in a workspace, the oldest first."""
     found = [*root.glob(f"*/*/runs/eval-*/{RESULTS_FILE}"), *root.glob(f"*/*/runs/compare-*/{COMPARE_FILE}")]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, str(path)))
 
 
 def gather(paths: Iterable[Path], *, on_warning: Callable[[str], None], is_strict: bool = True) -> list[Subject]:
-    """Read result files and put together what belongs together.
+    """Read result files and group their sides by model and data set.
 
     Args:
-        paths: files or folders; where two hold the same figure, the later one counts.
-        on_warning: called with what was left out or decided.
-        is_strict: False for files that nobody named: what does not fit the newest of its model and data set, or is
-            against other images than the data set's, is left out, instead of being an error.
+        paths: files or folders; if two hold the same figure, the later one counts.
+        on_warning: called with a line about each omission or decision.
+        is_strict: whether a mismatch is an error. False for files that the user did not name: results that do not fit
+            the newest of their model and data set, or are against other images than the data set's, are omitted.
 
     Raises:
-        UsageError: as `read_sides`, figures of one model and data set are of other prompts, steps and so on, or they
-            are against other reference images than those of the data set.
+        UsageError: as `read_sides`, or figures of one model and data set differ in prompts, steps and so on, or are
+            against other reference images than those of the data set.
     """
     sides: list[ReportedSide] = []
     for path in paths:
@@ -157,7 +157,7 @@ def gather(paths: Iterable[Path], *, on_warning: Callable[[str], None], is_stric
                 "cannot show both"
             )
         if (known := next((each for each in subject.sides if each.key == side.key), None)) is not None:
-            # Both figures may be right: images through a cache depend a little on what was in the batch with them.
+            # Both figures may be right: images drawn with a cache depend slightly on the rest of their batch.
             for name in known.absorb(side):
                 on_warning(f"{subject}: {name} was measured twice; {side.sources[0]} counts")
         elif side.is_original:
@@ -172,10 +172,10 @@ def gather(paths: Iterable[Path], *, on_warning: Callable[[str], None], is_stric
 
 
 def read_sides(path: Path) -> list[ReportedSide]:
-    """What one result file says: of an evaluation one side, of a comparison the original and ours.
+    """Return the sides of a result file: one of an evaluation, or the original and ours of a comparison.
 
     Raises:
-        UsageError: there is no such file, it is damaged or something else, or it does not say how images were drawn.
+        UsageError: there is no such file, it is damaged or of another kind, or lacks the settings of its images.
     """
     if path.is_dir():
         files = [path / name for name in (COMPARE_FILE, RESULTS_FILE) if (path / name).is_file()]
@@ -253,10 +253,10 @@ def _fitting_the_newest(sides: list[ReportedSide], on_warning: Callable[[str], N
 
 
 def _drop_other_references(sides: list[ReportedSide]) -> Iterator[str]:
-    """Take away figures that are not against the data set's own images; yields what is wrong with them."""
+    """Remove figures that are not against the data set's own images, and yield a message about each side's."""
     folders: dict[str, Any] = {}
     for side in sides:
-        # Captions without images have no ground truth of their own: the reference of the newest figure counts.
+        # Captions without images have no ground truth; the reference of the newest figure counts.
         given = [each for each in map(side.metrics.get, TO_REFERENCE) if each is not None]
         for reference in (each.details["reference"] for each in given):
             if reference is not None:
@@ -277,7 +277,9 @@ def _drop_other_references(sides: list[ReportedSide]) -> Iterator[str]:
 
 
 def _is_own(dataset: str, reference: str, folder: str) -> bool:
-    """Whether these are the data set's own images, whose name begins with its kind; for captions only, the folder."""
+    """Return whether a reference is the data set's own images, whose name begins with its kind, or, for captions
+    without images, the folder.
+    """
     kind = dataset.partition(":")[0]
     return reference == folder if kind == "captions" else reference.startswith((f"{kind}:", f"{kind} "))
 
@@ -292,7 +294,7 @@ def _mismatch(one: ReportedSide, other: ReportedSide) -> str | None:
 
 
 def _name_sides(subject: Subject) -> None:
-    """Labels that tell sides apart: the cache, and where that is the same, the settings that differ."""
+    """Set labels that distinguish the sides: the cache and, if it is the same, the settings that differ."""
     if subject.original is not None:
         subject.original.label = ORIGINAL
     labels = [_label(side.settings) for side in subject.ours]

@@ -1,6 +1,6 @@
-"""One quality report from end to end: read results, make the tables, choose image pairs, write three files.
+"""One quality report from end to end: read results, build the tables, choose image pairs, write three files.
 
-The report is Markdown, JSON, and one HTML file with its pictures inside it.
+The report is Markdown, JSON, and one HTML file with embedded pictures.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +32,11 @@ _INTRO = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written.
+    """A report that was written.
 
     Attributes:
         tables: the three tables.
-        content: of `report.json`.
+        content: content of `report.json`.
         files: paths by format: markdown, json, html.
     """
 
@@ -50,10 +50,10 @@ class ImagePair:
     """The same prompt and seed drawn in two ways.
 
     Attributes:
-        item: what both show.
-        original, ours: files.
+        item: item that both images show.
+        original, ours: image files.
         figures: distances between the two, by metric.
-        is_extreme: shown because it differs most.
+        is_extreme: whether the pair is shown because it differs most.
     """
 
     item: ImageItem
@@ -64,7 +64,7 @@ class ImagePair:
 
     @property
     def facts(self) -> str:
-        """Size, seed and figures, for people."""
+        """Size, seed and figures as text."""
         units = {"psnr": " dB"}
         figures = (f"{name.upper()} {value:.3g}{units.get(name, '')}" for name, value in self.figures.items())
         known = f"{self.item.width}x{self.item.height}, seed {self.item.seed}"
@@ -84,11 +84,11 @@ def write_quality_report(
 
     Args:
         paths: results of `psctl eval` and `psctl eval compare`; none for all of the workspace.
-        output_dir: where the files go; made if it does not exist.
-        workspace_root: of the workspace.
-        num_pairs: image pairs of each of our sides.
-        on_warning: called with what a reader must know; the report says it, too.
-        start_phase: shows progress.
+        output_dir: folder for the files; created if it does not exist.
+        workspace_root: root of the workspace.
+        num_pairs: number of image pairs of each of our sides.
+        on_warning: called with each warning for readers, which the report also contains.
+        start_phase: reports progress.
 
     Raises:
         UsageError: as `gather`, or there are no results, or none of the patch engine.
@@ -148,13 +148,13 @@ def write_quality_report(
 
 
 def choose_pairs(subject: Subject, side: ReportedSide, num_pairs: int) -> tuple[list[ImagePair], str | None]:
-    """Pick pairs of a side and its original.
+    """Choose image pairs of a side and its original.
 
-    Of `num_pairs`, two thirds are spread evenly over the prompts, so that nobody has picked them; the others are those
-    that differ most, by LPIPS or else PSNR, if that was measured and they are not among the first.
+    Two thirds of `num_pairs` are spread evenly over the prompts, so that they are not hand-picked. The others are the
+    pairs that differ most, by LPIPS or else PSNR, if that was measured and they are not among the first.
 
     Returns:
-        The pairs, and why there are none if there are none.
+        The pairs, and the reason if there are none.
     """
     original = subject.original
     if original is None:
@@ -195,7 +195,7 @@ def _most_different(side: ReportedSide) -> list[str]:
 
 
 def to_json(subjects: Sequence[Subject], tables: Sequence[ReportTable], warnings: Sequence[str]) -> dict[str, Any]:
-    """Everything that the tables show, and how the images were drawn, as JSON."""
+    """Return all that the tables show, and the settings of the images, as JSON."""
     shown = ("label", "settings", "cache_use", "sources")
     return {
         "kind": REPORT_KIND,
@@ -225,7 +225,7 @@ def to_json(subjects: Sequence[Subject], tables: Sequence[ReportTable], warnings
 
 
 def letters(tables: Sequence[ReportTable]) -> dict[Judge, str]:
-    """A letter for each judge of a report: a, b, ..., z, aa, ..."""
+    """Return a letter for each judge of a report: a, b, ..., z, aa, ..."""
     judges = dict.fromkeys(judge for table in tables for judge in table.judges)
     return {judge: _letter(i) for i, judge in enumerate(judges)}
 
@@ -235,7 +235,7 @@ def _letter(number: int) -> str:
 
 
 def _notes(table: ReportTable, marks: Mapping[Judge, str]) -> Iterator[tuple[str, str]]:
-    """Lines under a table, each with a command or "": judges, real images, and what is missing."""
+    """Yield the lines under a table, each with a command or "": judges, real images, and missing figures."""
     for judge in table.judges:
         yield f"{marks[judge]}: {judge.name}, weights SHA-256 {judge.weights_sha256[:16]}", ""
     if table.references:

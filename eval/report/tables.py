@@ -1,5 +1,5 @@
-"""The tables of `psctl eval report`: CLIP score and FID as PatchedServe's tables 1 and 2, and image quality as
-DistriFusion's table 1 has it. What was not measured is a dash, with the command that measures it under the table.
+"""Tables of `psctl eval report`: CLIP score and FID as in PatchedServe's tables 1 and 2, and image quality as in
+DistriFusion's table 1. A dash stands for a figure that was not measured; the command that measures it is given below.
 """
 
 import shlex
@@ -34,7 +34,7 @@ _QUALITY = {
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Who measured: the network and its weights."""
+    """Network behind a metric, with its weights."""
 
     name: str
     weights_sha256: str
@@ -49,10 +49,10 @@ class Figure:
         low, high: 95 % interval, or None.
         n: number of images or pairs behind it.
         unit: "dB", "%" or "".
-        judge: None where no network is needed.
-        reference: name of the images that it was measured against, or None.
-        source: the file that it was read from.
-        is_difference: shown with its sign.
+        judge: network behind the figure; None if it needs none.
+        reference: name of the reference images, or None.
+        source: file from which the figure was read.
+        is_difference: whether it is shown with its sign.
     """
 
     value: float
@@ -66,7 +66,7 @@ class Figure:
     is_difference: bool = False
 
     def to_cell(self, mark: str) -> Cell:
-        """The number with its unit, above its interval and N."""
+        """Return a cell with the number and its unit, above its interval and N."""
         text = f"{self.value:{'+' if self.is_difference else ''}.4g} {self.unit}".strip()
         interval = () if self.low is None or self.high is None else (f"{self.low:.4g} to {self.high:.4g}",)
         return Cell(f"{100 * self.value:.1f} %" if self.unit == "%" else text, mark, (*interval, f"N {self.n}"))
@@ -77,12 +77,12 @@ class ReportTable:
     """One table.
 
     Attributes:
-        key: its name in JSON.
-        title: its heading.
-        about: what it shows, in a sentence or two.
+        key: name of the table in JSON.
+        title: heading of the table.
+        about: description of the table in a sentence or two.
         columns: headings by name.
-        rows: by the name of the column a text, a figure, or None where there is none.
-        missing: for each command that measures what is missing, what that is.
+        rows: text, figure or None by name of the column.
+        missing: missing figures, by the command that measures them.
     """
 
     key: str
@@ -94,12 +94,12 @@ class ReportTable:
 
     @property
     def figures(self) -> list[Figure]:
-        """In their order."""
+        """Figures of the table, in order."""
         return [cell for row in self.rows for cell in row.values() if isinstance(cell, Figure)]
 
     @property
     def judges(self) -> list[Judge]:
-        """Of the figures, in their order."""
+        """Judges of the figures, in order."""
         return list(dict.fromkeys(figure.judge for figure in self.figures if figure.judge is not None))
 
     @property
@@ -109,14 +109,14 @@ class ReportTable:
 
     @property
     def not_measured(self) -> list[tuple[str, str]]:
-        """For people: what is missing, and the command that measures it."""
+        """Descriptions of missing figures, each with the command that measures them."""
         return [
             (f"not measured: {'; '.join(dict.fromkeys(what))}. Measure with:", command)
             for command, what in self.missing.items()
         ]
 
     def to_table(self, marks: Mapping[Judge, str] | None = None, *, title: str = "") -> Table:
-        """The table as people see it, with the letters of the judges if there are any."""
+        """Return the table for display, with the letters of the judges if given."""
 
         def cell(value: str | Figure | None) -> str | Cell:
             if not isinstance(value, Figure):
@@ -129,7 +129,7 @@ class ReportTable:
 
 
 def tables_of(subjects: Sequence[Subject]) -> list[ReportTable]:
-    """The three tables."""
+    """Return the three tables."""
     clip = ReportTable(
         "clip_score",
         f"CLIP score {_UP}",
@@ -150,7 +150,7 @@ def tables_of(subjects: Sequence[Subject]) -> list[ReportTable]:
 
 
 def _set_against(table: ReportTable, subject: Subject, metrics: Iterable[str], what: str) -> None:
-    """Add rows with a metric of the original and of each of ours, and the difference pair by pair."""
+    """Add rows with a metric of the original and of each of our sides, and the paired difference."""
     for name in metrics:
         for side in subject.ours or [None]:
             label = OURS if side is None else side.label
@@ -193,7 +193,7 @@ def _quality(subjects: Sequence[Subject]) -> ReportTable:
                 | figures
                 | {"saved": _saved(side)}
             )
-            # Against itself the original has nothing to show.
+            # The original has no distance to itself.
             lacking = [
                 _QUALITY[name][0]
                 for name, figure in figures.items()
@@ -242,7 +242,7 @@ def _difference(side: ReportedSide | None, name: str) -> Figure | None:
 
 
 def judge_of(metric: MetricResult) -> Judge | None:
-    """The network behind a metric, or None for PSNR and SSIM, which need none."""
+    """Return the network behind a metric, or None for PSNR and SSIM, which need none."""
     checksum = metric.details.get("weights_sha256")
     if checksum is None:
         return None
@@ -254,7 +254,7 @@ def judge_of(metric: MetricResult) -> Judge | None:
 
 
 def measuring_command(subject: Subject, ours: ReportedSide | None) -> str:
-    """The command that measures everything of the original and one of ours; what is drawn is not drawn again."""
+    """Return the command that measures all metrics of the original and one of our sides; existing images are reused."""
     original = subject.original
     reference = ["--reference", "DIR"] if subject.dataset.startswith("captions:") else []
     if original is not None and ours is not None and original.images is not None and ours.images is not None:
@@ -265,7 +265,7 @@ def measuring_command(subject: Subject, ours: ReportedSide | None) -> str:
 
 
 def _drawing_words(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Options that draw the same prompts again, where images are already there with them."""
+    """Yield the options that draw the same prompts again, or find the images that were drawn with them."""
     for name in ("model", "dataset", "num_prompts", "seed", "num_inference_steps", "guidance_scale", "policy", "dtype"):
         if settings.get(name) is not None:
             yield from (f"--{name.replace('_', '-')}", str(settings[name]))

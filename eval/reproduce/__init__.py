@@ -1,1 +1,1 @@
-"""The figures and tables of the papers, measured by the benches of this house and kept beside the papers' numbers."""
+"""Figures and tables of the papers, measured by our own benchmarks and kept beside the papers' numbers."""

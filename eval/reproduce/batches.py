@@ -1,4 +1,4 @@
-"""What batches cost and save: PatchedServe's figures 4 and 5 (section 3), 14 and 15 (section 8.2)."""
+"""Costs and savings of batches: PatchedServe's figures 4 and 5 (section 3), 14 and 15 (section 8.2)."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -26,11 +26,11 @@ from .statement import Statement
 
 _Settings = Mapping[str, Any]
 _TINY = 0.05
-"""Largest share of a request's time that we call tiny, as the paper calls the overhead of splitting."""
+"""Maximum share of a request's time that counts as tiny, the paper's word for the overhead of splitting."""
 
 
 def block_savings(lab: Lab, settings: _Settings) -> Found:
-    """Figure 4: the share of blocks whose output changes by less than a threshold, by resolution."""
+    """Measure figure 4: the share of blocks whose output changes by less than a threshold, by resolution."""
     summary = summarize_block_changes(lab.block_profile())
     whole = summary["whole_blocks"]
     ours = {**whole, "patches_by_threshold": summary["by_resolution"], "thresholds": summary["thresholds"]}
@@ -38,11 +38,11 @@ def block_savings(lab: Lab, settings: _Settings) -> Found:
 
 
 def savings_differ(by_request: Mapping[str, Sequence[float]]) -> Statement:
-    """Whether two sizes skip different shares of their blocks, whichever skips more: from the shares of single requests
-    by resolution, from the smallest to the largest.
+    """Return the statement that two sizes skip different shares of their blocks, whichever skips more. `by_request`
+    holds the shares of single requests by resolution, from the smallest to the largest.
 
-    The two are chosen beforehand: the largest difference of all would be large by chance. Requests of two sizes are
-    independent of each other, and which is paired with which does not matter.
+    The smallest and the largest size are compared, because the largest of all differences would be large by chance.
+    Requests of two sizes are independent of each other, so that their pairing does not matter.
     """
     (small, own), *_, (large, other) = by_request.items()
     found = Estimate.of_mean([100 * (one - two) for one, two in zip(own, other, strict=False)])
@@ -55,7 +55,7 @@ def savings_differ(by_request: Mapping[str, Sequence[float]]) -> Statement:
 
 
 def step_latencies(lab: Lab, settings: _Settings) -> Found:
-    """Figure 5: step latencies of all batches of three requests."""
+    """Measure figure 5: step latencies of all batches of three requests."""
     counts = [each for each in product(range(4), repeat=len(lab.sizes)) if sum(each) == 3]
     batches = sorted((Combination(lab.sizes, each) for each in counts), key=lambda each: each.num_pixels)
     result = _step_bench(lab, settings, STEPS, batches)
@@ -69,15 +69,15 @@ def step_latencies(lab: Lab, settings: _Settings) -> Found:
 
 
 def _times_as_long(own: Row, other: Row) -> Estimate:
-    """The median of the repeats' ratios of two batches, which are independent: which are paired does not matter."""
+    """Return the median of the repeats' ratios of two independent batches, whose pairing does not matter."""
     ratios = ratios_of(own["patched_samples_ms"], other["patched_samples_ms"])
     low, high = median_interval(ratios) or (None, None)
     return Estimate(median(ratios), low, high, len(ratios))
 
 
 def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Found:
-    """Figure 14: latency and throughput of mixed batches: plain diffusers, patched, and patched with the cache; and the
-    shares of a request's time that splitting, the cache and the scheduler take.
+    """Measure figure 14: latency and throughput of mixed batches on plain diffusers, patched, and patched with the
+    cache, and the shares of a request's time that splitting, the cache and the scheduler take.
     """
     batches = [Combination(lab.sizes, (count,) * len(lab.sizes)) for count in settings["of_each"]]
     sides = [
@@ -123,8 +123,8 @@ def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Found:
 
 
 def gains_by_round(rows: Sequence[Mapping[str, Any]]) -> list[Statement]:
-    """What figure 14 says of times, from those of each round of its batches, smallest first. Sides of one round have
-    served the same requests.
+    """Return figure 14's statements about times, from the times of each round of its batches, the smallest first. All
+    sides of a round have served the same requests.
     """
 
     def of_side(name: str) -> np.ndarray:
@@ -163,8 +163,8 @@ def gains_by_round(rows: Sequence[Mapping[str, Any]]) -> list[Statement]:
 
 
 def splitting_shares(row: Row, num_steps: int) -> list[float]:
-    """What splitting takes as a share of a patched request's time, by repeat of the breakdown of a step: moves of data
-    beyond those of plain diffusers, and packing the batch once for so many steps.
+    """Return the share of a patched request's time that splitting takes, by repeat of the breakdown of a step: moves of
+    data beyond those of plain diffusers, and packing the batch once per `num_steps` steps.
     """
     patched, plain = (row["sides"][name] for name in ("patched", "same_resolution"))
     packing_ms = max(0.0, patched["first_ms"] - patched["step_ms"]) / num_steps
@@ -175,7 +175,7 @@ def splitting_shares(row: Row, num_steps: int) -> list[float]:
 
 
 def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
-    """Figure 15: what is saved, and how long a request takes, where patches or only whole batches may be reused."""
+    """Measure figure 15: savings and latency of a request if single patches, or only whole batches, may be reused."""
     size = settings["requests"]
     places = range(len(lab.sizes))
     batches = [Combination(lab.sizes, tuple(size if place == own else 0 for place in places)) for own in places]
@@ -183,7 +183,7 @@ def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
     sides = settings_of(
         lab.model,
         lab.block_profile(),
-        # Else requests would be computed whole: here patches decide one by one, as in the paper.
+        # Otherwise requests would be computed whole; here every patch is decided separately, as in the paper.
         CacheOptions("patch", threshold=0.0, full_above=1.0),
         thresholds=[threshold],
         image_thresholds=[threshold],
@@ -207,12 +207,12 @@ def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
 
 
 def savings_by_round(by_resolution: Mapping[str, Mapping[str, Any]], *, is_sdxl: bool) -> list[Statement]:
-    """What figure 15 says, by rounds: whether a batch may reuse is decided for all of its requests at once, so that
-    these are no independent evidence. All sides and resolutions have the same prompts and seeds in a round.
+    """Return figure 15's statements, by rounds. Reuse of a batch is decided for all of its requests at once, so that
+    they are not independent evidence. All sides and resolutions have the same prompts and seeds in a round.
 
     Args:
-        by_resolution: of each kind of cache `seconds_by_round` and `saved_by_round`, by resolution, smallest first.
-        is_sdxl: whether the paper's statements about SDXL alone are among them.
+        by_resolution: `seconds_by_round` and `saved_by_round` of each kind of cache, by resolution, smallest first.
+        is_sdxl: whether the paper's statements about SDXL alone are included.
     """
 
     def of_kind(name: str, kind: str, figure: str) -> np.ndarray:
@@ -249,7 +249,7 @@ def savings_by_round(by_resolution: Mapping[str, Mapping[str, Any]], *, is_sdxl:
 
 
 def _step_bench(lab: Lab, settings: _Settings, kind: BenchKind, batches: Sequence[Combination]) -> dict[str, Any]:
-    """The result of a bench of single steps."""
+    """Run a benchmark of single steps and return its result."""
     done = lab.start("combinations", len(batches))
     bench = BenchSettings(settings["repeats"], settings["warmup"], lab.seed)
     outcome = run_bench(kind, lab.model, batches, lab.place, bench, on_row=lambda: done(1))
@@ -260,7 +260,7 @@ def _step_bench(lab: Lab, settings: _Settings, kind: BenchKind, batches: Sequenc
 def _cache_rows(
     lab: Lab, settings: _Settings, batches: Sequence[Combination], sides: Sequence[Setting]
 ) -> list[dict[str, Any]]:
-    """The rows of a bench of the cache, without judges of the images."""
+    """Run a benchmark of the cache without judges of the images, and return its rows."""
     done = lab.start("batches", len(batches) * (len(sides) + 1) * (settings["rounds"] + 1))
     outcome = run_cache_bench(
         lab.model,

@@ -1,4 +1,4 @@
-"""What the cache costs in quality: PatchedServe's tables 1 and 2 (section 8.2)."""
+"""Quality cost of the cache: PatchedServe's tables 1 and 2 (section 8.2)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,13 @@ from .statement import Statement
 
 
 def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[float, ...], *, is_more: bool) -> Found:
-    """A metric of plain diffusers' images and of ours with the cache, for every data set.
+    """Measure a metric of plain diffusers' images and of ours with the cache, for every data set.
 
     Args:
-        lab, settings: as of `Measure`.
+        lab, settings: as in `Measure`.
         metric: `clip` or `fid`.
-        said: the smallest and the largest change that the paper prints.
-        is_more: whether it is to rise.
+        said: smallest and largest change that the paper prints.
+        is_more: whether a higher value is better.
     """
     found, statements = {}, []
     for dataset in settings["datasets"]:
@@ -57,7 +57,7 @@ def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[flo
             "cache_use": comparison.second.cache_use,
         }
         text = f"{name}, PatchedServe against the original, {dataset}"
-        # What the paper calls similar is no worse than the worst change that it prints.
+        # The paper's "similar" is taken as no worse than the worst change that it prints.
         neutral = min(0, *said) if is_more else max(0, *said)
         statements.append(Statement(text, change.estimate, said, "score", neutral, is_more))
     return Found({"datasets": found}, statements)

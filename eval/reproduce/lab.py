@@ -1,4 +1,4 @@
-"""What the exhibits of a paper are measured with: the loaded model, and what has to be profiled and trained before."""
+"""Laboratory for the exhibits of a paper: the loaded model, with the profiles and predictors that exhibits need."""
 
 import hashlib
 import json
@@ -35,24 +35,24 @@ from .scale import Scale
 
 _TRAIN_ROWS = 300_000
 _BOTH_CLASSES = 0.005
-"""Share of a profile that must stay within a threshold, and that must not, for a predictor to learn from."""
+"""Minimum share of a profile on each side of a threshold for a predictor to learn from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """The model and the workspace, and how what is measured is told.
+    """Model, workspace and callbacks of measurements.
 
     Attributes:
-        model: loaded for the patch engine, without a cache.
-        place: its part of the workspace. What is missing there is measured and stays: predictors, tables.
-        root: of the workspace, for samples of data sets and features.
-        work: where exhibits keep what is unfinished, so that they go on from there.
-        sizes: of the requests.
-        seed: of everything random.
-        scale: how much is profiled before anything else.
-        judges: of images.
-        start: begins a phase of so many units; gives what is called with each number of units done.
-        on_note, on_warning: told what happens, and what may be inexact.
+        model: model on the patch engine, without a cache.
+        place: the model's part of the workspace. Missing predictors and tables are measured and kept there.
+        root: root of the workspace, for samples of data sets and features.
+        work: folder of unfinished exhibits, which continue from there.
+        sizes: resolutions of the requests.
+        seed: seed of all random choices.
+        scale: extent of the profiles.
+        judges: networks that judge images.
+        start: called with the name and number of units of a phase; returns the function to call with units done.
+        on_note, on_warning: called with notes on progress, and with warnings of possible inaccuracies.
     """
 
     model: ServedModel
@@ -68,12 +68,12 @@ class Lab:
     on_warning: Callable[[str], None]
 
     def circumstances(self) -> dict[str, Any]:
-        """What the results depend on, as JSON."""
+        """Return the circumstances of the results, as JSON."""
         facts = run_facts(self.model).to_json()
         return {**facts, "described": f"{describe(facts)}, {facts['date']}"}
 
     def folder(self, name: str, *decisive: Any) -> Path:
-        """A folder that is kept for what is measured under these settings, which are JSON."""
+        """Return the folder that is kept for measurements with these settings, which are JSON."""
         settings = [self.model.name, self.model.fingerprint, list(map(str, self.sizes)), self.seed, *decisive]
         digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
         path = self.work / f"{name}-{digest}"
@@ -81,7 +81,7 @@ class Lab:
         return path
 
     def block_profile(self) -> Path:
-        """How much blocks change from step to step: the table, measured if it is not there. Raises RunError."""
+        """Return the block profile's table, which is measured if it is missing. Raises RunError."""
         folder = self.folder("blocks", asdict(self.scale))
         if (folder / TABLE_FILE).is_file():
             return folder / TABLE_FILE
@@ -101,15 +101,15 @@ class Lab:
         )
 
     def typical_change(self) -> float:
-        """The relative change of a block's output that half of a sample of the block profile stays within."""
+        """Return the median relative change of a block's output in a sample of the block profile."""
         facts, samples = load_samples(self.block_profile(), max_rows=_TRAIN_ROWS, seed=self.seed)
         return float(np.median(samples.output_mse[~samples.is_whole(facts)]))
 
     def cache(self) -> CacheOptions:
-        """The patch cache with the predictor of the workspace, else with the one that the model brings.
+        """Return the options of the patch cache with the predictor of the workspace, or else of the model.
 
-        One is trained in the workspace if there is neither. Its threshold is the default one, or, where that would tell
-        nothing apart, the change that half of the samples stay within.
+        If there is neither, a predictor is trained in the workspace. Its threshold is the default or, if nearly all
+        samples are on one side of the default, the median change of the samples.
         """
         file = self.place.predictors / CACHE_PREDICTOR_FILE
         found = CacheOptions("patch").with_file_of(self.place.predictors, resolve_model(self.model.name))
@@ -126,11 +126,11 @@ class Lab:
         return CacheOptions("patch", predictor=file)
 
     def cached_model(self) -> ServedModel:
-        """The same model with the patch cache."""
+        """Return the same model with the patch cache."""
         return self._with(self.cache())
 
     def plain_model(self) -> ServedModel:
-        """The same model, unmodified."""
+        """Return the same model on plain diffusers."""
         return with_engine(self.model, EngineOptions("plain"))
 
     def _with(self, cache: CacheOptions) -> ServedModel:
@@ -139,11 +139,11 @@ class Lab:
         return model
 
     def latency_predictor(self, max_batch_size: int) -> LatencyPredictor:
-        """The workspace's predictor of step latencies; one is profiled and trained if there is none.
+        """Return the workspace's predictor of step latencies; if there is none, one is profiled and trained.
 
         Raises:
-            UsageError: the workspace's is of another machine, model or engine.
-            KeyboardInterrupt: on Ctrl-C; the profile goes on from there.
+            UsageError: the workspace's predictor is of another machine, model or engine.
+            KeyboardInterrupt: on Ctrl-C; the next call continues the profile.
         """
         if self.place.find_predictor(PREDICTOR_FILE) is None:
             phases: list[Callable[[int], None]] = []
@@ -165,7 +165,7 @@ class Lab:
     def require_schedule(self, num_steps: int) -> None:
         """Search the schedule of the cache for this number of steps, if neither workspace nor model has one.
 
-        Raises RunError: no schedule is near enough to plain diffusers.
+        Raises RunError if no schedule is close enough to plain diffusers.
         """
         file = CacheOptions("schedule").with_file_of(self.place.predictors, resolve_model(self.model.name)).schedule
         assert file is not None
@@ -178,17 +178,17 @@ class Lab:
     def rates(
         self, lowest_load: float, highest_load: float, num_rates: int, max_batch_size: int, num_steps: int
     ) -> list[float]:
-        """Request rates, in requests per second, each as many times the one before. Once chosen, they stay, so that
-        what was measured can be continued.
+        """Return request rates in requests per second, in geometric progression. Chosen rates are kept, so that
+        measurements can be continued.
 
         Args:
-            lowest_load: the lowest rate, as a share of what plain diffusers serve one by one, as DistriFusion does:
-                the paper's slowest baseline, so that all of them can hold the lowest rate.
-            highest_load: the highest rate, as a share of what denoising alone could take in full batches of all sizes
-                on the patch engine, without the cache.
-            num_rates: how many, 2 or more.
-            max_batch_size: of a full batch.
-            num_steps: of every request.
+            lowest_load: lowest rate, as a share of the throughput of plain diffusers one by one, as DistriFusion
+                serves: the paper's slowest baseline, so that all systems can hold the lowest rate.
+            highest_load: highest rate, as a share of the throughput of denoising alone in full batches of all sizes on
+                the patch engine, without the cache.
+            num_rates: number of rates, 2 or more.
+            max_batch_size: number of requests in a full batch.
+            num_steps: number of steps of every request.
         """
         folder = self.folder("rates", lowest_load, highest_load, num_rates, max_batch_size, num_steps)
         file = folder / "rates.json"
@@ -210,6 +210,6 @@ class Lab:
 
 
 def finish(was_interrupted: bool) -> None:
-    """Raise KeyboardInterrupt if a bench that keeps what it has was ended by Ctrl-C: its exhibit is not finished."""
+    """Raise KeyboardInterrupt if Ctrl-C ended a benchmark, which keeps its results: its exhibit is not finished."""
     if was_interrupted:
         raise KeyboardInterrupt

@@ -1,1 +1,1 @@
-"""What a cascade needs to know of its two models on a machine."""
+"""Profiles of a cascade's two models on a machine, and its bank of prompts."""

@@ -1,7 +1,7 @@
-"""A bank: prompts that both models of a cascade have drawn, with the confidence of each light image. No torch.
+"""Bank of prompts that both models of a cascade have drawn, with the confidence of each light image. No torch.
 
-As the engine is exact, the image in the bank is the image that a server would have drawn: a simulated trace over the
-bank's prompts is judged by real images (DiffServe section 4.1 draws 5,000 prompts).
+Because the engine is exact, the image in the bank is the image that a server would have drawn. A simulated trace over
+the bank's prompts is therefore judged by real images (DiffServe section 4.1 draws 5,000 prompts).
 """
 
 import random
@@ -21,17 +21,19 @@ BANK_FILE, FEATURES_FILE = "bank.parquet", "features.safetensors"
 
 
 def bank_name(key: str, reuse: float | None) -> str:
-    """Of a bank's folder; that of one with heavy images which start from light ones of this strength says so."""
+    """Return the name of a bank's folder. It includes `reuse` for a bank whose heavy images start from light ones with
+    this strength.
+    """
     return f"bank-{key}" if reuse is None else f"bank-{key}-reuse-{reuse:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class BankEntry:
-    """One prompt.
+    """One prompt of a bank.
 
     Attributes:
-        prompt, resolution, seed: what was asked for.
-        confidence: of the light image; NaN where it was no number.
+        prompt, resolution, seed: parameters of the request.
+        confidence: confidence of the light image; NaN if it is not a number.
     """
 
     prompt: str
@@ -42,10 +44,11 @@ class BankEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bank:
-    """Its entries; the place of one is its row in the features.
+    """Entries of a bank; the index of an entry is its row in the features.
 
     Attributes:
-        about: whose images they are: models, discriminator, data set, folders. JSON.
+        entries: the entries.
+        about: origin of the images: models, discriminator, data set and folders, as JSON.
     """
 
     entries: tuple[BankEntry, ...]
@@ -53,7 +56,7 @@ class Bank:
 
     @property
     def confidences(self) -> list[float]:
-        """Of all entries."""
+        """Confidences of all entries."""
         return [entry.confidence for entry in self.entries]
 
     def save(self, folder: Path) -> None:
@@ -73,7 +76,7 @@ class Bank:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Raises UsageError: the folder has no bank, or it is damaged."""
+        """Load the bank of a folder. Raises UsageError if the folder has no bank, or a damaged or empty one."""
         path = folder / BANK_FILE
         if not path.is_file():
             raise UsageError(f"{folder}: holds no {BANK_FILE}; psctl profile cascade makes a bank")
@@ -92,11 +95,11 @@ class Bank:
         return cls(entries, about_of(table.schema, path))
 
     def dealt(self, requests: Sequence[Request], seed: int) -> tuple[list[Request], list[int]]:
-        """The requests with prompts and seeds of entries of their resolutions, and the place of each one's entry.
+        """Return the requests with prompts and seeds of entries of their resolutions, and the index of each entry.
 
-        All entries of a resolution are dealt in random order before one is dealt again.
+        All entries of a resolution are assigned in random order before any is assigned again.
 
-        Raises UsageError: no entry has a request's resolution.
+        Raises UsageError if no entry has a request's resolution.
         """
         places: dict[Resolution, list[int]] = defaultdict(list)
         for place, entry in enumerate(self.entries):

@@ -1,11 +1,12 @@
-"""e(b) and T(b) of a model: how long batches take, and how many requests a worker draws a second (DiffServe 3.3).
+"""e(b) and T(b) of a model: the latency of batches, and the throughput of a worker in requests a second (DiffServe
+section 3.3).
 
-Batches run to completion and are of one resolution, as a cascade's workers have them, on the engine that serves. Those
-that meet an idle worker give e(b). T(b) is that of a closed loop: while a batch is drawn the next one is prepared, as
-for every request that ends another one comes. Of requests of many steps only the first are taken; the rest are as long
-as the median of these.
+Batches run to completion and have one resolution, as on a cascade's workers, on the serving engine. Batches that arrive
+at an idle worker give e(b). T(b) is measured in a closed loop: a new request arrives for every request that ends, so
+that the next batch is prepared while one is drawn. Only the first steps of long requests are taken; the others are
+assumed to last as long as their median.
 
-On a CPU, the model is measured as workers have it: on one processor, with one thread.
+On a CPU, the model is measured as workers run it: on one processor, with one thread.
 """
 
 import math
@@ -39,22 +40,22 @@ from ..machine import run_facts
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 MOST_STEPS = 10
-"""Steps of a request that are measured; of a longer one the others are taken to be as long."""
+"""Maximum number of measured steps of a request; the others are assumed to last as long."""
 _MOST_ALONE, _MOST_FOLLOWING, _LEAST_FOLLOWING = 4, 12, 4
-"""Batches of one request that are measured, alone and in the loop. Of larger ones there are fewer."""
+"""Measured batches of one request alone and in the loop, and the minimum in the loop. Larger batches are fewer."""
 Score = Callable[[Image.Image], float]
-"""What a discriminator says of an image."""
+"""Discriminator, which returns the confidence of an image."""
 _WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """Of batches of one size and resolution.
+    """Times of batches of one size and resolution.
 
     Attributes:
         latency_s, throughput: e(b) and T(b).
-        prepare_s, step_s, postprocess_s: of the stages, with nothing beside them; of those that take requests one by
-            one for each.
+        prepare_s, step_s, postprocess_s: times of the stages while no other stage works; for a step of the batch, and
+            for each request in the stages that take requests one by one.
     """
 
     latency_s: float
@@ -76,17 +77,17 @@ def profile_leg(
     strength: float = 1.0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> LegProfile:
-    """Measure a model.
+    """Profile a model of a cascade.
 
     Args:
-        model: with the engine that serves.
-        num_steps: of every image.
-        resolutions: that will be asked for.
-        tables: folder of the workspace for what the engine measures at its start.
-        batch_sizes: ascending, from 1.
-        load_s: what loading the model took.
-        score: for the light model: each image is scored as a worker does, before its record closes.
-        strength: of the heavy model: below 1, images start from others that are noised so far.
+        model: model with the serving engine.
+        num_steps: number of steps of every image.
+        resolutions: resolutions that will be served.
+        tables: folder of the workspace for the measurements of the engine at its start.
+        batch_sizes: ascending batch sizes, from 1.
+        load_s: seconds that loading the model took.
+        score: discriminator of the light model; each image is scored as by a worker, before its record closes.
+        strength: strength of the heavy model; below 1, images start from others, noised to this strength.
         on_batch: called after each batch size of each resolution.
 
     Raises:
@@ -101,14 +102,14 @@ def profile_leg(
 
 
 def worker_facts(model: ServedModel) -> RunFacts:
-    """What a profile of this model, taken here, holds for."""
+    """Return the circumstances for which a profile of this model, taken on this machine, holds."""
     facts = run_facts(model)
     return replace(facts, threads=WORKER_THREADS) if model.device.type == "cpu" else facts
 
 
 @contextmanager
 def _as_a_worker(model: ServedModel) -> Iterator[None]:
-    """Inside, what is started runs as in a worker: threads inherit the processor of the one that starts them."""
+    """Run the context as a worker does, on one processor, which threads inherit from the thread that starts them."""
     if model.device.type != "cpu":
         yield
         return
@@ -173,15 +174,15 @@ def measure_batches(
     score: Score | None = None,
     strength: float = 1.0,
 ) -> BatchTimes:
-    """Batches of so many requests of one resolution, steps and strength. Raises as `profile_leg`."""
+    """Measure batches of `count` requests of one resolution, number of steps and strength. Raises as `profile_leg`."""
     wanted = steps_taken(num_steps, strength)
     example = _example(model, size, min(num_steps, math.ceil(MOST_STEPS / strength)), strength)
     taken = example.num_steps
-    # These go first, as their first batch, of which nothing is told, is also a warm-up.
+    # The loop runs first, because its first batch, which is not counted, is also a warm-up.
     loop = _batches(model, example, count, max(_LEAST_FOLLOWING, _MOST_FOLLOWING // count), score)
     alone = [_batches(model, example, count, 1, score) for _ in range(max(1, _MOST_ALONE // count))]
     ends = _ends(loop, count)
-    # The last batch was prepared before it began, and nobody came while it was drawn.
+    # The last batch was prepared before it began, and no request arrived while it was drawn.
     step_s = statistics.median(row.duration_s for row in loop.steps if row.active == count and row.start_s >= ends[-2])
     rest_s = (wanted - taken) * step_s
     each_s = (ends[-2] - ends[0]) / (len(ends) - 2)
@@ -197,13 +198,13 @@ def measure_batches(
 
 
 def _ends(batches: InMemory, count: int) -> list[float]:
-    """When batches of so many requests ended, one after the other."""
+    """Return the times at which successive batches of `count` requests ended."""
     ended = sorted(record.finish_s or 0.0 for record in batches.records)
     return ended[count - 1 :: count]
 
 
 def _example(model: ServedModel, size: Resolution, num_steps: int, strength: float = 1.0) -> Request:
-    """A request; of a strength below 1 it starts from a gray image, which takes as long as any other."""
+    """Return a request; with a strength below 1 it starts from a gray image, which takes as long as any other."""
     edit = None
     if strength < 1:
         edit = EditSpec.of_all(np.full((size.height, size.width, 3), 128, np.uint8), strength)
@@ -211,7 +212,7 @@ def _example(model: ServedModel, size: Resolution, num_steps: int, strength: flo
 
 
 def _batches(model: ServedModel, example: Request, count: int, num_batches: int, score: Score | None) -> InMemory:
-    """Serve some batches: for every request that ends another one comes, so that one batch always waits."""
+    """Serve batches in a closed loop: a request arrives for every one that ends, so that one batch always waits."""
     collector = InMemory()
     prompts = list(islice(cycle(load_prompts(None)), count * num_batches))
     numbers = iter(range(len(prompts)))
@@ -245,7 +246,7 @@ def _batches(model: ServedModel, example: Request, count: int, num_batches: int,
 
 
 def _switch_s(model: ServedModel) -> float:
-    """Median seconds of what a worker does that changes to this model: an engine ends, and another begins."""
+    """Return the median seconds that a worker needs to switch to this model: one engine ends, and another starts."""
     times_s = []
     for _ in range(5):
         start_s = time.perf_counter()
@@ -258,7 +259,7 @@ def _switch_s(model: ServedModel) -> float:
 
 
 def _score_s(size: Resolution, score: Score) -> float:
-    """Median seconds of one image."""
+    """Return the median seconds that scoring one image takes."""
     image, times_s = Image.new("RGB", size), []
     for _ in range(12):
         start_s = time.perf_counter()

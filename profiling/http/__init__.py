@@ -1,1 +1,1 @@
-"""The batch server put together, and the load that is sent to one."""
+"""Assembly of the batch server, and the load that benchmarks send to a server."""

@@ -1,4 +1,4 @@
-"""The batch server over a cascade: a light and a heavy model in worker processes answer whoever asks."""
+"""Batch server over a cascade: a light and a heavy model in worker processes answer the requests of clients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,15 +23,15 @@ def make_cascade_server(
     *,
     on_note: Callable[[str], None],
 ) -> ServerParts:
-    """Put a server together whose workers are started when it begins to serve.
+    """Assemble a server, whose workers start when it begins to serve.
 
     Args:
-        deployment: what serves; its workers are processes.
-        files: that workers load.
-        defaults: of requests, as of the heavy model.
-        settings: what is promised.
-        sizes: that are served; all are profiled.
-        on_note: told in one line what happens to workers.
+        deployment: configuration of the cascade, whose workers are processes.
+        files: files that workers load.
+        defaults: defaults of requests, those of the heavy model.
+        settings: settings of the server.
+        sizes: served sizes, which are all profiled.
+        on_note: called with a line about each event of a worker.
 
     Raises:
         MissingExtraError: a package of the extra `http` is missing.

@@ -1,4 +1,4 @@
-"""An engine of the batch server: the loaded model, its latencies alone, and what is warmed up."""
+"""Engine of the batch server: the loaded model, its standalone latencies, and its warm-up."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,20 +30,20 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """What an engine of the server is made of, as plain data: any process can build it.
+    """Recipe of an engine of the server as plain data, from which any process can build it.
 
     Attributes:
         name: the user's name for the model.
-        model: as `load_model` takes it, wherever it is built.
-        device, dtype: where and in which number format it runs.
-        options: of the engine; its cache names its predictor.
-        workspace: of the model on this device.
-        system: whose policy and share of steps requests get.
-        sizes: that are warmed up, and whose latency alone is measured.
-        max_batch_size: requests denoised together.
-        needs_standalone: whether requests get SLOs, so that latencies alone must be known.
-        templates: how edits come to records of templates in the workspace; None: they read none.
-        threads: that torch computes with; None: as many as it wants.
+        model: the model as `load_model` takes it, valid in any process.
+        device, dtype: device and number format of the model.
+        options: options of the engine; those of the cache name its predictor.
+        workspace: workspace of the model on this device.
+        system: system that provides the policy and the share of steps.
+        sizes: sizes that are warmed up, and whose standalone latency is measured.
+        max_batch_size: maximum number of requests in a batch.
+        needs_standalone: whether requests get SLOs, which need standalone latencies.
+        templates: how edits record and read templates in the workspace; None if they read none.
+        threads: number of torch's threads; None for torch's own choice.
     """
 
     name: str
@@ -62,7 +62,7 @@ class EngineRecipe:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the front end must know of an engine."""
+    """Facts of an engine that the front end needs."""
 
     model: "ModelFacts"
     alone: "StandaloneLatencies"
@@ -71,13 +71,13 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """The parts of an engine of this process.
+    """Parts of an engine in this process.
 
     Attributes:
-        setup: for the backend.
-        facts: for the front end.
-        model: that was loaded.
-        correction: what the policy's predictions are corrected by, if it predicts.
+        setup: setup for the backend.
+        facts: facts for the front end.
+        model: the loaded model.
+        correction: online correction of the policy's predictions; None if the policy needs no predictor.
     """
 
     setup: "LocalSetup"
@@ -86,19 +86,19 @@ class BuiltEngine:
     correction: "OnlineCorrection | None"
 
     def keep_correction(self, workspace: ModelWorkspace, *, on_note: Tell) -> None:
-        """Keep what was learnt of latencies for the next server; `on_note` as of `corrections.keep_correction`."""
+        """Keep the correction for the next server. `on_note` is as in `corrections.keep_correction`."""
         if self.correction is not None:
             keep_correction(self.model, workspace, self.correction, on_note=on_note)
 
 
 def ignore(text: str) -> None:
-    """Tell nobody."""
+    """Discard a note or a warning."""
 
 
 def build_engine(
     recipe: EngineRecipe, *, model: "ServedModel | None" = None, on_note: Tell = ignore, on_warning: Tell = ignore
 ) -> BuiltEngine:
-    """Load the model, unless it is given, and measure what is not known of it yet.
+    """Load the model, unless it is given, and take the measurements that its workspace lacks.
 
     Raises:
         UsageError: the model cannot serve a size.
@@ -184,7 +184,9 @@ def build_engine(
 
 
 def build_for_replica(recipe: EngineRecipe) -> "tuple[LocalSetup, EngineFacts]":
-    """The same in a process of its own. Replicas of one machine measure one after the other: the first one for all."""
+    """Build an engine in the process of a replica. Replicas of one machine measure one after the other, and the later
+    ones reuse the measurements of the first.
+    """
     from filelock import FileLock
 
     with FileLock(recipe.workspace.tables / _LOCK_FILE):
@@ -193,14 +195,14 @@ def build_for_replica(recipe: EngineRecipe) -> "tuple[LocalSetup, EngineFacts]":
 
 
 class StandaloneLatencies:
-    """Latencies alone of requests of any size and number of steps, by those that were measured.
+    """Standalone latencies of requests of any size and number of steps, derived from measured ones.
 
-    Steps count in proportion. A size that was not measured takes as long as the next smaller and larger one tell, on a
-    straight line over the pixels, and beyond them in proportion to its pixels.
+    Latency is proportional to the number of steps. The latency of a size that was not measured is interpolated linearly
+    over pixels between the next smaller and larger size; beyond them it is proportional to the pixels.
 
     Args:
-        measured_s: by size; none, where latencies alone are not asked for.
-        num_steps: that these took.
+        measured_s: measured seconds by size; empty if standalone latencies are not needed.
+        num_steps: number of steps of the measured requests.
     """
 
     def __init__(self, measured_s: dict[Resolution, float], num_steps: int) -> None:
@@ -208,7 +210,7 @@ class StandaloneLatencies:
         self._num_steps = num_steps
 
     def latency_s(self, request: Request) -> float | None:
-        """Seconds that a request takes alone; None if nothing was measured."""
+        """Return the seconds that a request takes alone; None if nothing was measured."""
         if not self._points:
             return None
         return self._whole_s(request.resolution.pixels) * request.num_steps / self._num_steps

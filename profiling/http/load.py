@@ -1,7 +1,7 @@
-"""Load over HTTP: a trace sent to a server of OpenAI's images API, open loop, and what became of it. No torch.
+"""Load over HTTP: a trace sent in an open loop to a server of OpenAI's images API, and its results. No torch.
 
-Latency counts from when a request was to be sent, so that a slow server cannot hide behind a sender that waits for it;
-how late the sender itself was is told, and a run in which it was too late says nothing (`is_valid`).
+Latency counts from the scheduled time of a request, so that a slow server cannot hide behind a sender that waits for
+it. The sender's own delay is reported, and a run in which it was too long is not valid (`is_valid`).
 """
 
 import asyncio
@@ -31,20 +31,20 @@ _LEAVE_AFTER_S = (0.05, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """Where the load goes, and how.
+    """Settings of a load.
 
     Attributes:
-        base_url: of the API, with `/v1`.
-        endpoint: below it.
-        key: sent with every request; None for none.
-        model: asked for; None for whichever there is.
+        base_url: base URL of the API, with `/v1`.
+        endpoint: path of the endpoint below the base URL.
+        key: API key sent with every request; None for none.
+        model: name of the requested model; None leaves it to the server.
         stream: whether images are streamed.
-        max_concurrency: requests that may be open; None for any number. What waits for a place counts from when it was
-            to be sent all the same.
-        disconnect_rate: share of the requests whose client leaves before it has an answer.
-        timeout_s: after which an answer is given up.
-        save_dir: where images go; None: nowhere.
-        seed: of who leaves, and when.
+        max_concurrency: maximum number of open requests; None for no limit. The latency of a request that waits for
+            this limit still counts from its scheduled time.
+        disconnect_rate: share of the requests whose client disconnects before it has an answer.
+        timeout_s: seconds after which the client gives up on an answer.
+        save_dir: folder for the images; None discards them.
+        seed: seed that decides which clients disconnect, and when.
     """
 
     base_url: str
@@ -68,21 +68,21 @@ class LoadSettings:
 
     @property
     def url(self) -> str:
-        """Where requests are sent."""
+        """URL to which requests are sent."""
         return self.base_url.rstrip("/") + "/" + self.endpoint.lstrip("/")
 
 
 @dataclass(slots=True)
 class LoadResult:
-    """What became of a load.
+    """Result of a load.
 
     Attributes:
-        records: of the requests, in their order; a rejected one has failed.
-        codes: how often each status of HTTP came; 0 for no answer.
-        errors: how often each code of an error came.
-        send_lag_s: how much later than it was to be each request was sent.
-        first_image_s: from when a request was to be sent to its first image, partial ones included.
-        duration_s: from the first request to the last answer.
+        records: records of the requests, in their order; a rejected request has failed.
+        codes: number of answers by HTTP status; 0 for no answer.
+        errors: number of errors by error code.
+        send_lag_s: delay of the sender for each request, in seconds after its scheduled time.
+        first_image_s: seconds from the scheduled time of a request to its first image, partial images included.
+        duration_s: seconds from the start of the load to the last answer.
     """
 
     records: list[RequestRecord] = field(default_factory=list)
@@ -99,11 +99,11 @@ class LoadResult:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the sender kept up."""
+        """Whether the sender kept up with the schedule."""
         return self.send_lag_p99 <= MAX_SEND_LAG_S
 
     def summary(self, *, slo_scale: float | None, model: str, dataset: str) -> dict[str, Any]:
-        """The figures, by the names of other benchmark clients."""
+        """Return the figures, under the names that other benchmark clients use."""
         found = summarize(self.records, self.duration_s, slo_scale=slo_scale, model=model, dataset=dataset)
         return found | {
             "rejected_requests": self.codes[429],
@@ -121,7 +121,7 @@ def send_load(
     """Send a trace, in order of arrival, and wait for all answers.
 
     Raises:
-        RunError: nobody answers at all.
+        RunError: no request receives an answer.
         KeyboardInterrupt: on Ctrl-C.
     """
     result = asyncio.run(_send_all(requests, settings, on_finish))
@@ -166,7 +166,7 @@ async def _send_all(
 
 @dataclass(slots=True)
 class _Sender:
-    """Sends one request."""
+    """Sender of one request."""
 
     client: httpx.AsyncClient
     settings: LoadSettings
@@ -175,7 +175,7 @@ class _Sender:
     start_s: float
 
     async def send(self, request: Request) -> tuple[Status, str | None]:
-        """Send it; returns how it ended."""
+        """Send the request. Returns its status and the reason of a failure."""
         body = body_of(request, self.settings)
         try:
             if self.settings.stream:
@@ -238,7 +238,7 @@ class _Sender:
 
 
 def body_of(request: Request, settings: LoadSettings) -> dict[str, Any]:
-    """A request as the API takes it."""
+    """Return the body of a request to the API."""
     body: dict[str, Any] = {
         "prompt": request.prompt,
         "size": str(request.resolution),

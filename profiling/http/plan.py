@@ -1,4 +1,6 @@
-"""What `psctl bench serve` sends: sizes and steps by what the server tells, SLOs by its latencies alone. No torch."""
+"""Requests of `psctl bench serve`: sizes and steps as the server reports them, SLOs from its standalone latencies. No
+torch.
+"""
 
 import json
 import random
@@ -16,11 +18,11 @@ from ..runs.trace_settings import TraceSettings
 from .load import LoadSettings, send_load
 
 Shape = tuple[Resolution, int]
-"""What the latency of a request alone depends on: its size and its number of steps."""
+"""Size and number of steps, on which the latency of a request alone depends."""
 
 
 def shapes_of(requests: Sequence[Request]) -> dict[Shape, Request]:
-    """The first request of each shape."""
+    """Return the first request of each shape."""
     found: dict[Shape, Request] = {}
     for request in requests:
         found.setdefault((request.resolution, request.num_inference_steps), request)
@@ -34,17 +36,18 @@ def warm_up(
     num_steps: int | None,
     on_done: Callable[[], None],
 ) -> dict[Shape, float]:
-    """Ask for each shape alone, so many times, and return the shortest latencies in seconds.
+    """Send requests of each shape alone and return the shortest latency of each in seconds.
 
     Args:
-        shapes: of the load.
-        settings: of the load; nothing is streamed, saved or left here.
-        repeats: requests of each shape.
-        num_steps: that these take; what they lack is added in proportion. None: as many as in the load.
-        on_done: called after each.
+        shapes: an example request by shape of the load.
+        settings: settings of the load; the warm-up does not stream, save or disconnect.
+        repeats: number of requests of each shape.
+        num_steps: number of steps of the requests; latencies are scaled to those of the load. None for as many as in
+            the load.
+        on_done: called after each request.
 
     Raises:
-        RunError: a shape is never drawn.
+        RunError: no request of a shape is drawn.
     """
     plain = replace(settings, stream=False, disconnect_rate=0.0, save_dir=None)
     alone_s: dict[Shape, float] = {}
@@ -60,11 +63,11 @@ def warm_up(
 
 
 def model_of(base_url: str, key: str | None, trace: TraceSettings) -> tuple[str, ModelDefaults]:
-    """Name and defaults of the model that a server has; of a server that does not tell, what the trace says.
+    """Return name and defaults of a server's model; if the server does not report them, those of the trace.
 
     Raises:
-        RunError: nobody answers.
-        UsageError: neither tells sizes or steps.
+        RunError: the server does not answer.
+        UsageError: neither the server nor the trace provides sizes and steps.
     """
     try:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -88,7 +91,7 @@ def model_of(base_url: str, key: str | None, trace: TraceSettings) -> tuple[str,
 
 
 def redrawn(requests: Sequence[Request], config: str, seed: int) -> list[Request]:
-    """The requests with sizes and steps drawn from a configuration. Raises UsageError: it is not as it should be."""
+    """Return the requests with sizes and steps drawn from a JSON configuration. Raises UsageError: it is malformed."""
     try:
         entries = json.loads(config)
         sizes = [Resolution(entry["width"], entry["height"]).checked() for entry in entries]

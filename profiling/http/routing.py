@@ -1,4 +1,4 @@
-"""How a server's replicas are chosen: routers, with step times of the workspace's profiles. No model is loaded."""
+"""Choice of a server's replicas: routers, with step times from the workspace's profiles. No model is loaded."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -18,18 +18,18 @@ from .engine import EngineRecipe, Tell
 
 
 def load_book(recipe: EngineRecipe, router: str, edit_profile: Path | None, *, on_note: Tell) -> LoadBook:
-    """What chooses the replica of each request.
+    """Return the load book that chooses the replica of each request.
 
     Args:
-        recipe: of each replica's engine.
-        router: name of one of `serving.scheduling.routers`. Those that ask for step times get them from the newest
-            table of the recipe's workspace that has its sizes, and beside records from the newest profile of edits.
-        edit_profile: instead of the workspace's; None: that.
-        on_note: told which files are read.
+        recipe: recipe of each replica's engine.
+        router: name of one of `serving.scheduling.routers`. Routers that need step times get them from the newest table
+            of the recipe's workspace that has its sizes and, if records are read, from the newest profile of edits.
+        edit_profile: profile of edits in place of the workspace's.
+        on_note: called with a line for each file that is read.
 
     Raises:
-        UsageError: there is no such router, no such file or model, or a file is damaged; or `edit_profile` is given
-            where no step times are asked for, or no records are read.
+        UsageError: there is no such router, file or model, or a file is damaged; or `edit_profile` is given although
+            the router needs no step times, or no records are read.
     """
     from ...serving.models.loading import model_geometry
     from ...serving.models.reuse import MASKED_UP_TO

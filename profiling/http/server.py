@@ -1,4 +1,4 @@
-"""The batch server put together: what draws, and the front end around it."""
+"""Assembly of the batch server: the backend that draws, and the front end around it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServerParts:
-    """A server that has not begun to serve.
+    """Parts of a server that has not begun to serve.
 
     Attributes:
-        front_end: answers.
-        metrics, live: watch it.
-        engine: of this process; None where replicas draw.
+        front_end: front end that answers requests.
+        metrics, live: watchers of the front end.
+        engine: engine in this process; None if replicas draw.
     """
 
     front_end: "FrontEnd"
@@ -42,15 +42,15 @@ class ServerParts:
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """What a server promises and takes on.
+    """Settings of a server.
 
     Attributes:
-        slo_scale: SLO of a request that names none: this many times its latency alone; None for no SLO.
-        limits: what is refused.
+        slo_scale: SLO of a request that names none, as a multiple of its standalone latency; None for no SLO.
+        limits: limits beyond which requests are refused.
         aliases: other names of the model.
-        log_prompts: whether prompts stand in the log.
-        is_quiet: there is no log and nobody looks on, as where files of requests are drawn.
-        fixed_s: seconds in place of that, by resolution; None where there are none.
+        log_prompts: whether the log includes prompts.
+        is_quiet: whether the server has no log, metrics or live view, as when it draws files of requests.
+        fixed_s: returns the SLO in seconds of a resolution, which replaces the multiple; None where there is none.
     """
 
     slo_scale: float | None = None
@@ -77,16 +77,16 @@ def make_server(
     on_note: Tell = ignore,
     on_warning: Tell = ignore,
 ) -> ServerParts:
-    """Put a server together. Nothing is served yet; replicas are warm.
+    """Assemble a server. Nothing is served yet; replicas are warm.
 
     Args:
-        recipe: of its engine, or of each replica's.
-        settings: what it promises.
-        plan: replicas; None for an engine in this process.
-        book: chooses the replica of each request; None: the default router does.
+        recipe: recipe of the engine, or of each replica's engine.
+        settings: settings of the server.
+        plan: plan of the replicas; None for an engine in this process.
+        book: load book that chooses the replica of each request; None for the default router.
         load: loads the model of an engine in this process, in the thread that will draw.
-        on_note: told in one line what takes long.
-        on_warning: told what may be inexact.
+        on_note: called with a line about each slow operation.
+        on_warning: called with a line about possible inaccuracies.
 
     Raises:
         MissingExtraError: a package of the extra `http` or `ray` is missing.
@@ -121,14 +121,14 @@ def assemble(
     settings: HttpSettings,
     engine: BuiltEngine | None = None,
 ) -> ServerParts:
-    """What answers, around what draws.
+    """Assemble the front end around a backend.
 
     Args:
-        model: what requests are checked against.
-        standalone_s: latency of a request alone, for its SLO.
-        backend: draws.
-        settings: what is promised.
-        engine: of the backend, if it is of this process.
+        model: facts of the model, which requests are checked against.
+        standalone_s: returns the standalone latency of a request, for its SLO.
+        backend: backend that draws.
+        settings: settings of the server.
+        engine: the backend's engine, if it is in this process.
     """
     from ...serving.server.front_end import FrontEnd, Pricing
     from ...serving.server.live import Live
@@ -152,12 +152,12 @@ def assemble(
 
 
 def _follow(engine: BuiltEngine, metrics: "Metrics") -> None:
-    """Gauges that ask the engine itself."""
+    """Connect the gauges that read the engine itself."""
     metrics.batch_failures.set_function(lambda: engine.model.stepper.batch_failures.count)
     if (correction := engine.correction) is not None:
         metrics.predictor_scale.set_function(lambda: correction.scale)
     if (templates := engine.model.reuse.store) is not None:
         metrics.templates_recorded.set_function(lambda: templates.num_added)
     if (stats := engine.model.cache_stats) is not None:
-        # The same object for as long as it serves.
+        # The engine keeps the same object as long as it serves.
         metrics.cache_reused_share.set_function(lambda: stats.saved_share)

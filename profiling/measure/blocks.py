@@ -1,10 +1,10 @@
-"""How much every block of a model changes from step to step, patch by patch (PatchedServe section 3.2, figure 4).
+"""Change of every block of a model from step to step, patch by patch (PatchedServe section 3.2, figure 4).
 
-Requests are served as usual, with a cache that reuses nothing. Whenever a block has run, its input and output are
-compared with those of the steps before, by the same samples of their values that serving compares. Of all blocks as one
-the output is compared with what serving would forecast from the steps before (`share_followed`). Of long profiles a
-random share of the patches is compared, drawn anew at every step. Every batch of requests becomes a part of its own, so
-that an interrupted profile continues with the next part.
+Requests are served as usual, with a cache that reuses nothing. After a block has run, its input and output are compared
+with those of earlier steps, using the same samples of their values that serving compares. The output of the whole model
+is compared with what serving would forecast from earlier steps (`share_followed`). A long profile compares a random
+share of the patches, drawn anew at every step. Every batch of requests is written as a separate part, so that an
+interrupted profile continues with the next part.
 """
 
 import json
@@ -40,14 +40,14 @@ _PARTS, _SETTINGS_FILE = "blocks.parts", "settings.json"
 
 @dataclass(frozen=True, slots=True)
 class BlockProfileSettings:
-    """How much is profiled.
+    """Extent of a block profile.
 
     Attributes:
-        num_prompts, batch_size: requests, and how many of them are served together.
-        max_lag: with how many steps before it each step is compared.
-        max_rows: of the table: each patch is compared at each step with such a chance that about this many rows come
-            together; a row takes about 23 bytes.
-        seed: of the first request, the others count up; and of the choice of patches.
+        num_prompts, batch_size: number of requests, and number of requests served together.
+        max_lag: number of earlier steps with which each step is compared.
+        max_rows: approximate maximum number of rows in the table; determines the probability with which a patch is
+            compared at a step. A row takes about 23 bytes.
+        seed: seed of the first request, from which the others count up, and of the choice of patches.
     """
 
     num_prompts: int = 48
@@ -78,18 +78,18 @@ def run_block_profile(
     guidance_scale: float,
     on_step: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Profile and write the table `BLOCKS`; returns its path.
+    """Profile the blocks, write the table `BLOCKS`, and return its path.
 
     Args:
-        model: on the patch engine, with a cache (any mode: its rule is replaced here).
-        prompts, resolutions: taken by turns.
+        model: model on the patch engine, with a cache of any mode; its rule is replaced.
+        prompts, resolutions: assigned to requests in turn.
         tables: folder of the table.
-        settings: how much.
-        num_inference_steps, guidance_scale: of every request.
-        on_step: called after every denoising step, and as often for each that an earlier run has taken.
+        settings: extent of the profile.
+        num_inference_steps, guidance_scale: parameters of every request.
+        on_step: called after every denoising step, and once for every step that an earlier run has taken.
 
     Raises:
-        UsageError: unfinished parts of another profile lie in the folder, or a resolution does not suit the cache.
+        UsageError: the folder holds unfinished parts of another profile, or a resolution does not suit the cache.
         RunError: a request failed.
     """
     cache = patched_stepper(model).model.cache
@@ -142,7 +142,7 @@ def run_block_profile(
 
 
 def _num_rows(model: ServedModel, facts: BlockFacts, requests: Sequence[Request], max_lag: int) -> int:
-    """Rows of the table if all patches were compared."""
+    """Return the number of rows of the table if all patches were compared."""
     sizes = [model.family.geometry.latent_size(request.resolution) for request in requests]
     steps = requests[0].num_inference_steps
     pairs = sum(max(steps - lag, 0) for lag in range(1, max_lag + 1))
@@ -152,7 +152,7 @@ def _num_rows(model: ServedModel, facts: BlockFacts, requests: Sequence[Request]
 def _check_settings(
     parts: Path, facts: BlockFacts, settings: BlockProfileSettings, requests: Sequence[Request]
 ) -> None:
-    """Go on with parts of the same profile only."""
+    """Raise UsageError if the folder holds parts of a profile with other settings; otherwise record the settings."""
     first = requests[0]
     wanted = {
         **facts.to_json(),
@@ -181,9 +181,9 @@ def _changes(
     choose: Callable[[int], Integers],
     on_step: Callable[[], None],
 ) -> Iterator[dict[str, Any]]:
-    """Serve a batch from first to last step; the columns of its rows, step by step.
+    """Serve a batch from the first to the last step and yield the columns of its rows, step by step.
 
-    `choose` says for a number of patches which of them are compared at a step.
+    `choose` returns, for a number of patches, the indices of those that are compared at a step.
     """
     prepared = [model.prepare(request) for request in requests]
     stepper = patched_stepper(model)
@@ -193,21 +193,21 @@ def _changes(
     scheduler, step = type(model.pipe.scheduler).__name__, 0
     chosen = np.empty(0, np.int64)
     first_changes: tuple[Floats, Floats] | None = None
-    # The engine sorts its batch; keys say which request is which.
+    # The engine sorts its batch; keys identify the requests.
     by_key = {each.key: each.request for each in prepared}
 
     def sample(tensors: Tokens) -> Tensor:
-        """(cells, sampled values); what one block hands to others is sampled once in a step."""
+        """Return (cells, sampled values); a tensor that several blocks share is sampled once in a step."""
         for tensor in tensors:
             if tensor.data_ptr() not in seen:
                 seen[tensor.data_ptr()] = tensor, sampled(tensor, cache.tables)
         return torch.cat([seen[tensor.data_ptr()][1] for tensor in tensors], 1)
 
     def changes(kind: str, block: int, tensors: Tokens, *, is_forecast: bool = False) -> tuple[Floats, Floats]:
-        """Of the chosen patches, by lag: mean squared change, and the same relative to the old mean square.
+        """Return the mean squared change of the chosen patches by lag, absolute and relative to the old mean square.
 
-        Of a guided request's two rows the larger ones. With `is_forecast`, not the old values are compared but what is
-        forecast from them and those that lie as long before them, as far as there are any.
+        A guided request counts with the larger of its two rows. With `is_forecast`, the comparison is not with the old
+        values but with a forecast from them and the values the same lag before them, where these exist.
         """
         before, new = history.setdefault((kind, block), deque(maxlen=(1 + is_forecast) * max_lag)), sample(tensors)
         batch = cache.batch
@@ -235,7 +235,7 @@ def _changes(
         if block == 0:
             chosen = choose(batch.num_patches)
         input_changes = changes("input", block, inputs)
-        # A tensor that is handed on twice counts once.
+        # A tensor that occurs twice in the output counts once.
         outputs = tuple({id(each): each for each in outputs}.values())
         output_changes = changes("output", block, outputs)
         owners = [by_key[key] for key in batch.request_keys]

@@ -1,7 +1,7 @@
-"""How many edits a minute are drawn: over records of templates, exactly, and as others draw them, by turns in one run.
+"""Throughput of edits in edits a minute: over records of templates, exactly, and by other methods, interleaved.
 
-Every way draws the same edits whole: texts and images are encoded, latents denoised, images decoded and pasted, as in
-serving. All edits are there at once.
+Every way draws the same edits end to end: texts and images are encoded, latents denoised, images decoded and pasted, as
+in serving. All edits arrive at once.
 """
 
 import random
@@ -46,27 +46,27 @@ WAYS = {
     "frozen": "one by one over records of the images, with their statistics of GroupNorm (SIGE)",
     "reuse": "batches of the patch engine over records of the images, the masked cells only",
 }
-"""What is compared, `reuse` with each of the others."""
+"""Ways that are compared, `reuse` with each of the others."""
 CROP_CONTEXT = 0.2
-"""Of the mask's bounding box, added to it on each side, as tools that crop and stitch do."""
+"""Margin on each side of the mask's bounding box, as a share of its length, as crop-and-stitch tools add it."""
 
 Images = dict[int, NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
 class EditBenchSettings:
-    """What is drawn.
+    """Edits of the benchmark.
 
     Attributes:
-        resolutions: of the images, whole cells each, by turns.
-        mask_ratios: shares of the pixels in the masks; each is measured by itself.
-        num_inference_steps, guidance_scale: of all edits.
-        num_edits: of each ratio.
-        num_templates: pictures that are edited, each in all resolutions; all have a record.
-        max_batch_size: edits denoised together, where they are.
-        repeats: rounds, of which each way draws all edits.
-        threshold: of the accumulated cache.
-        seed: of everything random.
+        resolutions: resolutions of the images, assigned in turn; each consists of whole cells.
+        mask_ratios: shares of the pixels that the masks cover; each share is measured separately.
+        num_inference_steps, guidance_scale: parameters of all edits.
+        num_edits: number of edits of each ratio.
+        num_templates: number of edited pictures, each in all resolutions; all have a record.
+        max_batch_size: maximum number of edits in a batch, for ways that batch.
+        repeats: number of rounds; in each round, every way draws all edits.
+        threshold: threshold of the accumulated cache.
+        seed: seed of all random choices.
     """
 
     resolutions: tuple[Resolution, ...]
@@ -81,7 +81,7 @@ class EditBenchSettings:
     seed: int = 0
 
     def requests(self, ratio: float) -> list[Request]:
-        """The edits of one ratio, whose masks are boxes, ellipses and blobs. Raises as `with_pixels`."""
+        """Return the edits of one ratio; their masks are boxes, ellipses and blobs. Raises as `with_pixels`."""
         prompts = load_prompts()
         rng = random.Random(f"{self.seed} {ratio}")
         return [
@@ -106,7 +106,7 @@ class EditBenchSettings:
 
 @dataclass(slots=True)
 class _Way:
-    """One way of drawing edits, with the seconds of its rounds and the images of the last."""
+    """One way of drawing edits, with the seconds of its rounds and the images of the last round."""
 
     model: ServedModel
     max_batch_size: int
@@ -115,7 +115,7 @@ class _Way:
     images: Images = field(default_factory=dict)
 
     def draw(self) -> None:
-        """All edits, timed from the first text to the last image. Raises RunError: one fails."""
+        """Draw all edits, timed from the first text to the last image. Raises RunError if one fails."""
         collector = InMemory(keep_images=True)
         engine = Engine(self.model, get_policy("continuous"), max_batch_size=self.max_batch_size, collector=collector)
         for request in self.requests:
@@ -131,8 +131,8 @@ class _Way:
 
 
 def crop_of(geometry: Geometry, request: Request) -> tuple[Request, tuple[slice, slice]]:
-    """The edit of what lies around its mask alone, and where in the image that is: the mask's bounding box and its
-    context, up to whole cells.
+    """Return the edit cropped around its mask, and the crop's place in the image: the mask's bounding box with
+    `CROP_CONTEXT`, rounded outwards to whole cells.
     """
     edit = _edit_of(request)
     grain, slices = geometry.cell * geometry.latent_factor, []
@@ -151,9 +151,9 @@ class EditBench:
     """Draws edits in all ways.
 
     Args:
-        model: on the patch engine without a cache.
-        settings: what is drawn.
-        workspace: of the model; a folder on its disk holds the records meanwhile.
+        model: model on the patch engine without a cache.
+        settings: edits of the benchmark.
+        workspace: workspace of the model; a temporary folder on its disk holds the records.
 
     Raises:
         UsageError: a resolution, or the accumulated cache, does not suit the model.
@@ -174,10 +174,10 @@ class EditBench:
         patched_stepper(self._models["frozen"]).masked.freezes_norms = True
 
     def measure(self, ratio: float, records: Path) -> Row:
-        """All ways of drawing edits of one ratio; returns the row. Records are made in this folder where they miss.
+        """Measure all ways at one mask ratio and return the row. Missing records are created in `records`.
 
         Raises:
-            UsageError: no mask of this ratio leaves enough of an image to be read from a record.
+            UsageError: every mask of this ratio touches so many cells that no record is read.
             RunError: an edit fails.
         """
         settings, geometry = self.settings, self.model.family.geometry
@@ -230,7 +230,7 @@ class EditBench:
         }
 
     def _rounds(self, ways: Mapping[str, _Way]) -> None:
-        """The first counts no seconds; then each way draws by turns, in another order each time."""
+        """Run an untimed round, then `repeats` rounds in which the ways draw in turn, in rotated order."""
         names = list(ways)
         for number in range(-1, self.settings.repeats):
             for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -240,7 +240,7 @@ class EditBench:
                     way.seconds.clear()
 
     def _twin(self, requests: list[Request]) -> Images:
-        """The edits over records computed whole, with the same noise."""
+        """Return the images of edits with templates when they are computed whole, with the same noise."""
         reuse = self.model.reuse
         store, reuse.store = reuse.store, None
         try:
@@ -261,7 +261,7 @@ def _with_template(request: Request) -> Request:
 
 
 def _ratios(seconds: Sequence[float], ways: Mapping[str, _Way]) -> dict[str, Any]:
-    """How many times as fast as diffusers this way is, and `reuse` as this way: medians of the rounds' ratios."""
+    """Return the speed-ups of a way over diffusers and of `reuse` over that way: medians of the rounds' ratios."""
     speedup = ratios_of(ways["diffusers"].seconds, seconds)
     gain = ratios_of(seconds, ways["reuse"].seconds)
     return {
@@ -272,7 +272,7 @@ def _ratios(seconds: Sequence[float], ways: Mapping[str, _Way]) -> dict[str, Any
 
 
 def _difference(requests: Sequence[Request], images: Images, reference: Images) -> float:
-    """Mean difference of pixels inside the masks, of 255."""
+    """Return the mean absolute difference of pixels inside the masks, on a scale of 0 to 255."""
     found = []
     for number, request in enumerate(requests):
         one, other = (each[number][_edit_of(request).mask].astype(int) for each in (images, reference))
@@ -288,11 +288,11 @@ def run_edit_bench(
     on_start: Callable[[float], None] | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> BenchOutcome:
-    """Measure every mask ratio; the run's folder gets the rows, after each of them.
+    """Measure every mask ratio. Writes the rows to the run's folder after each of them.
 
     Raises:
         UsageError, RunError: as `EditBench` and its `measure`.
-        KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
+        KeyboardInterrupt: on Ctrl-C before the first row is finished; later, the outcome records the interruption.
         OSError: records or results cannot be written.
     """
     bench = EditBench(model, settings, workspace)
@@ -316,7 +316,7 @@ def run_edit_bench(
 
 
 def edit_table(result: Mapping[str, Any]) -> Table:
-    """The ways of every row, as people read them."""
+    """Return the ways of every row as a table for display."""
     rows = [
         (
             f"{row['mask_ratio']:.0%}, {row['active_share']:.0%}",

@@ -1,7 +1,7 @@
-"""Measures what edits over records take, for routers and the simulator: steps and loads, and lines through both.
+"""Latency profile of edits over records, for routers and the simulator: steps and loads, with a line fitted to each.
 
-Batches of edits with random sizes, and masks over a random share of the cells, take real steps, by turns with the same
-edits computed whole. Records are read from the workspace's disk, whose cache is asked to forget them first.
+Batches of edits with random sizes, and masks over a random share of the cells, take real steps in turn with the same
+edits computed whole. Records are read from the workspace's disk after they have been dropped from the page cache.
 """
 
 import hashlib
@@ -40,27 +40,27 @@ from ..steps.lanes import Lane
 from ..steps.sides import EngineSide
 
 RECORDED_STEPS = 8
-"""Of the records; edits take those from the middle on."""
+"""Number of steps in the records; edits take steps from the middle on."""
 TIMINGS_PER_VISIT = 2
 HELD_OUT_SHARE = 0.2
 _SMALL, _LARGE = 0.1, 1.0
-"""Of the share up to which edits are computed in part: the corners of every size."""
+"""Active shares of the corners of every size, relative to the share up to which edits are computed in part."""
 
 EditBatch = tuple[tuple[Resolution, float], ...]
-"""Of every edit its size, and the share of the cells that it should compute."""
+"""Size of every edit, and the share of the cells that it should compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class EditSettings:
-    """What is measured.
+    """Settings of an edit profile.
 
     Attributes:
-        resolutions: of the images, whole cells each.
-        combinations: batches, `corners` among them.
-        max_batch_size: edits of the largest.
-        repeats: visits of each, of two timings each; and how often a load is timed.
-        seed: of everything random.
-        keep: what records hold.
+        resolutions: resolutions of the images, each of whole cells.
+        combinations: number of batches, including `corners`.
+        max_batch_size: number of edits in the largest batch.
+        repeats: visits of each batch, with two timings each; also the number of timings of each load.
+        seed: seed of all random choices.
+        keep: content of the records.
 
     Raises:
         UsageError: there are too few batches to hold any out.
@@ -83,7 +83,7 @@ class EditSettings:
             )
 
     def corners(self, up_to: float) -> list[EditBatch]:
-        """One edit and the largest batch of each size, of small masks and of large ones."""
+        """Return one edit and the largest batch of each size, with small and with large masks."""
         return [
             ((size, share * up_to),) * count
             for size in self.resolutions
@@ -92,8 +92,10 @@ class EditSettings:
         ]
 
     def drawn(self, up_to: float) -> list[EditBatch]:
-        """The batches, first the corners. Of the others each number of edits occurs about as often; masks in a batch
-        are more alike than those of two batches, as otherwise large batches would all have the same mean.
+        """Return the batches, starting with the corners.
+
+        In the others each number of edits occurs about equally often. Masks within a batch are more alike than those of
+        different batches; otherwise all large batches would have the same mean.
         """
         rng, batches = random.Random(self.seed), self.corners(up_to)
         num_inner = self.combinations - len(batches)
@@ -107,13 +109,13 @@ class EditSettings:
         return batches
 
     def held_out(self, num_all: int, num_corners: int) -> list[int]:
-        """The places of a fifth of what was measured, none of a corner, which comes first."""
+        """Return the places of the fifth of the measurements that is held out; corners, which come first, never are."""
         inner = range(num_corners, num_all)
         return sorted(random.Random(self.seed).sample(inner, math.ceil(HELD_OUT_SHARE * num_all)))
 
 
 def file_for(model: ServedModel, workspace: ModelWorkspace, keep: Keep) -> Path:
-    """Where the profile of a model, an engine and a machine lies."""
+    """Return the path of the profile of a model, an engine and a machine."""
     key = json.dumps([run_facts(model).key(), keep], sort_keys=True)
     return workspace.tables / PATTERN.replace("*", hashlib.sha256(key.encode()).hexdigest()[:8])
 
@@ -128,13 +130,14 @@ def profile_edits(
     """Measure steps and loads, and fit lines to them.
 
     Args:
-        model: on the patch engine without cache; its strategies are measured first where the workspace has none.
-        settings: what is measured.
-        workspace: of the model; a folder on its disk holds the records meanwhile.
-        on_start: told of each part and its number of visits; what it returns is called after each.
+        model: model on the patch engine without a cache; its strategies are measured first if the workspace has none.
+        settings: batches and repeats to measure.
+        workspace: workspace of the model; a temporary folder on its disk holds the records.
+        on_start: called with the name and number of visits of each part; the function it returns is called after each
+            visit.
 
     Raises:
-        UsageError: a resolution, or what records hold, does not suit the model; nothing has run then.
+        UsageError: a resolution, or `settings.keep`, does not suit the model; nothing has run then.
         RunError: a request fails.
         OSError: records cannot be written.
     """
@@ -184,7 +187,7 @@ def profile_edits(
 
 
 class _Edits:
-    """Makes edits of one picture for each size, with masks that are boxes."""
+    """Creates edits of one picture for each size, with boxes as masks."""
 
     def __init__(self, model: ServedModel, seed: int) -> None:
         self._model, self._seed, self._count = model, seed, 0
@@ -192,8 +195,8 @@ class _Edits:
         self._images: dict[Resolution, NDArray[np.uint8]] = {}
 
     def next(self, size: Resolution, share: float) -> Request:
-        """An edit that computes about this share of the cells. Raises UsageError: a single one is more than are ever
-        computed in part.
+        """Return an edit that computes about this share of the cells. Raises UsageError if even one cell is more than
+        the share up to which edits are computed in part.
         """
         number, model, self._count = self._count, self._model, self._count + 1
         rng = np.random.default_rng([self._seed, *size])
@@ -212,7 +215,7 @@ class _Edits:
 
 
 def _mask(geometry: Geometry, size: Resolution, share: float, up_to: float, seed: int) -> NDArray[np.bool_]:
-    """A box. It touches more cells than it covers, so that one that touches too many is made smaller."""
+    """Return a box as mask. A box touches more cells than it covers; it shrinks until it does not touch too many."""
     ratio = share
     while ratio * size.pixels >= 1:
         mask = drawn_mask("box", seed, ratio, size)
@@ -228,14 +231,14 @@ def _measured_steps(
     settings: EditSettings,
     on_start: Callable[[str, int], Callable[[], None]],
 ) -> list[dict[str, Any]]:
-    """Of each batch its edits (width, height, active share), and medians in seconds of its steps."""
+    """Return the edits (width, height, active share) of each batch, and median seconds of its steps."""
     lanes = []
     for batch in requests:
         masked = [_by_itself(model.prepare(request)) for request in batch]
         whole = [replace(each, template=None) for each in masked]
         lanes.append([Lane(EngineSide(model.stepper, side), model.device) for side in (masked, whole)])
     advance = on_start("visits of batches", len(lanes) * settings.repeats)
-    # The machine gets going on the largest batch, which counts no timing.
+    # The largest batch warms up the machine, untimed.
     lanes[max(range(len(lanes)), key=lambda place: len(requests[place]))][1].warm_up()
     for number in range(settings.repeats):
         order = list(lanes)
@@ -262,7 +265,7 @@ def _measured_steps(
 
 
 def _by_itself(prepared: PreparedRequest) -> PreparedRequest:
-    """With a record that no other edit of the batch reads, as edits of different images have."""
+    """Return the request with its own copy of the record object, as for edits of different images."""
     assert isinstance(prepared.template, TemplateRecord), "the template was recorded, and the mask touches few cells"
     return replace(prepared, template=replace(prepared.template))
 
@@ -270,8 +273,8 @@ def _by_itself(prepared: PreparedRequest) -> PreparedRequest:
 def _measured_loads(
     records: dict[Resolution, Path], settings: EditSettings, on_start: Callable[[str, int], Callable[[], None]]
 ) -> list[dict[str, Any]]:
-    """Of the first steps of each record, and more and more of them, the bytes and the median of seconds; first whole
-    records.
+    """Return the bytes and the median load time in seconds of the first n steps of each record, for every n, whole
+    records first.
     """
     files = {size: _files_of(record) for size, record in records.items()}
     points = [(size, count) for count in range(RECORDED_STEPS, 0, -1) for size in files]
@@ -303,7 +306,7 @@ def _files_of(record: Path) -> list[Path]:
 
 
 def _forget(paths: Sequence[Path]) -> None:
-    """Ask the disk's cache to let go of files."""
+    """Drop files from the operating system's page cache, where it supports that."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in paths:

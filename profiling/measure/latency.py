@@ -1,9 +1,9 @@
 """Step latencies of many combinations: the data of the latency predictor (PatchedServe sections 3 and 6.1.2).
 
-What is timed is the step of the engine that serves, guidance and sampler included, while the batch stays the same.
-Every round visits all combinations in another random order, so that whatever else the machine does, and its drift, meet
-all of them alike; in every visit two steps pass before the first timing. After three rounds the other visits go to the
-combinations whose visits disagree most, again in rounds and in random order. What is measured is kept in the workspace
+A timing is of the serving engine's step, including guidance and sampler, while the batch stays the same. Every round
+visits all combinations in another random order, so that other load on the machine, and its drift, affect all of them
+alike. Every visit takes two steps before the first timing. After three rounds the remaining visits go to the
+combinations whose visits disagree most, again in rounds and in random order. Measurements are saved in the workspace
 every few seconds, and the same profile continues from there.
 """
 
@@ -33,24 +33,25 @@ from ..steps.lanes import Lane
 from ..steps.sides import EngineSide, RequestPool
 
 TIMINGS_PER_VISIT = 2
-"""A timing is one step, or several if they are short (`steps.lanes.Lane`). What differs is the minute, not the step: on
-a machine that others use, steps of one visit agree within 2 % and visits within 10 to 20 %."""
+"""Timings per visit. A timing is one step, or several if they are short (`steps.lanes.Lane`). Latency varies between
+minutes rather than between steps: on a shared machine, steps of one visit agree within 2 %, visits within 10 to 20 %.
+"""
 _EVEN_ROUNDS = 3
 _UNSURE_SHARE = 1 / 3
-"""Of the combinations, in every round after those that visit all."""
+"""Share of the combinations that every later round visits, after those that visit all."""
 _SAVE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class LatencySettings:
-    """What is profiled.
+    """Settings of a latency profile.
 
     Attributes:
-        combinations: how many; all that there are if there are not so many.
-        max_batch_size: requests of the largest.
-        repeats: visits of a combination, on average.
-        seed: of the draw, of the order of visits and of the first request's noise.
-        one_resolution: only batches of one resolution, of which the passes of the plain engine are made.
+        combinations: number of combinations; if fewer exist, all are profiled.
+        max_batch_size: number of requests in the largest batch.
+        repeats: average number of visits of a combination.
+        seed: seed of the draw, of the order of visits and of the first request's noise.
+        one_resolution: whether only batches of one resolution are profiled, as in passes of the plain engine.
     """
 
     resolutions: tuple[Resolution, ...]
@@ -70,15 +71,15 @@ class LatencySettings:
         timings = len(self.drawn()) * self.repeats * TIMINGS_PER_VISIT
         settings = asdict(self) | {"resolutions": list(map(str, self.resolutions)), "timings": timings}
         if not self.one_resolution:
-            # Tables that were begun before there was a choice can still be continued.
+            # Tables that were begun before this setting existed can still be continued.
             del settings["one_resolution"]
         return settings
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyOutcome:
-    """What a profile gives: the table of what this run and those before it have measured, the files, the number of this
-    run's visits (0 if everything was measured before), and whether Ctrl-C ended it.
+    """Outcome of a profile: the table of what this and earlier runs have measured, the files, the number of this run's
+    visits (0 if everything was measured before), and whether Ctrl-C ended the run.
     """
 
     table: LatencyTable
@@ -91,7 +92,7 @@ class LatencyOutcome:
 def workspace_predictor(
     model: ServedModel, workspace: ModelWorkspace, *, on_warning: Callable[[str], None]
 ) -> LatencyPredictor:
-    """The latency predictor of a loaded model's workspace. Raises UsageError as `load_workspace_predictor`."""
+    """Return the latency predictor of a loaded model's workspace. Raises UsageError as `load_workspace_predictor`."""
     return load_workspace_predictor(workspace, expect=run_facts(model), on_warning=on_warning)
 
 
@@ -106,23 +107,25 @@ def profile_latency(
     on_start: Callable[[int, int], None] = lambda num_all, num_done: None,
     on_visit: Callable[[], None] = lambda: None,
 ) -> LatencyOutcome:
-    """Measure the combinations, or what an interrupted run of the same profile has left.
+    """Measure the combinations, or those that an interrupted run of the same profile has not measured.
 
     Args:
-        model: with the engine that serves; its strategies are measured first where the workspace has none.
-        settings: what is profiled.
-        workspace: of the model; its tables get `latency-<key of the profile>.parquet` and `.png`.
-        remeasure: forget what the table holds.
-        budget_s: seconds after which no further visit begins; None measures everything. Visits then come in the order
-            of the draw, the corners first, and the machine is not warmed up on the largest batch.
-        folder: where table and plot go instead.
-        on_start: called with the number of all visits, and of those that were made before; on_visit: after each.
+        model: model with the serving engine; its strategies are measured first if the workspace has none.
+        settings: combinations and repeats to measure.
+        workspace: workspace of the model; `latency-<key of the profile>.parquet` and `.png` are written to its tables.
+        remeasure: discard the measurements in the table.
+        budget_s: seconds after which no further visit begins; None measures everything. With a budget, each combination
+            is visited once, in the order of the draw (corners first), and the largest batch does not warm up the
+            machine.
+        folder: folder for the table and the plot in place of the workspace's tables.
+        on_start: called with the total number of visits, and the number made by earlier runs.
+        on_visit: called after each visit.
 
     Raises:
         UsageError: if the model or the engine's options do not fit a resolution, or the table is damaged or of another
             profile; nothing has run then.
         RunError: if a request fails.
-        KeyboardInterrupt: on Ctrl-C before anything is measured; later the outcome says so.
+        KeyboardInterrupt: on Ctrl-C before anything is measured; later, the outcome records the interruption.
         OSError: if results cannot be written.
     """
     pool = RequestPool(model, settings.seed)
@@ -147,14 +150,14 @@ def profile_latency(
         if num_done < num_all:
             model.tune(settings.resolutions, workspace.tables)
             if budget_s is None:
-                # The machine gets going on what needs most memory.
+                # The batch that needs most memory warms up the machine.
                 _visit(model, pool, max(combinations, key=lambda each: each.num_pixels))
                 visits = _visits(combinations, settings, samples)
             else:
                 visits = [each for each in combinations if each.counts not in samples]
         start_s = saved_s = time.monotonic()
         for combination in visits:
-            # Each resolution alone and one larger batch are the least that can be interpolated between.
+            # Interpolation needs at least each resolution alone and one larger batch.
             has_least = num_visits > len(settings.resolutions)
             if budget_s is not None and has_least and time.monotonic() - start_s > budget_s:
                 break
@@ -173,7 +176,7 @@ def profile_latency(
     finally:
         if num_visits:
             write_latencies(table_file, measured())
-    # Commands that take the newest table of a workspace take the one that was asked for last.
+    # Commands use the newest table of a workspace; this makes it the one requested last.
     table_file.touch()
     table = measured()
     plot_file = table_file.with_suffix(".png")
@@ -186,7 +189,7 @@ _Samples = dict[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]
 
 
 def _resume(path: Path, about: RunFacts, settings: LatencySettings) -> _Samples:
-    """Read what is measured; nothing if there is no table."""
+    """Return the measurements of the table; empty without one. Raises UsageError for the table of another profile."""
     if not path.exists():
         return {}
     table = read_latencies(path)
@@ -201,7 +204,9 @@ def _resume(path: Path, about: RunFacts, settings: LatencySettings) -> _Samples:
 def _visits(
     combinations: tuple[Combination, ...], settings: LatencySettings, samples: _Samples
 ) -> Iterator[Combination]:
-    """The visits that are to be made, round after round; `samples` grow meanwhile, and decide after the even rounds."""
+    """Yield the remaining visits, round after round. `samples` grows meanwhile; after the even rounds it determines
+    which combinations are visited.
+    """
 
     def shuffled(some: Iterable[Combination], number: int) -> list[Combination]:
         order = list(some)
@@ -212,7 +217,7 @@ def _visits(
         return len(samples[each.counts][1]) if each.counts in samples else 0
 
     def doubt(each: Combination) -> float:
-        """How far the visits are apart, for as many as they are."""
+        """Return the standard error of the logarithms of the visits' latencies."""
         visits_ms = LatencyRow(each.present, *samples[each.counts]).visits_ms
         return statistics.stdev(map(math.log, visits_ms)) / math.sqrt(len(visits_ms))
 
@@ -226,7 +231,7 @@ def _visits(
 
 
 def _visit(model: ServedModel, pool: RequestPool, combination: Combination) -> tuple[tuple[float, ...], ...]:
-    """Time steps of a combination: steady ones, and the first."""
+    """Time steps of a combination. Returns steady and first steps in ms."""
     lane = Lane(EngineSide(model.stepper, pool.take(combination)), model.device)
     lane.warm_up()
     for _ in range(TIMINGS_PER_VISIT):

@@ -1,15 +1,16 @@
 """Standalone latency: how long a request takes alone on plain diffusers, the unit of SLOs (PatchedServe section 8).
 
-There is one definition for all systems of every command that serves: it is measured end to end (text encoding,
-denoising, decoding) through the plain engine, whatever engine is to serve, one request at a time on the idle machine,
-and kept in the workspace's table `standalone.json`. (`psctl simulate` serves nothing: it adds up the stages by a table
-of step latencies of the plain engine.) A measurement is used again only for the same model files, dtype, device, number
-of CPU threads and torch version, and the same resolution, steps and kind of guidance. It is eager whatever is served:
-a deadline says what a user waits for, not how the server was started.
+One definition applies to all systems of every serving command: the latency is measured end to end (text encoding,
+denoising, decoding) through the plain engine, whichever engine serves, one request at a time on the idle machine. It is
+kept in the workspace's table `standalone.json`. (`psctl simulate` serves nothing: it adds up the stages from a table of
+step latencies of the plain engine.) A measurement is reused only for the same model files, dtype, device, number of CPU
+threads and torch version, and the same resolution, steps and kind of guidance. It is eager whatever is served: a
+deadline expresses how long a user waits, not how the server was started.
 
-What is kept is used for ever, so it must not tell of what the machine was busy with: a request is measured until three
-samples agree, with how long our threads waited for a core meanwhile. What did not agree, or waited, is used with a
-warning, and measured again by the first run that finds the machine quiet. So is what a run has served in much less.
+A kept measurement does not expire, so it must not reflect other load on the machine. A request is measured until three
+samples agree, and the time that our threads waited for a core is recorded with them. A measurement whose samples do not
+agree, or whose threads waited, is used with a warning; the first run that finds the machine quiet repeats it. The same
+holds for a latency much longer than the time in which a run has served the request.
 """
 
 import json
@@ -31,23 +32,23 @@ if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
 
 TABLE_FILE = "standalone.json"
-_VERSION = 4  # those before are of a weaker plain engine, do not say of which, or tell of doubts in other words
+_VERSION = 4  # earlier tables are of a weaker plain engine, do not name the engine, or record doubts differently
 _WARMUP_STEPS = 2
 AGREED = 1.1
-"""The third least of the samples over the least, at most, where they agree."""
+"""Maximum ratio of the third smallest sample to the smallest for samples to agree."""
 _NO_MATTER_S = 0.01
-"""Seconds by which samples may differ besides."""
+"""Seconds by which samples may differ in addition."""
 MOST_SAMPLES = 9
 BUDGET_S = 60.0
-"""Seconds after which no further sample of a request is begun."""
+"""Seconds after which no further sample of a request begins."""
 TOO_LONG = 1.5
-"""As much longer than a request was served in, and what is kept is measured again, once."""
+"""Ratio to the time in which a request was served above which a kept latency is measured again, once."""
 Doubted = Literal["no", "yes", "before"]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What the latency of a request depends on. Sorts from small to large images."""
+    """Properties of a request that its latency depends on."""
 
     resolution: Resolution
     num_inference_steps: int
@@ -56,12 +57,12 @@ class RequestShape:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of a request.
+    """Standalone measurement of a request.
 
     Attributes:
-        samples_s: in the order in which they were taken.
-        waited: share of the time in which our threads wanted a core that they waited for one; None: it is not known.
-        doubted: whether a run has served it in much less: `yes` until it is measured again, and `before` from then on.
+        samples_s: latencies in seconds, in the order of measurement.
+        waited: part of the time in which our threads were ready to run but waited for a core; None if unknown.
+        doubted: whether a run has served the request in much less: `yes` until it is measured again, then `before`.
     """
 
     samples_s: tuple[float, ...]
@@ -70,12 +71,12 @@ class Measured:
 
     @property
     def latency_s(self) -> float:
-        """Median of the three least, which are those of the quietest moments."""
+        """Median of the three smallest samples, which were taken when the machine was quietest."""
         return statistics.median(sorted(self.samples_s)[:3])
 
     @property
     def doubt(self) -> str | None:
-        """Why it may be too long; None if it is sure."""
+        """Reason why the latency may be too long; None if there is no doubt."""
         if (self.waited or 0.0) > MOST_WAITED:
             return f"other work had the processor for {self.waited:.0%} of the time"
         if not self.agrees:
@@ -84,13 +85,13 @@ class Measured:
 
     @property
     def agrees(self) -> bool:
-        """Whether its three least samples do."""
+        """Whether the three smallest samples agree."""
         least_s = sorted(self.samples_s)[:3]
         return least_s[-1] <= AGREED * least_s[0] + _NO_MATTER_S
 
 
 def shape_of(model: "ServedModel", request: Request) -> RequestShape:
-    """Return the shape of a request as this model serves it; an edit counts as a new image of as many steps."""
+    """Return the shape of a request as this model serves it; an edit counts as a new image with its number of steps."""
     is_guided = model.family.uses_guidance(request.guidance_scale)
     return RequestShape(request.resolution, request.num_steps, is_guided)
 
@@ -105,21 +106,22 @@ def standalone_latencies(
     on_measure: Callable[[RequestShape], None] | None = None,
     on_doubt: Callable[[str], None] = lambda doubt: None,
 ) -> dict[RequestShape, float]:
-    """Return the standalone latency in seconds of every shape among the requests, measuring those not yet known, and
-    those in doubt if the machine is quiet now.
+    """Return the standalone latency in seconds of every shape among the requests. Shapes that are not yet known are
+    measured, and shapes in doubt are measured again if the machine is quiet.
 
     Args:
-        model, tables: what will serve them, whatever its engine, and the workspace's folder of tables for it.
-        requests: a trace; its first request of each shape is what is measured.
-        remeasure: measure again what is known.
-        num_repeats: the least measurements per shape, after a warm-up, unless they take longer than `BUDGET_S`.
+        model: served model, on any engine.
+        tables: folder of tables in the model's workspace.
+        requests: trace, whose first request of each shape is measured.
+        remeasure: whether known shapes are measured again.
+        num_repeats: minimum number of measurements per shape, after a warm-up, unless they take longer than `BUDGET_S`.
         on_measure: called before each shape that is measured.
-        on_doubt: told in one line which latencies may be too long, and why.
+        on_doubt: called with a line that names a latency that may be too long, and the reason.
 
     Raises:
         RunError: if a request fails while it is measured.
         OSError: if the table cannot be written, or the cache's predictor cannot be read.
-        KeyboardInterrupt: on Ctrl-C; shapes that were measured before are kept.
+        KeyboardInterrupt: on Ctrl-C; shapes that were measured before it are kept.
     """
     from ...serving.models.build import as_plain
 
@@ -155,7 +157,7 @@ def standalone_latencies(
 
 
 def _measure(serve_alone: Callable[[], float], least: int) -> Measured:
-    """Take samples until they agree, or there are too many, or no time is left."""
+    """Take samples until they agree, there are `MOST_SAMPLES`, or the time is over."""
     samples_s: list[float] = []
     waited: list[float] = []
     start_s = time.monotonic()
@@ -172,15 +174,15 @@ def _measure(serve_alone: Callable[[], float], least: int) -> Measured:
 def doubt_standalone(
     model: "ServedModel", tables: Path, served_s: Mapping[RequestShape, float]
 ) -> dict[RequestShape, float]:
-    """Note which latencies are to be measured again: requests were served, exactly, in less than two thirds of them.
-    Of each this is done once.
+    """Mark latencies for a new measurement if requests were served exactly in less than 1 / `TOO_LONG` of them. A
+    latency is marked at most once.
 
     Args:
         model, tables: as in `standalone_latencies`.
-        served_s: the least that a request of each shape was served in.
+        served_s: shortest time in which a request of each shape was served.
 
     Returns:
-        What is kept of those shapes, in seconds.
+        The kept latencies of the marked shapes, in seconds.
 
     Raises:
         OSError: as `standalone_latencies`.
@@ -217,8 +219,8 @@ def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> floa
 
 
 def read_standalone(path: Path) -> dict[str, Measured]:
-    """Read the table: what was measured by key; empty if there is none, or one of an earlier version, or it is damaged,
-    which is warned of. Raises OSError.
+    """Return the measurements of the table by key; empty if there is no table, or one of an earlier version. A damaged
+    or newer table is put aside with a warning. Raises OSError.
     """
     if not path.exists():
         return {}
@@ -251,11 +253,14 @@ def _write(path: Path, known: dict[str, Measured]) -> None:
 
 
 def context_key(model: "ServedModel") -> dict[str, Any]:
-    """What latencies of this model, engine and cache hold for. Raises OSError: the cache's predictor cannot be read."""
+    """Return the key of the circumstances for which latencies of this model, engine and cache hold.
+
+    Raises OSError if the cache's predictor cannot be read.
+    """
     from ..machine import run_facts
 
     about = run_facts(model).key()
-    # The model counts by its files; guidance is each request's own, and part of its shape.
+    # The model's files identify it; guidance belongs to the request's shape.
     for name in ("model", "guidance_scale", "is_guided"):
         del about[name]
     return about | {"cache": model.options.cache.identity()}

@@ -1,1 +1,1 @@
-"""What several devices for one image cost, counted in models without weights, beside DistriFusion's own figures."""
+"""Cost of drawing one image on several devices, counted in models without weights, beside DistriFusion's figures."""

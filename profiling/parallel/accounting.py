@@ -1,4 +1,4 @@
-"""The figures of one model on several devices: by closed form, counted by torch, and as DistriFusion prints them."""
+"""Figures of one model on several devices: by closed form, counted by torch, and as DistriFusion prints them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .plan import Plan
 RESULT_KIND = "psctl-parallel-cost"
 NUM_STEPS = 50
 ELEMENT_BYTES = 2
-"""Of float16 and bfloat16."""
+"""Bytes of a float16 or bfloat16 element."""
 QUANTITIES: Mapping[str, str] = {
     "macs_step_g": "MACs of a step, G",
     "macs_t": f"MACs of {NUM_STEPS} steps, T",
@@ -37,12 +37,12 @@ QUANTITIES: Mapping[str, str] = {
     "speedup_split_x": "speed-up, displaced, split guidance",
     "displaced_saves": "share of sync that displaced saves",
 }
-"""What each figure is, in the order of the report."""
+"""Descriptions of the figures, in the order of the report."""
 
 Place = tuple[str, str, int]
-"""Which figure it is: quantity, resolution, number of devices."""
+"""Key of a figure: quantity, resolution, number of devices."""
 Row = tuple[str, int, float, float | None]
-"""Quantity, number of devices, by closed form or model, and counted by torch."""
+"""Quantity, number of devices, value by closed form or model, and value counted by torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class Figure:
     """One figure.
 
     Attributes:
-        quantity: of `QUANTITIES`.
-        resolution: of the image.
-        num_ranks: devices that draw it.
-        ours: by closed form, or by the latency model.
-        counted: the same, counted by torch.
-        paper: as the paper prints it.
+        quantity: a key of `QUANTITIES`.
+        resolution: resolution of the image.
+        num_ranks: number of devices that draw the image.
+        ours: value by closed form or by the latency model.
+        counted: the same value, counted by torch.
+        paper: value that the paper prints.
     """
 
     quantity: str
@@ -67,17 +67,17 @@ class Figure:
 
     @property
     def difference(self) -> float | None:
-        """Of ours from the paper's, relative to that."""
+        """Difference of `ours` from the paper's value, relative to the latter; None without one."""
         return None if self.paper is None else self.ours / self.paper - 1
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold."""
+        """Return a mapping that can be serialized as JSON."""
         names = ("quantity", "resolution", "num_ranks", "ours", "counted", "paper", "difference")
         return {name: getattr(self, name) for name in names}
 
 
 def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
-    """All figures of a plan, from the MACs of its calls, as torch counts them in the unmodified model."""
+    """Return all figures of a plan. `counted` holds the MACs of its calls in the unmodified model, by torch."""
     printed = printed_by_place() if plan.is_paper_model else {}
     found = []
     for resolution in plan.resolutions:
@@ -94,7 +94,7 @@ def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
 
 
 def printed_by_place() -> dict[Place, float]:
-    """What DistriFusion prints."""
+    """Return the figures that DistriFusion prints."""
     return {(each.quantity, each.resolution, each.num_ranks): each.value for each in printed_figures("distrifusion")}
 
 
@@ -110,7 +110,7 @@ def _macs(plan: Plan, resolution: Resolution, counted: Mapping[Call, int]) -> It
         )
         yield "macs_naive_t", num_ranks, sum(ours), sum(by_torch)
         yield "macs_naive_device_t", num_ranks, max(ours), max(by_torch)
-        # The text's keys and values are computed once by each rank.
+        # Each rank computes the text's keys and values once.
         ours = [
             (NUM_STEPS * cost.strip_macs(whole, Share(strips, place)) + cost.text_macs(whole)) / 1e12
             for place in range(num_ranks)
@@ -136,7 +136,10 @@ def _exchange(plan: Plan, resolution: Resolution) -> Iterator[Row]:
 
 
 def latencies(plan: Plan, resolution: Resolution, printed: Mapping[Place, float]) -> Iterator[Row]:
-    """Of the paper's devices: a and b go by its latencies without communication, and halos are gathered."""
+    """Yield modelled latencies on the paper's devices. Yields nothing without printed ones for the resolution.
+
+    The parameters a and b are fitted to the paper's latencies without communication, and halos are gathered.
+    """
     alone = {
         num_ranks: value / NUM_STEPS
         for (quantity, size, num_ranks), value in printed.items()
@@ -166,7 +169,7 @@ def latencies(plan: Plan, resolution: Resolution, printed: Mapping[Place, float]
 
 
 def figures_tables(figures: Sequence[Figure]) -> list[Table]:
-    """For people: what the paper prints, if anything, and all figures by number of devices."""
+    """Return tables for display: the figures beside the paper's, if there are any, and all figures by device count."""
     counted = [abs(each.ours / each.counted - 1) for each in figures if each.counted is not None]
     note = f"By number of devices. MACs are by closed form; torch counts the same within {max(counted):.2%}."
     beside = [
@@ -185,7 +188,7 @@ def figures_tables(figures: Sequence[Figure]) -> list[Table]:
 
 
 def _texts(figure: Figure) -> tuple[str, str, str]:
-    """Ours, the paper's, and the difference."""
+    """Return the texts of our value, the paper's, and the difference."""
     form = ",.1f" if figure.ours >= 100 else ".3g"
     if figure.paper is None or figure.difference is None:
         return format(figure.ours, form), DASH, DASH

@@ -1,8 +1,8 @@
-"""How long a step takes on several ranks, against one: interleaved in one run, by side and resolution.
+"""Latency of a step on several ranks against one, interleaved in one run, by side and resolution.
 
-Every side takes steps of the same requests, guidance and sampler included. A speed-up is the median of the repeats'
-ratios to one rank, which has as many threads as each of several has; one process with all of the machine's threads
-stands beside them. `alone` is what a rank computes itself: its strip, with nothing sent and nothing awaited
+Every side takes steps of the same requests, including guidance and sampler. A speed-up is the median of the repeats'
+ratios to one rank, which has as many threads as each of several ranks. One process with all of the machine's threads is
+measured beside them. `alone` is the computation of one rank: its strip, without sending or waiting for anything
 (DistriFusion's "No Comm.").
 """
 
@@ -41,16 +41,16 @@ from .ways import WAYS
 RUN_KIND = "bench-parallel"
 _ONE, _MACHINE, _ALONE = "one rank", "whole machine", "alone"
 _SETTLED = 4
-"""Steps after which a displaced side is compared with one rank."""
+"""Number of steps after which a side is compared with one rank."""
 
 
 class MeasuredSide:
-    """A side that computes with so many threads, and says how long it waited for other ranks in each step.
+    """A side that computes with a given number of threads and records how long each step waited for other ranks.
 
     Args:
-        side: its steps.
-        threads: None for those that it chooses itself.
-        end: of the ranks; None where there are none.
+        side: side that takes the steps.
+        threads: number of threads; None leaves the current number.
+        end: rank 0's end of the ranks' group; None for one process.
     """
 
     def __init__(self, side: EngineSide, threads: int | None = None, end: ProcessEnd | None = None) -> None:
@@ -59,15 +59,15 @@ class MeasuredSide:
 
     @property
     def steps_left(self) -> int:
-        """See `Side`."""
+        """Number of steps until the requests finish."""
         return self._side.steps_left
 
     def begin(self) -> None:
-        """See `Side`."""
+        """Reset all requests to the middle of their schedules."""
         self._side.begin()
 
     def step(self) -> None:
-        """See `Side`."""
+        """Take one step of every request with this side's threads. Raises RunError."""
         before, waited_s = torch.get_num_threads(), 0.0 if self._end is None else self._end.waited_s
         torch.set_num_threads(self._threads or before)
         try:
@@ -79,7 +79,7 @@ class MeasuredSide:
 
 
 class NobodyElse:
-    """Rank 0's end of a group whose other ranks are not there: all that they would send is zeros, and there at once."""
+    """Rank 0's end of a group whose other ranks do not exist: zeros replace what they would send, without any wait."""
 
     rank = 0
 
@@ -94,11 +94,11 @@ class NobodyElse:
         pass
 
     def tell(self, rank: int, message: Message) -> None:
-        """See `Communicator`."""
+        """Keep the message, from which `hear` derives the shape of the answer."""
         self._asked[rank] = message
 
     def hear(self, rank: int, *, is_idle: bool = False) -> Message:
-        """See `Communicator`."""
+        """Return a prediction of zeros in the shape of the rank's strip."""
         asked = self._asked[rank]
         place, starts = list(asked.facts["members"]).index(rank), asked.facts["starts"]
         rows, channels, _, width = asked.tensors["latents"].shape
@@ -108,23 +108,23 @@ class NobodyElse:
     def swap(
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
     ) -> "NobodysZeros":
-        """See `Communicator`."""
+        """Return zeros of the shapes that the other ranks would send."""
         return NobodysZeros(shapes, next(iter(sends.values())).device, dtype)
 
 
 class NobodysZeros:
-    """See `Pending`."""
+    """Zeros in place of tensors from other ranks, received as soon as they are awaited."""
 
     def __init__(self, shapes: Mapping[int, Sequence[int]], device: torch.device, dtype: torch.dtype) -> None:
         self._found = {rank: torch.zeros(tuple(shape), device=device, dtype=dtype) for rank, shape in shapes.items()}
 
     def wait(self) -> dict[int, Tensor]:
-        """See `Pending`."""
+        """Return the zeros by rank, at once."""
         return self._found
 
 
 class OneRank:
-    """A group of which only rank 0 computes. See `RankGroup`."""
+    """A `RankGroup` of which only rank 0 exists and computes."""
 
     losses: tuple[()] = ()
     decoder = None
@@ -134,27 +134,27 @@ class OneRank:
         self.ranks = Ranks(self.end, StripModel(model), options)
 
     def use(self, options: ParallelOptions) -> None:
-        """See `RankGroup`; there is one way of being alone."""
+        """Do nothing: a rank alone runs in one mode only."""
 
     def recover(self, error: Exception) -> Exception:
-        """See `RankGroup`."""
+        """Return the error unchanged: no other rank can have caused it."""
         return error
 
     def close(self) -> None:
-        """See `RankGroup`."""
+        """Do nothing: there are no processes to end."""
 
 
 class ParallelBench:
-    """All sides of one model on plain diffusers; the ranks end with `close`.
+    """All sides of one model on plain diffusers. `close` ends the ranks.
 
     Args:
-        model: on plain diffusers.
-        options: of the ranks; mode, warm-up and split of guidance are those of the sides.
-        ways: names of `WAYS`.
-        settings: how much is measured.
+        model: model on plain diffusers.
+        options: options of the ranks; each side sets mode, warm-up and split of guidance.
+        ways: names from `WAYS`.
+        settings: numbers of repeats and warm-up rounds, and the seed.
 
     Raises:
-        UsageError, RunError: as `build_stepper`.
+        UsageError, RunError: as `build_stepper` does.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class ParallelBench:
             pool.check(resolution)
 
     def measure(self, combination: Combination) -> Row:
-        """Measure all sides; returns the row."""
+        """Measure all sides and return the row."""
         requests = self._pool.take(combination)
         sides: dict[str, MeasuredSide] = {}
         for name, threads in ((_ONE, self._share), (_MACHINE, self._threads)):
@@ -197,11 +197,11 @@ class ParallelBench:
         for name, (served, pool) in self._served.items():
             requests = pool.take(combination)
             sides[name] = MeasuredSide(EngineSide(served.stepper, requests), end=_process_end(served))
-        # Requests that any stepper of ranks has prepared will do.
+        # Requests prepared for any of the parallel steppers work here.
         sides[_ALONE] = MeasuredSide(EngineSide(self._alone, requests), self._share)
         lanes = {name: Lane(side, self.model.device) for name, side in sides.items()}
         time_lanes(lanes.values(), self.settings)
-        # Each of one process in the memory format that is faster for it.
+        # Both sides of one process use the memory format that is faster for them.
         for name in (_ONE, _MACHINE):
             forms = [key for key in lanes if key.startswith(f"{name}, ")]
             best = min(forms, key=lambda key: lanes[key].median_ms)
@@ -212,7 +212,7 @@ class ParallelBench:
         return {**name_of(combination), "resolution": size, "sides": found, "repeats": self.settings.repeats}
 
     def _figures(self, lane: Lane, lanes: Mapping[str, Lane]) -> dict[str, Any]:
-        """Of one side beside the others: ratios are how many times as long one rank, or the whole machine, takes."""
+        """Return the figures of one side. Ratios are the times of one rank, the whole machine and sync to its time."""
         ratios = {
             name: ratios_of(lanes[other].samples_ms, lane.samples_ms)
             for name, other in (("speedup", _ONE), ("over_machine", _MACHINE), ("over_sync", "sync"))
@@ -235,7 +235,7 @@ class ParallelBench:
 
 
 def alone_of(model: ServedModel, options: ParallelOptions) -> ParallelStepper:
-    """Rank 0 of as many as options say, of which the others are not there."""
+    """Return the stepper of rank 0 in a group of `options.count` ranks, the others of which do not exist."""
     only = replace(options, mode="sync", cfg_split="off")
     plain = build_plain(model.pipe, model.family, PlainModels(model.denoiser))
     group = OneRank(model.denoiser, only)
@@ -243,8 +243,8 @@ def alone_of(model: ServedModel, options: ParallelOptions) -> ParallelStepper:
 
 
 def difference(one: Stepper, other: Stepper, requests: Sequence[PreparedRequest]) -> float:
-    """How far what a side predicts of the first request's clean latents is from what one rank predicts, after some
-    steps: the largest difference over the largest value.
+    """Return the largest difference between the clean latents that two steppers predict for the first request after a
+    few steps, relative to the largest value of `one`.
     """
     found = []
     for stepper in (one, other):
@@ -276,11 +276,11 @@ def run_parallel_bench(
     on_start: Callable[[Combination], None] | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> BenchOutcome:
-    """Measure every combination; the run's folder gets the rows, after each of them.
+    """Measure every combination. Writes the rows to the run's folder after each of them.
 
     Raises:
         UsageError, RunError: as `ParallelBench`, and if a resolution does not fit; nothing has run then.
-        KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
+        KeyboardInterrupt: on Ctrl-C before the first row is finished; later, the outcome records the interruption.
         OSError: if results cannot be written.
     """
     with closing(ParallelBench(model, options, ways, settings)) as bench:
@@ -308,7 +308,7 @@ def run_parallel_bench(
 
 
 def parallel_table(result: Mapping[str, Any]) -> Table:
-    """The sides of every row, as people read them."""
+    """Return the sides of every row as a table for display."""
     rows = [
         (
             row["resolution"],

@@ -15,10 +15,10 @@ _CLASSES = ("UNet2DConditionModel", "SD3Transformer2DModel")
 
 
 def meta_model(config: Mapping[str, Any], source: str) -> Any:
-    """The model of a configuration that the user calls `source`.
+    """Return the model of a configuration, on the meta device. Errors name the configuration by `source`.
 
     Raises:
-        UsageError: it is not one of a model that works in strips.
+        UsageError: the configuration is not that of a model that can be split into strips.
     """
     name = config.get("_class_name")
     if name not in _CLASSES:
@@ -26,7 +26,7 @@ def meta_model(config: Mapping[str, Any], source: str) -> Any:
     try:
         with torch.device("meta"):
             model = getattr(diffusers, name).from_config(dict(config)).eval()
-    except Exception as error:  # diffusers checks little of what stands in a user's file
+    except Exception as error:  # diffusers hardly validates a user's file
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(f"--config {source}: diffusers makes no {name} of it: {reason}") from error
     check_model(model, "--parallel", "give another --config", _CLASSES)
@@ -35,10 +35,10 @@ def meta_model(config: Mapping[str, Any], source: str) -> Any:
 
 @torch.inference_mode()
 def counted_macs(model: Any, call: Call) -> int:
-    """MACs of one call.
+    """Return the MACs of one call.
 
-    On this device attention is computed as the two matrix products that it stands for, which the counter knows; on a
-    CPU it is one fused operation, of which the counter knows nothing.
+    On the meta device attention runs as two matrix products, which the counter counts; on a CPU it is one fused
+    operation, which the counter does not count.
     """
     rows, config = call.rows, model.config
 

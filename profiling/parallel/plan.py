@@ -1,4 +1,4 @@
-"""What is counted: which model, for which images, on how many devices."""
+"""Plan of a count: which model, for which images, on how many devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ from ...serving.parallel.latency_model import Link
 from ...serving.parallel.strips import Strips
 
 TEXT_LENGTH: Mapping[str, int] = {"UNet2DConditionModel": 77, "SD3Transformer2DModel": 77 + 256}
-"""Tokens of the text, by class of the model: CLIP's, and T5's behind them."""
+"""Number of text tokens by class of the model: those of CLIP, followed by those of T5 where the model has it."""
 
 
 def read_config(spec: str) -> dict[str, Any]:
-    """The configuration that a user names: one of `PUBLISHED`, a JSON file, or a model as `resolve_model` finds it.
+    """Return the configuration that a user names: one of `PUBLISHED`, a JSON file, or a model that `resolve_model`
+    finds.
 
     Raises:
-        UsageError: there is no such thing.
-        RunError: it is damaged.
+        UsageError: the name is none of these.
+        RunError: the file is damaged.
     """
     if spec in PUBLISHED:
         return published_config(spec)
@@ -42,14 +43,14 @@ def read_config(spec: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is counted.
+    """Model, images and numbers of devices to count.
 
     Attributes:
-        cost: of the model.
-        text_length: tokens of the text.
-        resolutions: of images.
-        num_ranks: numbers of devices, more than one.
-        link: between devices.
+        cost: cost of the model.
+        text_length: number of text tokens.
+        resolutions: resolutions of the images.
+        num_ranks: numbers of devices, each more than one.
+        link: link between devices.
         is_paper_model: whether DistriFusion's figures are of this model.
     """
 
@@ -68,20 +69,20 @@ class Plan:
                 raise UsageError(f"resolution {resolution}: {error}") from None
 
     def call(self, resolution: Resolution, *, rows: int = 2) -> Call:
-        """A call for an image; with guidance it has two rows."""
+        """Return the call for an image; with guidance it has two rows."""
         width, height = (side // RESOLUTION_MULTIPLE for side in resolution)
         return Call(height, width, self.text_length, rows)
 
     def strips(self, resolution: Resolution, count: int) -> Strips:
-        """Even ones."""
+        """Return `count` even strips of an image."""
         return Strips.of(self.call(resolution).height, self.cost.levels.unit, (1.0,) * count)
 
     def naive(self, resolution: Resolution, count: int) -> list[Call]:
-        """Calls of devices of which each draws its strip as an image of its own."""
+        """Return the calls of devices that each draw their strip as a separate image."""
         whole = self.call(resolution)
         return [Call(height, whole.width, whole.text_length) for height in self.strips(resolution, count).heights(1)]
 
     def calls(self) -> list[Call]:
-        """All different ones: of whole images, and of strips as images of their own."""
+        """Return all distinct calls: of whole images, and of strips as separate images."""
         every = (self.naive(size, count) for size in self.resolutions for count in (1, *self.num_ranks))
         return list(dict.fromkeys(call for calls in every for call in calls))

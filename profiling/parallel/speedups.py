@@ -1,4 +1,4 @@
-"""How many times as fast several GPUs draw one image: as published, modelled, or measured. No torch."""
+"""Speed-ups of several GPUs that draw one image: published, modelled or measured. This module imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +19,10 @@ _MOST_RANKS = 8
 
 
 def read_speedups(source: str) -> Speedups:
-    """What a user names: `published`, `model`, or results of `psctl bench parallel` with commas between.
+    """Return the speed-ups that a user names: `published`, `model`, or comma-separated `psctl bench parallel` results.
 
     Raises:
-        UsageError: a file is missing, or is no such result.
+        UsageError: a file is missing, or is not a result of `psctl bench parallel`.
     """
     if source == "published":
         return PUBLISHED
@@ -30,7 +30,7 @@ def read_speedups(source: str) -> Speedups:
 
 
 def modelled() -> Speedups:
-    """SDXL on up to 8 GPUs by the latency model, at the sizes of which DistriFusion prints what it is fitted to."""
+    """Return the latency model's speed-ups of SDXL on up to 8 GPUs, at the sizes with latencies in DistriFusion."""
     printed = printed_by_place()
     sizes = [parse(size) for size in sorted({size for quantity, size, _ in printed if quantity == "latency_nocomm_s"})]
     cost = Cost.of(published_config("sdxl"))
@@ -48,10 +48,10 @@ def modelled() -> Speedups:
 
 
 def measured(files: Sequence[Path]) -> Speedups:
-    """Of the fastest way of each size that was measured.
+    """Return the speed-ups of the fastest measured way at each size, `naive` excepted.
 
     Raises:
-        UsageError: a file is missing, or is no result of `psctl bench parallel`.
+        UsageError: a file is missing, or is not a result of `psctl bench parallel` on real ranks.
     """
     points: dict[int, Points] = {1: ALONE}
     for file in files:
@@ -66,6 +66,6 @@ def measured(files: Sequence[Path]) -> Speedups:
 
 
 def _point(row: dict[str, Any]) -> tuple[int, float]:
-    """Pixels and the largest speed-up of a row."""
+    """Return the number of pixels and the largest speed-up of a row."""
     speedups = [float(side["speedup"]) for name, side in row["sides"].items() if name in WAYS and name != "naive"]
     return parse(row["resolution"]).pixels, max(speedups)

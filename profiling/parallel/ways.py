@@ -1,4 +1,4 @@
-"""What `psctl bench parallel` measures of ranks. No torch."""
+"""Ways of running ranks that `psctl bench parallel` measures. This module imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,13 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "displaced": {"mode": "displaced", "cfg_split": "off", "warmup": 0},
     "naive": {"mode": "naive", "cfg_split": "off"},
 }
-"""What ranks do, by the name of the side."""
+"""Options of the ranks, by the name of the side."""
 
 
 def parse_ways(text: str, options: ParallelOptions) -> Sequence[str]:
-    """Names with commas between. Raises UsageError: these are no ways, or not with so many ranks."""
+    """Parse comma-separated names of ways. Raises UsageError: a name is unknown or repeated, or the number of ranks
+    does not allow it.
+    """
     names = [name.strip() for name in text.split(",")]
     if not set(names) <= set(WAYS) or len(set(names)) < len(names):
         raise UsageError(f"--modes are {text!r}, but they must be some of {', '.join(WAYS)}, each once")

@@ -1,4 +1,4 @@
-"""What a block profile says: how many patches change little from one step to the next (PatchedServe figure 4)."""
+"""Summary and plot of a block profile: how many patches change little between steps (PatchedServe figure 4)."""
 
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,20 @@ from ...data.tables.streams import read_batches, read_facts
 from .theme import add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 WHOLE_THRESHOLD = 0.1
-"""Of whole blocks, as in the paper's figure 4."""
+"""Threshold for the change of whole blocks, as in figure 4 of the paper."""
 THRESHOLDS = tuple(float(f"{value:.3g}") for value in np.geomspace(1e-4, 1.0, 41))
 TABLE_THRESHOLD = 0.01
 
 
 def summarize_block_changes(table: Path) -> dict[str, Any]:
-    """Shares of a profile's rows of lag 1, by resolution and by block; the table is read in pieces.
+    """Return shares of a profile's rows of lag 1, by resolution and by block. The table is read in pieces.
 
     Returns:
         `thresholds`, `by_resolution` (resolution -> share below each threshold), `by_block` (resolution -> block ->
-        share below `table_threshold`), `blocks`, `num_rows`; `whole_blocks`: as in the paper, the share of blocks
-        (of one request and step) whose mean change over their patches is below `threshold`, by resolution: of the mean
-        square error (`mse`), and `relative` to the mean square; `by_request` has the shares of single requests, in
-        their order.
+        share below `table_threshold`), `blocks`, `num_rows` and `whole_blocks`. As in the paper, `whole_blocks` is the
+        share of blocks (of one request and step) whose mean change over their patches is below `threshold`, by
+        resolution, for the mean squared error (`mse`) and for the error `relative` to the mean square. Its `by_request`
+        holds the shares of single requests, in their order.
 
     Raises:
         UsageError: the table is damaged.
@@ -76,21 +76,21 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
 
 
 def _summed(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Columns of equal keys (3, n) added up: (3 + k, groups), the keys above the sums of the values (k, n)."""
+    """Sum the values (k, n) of equal keys (3, n). Returns (3 + k, groups), the keys above the sums."""
     groups, place = np.unique(keys, axis=1, return_inverse=True)
     return np.concatenate([groups, [np.bincount(place.ravel(), row, groups.shape[1]) for row in values]])
 
 
 def _mean_of_blocks(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Requests (n,) and changes (2, n) of the blocks of all requests and steps, from what `_summed` gave for pieces of
-    the table.
+    """Return requests (n,) and changes (2, n) of the blocks of all requests and steps, from the sums of the table's
+    pieces that `_summed` returned.
     """
     request, _, _, count, *changes = _summed(sums[:3], sums[3:])
     return request, np.stack(changes) / count
 
 
 def plot_block_changes(result: dict[str, Any]) -> bytes:
-    """The summary as a PNG: shares by threshold, and by block at one threshold."""
+    """Plot the summary as a PNG: shares by threshold, and by block at one threshold."""
     figure = new_figure(10.5, 4.0)
     left, right = figure.subplots(1, 2, width_ratios=(5, 6))
     colours = series_colours(list(result["by_resolution"]))

@@ -1,4 +1,4 @@
-"""The plot of a cache predictor's training, in the style of `profiling.report`."""
+"""Plot of a cache predictor's training, in the style of `profiling.report`."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ _NAMES = {
 
 
 def plot_cache_training(report: dict[str, Any], model: str) -> bytes:
-    """Precision against recall on held-out requests, and what each feature is worth, from the report of
-    `fit_cache_predictor`; returns a PNG.
+    """Plot precision against recall on held-out requests, and the importance of each feature, from the report of
+    `fit_cache_predictor`. Returns a PNG.
     """
     figure = new_figure(10.5, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))

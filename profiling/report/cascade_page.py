@@ -1,4 +1,4 @@
-"""The report of a cascade's run: that of any served one, and what plans and thresholds did over time (figure 5)."""
+"""Report of a cascade's run: that of any served run, with plans and thresholds over time (DiffServe figure 5)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,14 +18,14 @@ _MAX_WINDOWS = 60
 
 
 def write_cascade_report(run_dir: Path, summary: Mapping[str, Any], result: CascadeResult) -> Path:
-    """Write `report.html` and its plots into a run's folder; returns the page. Raises OSError."""
+    """Write `report.html` and its plots into a run's folder and return the page's path. Raises OSError."""
     windows = (summary["quality"] or {}).get("over_time", ())
     more = {"cascade": (to_png(over_time(result, windows)), _WHAT)}
     return write_report(run_dir, summary, result.records, (), more=more)
 
 
 def over_time(result: CascadeResult, windows: Sequence[Mapping[str, Any]]) -> Figure:
-    """What a cascade did: plots one above the other, the last of the KID of windows of images, if there are any."""
+    """Plot a cascade's run over time, one plot above the other. The last plots the KID of windows of images, if any."""
     records, plans = result.records, result.plans
     end_s = max(record.finish_s or record.arrival_s for record in records)
     num_plots = 5 if windows else 4

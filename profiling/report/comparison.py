@@ -1,4 +1,4 @@
-"""One trace served by several systems, on one page: attainment, latency, what was in the batches, and the images."""
+"""One trace served by several systems, on one page: attainment, latency, composition of the batches, and images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from .words import number, seconds, share, worst
 OVERVIEW_FILE, PAGE_FILE = "overview.png", "comparison.html"
 _MAX_IMAGES = 12
 _FARTHEST = 3.0
-"""Where the axis of latencies ends, in SLOs."""
+"""End of the latency axis, in SLOs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class ComparedRun:
     """One run of the trace.
 
     Attributes:
-        name: of the system.
-        about: what it is, in one line.
-        summary: as in `summary.json`.
-        data: its records and steps.
-        images: files of its images by request id.
+        name: name of the system.
+        about: description of the system in one line.
+        summary: summary as in `summary.json`.
+        data: records and steps of the run.
+        images: image files by request id.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ComparedRun:
 
     @property
     def num_met(self) -> int:
-        """Requests whose image came within their SLO."""
+        """Number of requests that met their SLO."""
         return sum(record.slo_met is True for record in self.data.judged)
 
     @property
@@ -58,7 +58,7 @@ class ComparedRun:
 
 
 def headline(runs: Sequence[ComparedRun]) -> str:
-    """All runs in one sentence, the last first."""
+    """Return a summary of all runs in one sentence, the last run first."""
     last, *others = reversed(runs)
     said = f"{last.name}: {last.num_met} of {len(last.data.judged)} requests in time ({last.attainment:.0%})"
     return "; ".join([said, *(f"{run.name}: {run.num_met} ({run.attainment:.0%})" for run in others)])
@@ -69,8 +69,8 @@ def write_comparison(folder: Path, runs: Sequence[ComparedRun], facts: Sequence[
 
     Args:
         folder: an existing folder.
-        runs: of the same trace, whose requests have SLOs; the baseline comes first.
-        facts: under what they were measured, for the heading.
+        runs: runs of the same trace, whose requests have SLOs; the baseline comes first.
+        facts: circumstances of the measurement, for the heading.
 
     Returns:
         The page's path.
@@ -102,7 +102,7 @@ def write_comparison(folder: Path, runs: Sequence[ComparedRun], facts: Sequence[
 
 
 def figures_table(runs: Sequence[ComparedRun]) -> Table:
-    """The figures of all runs, one column each."""
+    """Return a table of figures with a column for each run."""
     rows = [
         ("SLO attainment", *(share(run.attainment) for run in runs)),
         ("  of the worst resolution", *(_worst_resolution(run) for run in runs)),
@@ -118,13 +118,13 @@ def figures_table(runs: Sequence[ComparedRun]) -> Table:
 
 
 def _worst_resolution(run: ComparedRun) -> str:
-    """Of which resolution the fewest were in time, and how many."""
+    """Return the resolution with the lowest SLO attainment, and its share."""
     shares = {name: each["slo_attainment_rate"] for name, each in run.summary["per_resolution"].items()}
     return worst({name: each for name, each in shares.items() if each is not None})
 
 
 def overview(runs: Sequence[ComparedRun]) -> Figure:
-    """Attainment and latency of all runs above, the batch of each over time below."""
+    """Plot attainment and latency of all runs, and below them the batch of each run over time."""
     figure = new_figure(11, 3.1 + 1.9 * len(runs))
     grid = figure.add_gridspec(1 + len(runs), 2, height_ratios=[1.5, *(1 for _ in runs)], width_ratios=[1, 1.7])
     colours = dict(zip((run.name for run in runs), (THEME.muted, *THEME.series), strict=False))

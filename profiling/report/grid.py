@@ -19,18 +19,20 @@ BACKGROUND, INK, CELL = "#ffffff", "#1c2230", "#f2f4f8"
 def image_grid(
     images: Sequence[Image.Image], captions: Sequence[str] | None = None, columns: int = 6, cell_px: int = 192
 ) -> Image.Image:
-    """Lay out images, at least one, of any mode and size, row by row in square cells; returns an RGB image.
+    """Lay out images row by row in square cells and return an RGB image.
 
-    An image is shrunk to its cell if it is larger, never enlarged beyond a whole factor, and keeps its aspect ratio;
-    so images of one cell size show their true pixels and a 128 px image looks smaller than a 256 px one.
+    An image that is larger than its cell is shrunk; a smaller one is enlarged only by a whole factor. Both keep their
+    aspect ratio. Images of the cell's size therefore show their true pixels, and a 128 px image can look smaller than a
+    256 px one.
 
     Args:
-        captions: one text per image, or None; each gets up to two lines, cut with an ellipsis.
+        images: at least one image, of any mode and size.
+        captions: one text per image, or None; each is cut to two lines with an ellipsis.
         columns: number of cells in a row, fewer if there are fewer images.
         cell_px: side of a cell in pixels.
 
     Raises:
-        UsageError: no image, numbers that do not match, or a column count or cell side out of range.
+        UsageError: there is no image, the number of captions differs, or a column count or cell side is out of range.
     """
     if not images:
         raise UsageError("an image grid needs at least one image, but none was given")
@@ -62,7 +64,7 @@ def image_grid(
 
 
 def wrap(text: str, font: ImageFont.FreeTypeFont, width_px: int, max_lines: int = CAPTION_LINES) -> list[str]:
-    """Break a text into at most `max_lines` lines no wider than `width_px`; "…" stands for what is left out."""
+    """Break a text into at most `max_lines` lines no wider than `width_px`; "…" replaces the omitted rest."""
     lines: list[str] = []
     words = text.split()
     while words:
@@ -81,7 +83,7 @@ def wrap(text: str, font: ImageFont.FreeTypeFont, width_px: int, max_lines: int 
 
 
 def to_png(image: Image.Image, largest_side_px: int) -> bytes:
-    """The image as RGB PNG, shrunk if a side is longer than `largest_side_px`."""
+    """Return the image as RGB PNG, shrunk if a side is longer than `largest_side_px`."""
     image = image.convert("RGB")
     image.thumbnail((largest_side_px, largest_side_px), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
@@ -99,5 +101,5 @@ def _fit(image: Image.Image, cell_px: int) -> Image.Image:
 
 @cache
 def _font(size_px: int) -> ImageFont.FreeTypeFont:
-    # matplotlib brings DejaVu Sans, so the captions look the same on every machine.
+    # matplotlib ships DejaVu Sans, so that captions look the same on every machine.
     return ImageFont.truetype(Path(font_manager.findfont("DejaVu Sans")), size_px)

@@ -1,4 +1,4 @@
-"""The report of one run as one HTML file: no scripts, nothing from the network, all images inside it."""
+"""Report of one run as one HTML file, without scripts or network resources, with all images embedded."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,13 +32,13 @@ def write_report(
     """Write `report.html` and `plots/*.png` into the folder of a run.
 
     Args:
-        run_dir: the run's folder; made if it does not exist. Existing files are replaced, each atomically.
-        summary: figures as `serving.core.metrics.summarize` gives them. An entry `config`, a mapping, is shown as the
-            configuration of the run; values may be nested.
+        run_dir: folder of the run; created if it does not exist. Existing files are replaced, each atomically.
+        summary: figures as `serving.core.metrics.summarize` returns them. The entry `config`, a mapping, is shown as
+            the configuration of the run; values may be nested.
         records, steps: one per request, and one per denoising iteration.
-        images: image or its file, with a caption; the first 96 are put into the page, at most 256 px wide and high.
-            A file that cannot be read is named in its place.
-        more: further plots over the whole width, which come first: PNG, and what they show, by name.
+        images: images or their files, with captions; the first 96 are embedded, at most 256 px wide and high. An
+            unreadable file is replaced by its name.
+        more: further plots over the whole width, which come first: PNG and description, by name.
 
     Returns:
         The path of `report.html`.
@@ -82,7 +82,7 @@ def write_report(
 
 
 def _tiles(summary: Mapping[str, Any], data: RunData) -> list[tuple[str, str, str]]:
-    """Label, value and what is said below it."""
+    """Return label, value and small print of every tile."""
     attainment, scale = summary.get("slo_attainment_rate"), summary.get("slo_scale")
     met = f"{summary.get('slo_met_success')} of {len(data.judged)} in time"
     if doubtful := summary.get("standalone_times_served"):

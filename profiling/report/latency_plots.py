@@ -9,9 +9,9 @@ from .theme import THEME, add_legend, add_wide_legend, new_figure, series_colour
 
 
 def plot_latencies(table: LatencyTable) -> bytes:
-    """How much the latency of a step differs between combinations of one batch size (PatchedServe figure 5).
+    """Plot how much step latency differs between combinations of one batch size (PatchedServe figure 5).
 
-    Batches of one resolution are lines; a grey dot is a mixed batch.
+    Lines are batches of one resolution; a grey dot is a mixed batch.
     """
     figure = new_figure(8.0, 4.8)
     ax = figure.subplots()
@@ -40,8 +40,8 @@ def plot_latencies(table: LatencyTable) -> bytes:
 
 
 def plot_predictions(table: LatencyTable, predictor: LatencyPredictor) -> bytes:
-    """Predicted against measured step latency, for the table that the predictor was fitted to; combinations that the
-    fit has not seen stand out.
+    """Plot predicted against measured step latency for the table that the predictor was fitted to, with held-out
+    combinations highlighted.
     """
     figure = new_figure(6.4, 5.6)
     ax = figure.subplots()

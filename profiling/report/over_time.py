@@ -22,7 +22,7 @@ _TIME = "time since the start of the trace (s)"
 
 
 def arrivals(data: RunData) -> Figure | None:
-    """Arrivals per second in equal intervals, stacked by resolution."""
+    """Plot arrivals per second in equal intervals, stacked by resolution."""
     if not data.records:
         return None
     figure = new_figure(WIDTH_IN, HEIGHT_IN)
@@ -49,7 +49,7 @@ def arrivals(data: RunData) -> Figure | None:
 
 
 def queue(data: RunData) -> Figure | None:
-    """Requests that wait and requests in the denoise batch, exact from the events of the records."""
+    """Plot waiting requests and requests in the denoise batch, exactly from the events of the records."""
     if not data.records:
         return None
     spans = [phases_s(record) for record in data.records]
@@ -69,7 +69,7 @@ def queue(data: RunData) -> Figure | None:
 
 
 def composition(data: RunData) -> Figure | None:
-    """Requests in the denoise batch, stacked by resolution, one value per iteration."""
+    """Plot the requests in the denoise batch, stacked by resolution, one value per iteration."""
     times, curves = data.composition()
     if not len(times):
         return None
@@ -87,7 +87,7 @@ def composition(data: RunData) -> Figure | None:
 
 
 def timeline(data: RunData) -> Figure | None:
-    """One bar per request: waiting, denoising, decoding and saving. None if there are too many to tell apart."""
+    """Plot one bar per request: waiting, denoising, decoding and saving. None if there are too many to distinguish."""
     records = data.records
     if not records or len(records) > TIMELINE_MAX_REQUESTS:
         return None
@@ -114,7 +114,7 @@ def timeline(data: RunData) -> Figure | None:
 
 
 def _draw_requests(ax: Axes, records: Sequence[RequestRecord], colours: Mapping[str, str]) -> None:
-    """All bars at once, and all marks of a kind: hundreds of artists would take seconds."""
+    """Draw all bars as one artist, and all marks of a kind as another: hundreds of artists would take seconds."""
     bars, shades = [], []
     ended, missed = list[tuple[float, int]](), list[tuple[float, int]]()
     for row, record in enumerate(records):

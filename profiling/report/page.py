@@ -1,4 +1,4 @@
-"""HTML reports from the templates beside this module: one file each, no scripts, nothing from the network."""
+"""HTML reports from the templates beside this module: one file each, without scripts or network resources."""
 
 import base64
 from collections.abc import Iterable, Mapping
@@ -34,28 +34,28 @@ def _environment() -> Environment:
 
 
 def render(template: str, **context: Any) -> str:
-    """Fill in a template; texts are escaped. Besides jinja's filters there are those of `words`, and `image_tag`."""
+    """Render a template; texts are escaped. Filters are jinja's, those of `words`, `data_uri` and `image_tag`."""
     return _environment().get_template(template).render(context)
 
 
 def page(title: str, parts: Iterable[str], *, css: str = "") -> str:
-    """A whole HTML file.
+    """Return a whole HTML file.
 
     Args:
-        title: of the page, as plain text.
-        parts: of its body, as HTML, one below the other; empty ones are left out.
-        css: rules beyond those that all reports share.
+        title: title of the page, as plain text.
+        parts: parts of the body as HTML, from top to bottom; empty ones are omitted.
+        css: rules in addition to those that all reports share.
     """
     return render("parts.html", title=title, css=Markup(css), parts=[Markup(part) for part in parts if part])
 
 
 def plots_of(drawn: Mapping[str, bytes], alt: Mapping[str, str], wide: Iterable[str] = ()) -> list[Any]:
-    """Plots (PNG) as the macro `plots` of the templates takes them."""
+    """Return plots (PNG) in the form that the templates' macro `plots` takes."""
     return [(png, alt[name], name in wide) for name, png in drawn.items()]
 
 
 def image_tag(source: Path | Image.Image, alt: str = "") -> str:
-    """The image inside the page, at most 256 px wide and high; a file that cannot be read is named in its place."""
+    """Return a tag that embeds an image, at most 256 px wide and high; the name of a file that cannot be read."""
     if isinstance(source, Image.Image):
         return f'<img src="{data_uri(to_png(source, IMAGE_SIDE_PX))}" alt="{escape(alt)}">'
     try:
@@ -66,5 +66,5 @@ def image_tag(source: Path | Image.Image, alt: str = "") -> str:
 
 
 def data_uri(png: bytes) -> str:
-    """A PNG as the source of an image."""
+    """Return a PNG as a data URI."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")

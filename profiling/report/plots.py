@@ -1,4 +1,4 @@
-"""Plots of what a run gave: latency, SLO attainment and step latency; and the list of all plots of a report."""
+"""Plots of a run's results: latency, SLO attainment and step latency; and the list of all plots of a report."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ MAX_STEP_POINTS = 4000
 
 
 def latency(data: RunData) -> Figure | None:
-    """Histogram and cumulative distribution of the latency of completed requests, by resolution."""
+    """Plot histogram and cumulative distribution of the latency of completed requests, by resolution."""
     latencies = latencies_of(data.records)
     if not len(latencies):
         return None
@@ -36,7 +36,7 @@ def latency(data: RunData) -> Figure | None:
         slo_s = data.slo_of(resolution)
         if slo_s is not None and slo_s <= 1.12 * top_s:
             right.axvline(slo_s, color=colour, linewidth=1.2, linestyle=(0, (2, 2)))
-    for percent, side in ((50, -1), (95, 1)):  # the labels stand on the outer sides, so that they never collide
+    for percent, side in ((50, -1), (95, 1)):  # labels on the outer sides never collide
         value = float(np.percentile(latencies, percent))
         left.axvline(value, color=THEME.ink, linewidth=1, linestyle=(0, (4, 3)), alpha=0.75)
         ha = "left" if side > 0 else "right"
@@ -57,7 +57,7 @@ def latency(data: RunData) -> Figure | None:
 
 
 def attainment(data: RunData) -> Figure | None:
-    """Share of the requests within their SLO, by resolution and of all, with the numbers behind it."""
+    """Plot the share of requests within their SLO, by resolution and overall, with the numbers behind it."""
     judged = data.judged
     if not judged:
         return None
@@ -85,7 +85,7 @@ def attainment(data: RunData) -> Figure | None:
 
 
 def step_latency(data: RunData) -> Figure | None:
-    """Duration of a denoising iteration against the batch: one point a step, lines through the medians."""
+    """Plot the duration of a denoising iteration against the batch size: a point per step, lines through medians."""
     if not len(data.step_active):
         return None
     active, step_ms = data.step_active, data.step_duration_s * 1e3
@@ -98,7 +98,7 @@ def step_latency(data: RunData) -> Figure | None:
         mine = np.flatnonzero(mixes == name)
         if not len(mine):
             continue
-        # Evenly thinned: more points than this cannot be told apart, but make the picture slow to draw.
+        # Evenly thinned: more points cannot be distinguished, and make the plot slow to draw.
         shown = mine[:: len(mine) // MAX_STEP_POINTS + 1]
         ax.scatter(active[shown] + spread[shown], step_ms[shown], 9, color=colour, alpha=0.35, linewidths=0, zorder=2)
         sizes = np.unique(active[mine])
@@ -129,12 +129,12 @@ PLOTS: dict[str, tuple[Plot, str]] = {
     "step-latency": (step_latency, "Duration of a denoising iteration against the number of requests in it."),
     "timeline": (over_time.timeline, "When each request waited, was denoised and was decoded."),
 }
-"""Each plot's file name, the function that draws it (None: nothing to show) and what it shows, in order."""
+"""Plots in order: file name, the function that draws the plot (None if there is nothing to show), and description."""
 
 WIDE_PLOTS = frozenset({"composition", "latency", "timeline"})
 
 
 def draw_all(data: RunData) -> dict[str, bytes]:
-    """All plots that have something to show, as PNG."""
+    """Return all plots that have something to show, as PNG."""
     figures = {name: plot(data) for name, (plot, _) in PLOTS.items()}
     return {name: to_png(figure) for name, figure in figures.items() if figure is not None}

@@ -1,4 +1,4 @@
-"""The tables of one run, put in order once for all plots."""
+"""Tables of one run, sorted once for all plots."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ...serving.core.step_row import StepRow
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """Records and steps of one run, with what the plots derive from them. All times in seconds.
+    """Records and steps of one run, with the data that plots derive from them. All times are in seconds.
 
     Attributes:
         records: one per request, by arrival.
@@ -31,7 +31,7 @@ class RunData:
 
     @classmethod
     def of(cls, duration_s: float | None, records: Iterable[RequestRecord], steps: Sequence[StepRow]) -> "RunData":
-        """Put the records and steps of a run in order; `duration_s` as in its summary."""
+        """Sort the records and steps of a run; `duration_s` is as in its summary."""
         each = sorted(records, key=lambda record: (record.arrival_s, record.request_id))
         sizes = sorted({record.resolution for record in each}, key=lambda size: (size.pixels, size))
         start, duration = (np.array([getattr(row, name) for row in steps], float) for name in ("start_s", "duration_s"))
@@ -48,21 +48,21 @@ class RunData:
 
     @property
     def completed(self) -> list[RequestRecord]:
-        """The records of the requests that have an image."""
+        """Records of the requests that have an image."""
         return [record for record in self.records if record.status == "completed"]
 
     @property
     def judged(self) -> list[RequestRecord]:
-        """The records of the requests that had an SLO."""
+        """Records of the requests that had an SLO."""
         return [record for record in self.records if record.slo_met is not None]
 
     def slo_of(self, resolution: str) -> float | None:
-        """The SLO in seconds that all requests of a resolution share; None if they have none or several."""
+        """Return the SLO in seconds that all requests of a resolution share; None if they have none or several."""
         values = {record.slo_s for record in of_resolution(self.records, resolution)}
         return values.pop() if len(values) == 1 else None
 
     def composition(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Requests in the batch by resolution over time, as curves that keep each value until the next time.
+        """Return the requests in the batch by resolution over time, as curves that keep each value until the next time.
 
         Returns:
             Times (n,) in seconds, and per resolution the counts (n,). In a pause between steps of more than 50 ms,
@@ -82,17 +82,17 @@ class RunData:
 
 
 def of_resolution(records: Iterable[RequestRecord], resolution: str) -> list[RequestRecord]:
-    """The records with one resolution."""
+    """Return the records with one resolution."""
     return [record for record in records if str(record.resolution) == resolution]
 
 
 def latencies_of(records: Iterable[RequestRecord]) -> np.ndarray:
-    """Latencies in seconds of the completed ones among the records, in rising order."""
+    """Return the latencies in seconds of the completed requests among the records, in ascending order."""
     return np.sort(np.array([record.latency_s for record in records if record.latency_s is not None], dtype=float))
 
 
 def count_open(spans_s: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """How many spans [begin, end) are open over time.
+    """Return the number of open spans [begin, end) over time.
 
     Returns:
         Times (n,) in seconds in order, from 0, and the count (n,) from each time on.
@@ -105,7 +105,7 @@ def count_open(spans_s: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.n
 
 
 def phases_s(record: RequestRecord) -> tuple[float, float, float, float]:
-    """When a request arrived, joined the batch, left it and ended; a phase that it never reached has no length."""
+    """Return when a request arrived, joined the batch, left it and ended; a phase that it did not reach is empty."""
     finish = record.arrival_s if record.finish_s is None else max(record.finish_s, record.arrival_s)
     admitted = finish if record.admitted_s is None else record.admitted_s
     denoised = finish if record.denoise_end_s is None else record.denoise_end_s

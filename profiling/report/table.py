@@ -1,4 +1,4 @@
-"""A table of figures, written once and shown in the terminal, in HTML and in Markdown."""
+"""Table of figures, defined once and rendered in the terminal, in HTML and in Markdown."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell that says more than one thing.
+    """A cell with more than one text.
 
     Attributes:
-        text: printed bold.
-        mark: raised after it, such as the letter of a footnote; the terminal leaves it out.
+        text: main text, printed bold.
+        mark: superscript after the text, such as the letter of a footnote; omitted in the terminal.
         below: lines in small print.
     """
 
@@ -27,14 +27,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells as people read them.
+    """Table of formatted cells.
 
     Attributes:
-        title: above the table; "" for none.
-        columns: their heads.
-        rows: each with a cell for every column.
-        num_words: how many columns on the left hold words; the others hold numbers and are right-aligned.
-        note: below the table; "" for none.
+        title: title above the table; "" for none.
+        columns: heads of the columns.
+        rows: rows, each with a cell for every column.
+        num_words: number of columns on the left that hold words; the others hold numbers and are right-aligned.
+        note: note below the table; "" for none.
     """
 
     title: str
@@ -44,14 +44,14 @@ class Table:
     note: str = ""
 
     def to_rich(self) -> "RichTable":
-        """For the terminal."""
+        """Return the table for the terminal."""
         from rich.markup import escape as plain
         from rich.table import Table as RichTable
 
         table = RichTable(title=plain(self.title) or None, caption=plain(self.note) or None)
         table.title_justify = table.caption_justify = "left"
         for index, name in enumerate(self.columns):
-            # A name that is cut short may be that of several rows.
+            # Names are folded, because a truncated name could match several rows.
             table.add_column(plain(name), justify="left" if index < self.num_words else "right", overflow="fold")
         for row in self.rows:
             parts = ([cell] if isinstance(cell, str) else [cell.text, *cell.below] for cell in row)
@@ -59,13 +59,13 @@ class Table:
         return table
 
     def to_html(self) -> str:
-        """For a report page; the title is the table's caption."""
+        """Return the table for a report page, with the title as caption."""
         from .page import render
 
         return render("table.html", table=self)
 
     def to_markdown(self) -> str:
-        """For documents and GitHub's summaries."""
+        """Return the table for documents and GitHub's summaries."""
 
         def inner(cell: str | Cell) -> str:
             if isinstance(cell, str):
@@ -82,12 +82,12 @@ class Table:
 
 
 def markdown_text(text: str) -> str:
-    """Plain text as Markdown shows it unchanged, on one line."""
+    """Return plain text escaped for Markdown, on one line."""
     return re.sub(r"([\\|<*_`\[])", r"\\\1", " ".join(text.split()))
 
 
 def to_rich(tables: Iterable[Table]) -> "RenderableType":
-    """Tables one below the other, for the terminal."""
+    """Return tables one below the other, for the terminal."""
     from rich.console import Group
 
     return Group(*(table.to_rich() for table in tables))

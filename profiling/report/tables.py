@@ -1,4 +1,4 @@
-"""Results of commands as tables: what people see where `--json` gives everything. No torch, no matplotlib."""
+"""Results of commands as tables, shown where `--json` prints everything. This module imports no torch or matplotlib."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,14 +22,14 @@ _STEP_SIDES = {"one_by_one": "one by one", "same_resolution": "same resolution",
 
 
 def run_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """The summary of a served or simulated run."""
+    """Return the summary of a served or simulated run."""
     rows = [
         (f"{name} requests", str(summary[f"{name}_requests"]))
         for name in ("total", "completed", "failed", "discarded", "cancelled")
         if name in ("total", "completed") or summary[f"{name}_requests"]
     ]
     rows += [(f"  {reason}", str(count)) for reason, count in summary["discarded_by_reason"].items()]
-    # What only the engine itself knows is missing where it was asked over HTTP.
+    # Figures that only the engine has are missing from a run over HTTP.
     rows += [(label, number(summary[key], unit)) for label, key, unit in _SUMMARY_ROWS if key in summary]
     if "scheduling_mean" in summary:
         decision_s = summary["scheduling_mean"]
@@ -53,7 +53,7 @@ def run_tables(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def slo_doubt(times_served: Mapping[str, float]) -> str:
-    """Why SLOs say little where requests took so many times longer alone, by resolution, than when they were served."""
+    """Return why SLOs are unreliable, given by resolution the ratio of standalone latency to time when served."""
     worst = max(times_served, key=lambda name: times_served[name])
     return (
         f"{worst} alone took {times_served[worst]:.3g} times as long as when it was served: measured on a busy machine "
@@ -62,7 +62,7 @@ def slo_doubt(times_served: Mapping[str, float]) -> str:
 
 
 def resolution_table(per_resolution: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The figures of every resolution in a summary."""
+    """Return the figures of every resolution in a summary."""
     rows = [
         (
             resolution,
@@ -78,7 +78,7 @@ def resolution_table(per_resolution: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def search_table(found: Mapping[str, Any]) -> Table:
-    """What a search for a rate, or for a number of GPUs, has found."""
+    """Return the result of a search for a rate, or for a number of GPUs."""
     rate, reached = found["highest_request_rate"], found["attainment_at_highest_rate"]
     rows = [
         ("highest rate", f"{rate:.3g}{_ends(found, 'highest_request_rate')}", str(found["gpus"]), share(reached, 2))
@@ -93,20 +93,20 @@ def search_table(found: Mapping[str, Any]) -> Table:
 
 
 def _ends(found: Mapping[str, Any], name: str) -> str:
-    """The interval of a figure, if it has one."""
+    """Return the interval of a figure as text; empty if it has none."""
     figure = found["figures"][name]
     return "" if figure["low"] is None else f" ({figure['low']:.3g} to {figure['high']:.3g})"
 
 
 def step_tables(result: Mapping[str, Any]) -> list[Table]:
-    """`steps.json`: a row for every combination, what they say together, and where there are several efforts all
+    """Return the tables of `steps.json`: a row for every combination, the summary and, with several efforts, all
     medians.
     """
     has_efforts = len(result["efforts"]) > 1
 
     def cell(row: Mapping[str, Any], side: str) -> str:
         effort = row[f"{side}_effort"]
-        # In the default memory format unless it says otherwise.
+        # Without a mark, the memory format is the default one.
         is_cl = side == "same_resolution" and row["same_resolution_format"] == "channels-last"
         return number(row[f"{side}_ms"], "ms") + " cl" * is_cl + f" {effort}" * (has_efforts and effort != "eager")
 
@@ -142,7 +142,7 @@ def step_tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def _effort_table(result: Mapping[str, Any]) -> Table:
-    """Median times of each side with each effort, in the faster memory format."""
+    """Return the median times of each side with each effort, in the faster memory format."""
     places = [(side, effort) for side in _STEP_SIDES for effort in result["efforts"]]
     rows = []
     for row in result["rows"]:
@@ -156,7 +156,7 @@ def _effort_table(result: Mapping[str, Any]) -> Table:
 
 
 def breakdown_tables(result: Mapping[str, Any]) -> list[Table]:
-    """`breakdown.json`: a table for every combination."""
+    """Return the tables of `breakdown.json`, one for every combination."""
     tables = []
     for row in result["rows"]:
         sides = [row["sides"][name] for name in ("patched", "same_resolution")]
@@ -174,7 +174,7 @@ def breakdown_tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def profile_table(result: Mapping[str, Any]) -> Table:
-    """A latency profile: how far apart the combinations of every batch size are."""
+    """Return the table of a latency profile: the spread of the combinations of every batch size."""
     by_size: dict[int, list[float]] = {}
     for row in result["rows"]:
         by_size.setdefault(row["requests"], []).append(row["median_ms"])
@@ -190,7 +190,7 @@ def profile_table(result: Mapping[str, Any]) -> Table:
 
 
 def edit_profile_table(result: Mapping[str, Any]) -> Table:
-    """A profile of edits: its lines, and how far they are off what was held out."""
+    """Return the table of an edit profile: its fitted lines, and their errors on held-out measurements."""
     rows = []
     for name, key, terms in (
         ("step", "compute", result["terms"]),
@@ -214,7 +214,7 @@ def edit_profile_table(result: Mapping[str, Any]) -> Table:
 
 
 def block_table(result: Mapping[str, Any]) -> Table:
-    """A block profile: the share of patches that change little from one step to the next, by block and resolution."""
+    """Return the table of a block profile: the share of patches that change little, by block and resolution."""
     sizes = result["by_block"]
     return Table(
         f"{result['model']}: share of patches whose output changes by less than {result['table_threshold']:g} in a "
@@ -226,7 +226,7 @@ def block_table(result: Mapping[str, Any]) -> Table:
 
 
 def latency_training_table(result: Mapping[str, Any]) -> Table:
-    """The held-out errors of a latency predictor, beside those of simpler ones."""
+    """Return the held-out errors of a latency predictor, beside those of simpler ones."""
     fit, about = result["fit"], result["circumstances"]
     parameters = [f"{name} {value:g}" for name, value in fit["parameters"].items() if name != "cross_validated_mape"]
     rows = []
@@ -248,7 +248,7 @@ def latency_training_table(result: Mapping[str, Any]) -> Table:
 
 
 def cache_training_table(result: Mapping[str, Any]) -> Table:
-    """How a cache predictor judges held-out requests, beside the best plain threshold."""
+    """Return the scores of a cache predictor on held-out requests, beside those of the best plain threshold."""
     test, baseline = result["test"], result["baseline"]
     cut = DASH if baseline["cut"] is None else f"{baseline['cut']:.3g}"
     images = result.get("images")
@@ -276,7 +276,7 @@ def cache_training_table(result: Mapping[str, Any]) -> Table:
 
 
 def schedule_table(result: Mapping[str, Any]) -> Table:
-    """The searched lists of computed steps, and how near images are of requests that have not been used for it."""
+    """Return the lists of computed steps that the search found, and the image similarity of held-out requests."""
     rows = [
         (
             number,

@@ -1,4 +1,4 @@
-"""Colours and the look of all axes. Pages turn the colours of plots around for readers of dark ones."""
+"""Colours and style of all axes. In dark mode, pages invert the colours of plots."""
 
 import io
 import warnings
@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 
 DOTS_PER_INCH = 150
 _LETTER_PT, _MARKER_PT = 4.9, 24.0
-"""What a letter of a legend takes at the most on average, and what is before and behind its text."""
+"""Maximum average width of a letter in a legend, and the space around its text, in points."""
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "handlelength": 1.1, "columnspacing": 1.1}
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours; `series` is handed out to resolutions from the smallest to the largest."""
+    """Colours; those of `series` are assigned to resolutions from the smallest to the largest."""
 
     background: str
     ink: str
@@ -32,7 +32,7 @@ class Theme:
     series: tuple[str, ...]
 
 
-# Neighbours differ in lightness as well as in hue, so that they stay apart for colour-blind eyes and in grey print.
+# Neighbours differ in lightness as well as in hue, so that they stay distinct for colour-blind readers and in grey.
 THEME = Theme(
     background="#ffffff",
     ink="#1c2230",
@@ -44,11 +44,11 @@ THEME = Theme(
 )
 
 MARKERS = "osD^vPXh"
-"""Of the points of series, in order."""
+"""Markers of the series' points, in order."""
 
 
 def series_colours(labels: Sequence[str]) -> dict[str, str]:
-    """One colour per label, in order; past the fixed ones, evenly spaced colours of a map."""
+    """Return one colour per label, in order; if the fixed colours do not suffice, evenly spaced colours of a map."""
     if len(labels) <= len(THEME.series):
         return dict(zip(labels, THEME.series, strict=False))
     colours = colormaps["turbo"]
@@ -56,14 +56,14 @@ def series_colours(labels: Sequence[str]) -> dict[str, str]:
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """An empty figure in the background colour; no pyplot, so nobody has to close it."""
+    """Return an empty figure in the background colour, without pyplot, so that it need not be closed."""
     return Figure(figsize=(width_in, height_in), dpi=DOTS_PER_INCH, layout="constrained", facecolor=THEME.background)
 
 
 def style_axes(
     ax: Axes, title: str, x_label: str, y_label: str = "", *, grid_axis: Literal["x", "y", "both"] = "y"
 ) -> None:
-    """Title, labels and the common look: no box, light grid behind the data, room between ticks and labels."""
+    """Apply title, labels and the common style: no box, a light grid behind the data, room between ticks and labels."""
     ax.set_facecolor(THEME.background)
     ax.set_title(title, loc="left", color=THEME.ink, fontsize=11, fontweight="bold", pad=10)
     ax.set_xlabel(x_label, color=THEME.muted, fontsize=9)
@@ -78,7 +78,7 @@ def style_axes(
 
 
 def add_legend(ax: Axes, *, handles: Sequence[Artist] | None = None, ncols: int = 4) -> None:
-    """A legend without a box above the right end of the axes; of the labelled artists, if none are given."""
+    """Add a legend without a box above the right end of the axes, of the given handles or of all labelled artists."""
     handles = ax.get_legend_handles_labels()[0] if handles is None else handles
     if not handles:
         return
@@ -95,7 +95,7 @@ def add_legend(ax: Axes, *, handles: Sequence[Artist] | None = None, ncols: int 
 
 
 def add_wide_legend(figure: Figure, ax: Axes) -> None:
-    """A legend over the whole width, above the title, in as many columns as there is room for."""
+    """Add a legend over the whole width, above the title, in as many columns as fit, at most four."""
     handles, labels = ax.get_legend_handles_labels()
     room_pt = figure.get_figwidth() * 72
     most = int(room_pt // (_LETTER_PT * max(map(len, labels), default=0) + _MARKER_PT))
@@ -104,10 +104,10 @@ def add_wide_legend(figure: Figure, ax: Axes) -> None:
 
 
 def to_png(figure: Figure) -> bytes:
-    """The figure as PNG; the same figure gives the same bytes."""
+    """Return the figure as PNG; the same figure gives the same bytes."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # About axes too small for their labels and values too large to draw: nothing that a user could fix.
+        # These warn of axes too small for their labels and values too large to draw, which a user cannot fix.
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", RuntimeWarning)
         # `savefig` would draw everything twice, the first time for the layout alone.

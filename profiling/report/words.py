@@ -1,4 +1,4 @@
-"""Figures as people read them; a dash where there is none."""
+"""Formatting of figures; a dash stands for a missing one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,19 +7,19 @@ DASH = "-"
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three digits, without an exponent for large values, and a unit."""
+    """Format a number with three digits, without an exponent for large values, and a unit."""
     if value is None:
         return DASH
     return (f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}") + f" {unit}".rstrip()
 
 
 def share(value: float | None, digits: int = 1) -> str:
-    """A share in per cent."""
+    """Format a share in per cent."""
     return DASH if value is None else f"{value:.{digits}%}"
 
 
 def worst(shares: Mapping[str, float]) -> str:
-    """The least of several shares in per cent, and whose it is; a dash where there are not several."""
+    """Format the smallest of several shares in per cent, with its name; a dash if there are fewer than two."""
     if len(shares) < 2:
         return DASH
     name = min(shares, key=shares.__getitem__)
@@ -27,14 +27,14 @@ def worst(shares: Mapping[str, float]) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time, in milliseconds below one second."""
+    """Format a time in seconds, or in milliseconds below one second."""
     if value is None:
         return DASH
     return f"{value * 1e3:.0f} ms" if 0 < value < 1 else f"{value:.2f} s"
 
 
 def plain(value: Any) -> str:
-    """Any value of a JSON object on one line."""
+    """Format any JSON value on one line."""
     if value is None:
         return DASH
     if isinstance(value, float):
@@ -47,7 +47,7 @@ def plain(value: Any) -> str:
 
 
 def figure(key: str, value: Any) -> str:
-    """A figure of a summary with the unit that its name tells; other values as they are."""
+    """Format a figure of a summary with the unit that its name implies; other values as they are."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if key.endswith("_qps"):
             return number(value, "/s")

@@ -1,13 +1,13 @@
-"""What the simulator needs to know of a machine besides its latency table: measured in served runs.
+"""Calibration of the simulator: what it needs to know of a machine besides its latency table, fitted to served runs.
 
 While a stage works for T seconds beside another, it does only T / (1 + slowdown) of its work, so that
 
     duration = work + sum over the others of lost * (seconds beside them), lost = slowdown / (1 + slowdown)
 
-where the work of a step is what was profiled, scaled by the size of the batch, and that of the other stages depends on
-the resolution alone. Non-negative least squares of relative errors give the work and the lost shares of each stage; the
-gaps between steps are means. The runs are of their own, never ones that are then simulated. This module imports no
-torch.
+where the work of a step is the profiled latency, scaled by the size of the batch, and the work of the other stages
+depends on the resolution alone. Non-negative least squares of relative errors give the work and the lost shares of each
+stage; the gaps between steps are means. The calibration runs are separate from the runs that are then simulated. This
+module imports no torch.
 """
 
 import math
@@ -45,11 +45,11 @@ from ...training.latency.online_correction import LONGEST
 _MIN_STEPS = 20
 _EQUAL_S = 1e-9
 _SIZES = (1, 4, 8, 12, 16, 24, 32)
-"""Requests in a batch at which steps have a scale of their own, where enough of them were taken near it."""
+"""Batch sizes at which steps have their own scale, if enough steps near that size were measured."""
 
 
 class ServedRun(NamedTuple):
-    """What a served run with one denoise loop leaves."""
+    """Records and steps of a served run with one denoise loop."""
 
     records: Sequence[RequestRecord]
     steps: Sequence[StepRow]
@@ -57,16 +57,16 @@ class ServedRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """One engine on one machine.
+    """Calibration of one engine on one machine.
 
     Attributes:
-        prepare_s, postprocess_s: seconds of the stages by resolution, as in "128x128", while nothing works beside them.
-        scales, first_scale, between_s, slowdown, reuse, is_inline: of `StepDurations`.
-        told_scale: time of all measured steps over what was profiled for steady ones: what a policy's predictor that
-            learns on line (`OnlineCorrection`) comes to multiply by.
-        num_steps: steps that it was fitted to.
-        error: mean of |fitted - measured| over the mean that was measured.
-        ratios: of each run, measured over fitted time of its steps: how far off another run may be.
+        prepare_s, postprocess_s: seconds of the stages by resolution, as in "128x128", while no other stage works.
+        scales, first_scale, between_s, slowdown, reuse, is_inline: as in `StepDurations`.
+        told_scale: ratio of the time of all measured steps to the profiled time of steady ones; the factor that a
+            policy's online predictor (`OnlineCorrection`) converges to.
+        num_steps: number of steps in the fit.
+        error: mean of |fitted - measured|, relative to the mean of measured.
+        ratios: ratio of measured to fitted time of the steps of each run; shows how far off another run may be.
     """
 
     prepare_s: Mapping[str, float]
@@ -89,19 +89,21 @@ class Calibration:
 
     @property
     def times(self) -> StageTimes:
-        """Seconds of the stages beside the steps."""
+        """Times of the stages other than the steps."""
         stages = self.prepare_s, self.postprocess_s
         return StageTimes(*({parse(name): time_s for name, time_s in each.items()} for each in stages))
 
     def durations(self, steps: ProfiledSteps) -> StepDurations:
-        """How long the steps last of which `steps` were profiled."""
+        """Return the durations of steps with this profile."""
         return StepDurations(
             steps, self.scales, self.first_scale, self.between_s, self.slowdown, self.reuse, self.is_inline
         )
 
 
 def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None]:
-    """Steady and first steps of a measured table; without first steps (a table of another program) None."""
+    """Return steady and first steps of a measured table; first steps are None if a row has none (a table of another
+    program).
+    """
 
     def source(times: Mapping[tuple[Resolution, ...], float | None]) -> TableLatency:
         return TableLatency({batch: ms / 1e3 for batch, ms in times.items() if ms is not None})
@@ -115,17 +117,17 @@ def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None
 def calibrate(
     runs: Sequence[ServedRun], steps: ProfiledSteps, *, warmup_steps: int = 0, is_inline: bool = False
 ) -> Calibration:
-    """Work out what served runs tell beyond the step latencies that were profiled.
+    """Fit what served runs show beyond the profiled step latencies.
 
     Args:
-        runs: of one engine.
-        steps: its profile.
-        warmup_steps: first steps of every request in which its cache reuses nothing.
-        is_inline: the engine's other stages worked between its steps.
+        runs: runs of one engine.
+        steps: profile of the engine.
+        warmup_steps: first steps of every request in which the cache reuses nothing.
+        is_inline: whether the engine's other stages ran between its steps.
 
     Raises:
         RunError: no request was completed, or there are fewer than 20 steps.
-        UsageError: the latencies do not know a resolution.
+        UsageError: the profile does not cover a resolution.
     """
     done = [record for run in runs for record in run.records if record.status == "completed"]
     if not done:
@@ -138,7 +140,7 @@ def calibrate(
     between_s = _between_s(runs, is_inline)
     works = [_works_of(run, between_s if is_inline else None) for run in runs]
     measured_s = np.array([row.duration_s for row in rows])
-    # What the model ran for; where that is nothing, a step lasts as long as reuse takes aside.
+    # The requests that the model ran for; if there are none, a step lasts as long as the work of reuse.
     batches = [_batch(row.ran) for row in rows]
     changed = [each for run in runs for each in _changed(run)]
     steady_s = np.array([steps.told.step_latency_s(batch) if batch else 0.0 for batch in batches])
@@ -150,14 +152,14 @@ def calibrate(
     expected_s += is_reusing * (np.median(nothing_ran_s) if len(nothing_ran_s) else 0.0)
     sizes = [size for size in _SIZES if size <= max(1, counts.max())]
     while True:
-        # How much each size counts for each step, on straight lines between them.
+        # Weight of each size for each step, with linear interpolation between sizes.
         hats = np.stack([np.interp(counts, sizes, row) for row in np.eye(len(sizes))], 1) * (counts > 0)[:, None]
         step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], extra_s, is_reusing]), expected_s)
         num_near = hats.sum(0) * (step.weights[: len(sizes)] > 0)
         if len(sizes) == 1 or num_near.min() >= _MIN_STEPS:
             break
         sizes.pop(int(num_near.argmin()))
-    if step.weights[0] <= 0:  # too few steps to tell first ones from others
+    if step.weights[0] <= 0:  # too few steps to distinguish first ones from others
         step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], 0 * extra_s, is_reusing]), expected_s)
     shares = {STEP: step.lost}
     alone: dict[int, dict[str, float]] = {}
@@ -187,12 +189,12 @@ def calibrate(
 
 
 def _batch(counts: Mapping[str, int]) -> tuple[Resolution, ...]:
-    """The resolutions of a batch, by how many there are of each name."""
+    """Return the resolutions of a batch from its counts by name."""
     return tuple(parse(name) for name, count in counts.items() for _ in range(count))
 
 
 def _reuse(runs: Sequence[ServedRun], warmup_steps: int, aside_s: float) -> Reuse:
-    """How many steps apart computed ones were on average, besides those that always are."""
+    """Return the cache's reuse: the average distance between computed steps, except those that are always computed."""
     rows = [row for run in runs for row in run.steps]
     took = sum(row.active for row in rows)
     ran = sum(sum(row.ran.values()) for row in rows)
@@ -202,18 +204,18 @@ def _reuse(runs: Sequence[ServedRun], warmup_steps: int, aside_s: float) -> Reus
 
 
 class _Works(NamedTuple):
-    """What the stages were at in a run, by stage: starts and ends in seconds, and what (the name of a resolution)."""
+    """Work of the stages in a run, by stage: starts and ends in seconds, and the names of the resolutions."""
 
     starts: list[list[float]]
     ends: list[list[float]]
     names: list[list[str]]
 
     def beside(self, stage: int) -> np.ndarray:
-        """(n, 3): seconds that each work of a stage had the one other stage beside it, the other, and both."""
+        """Return (n, 3): seconds for which each work of a stage overlapped with one other stage, the other, or both."""
         starts, ends = ([np.array(each) for each in edges] for edges in (self.starts, self.ends))
         edges = np.unique(np.concatenate([*starts, *ends]))
         middles = (edges[1:] + edges[:-1]) / 2
-        # A stage does one thing at a time: it works where one more has started than ended.
+        # A stage does one thing at a time: it works where one more work has started than ended.
         works = [
             np.searchsorted(np.sort(starts[each]), middles) > np.searchsorted(np.sort(ends[each]), middles)
             for each in range(len(STAGES))
@@ -225,7 +227,7 @@ class _Works(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """Weights of the columns, the stage's row of slowdowns, and what both say of each duration."""
+    """Weights of the columns, the stage's row of slowdowns, and the duration of each work that both predict."""
 
     weights: np.ndarray
     lost: tuple[float, float, float]
@@ -233,10 +235,10 @@ class _Fit(NamedTuple):
 
 
 def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: np.ndarray | None = None) -> _Fit:
-    """Fit durations of a stage by `columns` (n, k), its work without weights, and by what worked beside it.
+    """Fit durations of a stage to `columns` (n, k), its unweighted work, and to the overlap with other stages.
 
-    Errors count relative to `expected_s`: a millisecond matters more to a short step. Never to what was measured, where
-    that is known: with a cache some steps take next to no time, and nothing else would count beside them.
+    Errors are relative to `expected_s`, because a millisecond matters more to a short step. If `expected_s` is given,
+    they are never relative to the measured durations: with a cache some steps take almost no time, and would dominate.
     """
     durations_s = np.concatenate([np.subtract(each.ends[stage], each.starts[stage]) for each in works])
     durations_s = np.maximum(durations_s, _EQUAL_S)
@@ -247,16 +249,16 @@ def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: n
         typical_s = np.maximum(everything @ found, _EQUAL_S)
     else:
         typical_s = expected_s
-    # A process that was stopped meanwhile counts as little as where policies learn.
+    # A step during which the process was stopped is clipped, as it is where policies learn.
     counted_s = np.minimum(durations_s, LONGEST * typical_s)
     found = nnls(everything / typical_s[:, None], counted_s / typical_s)[0]
     weights, shares = found[: columns.shape[1]], np.minimum(found[-3:], MAX_SLOWDOWN / (1 + MAX_SLOWDOWN))
     lost_s = beside_s @ shares
     if lost_s.sum() >= durations_s.sum() or not (columns @ weights).sum():
-        # It never worked without others beside it, so that there is no telling what it lost to them.
+        # The stage never worked without others beside it, so the time lost to them cannot be identified.
         shares, lost_s = np.zeros(3), np.zeros(len(durations_s))
         weights = nnls(columns / typical_s[:, None], counted_s / typical_s)[0]
-    # Whatever the shares, all of it is to last as long as it did.
+    # Scaled, so that the fitted durations add up to the measured ones whatever the shares.
     weights = weights * max((counted_s - lost_s).sum() / (columns @ weights).sum(), _EQUAL_S)
     slowdowns = (shares[:2] / (1 - shares[:2])).clip(max=MAX_SLOWDOWN).tolist()
     slowdowns.insert(stage, 0.0)
@@ -264,10 +266,10 @@ def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: n
 
 
 def _works_of(run: ServedRun, between_s: float | None) -> _Works:
-    """When the stages worked, step after step and request after request.
+    """Return when the stages worked, step after step and request after request.
 
-    Decoding starts when the image before is done; where the stages work between steps, `between_s` after a request's
-    last one, and after what is prepared before the same step.
+    Decoding starts when the request is denoised and the previous image is done. Where the stages work between steps, it
+    starts `between_s` after a request's last step, and after the requests that are prepared before the same step.
     """
     records = [record for record in run.records if record.prepare_end_s is not None]
     records.sort(key=lambda record: record.prepare_end_s or 0.0)
@@ -290,19 +292,19 @@ def _works_of(run: ServedRun, between_s: float | None) -> _Works:
 
 
 def _changed(run: ServedRun) -> list[set[Resolution]]:
-    """For each step, of which resolutions a request has joined or left since the one before."""
+    """Return, for each step, the resolutions of which a request has joined or left since the previous step."""
     changed: list[set[Resolution]] = [set() for _ in run.steps]
     starts_s = np.array([row.start_s for row in run.steps])
     for record in run.records:
         for time_s in (record.admitted_s, record.denoise_end_s):
-            # Who joined at the start of a step was in it; who left at its end was in it, too.
+            # A request that joined at the start of a step was in it, and so was one that left at its end.
             if time_s is not None and (place := int(np.searchsorted(starts_s, time_s - _EQUAL_S))) < len(changed):
                 changed[place].add(record.resolution)
     return changed
 
 
 def _between_s(runs: Sequence[ServedRun], is_inline: bool) -> float:
-    """Mean seconds between steps where the batch did not run empty, and no other stage worked there."""
+    """Return the mean seconds between steps, over gaps in which the batch was not empty and no inline stage worked."""
     gaps_s = []
     for run in runs:
         left_s = sorted(record.denoise_end_s for record in run.records if record.denoise_end_s is not None)

@@ -1,4 +1,4 @@
-"""A cascade that serves a trace on the virtual clock: systems, SLOs and figures. No torch."""
+"""A cascade that serves a trace on the virtual clock: systems, SLOs and figures. This module imports no torch."""
 
 import math
 import random
@@ -29,30 +29,30 @@ from ...serving.core.request_state import RequestRecord
 from .trace_settings import check_slo_scale
 
 _PEAK_WINDOW_S = 20.0
-"""As long as the moving average of demand."""
+"""Length of the window, equal to that of the moving average of demand."""
 _BURST = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeDeployment:
-    """What serves a simulated trace.
+    """Configuration of a cascade that serves a trace.
 
     Attributes:
-        profile: of both models.
-        confidences: of the light images of the bank.
-        system: who allocates and routes.
-        num_workers: S.
-        slo_scale: SLO of each request: this many times e(1) of the heavy model.
+        profile: profile of both models.
+        confidences: confidences of the light images of the bank.
+        system: system that allocates workers and routes requests.
+        num_workers: number of workers, S.
+        slo_scale: SLO of each request as a multiple of e(1) of the heavy model.
         overprovision: lambda of equations 2 and 3.
-        knobs: of the system.
-        balance: which worker of a model gets a request.
-        on_late: what a deferred request gets that the heavy model cannot finish in time.
-        replan_on_burst: whether a second with half as many requests again as were planned for is answered at once.
-        skip_light: whether requests go to the heavy model at once where the plan defers nearly all of them.
+        knobs: parameters of the system.
+        balance: rule that selects the worker of a model for a request.
+        on_late: treatment of a deferred request that the heavy model cannot finish in time.
+        replan_on_burst: whether a second with 1.5 times the planned number of requests triggers a new plan at once.
+        skip_light: whether requests go straight to the heavy model where the plan defers nearly all of them.
         reuse_light: whether heavy images start from light ones.
-        sizes: resolutions of the light images of the bank, so that each has a threshold of its own; None for one that
-            is for all.
-        seed: of random choices.
+        sizes: resolutions of the light images of the bank, which give each resolution its own threshold; None for one
+            threshold for all.
+        seed: seed of random choices.
 
     Raises:
         UsageError: a number is out of its range.
@@ -75,7 +75,7 @@ class CascadeDeployment:
 
     @property
     def legs(self) -> Mapping[Leg, LegProfile]:
-        """Both models as they serve."""
+        """Profiles of both models as they serve."""
         return self.profile.serving(reuses_light=self.reuse_light)
 
     def __post_init__(self) -> None:
@@ -99,15 +99,15 @@ class CascadeDeployment:
             )
 
     def of_system(self, system: CascadeSystem) -> "CascadeDeployment":
-        """The same with another system, which starts from light images only where it has some."""
+        """Return this deployment with another system, which reuses light images only if it draws them first."""
         return replace(self, system=system, reuse_light=self.reuse_light and system.has_thresholds)
 
     def promised(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests with their SLOs. Raises UsageError: a resolution was not profiled."""
+        """Return the requests with their SLOs. Raises UsageError if a resolution was not profiled."""
         return assign_slos(requests, lambda request: self.profile.standalone_s(request.resolution), self.slo_scale)
 
     def models(self, requests: Sequence[Request]) -> dict[Leg, CascadeModel]:
-        """Both models for the mix of these requests. Raises as `promised`."""
+        """Return both models for the mix of these requests. Raises as `promised`."""
         weights = {name: float(count) for name, count in _mix(requests).items()}
         return self._models_for(weights)
 
@@ -115,8 +115,8 @@ class CascadeDeployment:
         """Serve a trace.
 
         Args:
-            requests: with their SLOs.
-            places: of each one's light image among `confidences`.
+            requests: requests with their SLOs.
+            places: index of each request's light image in `confidences`.
 
         Raises:
             UsageError: the trace is empty, a resolution was not profiled, or no plan could be in time.
@@ -141,10 +141,10 @@ class CascadeDeployment:
         return CascadeRun(result, parts.allocator, parts.peak)
 
     def parts(self, requests: Sequence[Request]) -> "CascadeParts":
-        """What serves a trace whose requests have their SLOs, on whatever clock. Raises as `run`."""
+        """Return the parts that serve a trace whose requests have SLOs, on either clock. Raises as `run`."""
         if not requests:
             raise UsageError("the trace is empty, but it must hold at least one request")
-        # Where requests of one resolution have different SLOs, the tightest is planned for.
+        # If requests of one resolution have different SLOs, plans use the tightest.
         slos_s: dict[str, float] = {}
         for request in requests:
             assert request.slo_s is not None, "of promised requests"
@@ -153,15 +153,15 @@ class CascadeDeployment:
         chance = random.Random(self.seed)
         draws = {request.request_id: chance.random() for request in requests}
         peak = peak_rate([request.arrival_s for request in requests])
-        # What comes first is planned for as the trace is in the mean: nobody knows more of it.
+        # The first plan assumes the mean rate of the trace, because no demand has been observed yet.
         duration_s = max(requests[-1].arrival_s - requests[0].arrival_s, 1.0)
         demand = min(peak, len(requests) / duration_s)
         return self._parts(self.models(requests), slos_s, peak, demand, draws.__getitem__)
 
     def parts_for_clients(self, sizes: Sequence[str]) -> "CascadeParts":
-        """What serves requests that are not known before, in equal parts of these resolutions as far as plans go.
+        """Return the parts that serve requests not known in advance. Plans assume equal parts of these resolutions.
 
-        Raises UsageError: the system plans for the peak of a trace, or as `run`.
+        Raises UsageError if the system plans for the peak of a trace, or as `run`.
         """
         if self.system.needs_peak(self.knobs):
             raise UsageError(
@@ -205,8 +205,11 @@ class CascadeDeployment:
 
 
 class CascadeParts(NamedTuple):
-    """What serves a trace: models, controller with its allocator, the peak of the trace, by request id a number by
-    which it goes to the heavy model at once, where plans say so by a share, and costs by resolution.
+    """Parts that serve a trace.
+
+    They are the models, the controller and its allocator, the peak of the trace, `direct`, and costs by resolution.
+    `direct` returns a number from 0 to 1 for a request id; where a plan sends a share of the requests straight to the
+    heavy model, that number decides which.
     """
 
     models: dict[Leg, CascadeModel]
@@ -223,7 +226,7 @@ class CascadeParts(NamedTuple):
         on_end: Callable[[RequestRecord], None],
         result: CascadeResult | None = None,
     ) -> Dispatcher:
-        """What sends requests to workers that are processes."""
+        """Return the dispatcher that sends requests to worker processes."""
         return Dispatcher(
             self.models,
             self.controller,
@@ -240,14 +243,14 @@ class CascadeParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CascadeRun:
-    """What a simulated trace has left, its allocator, and the peak of the trace in requests a second."""
+    """Result of a trace, the allocator, and the peak of the trace in requests a second."""
 
     result: CascadeResult
     allocator: Allocator
     peak: float
 
     def figures(self) -> dict[str, Any]:
-        """Of the cascade as such, as JSON."""
+        """Return the figures specific to a cascade, as JSON."""
         result = self.result
         light = [row for row in result.legs if row.leg == "light" and row.status == "completed"]
         scored = [row for row in light if row.threshold is not None]
@@ -272,7 +275,7 @@ class CascadeRun:
 
 
 def peak_rate(arrivals_s: Sequence[float], window_s: float = _PEAK_WINDOW_S) -> float:
-    """Most requests a second over any stretch of so many seconds, or over all of a trace that is shorter."""
+    """Return the maximum rate in requests a second over any window of `window_s`, or over all of a shorter trace."""
     duration_s = arrivals_s[-1] - arrivals_s[0]
     if duration_s <= window_s:
         return len(arrivals_s) / max(duration_s, 1.0)

@@ -1,4 +1,6 @@
-"""The folder of a cascade's run, simulated or served: records, legs, plans, summary and report. No torch."""
+"""Folder of a cascade's run, simulated or served: records, legs, plans, summary and report. This module imports no
+torch.
+"""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ def cascade_summary(
     config: Mapping[str, Any],
     quality: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The figures of a run: those of any served one, and the cascade's."""
+    """Return the figures of a run: those of any served run, and those specific to a cascade."""
     records = run.result.records
     duration_s = max(record.finish_s or 0.0 for record in records)
     return {
@@ -38,7 +40,7 @@ def cascade_summary(
 
 
 def write_cascade_run(run_dir: Path, run: CascadeRun, specs: Mapping[Leg, LegSpec], summary: dict[str, Any]) -> Path:
-    """Write records, legs, plans, summary and report into a run's folder; returns the report. Raises OSError."""
+    """Write records, legs, plans, summary and report into a run's folder. Returns the report's path. Raises OSError."""
     from ..report.cascade_page import write_cascade_report
 
     result = run.result
@@ -51,7 +53,7 @@ def write_cascade_run(run_dir: Path, run: CascadeRun, specs: Mapping[Leg, LegSpe
 
 
 def _leg_rows(result: CascadeResult, specs: Mapping[Leg, LegSpec]) -> list[dict[str, Any]]:
-    """Rows of the table LEGS."""
+    """Return the rows of the table LEGS."""
     return [
         {
             "request_id": row.request_id,
@@ -70,7 +72,7 @@ def _leg_rows(result: CascadeResult, specs: Mapping[Leg, LegSpec]) -> list[dict[
 
 
 def _plan_rows(result: CascadeResult) -> list[dict[str, Any]]:
-    """Rows of the table PLANS."""
+    """Return the rows of the table PLANS."""
     return [
         {
             "start_s": row.start_s,

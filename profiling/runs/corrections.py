@@ -1,7 +1,7 @@
-"""What serve runs have learnt of step latencies, kept in the workspace: the next run starts with it.
+"""Corrections of step latencies that serve runs have learnt, kept in the workspace for the next run.
 
-Profiles are taken without the cache, so that a run with it would begin with predictions two or three times too long and
-give up its first requests.
+Profiles are taken without the cache. Without a correction, a run with the cache would begin with predictions two or
+three times too long and discard its first requests.
 """
 
 import json
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 CORRECTIONS_FILE = "corrections.json"
 _LEAST_STEPS = 30
-"""A run of fewer steps says too little: half of what was known before would still be in its scale."""
+"""Minimum number of steps of a run whose correction is kept; after fewer, its scale is still half the earlier one."""
 _FAR_OFF = 1 / 3
-"""Mean error of a profile above which users are told that it was corrected."""
+"""Mean error of a profile above which users are notified of the correction."""
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a run has learnt: see `OnlineCorrection`; resolutions by name."""
+    """State of an `OnlineCorrection` after a run, with resolutions by name."""
 
     scale: float = 1.0
     pace: float = 1.0
@@ -41,7 +41,7 @@ class Learnt:
 
     @classmethod
     def of(cls, correction: OnlineCorrection, scale: float | None = None) -> Self:
-        """The same, as it is kept; with another scale, if one is given."""
+        """Return the state of a correction as it is kept, with `scale` in place of its own if given."""
         after_s = {str(resolution): seconds for resolution, seconds in correction.after_s.items()}
         return cls(correction.scale if scale is None else scale, correction.pace, after_s, correction.line.state)
 
@@ -54,10 +54,11 @@ def correction_of(
     first: Sequence[Request] = (),
     on_note: Callable[[str], None] = lambda note: None,
 ) -> OnlineCorrection:
-    """A correction of these latencies that starts where the last run of this engine and cache has ended.
+    """Return a correction of these latencies that starts with the state of the last run of this engine and cache.
 
-    Where there was none, and the engine has a cache, of which profiles know nothing, the `first` requests are served
-    together to learn it: else the first run would give up requests that it could well have drawn in time.
+    If there is no such run and the engine has a patch cache, which profiles do not include, the `first` requests are
+    served together to learn the correction. Otherwise the first run would discard requests that it could have drawn in
+    time.
 
     Raises:
         UsageError: the model cannot serve one of the requests.
@@ -94,7 +95,7 @@ def _learnt_from(model: "ServedModel", latency: StepLatencyPredictor, requests: 
     for row in result.steps:
         sizes = [parse_resolution(name) for name, count in row.resolutions.items() for _ in range(count)]
         predicted_s += latency.step_latency_s(sorted(sizes))
-    # Of all steps alike: a moving average forgets too slowly to learn it from so few.
+    # The mean over all steps: a moving average adapts too slowly for so few steps.
     scale = sum(row.duration_s for row in result.steps) / predicted_s if predicted_s > 0 else 1.0
     return Learnt.of(learner, bounded(scale))
 
@@ -106,8 +107,10 @@ def keep_correction(
     *,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> None:
-    """Keep what a run has learnt, if it was long enough. The first time `on_note` is told if the profile was far off,
-    unless the engine has a cache, of which profiles know nothing. Raises as `correction_of`.
+    """Keep the correction of a run, if the run was long enough.
+
+    The first time, `on_note` is called if the profile was far off, unless the engine has a patch cache, which profiles
+    do not include. Raises as `correction_of`.
     """
     drift = correction.drift()
     if drift.num_observations < _LEAST_STEPS:
@@ -123,12 +126,12 @@ def keep_correction(
 
 
 def _path(workspace: "ModelWorkspace") -> Path:
-    # Where nothing is kept, no folder is made.
+    # Not `workspace.tables`, which would create the folder.
     return workspace.root / "tables" / CORRECTIONS_FILE
 
 
 def _known(model: "ServedModel", workspace: "ModelWorkspace") -> Learnt | None:
-    """What was learnt of this engine and cache."""
+    """Return the kept correction of this engine and cache; None if there is none."""
     return _read(_path(workspace)).get(_key(model))
 
 

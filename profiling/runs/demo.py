@@ -1,5 +1,5 @@
-"""The point in three minutes: one overloaded trace of mixed resolutions, served by diffusers in buckets and by psctl,
-exactly and with its cache.
+"""Demo in three minutes: one overloaded trace of mixed resolutions, served by bucketed diffusers and by psctl, exactly
+and with its cache.
 """
 
 import math
@@ -27,21 +27,21 @@ from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
 SYSTEMS = ("bucketed", "patched-slack", "patched-schedule")
 _BASE = SYSTEMS[0]
 _WARM_UP, _NEVER_LATE_S = 32, 600.0
-"""Requests that each system serves before its run counts, all at once, and their SLO."""
+"""Number of requests that warm up each system, all at once, and their SLO in seconds."""
 _Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """What is served.
+    """Settings of the demo.
 
     Attributes:
         duration_s: seconds in which requests arrive.
-        load: request rate, as a multiple of what bucketed diffusers serve here of requests that queue.
-        num_inference_steps: of every request.
-        slo_scale: SLO of a request: this many times its standalone latency on plain diffusers.
-        max_batch_size: requests denoised together.
-        seed: of the trace.
+        load: request rate, as a multiple of the rate at which bucketed diffusers serve a queue on this machine.
+        num_inference_steps: number of steps of every request.
+        slo_scale: SLO of a request as a multiple of its standalone latency on plain diffusers.
+        max_batch_size: maximum number of requests in a batch.
+        seed: seed of the trace.
     """
 
     duration_s: float = 15.0
@@ -54,7 +54,7 @@ class DemoSettings:
 
 @dataclass(frozen=True, slots=True)
 class DemoOutcome:
-    """What a demo gives: the runs in the order of `SYSTEMS`, the page that compares them, and its headline."""
+    """Outcome of a demo: the runs in the order of `SYSTEMS`, the page that compares them, and its headline."""
 
     runs: tuple[ComparedRun, ...]
     page: Path
@@ -73,16 +73,17 @@ def run_demo(
 ) -> DemoOutcome:
     """Serve the same trace with all systems, one after the other, and write a page that compares them.
 
-    All are warmed up alike, and share the weights and the SLOs. The rate follows from how fast bucketed diffusers
-    serve the requests of the warm-up.
+    All systems have the same warm-up and share the weights and the SLOs. The request rate follows from the throughput
+    of bucketed diffusers in the warm-up.
 
     Args:
-        model: loaded for the patch engine, with a cache or without.
-        workspace: of the model; the runs go there.
-        folder: where the page, its picture and all images go.
-        settings: what is served.
-        on_note, on_warning: told what happens, and what may be inexact.
-        on_start: told the system and its trace when a run begins; gives what is called after each request.
+        model: model on the patch engine, with or without a cache.
+        workspace: workspace of the model, which receives the runs.
+        folder: folder for the page, its picture and all images.
+        settings: settings of the demo.
+        on_note, on_warning: called with notes on progress, and with warnings of inexact results.
+        on_start: called with the system and its trace when a run begins; returns the function to call after each
+            request.
 
     Raises:
         RunError: a run completed no request.

@@ -1,4 +1,4 @@
-"""Requests that are all there at once, drawn by an engine and written as files."""
+"""Drawing of requests that are all submitted at once; an engine draws them and writes the images."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,18 +28,18 @@ def draw_images(
     start_phase: Callable[[str, int], Callable[[int], None]],
     on_note: Callable[[str], None],
 ) -> "RunResult":
-    """Draw requests that were checked, of a model that was tuned. The template of edits is recorded first where it
-    is missing and worth it.
+    """Draw checked requests with a tuned model. If edits have a template that is worth using and not yet recorded, the
+    template is recorded first.
 
     Args:
-        model: of the engine.
-        requests: whose ids are the places of their paths; edits are all of one image and mask.
-        paths: of their images.
-        place: of the model, with its templates.
-        max_batch_size: requests denoised together.
-        templates: how edits read records; None: these have none.
-        start_phase: begins a phase of so many parts, and gives what counts them.
-        on_note: told in one line what is done in another way than was asked for.
+        model: tuned model.
+        requests: checked requests, whose ids index `paths`; edits all have the same image and mask.
+        paths: paths of the images.
+        place: workspace of the model, with its templates.
+        max_batch_size: maximum number of requests in a batch.
+        templates: options for reading records; None if no edit has a template.
+        start_phase: called with the name and number of parts of a phase; returns the function that counts parts.
+        on_note: called with a line about anything that is done differently from what was requested.
     """
     from ...serving.engine.collectors import InMemory
     from ...serving.engine.engine import Engine
@@ -81,10 +81,10 @@ def draw_with_records(
     max_batch_size: int,
     start_phase: Callable[[str, int], Callable[[int], None]],
 ) -> "tuple[RunResult, dict[int, str]]":
-    """Draw new images whose passes are recorded, for edits of them; as `draw_images`.
+    """Draw new images as `draw_images` does, and record their passes for later edits.
 
     Returns:
-        The result, and the name of the record of each image that was drawn, by its request's id.
+        The result, and the record's name of each drawn image, by request id.
 
     Raises:
         UsageError: records do not suit the sampler, or the size of an image.
@@ -94,7 +94,7 @@ def draw_with_records(
 
     place.templates.mkdir(parents=True, exist_ok=True)
     names: dict[int, str] = {}
-    # Hidden, so that nobody takes it for a record.
+    # The folder is hidden, so that it is not mistaken for a record.
     with TemporaryDirectory(prefix=".", dir=place.templates) as spools:
         for request in requests:
             spool = Path(spools, str(request.request_id))

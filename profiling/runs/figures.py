@@ -1,4 +1,6 @@
-"""Figures of one served or simulated run, with the intervals that its records allow (`time_blocks`). No torch."""
+"""Figures of one served or simulated run, with the intervals that its records support (`time_blocks`). This module
+imports no torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ from .time_blocks import (
     share_interval,
 )
 
-# Names as people say them, for those of the benchmark clients.
+# Our names of figures, by the names that benchmark clients use.
 _NAMES = {
     "slo_attainment_rate": "slo_attainment",
     "throughput_qps": "throughput",
@@ -29,16 +31,16 @@ _MEASURED = (
     *("latency_", "queueing_", "scheduling_", "step_latency_", "batch_size_", "denoise_busy_", "duration"),
     *("slo_attainment", "throughput", "goodput"),
 )
-"""How the names of figures begin that differ from run to run."""
+"""Prefixes of the names of figures that vary from run to run."""
 _COLUMNS = ("arrival_s", "finish_s", "latency_s", "queueing_s")
 
 _Found = dict[str, tuple[Interval | None, int]]
 
 
 def run_figures(summary: Mapping[str, Any], records: Sequence[RequestRecord]) -> dict[str, Estimate]:
-    """All numbers of a summary (`summarize`) by their paths.
+    """Return all numbers of a summary (`summarize`) by their paths.
 
-    What was measured has the interval that the records allow, or none. What was counted or set is exact.
+    A measured number has the interval that the records support, or none. A number that was counted or set is exact.
     """
     duration_s = float(summary["duration"])
     found = _intervals(records, duration_s)
@@ -55,7 +57,7 @@ def run_figures(summary: Mapping[str, Any], records: Sequence[RequestRecord]) ->
 
 
 def _intervals(records: Sequence[RequestRecord], duration_s: float) -> _Found:
-    """Interval and number of requests by the name of the figure."""
+    """Return interval and number of requests by the name of the figure."""
     ordered = sorted(records, key=lambda record: record.arrival_s)
     columns = {name: np.array([getattr(each, name) for each in ordered], dtype=np.float64) for name in _COLUMNS}
     columns["slo_met"] = np.array([each.slo_met for each in ordered], dtype=object)
@@ -63,13 +65,13 @@ def _intervals(records: Sequence[RequestRecord], duration_s: float) -> _Found:
     done_s = columns["finish_s"][~np.isnan(columns["latency_s"])]
     found["throughput"] = rate_interval(done_s, duration_s), len(done_s)
     if "slo_attainment" in found and duration_s > 0:
-        # As many requests arrive in another run of the same trace.
+        # The number of requests is the same in every run of a trace, so goodput scales with attainment.
         interval, count = found["slo_attainment"]
         scale = count / duration_s
         found["goodput"] = None if interval is None else (interval[0] * scale, interval[1] * scale), count
     sizes = np.array([str(each.resolution) for each in ordered])
     for size in np.unique(sizes).tolist():
-        # Summaries keep the benchmark clients' name of this one within resolutions.
+        # Within resolutions, summaries use the benchmark clients' name for SLO attainment.
         for name, each in _of_requests({name: column[sizes == size] for name, column in columns.items()}).items():
             found[f"per_resolution.{size}.{'slo_attainment_rate' if name == 'slo_attainment' else name}"] = each
     return found

@@ -1,4 +1,4 @@
-"""Predictions beyond what was profiled: they are made, warned of once, and counted. No torch."""
+"""Predictions outside the profile: they are made, warned of once, and counted. This module imports no torch."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,16 +11,16 @@ from ...training.latency.predictor import LatencyPredictor
 
 
 def predictions_outside(predictor: object, before: Mapping[str, int] | None = None) -> dict[str, int] | None:
-    """How many questions of a run a predictor of step latencies has answered by more than what was profiled. The engine
-    asks anew each time, the simulator once about every batch.
+    """Return the number of predictions of a run that a step latency predictor made outside its profile. The engine
+    requests a prediction each time, the simulator once for every batch.
 
     Args:
-        predictor: a latency predictor or a table, perhaps within an `OnlineCorrection`, and beside a line for edits.
-        before: what this function returned before the run; None: the predictor was new.
+        predictor: a latency predictor or a table, possibly wrapped in an `OnlineCorrection` or an `EditStepLatency`.
+        before: value that this function returned before the run; None if the predictor was new.
 
     Returns:
-        `too_large`: batches with more requests than were profiled; `between`: with resolutions between the profiled
-        ones, which a table refuses. None for a predictor that knows of no profile.
+        `too_large`: number of batches with more requests than any profiled one. `between`: number of batches with
+        resolutions between the profiled ones, which a table refuses. None for a predictor without a profile.
     """
     if isinstance(predictor, OnlineCorrection):
         predictor = predictor.predictor
@@ -38,7 +38,7 @@ def predictions_outside(predictor: object, before: Mapping[str, int] | None = No
 def warn_of_small_table(
     predictor: StepLatencyPredictor, path: Path, max_batch_size: int, on_warning: Callable[[str], None]
 ) -> None:
-    """Say that batches may be larger than all of a latency table; a fitted predictor says so when it is asked."""
+    """Warn that batches may be larger than any in a latency table. A fitted predictor warns when it is called."""
     if isinstance(predictor, TableLatency) and max_batch_size > predictor.max_batch_size:
         on_warning(
             f"--max-batch-size is {max_batch_size}, but the largest batch in {path} has {predictor.max_batch_size}: "

@@ -1,7 +1,7 @@
-"""Searches that plan a deployment: the rate that GPUs can take, and the GPUs that a rate needs. No torch.
+"""Searches that plan a deployment: the rate that GPUs sustain, and the GPUs that a rate needs. No torch.
 
-They are as good as the simulator, so that they are made three times: as it is, and with steps as much faster and slower
-as runs on the engine were (`how_slow`).
+A search is only as accurate as the simulator. It therefore runs three times: once as simulated, and with steps as much
+faster and slower as runs on the engine were (`how_slow`).
 """
 
 import json
@@ -20,15 +20,15 @@ from .calibration import Calibration
 from .simulate import Deployment
 
 MAX_GPUS = 4096
-"""Most GPUs that are looked for."""
+"""Maximum number of GPUs that a search tries."""
 _RATE_PRECISION = 0.01
 _MAX_DOUBLINGS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search has found: the highest rate in requests per second or the smallest number of GPUs, the SLO
-    attainment there, and that of all rates or numbers that were tried, in rising order.
+    """Result of a search: the highest rate in requests per second or the smallest number of GPUs, its SLO attainment,
+    and the attainment of all values tried, in ascending order.
     """
 
     value: float
@@ -42,12 +42,12 @@ class InfeasibleError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class HowSlow:
-    """How many times as long steps of a run may last as the simulator says.
+    """Range of the ratio of the measured to the simulated duration of a run's steps.
 
     Attributes:
-        low, high: 95 % of runs are between (Student's prediction interval).
-        num: runs, or systems and rates, that say so.
-        source: `comparison` of the simulator with the engine, or `calibration`: what its fit has left.
+        low, high: ends of Student's 95 % prediction interval for a run.
+        num: number of runs, or of systems and rates, behind the interval.
+        source: `comparison` of the simulator with the engine, or `calibration`, the residuals of its fit.
     """
 
     low: float
@@ -57,9 +57,10 @@ class HowSlow:
 
 
 def how_slow(calibration: Calibration, engine: EngineName, file: Path) -> HowSlow | None:
-    """What the sweep that has left a calibration file tells: its comparison, else the calibration, if one does.
+    """Return the range from the sweep that wrote a calibration file: from its comparison if it has one, otherwise from
+    the calibration. None if neither has enough runs.
 
-    Raises UsageError: the result of the sweep is damaged.
+    Raises UsageError if the result of the sweep is damaged.
     """
     result, ratios, source = file.with_name("result.json"), list(calibration.ratios), "calibration"
     if result.exists():
@@ -74,7 +75,7 @@ def how_slow(calibration: Calibration, engine: EngineName, file: Path) -> HowSlo
     interval = student_interval(ratios)
     if interval is None:
         return None
-    # That of another one, not of the mean.
+    # The interval for another run, not for the mean.
     middle, half = sum(interval) / 2, (interval[1] - interval[0]) / 2 * math.sqrt(len(ratios) + 1)
     return HowSlow(max(middle - half, middle / 10), middle + half, len(ratios), source)
 
@@ -87,9 +88,10 @@ def with_error(
     *,
     worst: float | None = None,
 ) -> Estimate:
-    """What a search has found, with how far it may be off: what it finds where steps last shorter and longer.
+    """Return the result of a search with an interval: the results for shorter and for longer steps.
 
-    `worst` is taken where the target cannot be met at all then; without it there is no interval. Raises as the search.
+    If the target cannot be met there, `worst` is the end of the interval; without `worst` there is no interval. Raises
+    as the search.
     """
     if error is None:
         return Estimate(found.value)
@@ -105,10 +107,10 @@ def with_error(
 
 
 def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
-    """The same requests arriving faster or slower, with the shape kept, so that the mean gap is `1 / rate`.
+    """Return the requests with arrivals scaled in time, so that the mean gap is `1 / rate`.
 
     Raises:
-        UsageError: fewer than two requests, or all at one time: they have no rate.
+        UsageError: there are fewer than two requests, or all arrive at one time, so that they have no rate.
     """
     span_s = requests[-1].arrival_s - requests[0].arrival_s if requests else 0.0
     if not span_s > 0:
@@ -120,20 +122,20 @@ def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Re
     """Find the highest request rate at which the SLO attainment is at least `target`.
 
     The rate is doubled until it is too high and then bisected to 1 %. Attainment falls with the rate, but not strictly
-    from one random trace to the next: what is found holds the target, and a rate at most 1 % above it does not.
+    from one random trace to the next: the returned rate meets the target, and a rate at most 1 % above it does not.
 
     Args:
-        deployment: what serves.
-        trace_at: the trace at a rate in requests per second.
+        deployment: deployment that serves the trace.
+        trace_at: returns the trace at a rate in requests per second.
         target: share of the requests, above 0 and at most 1.
 
     Raises:
         UsageError: the target, the trace or a number is out of its range.
         InfeasibleError: the target is not met at any rate.
-        RunError: it is met at every one.
+        RunError: the target is met at every rate.
     """
     search = _Search(lambda rate: deployment.attainment(trace_at(rate)), target)
-    # What one GPU manages one by one, times the GPUs, is a scale for where to start.
+    # The search starts at the rate of one GPU that serves one by one, times the number of GPUs.
     example = trace_at(1.0)[0]
     low = high = start = deployment.num_gpus / deployment.engine.standalone_s(example)
     if search.holds(start):
@@ -158,8 +160,8 @@ def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Re
 
 
 def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: float) -> SearchResult:
-    """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection; the
-    deployment's own number does not matter.
+    """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection. The
+    deployment's own `num_gpus` is ignored.
 
     Raises:
         UsageError: the target, the trace or a number is out of its range.
@@ -169,7 +171,7 @@ def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: flo
     choices = list(range(1, min(len(requests), MAX_GPUS) + 1))
     if deployment.system.spans_gpus:
         choices = sorted(deployment.speedups.points)
-    # Doubling first: simulations of very many GPUs are the slow ones.
+    # Doubling first, because simulations of very many GPUs are slow.
     low, high = -1, 0
     while not search.holds(choices[high]):
         if high == len(choices) - 1:
@@ -182,7 +184,7 @@ def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: flo
 
 
 class _Search:
-    """Tries values until the attainment is found that holds the target."""
+    """Attainments of the values that a search has tried, and whether they meet the target."""
 
     def __init__(self, attainment: Callable[[float], float], target: float) -> None:
         if not 0 < target <= 1:

@@ -1,4 +1,4 @@
-"""What a served or simulated run leaves in its folder of the workspace."""
+"""Files of a served or simulated run in its folder of the workspace."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +19,8 @@ def write_run(
     *,
     with_report: bool = True,
 ) -> Path:
-    """Write `records.parquet`, `steps.parquet`, `summary.json` and, with the images and their captions, `report.html`,
-    whose path is returned. Raises OSError.
+    """Write `records.parquet`, `steps.parquet`, `summary.json` and, if `with_report`, `report.html` with the images and
+    their captions. Returns the report's path. Raises OSError.
     """
     write_table(run_dir / "records.parquet", RECORDS, (record.to_row() for record in records))
     write_table(run_dir / "steps.parquet", STEPS, (row.to_row() for row in steps))

@@ -1,7 +1,7 @@
 """One serve run from end to end: draw the trace, measure standalone latencies, replay, write the results.
 
-It leaves in its folder of the workspace `trace.jsonl` (the requests with their SLOs), what `write_run` writes, and some
-images. All of it is written for an interrupted run as well.
+The run's folder in the workspace receives `trace.jsonl` (the requests with their SLOs), the files of `write_run`, and
+some images. An interrupted run writes all of them as well.
 """
 
 import math
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 
 _MAX_REPORT_IMAGES = 24
 _MOST_TIMES_SERVED = 5.0
-"""As much longer a request may take alone than in a run, before its SLO is doubted."""
+"""Ratio of a request's standalone latency to its time in a run above which its SLO is in doubt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOutcome:
-    """What a serve run gives: the summary as in `summary.json`, records and steps, the folder, and how it ended."""
+    """Outcome of a serve run: the summary as in `summary.json`, records, steps, the folder, and whether Ctrl-C ended
+    the run.
+    """
 
     summary: dict[str, Any]
     records: list[RequestRecord]
@@ -73,21 +75,21 @@ def run_serve(
     Args:
         model, workspace: the loaded model, and its part of the workspace.
         requests: the trace, in order of arrival.
-        system: whose policy and share of steps requests get; the model brings its engine and cache.
+        system: system that provides the policy and the share of steps; engine and cache are those of the model.
         dataset, config: name of the trace or prompt file, and the user's settings, for the summary and the report.
-        predictor: step latencies for policies that look ahead; one that learns is told every step.
-        slo_scale: SLO of each request without one: this many times its standalone latency on plain diffusers.
-        max_batch_size: largest number of requests in the denoise batch.
-        save_dir: where all images and a copy of the report go; None keeps a few images for the report only.
-        remeasure: measure standalone latencies although the workspace knows them.
+        predictor: step latencies for policies that look ahead; an online predictor observes every step.
+        slo_scale: SLO of each request without one, as a multiple of its standalone latency on plain diffusers.
+        max_batch_size: maximum number of requests in the denoise batch.
+        save_dir: folder for all images and a copy of the report; None keeps a few images for the report only.
+        remeasure: whether standalone latencies are measured even if the workspace has them.
         on_measure, on_start, on_finish: called before each measurement, before the replay, and for each ended request.
-        on_doubt: told in one line which standalone latencies may be too long, and why.
+        on_doubt: called with a line that names a standalone latency that may be too long, and the reason.
 
     Raises:
         UsageError: if the model cannot serve a request, or the policy needs a predictor and there is none; nothing has
             run then.
         RunError: if a measurement fails.
-        KeyboardInterrupt: on Ctrl-C before the replay; later the outcome says so.
+        KeyboardInterrupt: on Ctrl-C before the replay; later, the outcome records the interruption.
         OSError: if results cannot be written.
     """
     from ...serving.engine.engine import Engine
@@ -100,7 +102,7 @@ def run_serve(
         model.check_request(system.adapt(request))
     model.tune([request.resolution for request in requests], workspace.tables)
     outside_before = predictions_outside(predictor)
-    # Requests that bring their own SLO need no measurement.
+    # Requests with their own SLO need no measurement.
     unmeasured = [request for request in requests if request.slo_s is None]
     standalone = standalone_latencies(
         model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure, on_doubt=on_doubt
@@ -143,7 +145,9 @@ def run_serve(
 
 
 def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Path) -> Callable[[Request], Path | None]:
-    """Say where each image goes: all into `save_dir`, or the first few into the run's folder for its report."""
+    """Return the function that maps a request to its image's path: all go to `save_dir`, or the first few to the run's
+    folder for its report.
+    """
     digits = max(3, len(str(max(request.request_id for request in requests))))
     kept = {request.request_id for request in requests[:_MAX_REPORT_IMAGES]}
     folder = run_dir / "images" if save_dir is None else save_dir
@@ -157,11 +161,11 @@ def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Pa
 
 
 def doubtful_alone(records: Sequence[RequestRecord], alone_s: Mapping[int, float | None]) -> dict[str, float]:
-    """How many times longer, by resolution, a request took alone on plain diffusers than the quickest of those that
-    were served took without its waiting; only where that is more than `_MOST_TIMES_SERVED`.
+    """Return, by resolution, the ratio of the standalone latency on plain diffusers to the shortest time in which a
+    request was served, waiting excluded. Only ratios above `_MOST_TIMES_SERVED` are returned.
 
-    In a batch steps take longer, not less, and neither cache nor fewer steps save as much. So latencies alone, and the
-    SLOs that were made of them, were then measured on a busy machine.
+    Steps take longer in a batch, not shorter, and neither the cache nor fewer steps save as much. Such a ratio means
+    that the standalone latencies, from which the SLOs are derived, were measured on a busy machine.
     """
     found: dict[str, float] = {}
     for record in records:
@@ -176,8 +180,9 @@ def doubtful_alone(records: Sequence[RequestRecord], alone_s: Mapping[int, float
 def _exact_s(
     model: "ServedModel", requests: Sequence[Request], records: Sequence[RequestRecord]
 ) -> dict[RequestShape, float]:
-    """The least that new images of each shape took, as plain diffusers draw them, without their waiting; nothing where
-    passes were compiled or recorded, as those are quicker by more than measuring is off.
+    """Return, by shape, the shortest time in which a new image without reused steps was served, waiting excluded.
+
+    Empty if passes were compiled or recorded, which makes them faster by more than the error of a measurement.
     """
     least_s: dict[RequestShape, float] = {}
     shapes = {request.request_id: shape_of(model, request) for request in requests if request.edit is None}
@@ -189,7 +194,7 @@ def _exact_s(
 
 
 def _without_waiting_s(record: RequestRecord) -> float | None:
-    """Seconds that a request took, less what it waited for others; None if it was not served."""
+    """Return the seconds that a request took, excluding the time it waited for others; None if it was not served."""
     if record.latency_s is None or record.admitted_s is None:
         return None
     prepare_s = (record.prepare_end_s or 0.0) - (record.prepare_start_s or 0.0)
@@ -197,8 +202,8 @@ def _without_waiting_s(record: RequestRecord) -> float | None:
 
 
 def engine_figures(result: "RunResult") -> dict[str, Any]:
-    """Figures of the denoise loop: how many steps, how full the batch was, how much of the time it was busy, how often
-    a policy was asked and what a decision cost, in seconds.
+    """Return the figures of the denoise loop: number of steps, mean batch size, share of the time in which it was busy,
+    number of the policy's decisions, and the seconds that a decision took.
     """
     busy_s = sum(row.duration_s for row in result.steps)
     num_steps, ranked = len(result.steps), sorted(result.decision_times_s)
@@ -219,9 +224,11 @@ def engine_figures(result: "RunResult") -> dict[str, Any]:
 def what_was_learnt(
     model: "ServedModel", predictor: StepLatencyPredictor | None, outside_before: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """What the caches of prompts and patches saved, what text encoders left free, how far step latencies were off and
-    how often they were asked beyond what was profiled, why batches failed and why passes could not be recorded, where
-    there is any; `outside_before` as in `predictions_outside`.
+    """Return the parts of a summary that not every run has.
+
+    They are the savings of the caches of prompts and patches, the memory freed by offloading text encoders, the error
+    of predicted step latencies, the predictions outside the profile, the reasons why batches failed and why passes
+    could not be recorded, and the facts of parallel ranks. `outside_before` is as in `predictions_outside`.
     """
     from ...serving.parallel.stepper import ParallelStepper
     from ...serving.patched.stepper import PatchedStepper

@@ -1,4 +1,4 @@
-"""A cascade that serves a trace on the wall clock, in worker processes: what they are made of, and what they leave."""
+"""A cascade that serves a trace on the wall clock, in worker processes: files of the workers, and the run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from .cascade import CascadeDeployment, CascadeParts, CascadeRun
 
 @dataclass(frozen=True, slots=True)
 class CascadeServed:
-    """What a served trace has left: the run, whether Ctrl-C ended it, and what else has."""
+    """Outcome of a served trace: the run, whether Ctrl-C ended it, and the error that ended it, if any."""
 
     run: CascadeRun
     was_interrupted: bool
@@ -28,13 +28,13 @@ class CascadeServed:
 
 @dataclass(frozen=True, slots=True)
 class CascadeFiles:
-    """What workers load.
+    """Files and settings that workers load.
 
     Attributes:
-        specs: both models.
-        workspace: for what engines measure at their start.
-        device, dtype: of both models.
-        discriminator: file that scores light images.
+        specs: specifications of both models.
+        workspace: workspace for the measurements of engines at their start.
+        device, dtype: device and number format of both models.
+        discriminator: file of the discriminator that scores light images.
     """
 
     specs: Mapping[Leg, LegSpec]
@@ -44,8 +44,8 @@ class CascadeFiles:
     discriminator: Path
 
     def require_profiled(self, profile: CascadeProfile) -> None:
-        """Raise UsageError unless a profile is of these models' files, this processor and this discriminator: plans
-        made from the times of others would be wrong.
+        """Raise UsageError unless a profile is of these models' files, this processor and this discriminator. Plans
+        based on the times of others would be wrong.
         """
         from ...serving.models.loading import fingerprint_of
         from ...serving.models.placement import resolve_device
@@ -62,7 +62,7 @@ class CascadeFiles:
             raise UsageError(f"{self.discriminator} is another discriminator than the profile was measured with")
 
     def worker(self, parts: CascadeParts, image_dir: Path) -> WorkerSettings:
-        """Settings of one, which writes images to a folder."""
+        """Return the settings of a worker that writes images to `image_dir`."""
         from ...serving.models.placement import resolve_device
 
         resolved = str(resolve_device(self.device))
@@ -87,15 +87,15 @@ def serve_cascade(
     on_note: Callable[[str], None],
     on_start: Callable[[], Callable[[], None]],
 ) -> CascadeServed:
-    """Serve a trace, whose requests have their SLOs. Light images that a heavy one has replaced are deleted.
+    """Serve a trace whose requests have their SLOs. Light images that a heavy image replaces are deleted.
 
     Args:
-        deployment: what serves; its workers are processes.
-        requests: in order of arrival.
-        files: that workers load.
-        image_dir: where images go.
-        on_note: told in one line what happens to workers.
-        on_start: called when the workers are ready; gives what is called for each request that has ended.
+        deployment: configuration of the cascade, whose workers are processes.
+        requests: requests in order of arrival.
+        files: files that workers load.
+        image_dir: folder for the images.
+        on_note: called with a line about each event of a worker.
+        on_start: called when the workers are ready; returns the function to call for each ended request.
 
     Raises:
         UsageError: as `CascadeDeployment.run`.

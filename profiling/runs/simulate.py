@@ -1,6 +1,6 @@
 """Simulated runs: a trace on the virtual clock. This module imports no torch.
 
-A run leaves in its folder of the workspace what a served one does; the steps are those of the first GPU.
+A run writes the same files as a served one to its folder of the workspace; the steps are those of the first GPU.
 """
 
 import itertools
@@ -46,13 +46,13 @@ OnFinish = Callable[[RequestRecord], None] | None
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """What the simulator knows of one engine.
+    """One engine as the simulator models it.
 
     Attributes:
-        durations, times: how long steps and the other stages last.
-        told_scale: what the correction starts with of what policies are told, which is what was profiled of steady
-            steps; it learns on line, as on the engine.
-        schedule: which steps of requests are computed; None: all.
+        durations, times: durations of the steps and of the other stages.
+        told_scale: initial scale of the online correction of the latencies that policies receive, which are the
+            profiled ones of steady steps. The correction learns as on the engine.
+        schedule: schedule of the steps that are computed; None if all are.
     """
 
     durations: StepDurations
@@ -62,16 +62,16 @@ class SimulatedEngine:
 
     @classmethod
     def of(cls, steps: ProfiledSteps, calibration: Calibration | None = None, times: StageTimes | None = None) -> Self:
-        """An engine whose steps were profiled.
+        """Return an engine with profiled steps.
 
-        Without a calibration, steps last as long as the profile says, and the other stages as `times` does.
+        Without a calibration, steps last as long as in the profile, and the other stages as long as in `times`.
         """
         if calibration is None:
             return cls(StepDurations(steps), times or StageTimes())
         return cls(calibration.durations(steps), calibration.times, calibration.told_scale)
 
     def slowed(self, factor: float) -> Self:
-        """The same engine with steps that last `factor` times as long."""
+        """Return the engine with steps that last `factor` times as long."""
         scales = {size: scale * factor for size, scale in self.durations.scales.items()}
         reuse = self.durations.reuse
         durations = replace(
@@ -83,12 +83,12 @@ class SimulatedEngine:
         return replace(self, durations=durations, told_scale=self.told_scale * factor)
 
     def standalone_s(self, request: Request) -> float:
-        """Latency of a request that is served alone."""
+        """Return the latency in seconds of a request that is served alone."""
         durations = self.durations
         return standalone_latency_s(request, durations.steps.told, self.times, scale=durations.scale_of(1))
 
     def capacity(self, system: System, requests: Sequence[Request], max_batch_size: int, num_gpus: int = 1) -> float:
-        """Requests per second that a system completes where such requests always queue. Raises as `serve`."""
+        """Return the requests per second that a system completes while such requests queue. Raises as `serve`."""
         times = math.ceil(_FULL_BATCHES * max_batch_size * num_gpus / len(requests))
         many = [
             replace(request, request_id=index, arrival_s=0.0, slo_s=None)
@@ -111,21 +111,21 @@ class SimulatedEngine:
         router: str = DEFAULT_ROUTER,
         edits: EditCosts | None = None,
     ) -> SimulationResult:
-        """Simulate a trace that has its SLOs.
+        """Simulate a trace whose requests have SLOs.
 
         Args:
-            system: whose policy, share of steps and allocation of GPUs are simulated.
-            requests: as they were asked for.
-            standalone_s, max_batch_size, num_gpus, keep_steps, on_finish, router, edits: of `simulate`.
-            speedups: of all GPUs together, if the system spans them.
+            system: system whose policy, share of steps and allocation of GPUs are simulated.
+            requests: requests as submitted, before the system adapts them.
+            standalone_s, max_batch_size, num_gpus, keep_steps, on_finish, router, edits: as in `simulate`.
+            speedups: speed-ups of all GPUs together, used if the system spans them.
 
         Raises:
-            UsageError: the latencies do not know a resolution, or there is no such router.
+            UsageError: the latencies do not cover a resolution, or there is no such router.
         """
         policy = get_policy(system.policy)
         told = self.durations.steps.told
         if policy.requires_predictor and not self.durations.is_as_told:
-            # Where the calibration met a machine busy with other things, it may lie beyond what is ever learnt.
+            # A calibration on a busy machine may exceed the range that a correction can learn.
             told = OnlineCorrection(told, scale=bounded(self.told_scale), after_s=self.times.postprocess_s)
         alone_s = {request.request_id: standalone_s(request) for request in requests}
         return simulate(
@@ -148,19 +148,19 @@ class SimulatedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What serves a simulated trace.
+    """Configuration that serves a simulated trace.
 
     Attributes:
-        system: whose policy, engine, share of steps and allocation of GPUs are simulated; its cache, if the engine was
-            calibrated with one.
-        engine: one GPU with this engine.
-        num_gpus, max_batch_size: of `simulate`.
-        slo_scale: SLO of each request without one: this many times its standalone latency.
-        speedups: of all GPUs together, for systems that span them.
-        slower: how many times as long steps last as the engine says, while SLOs stay.
-        alone: the plain engine, of whose latency of a request alone SLOs are multiples; None: `engine` is asked.
-        router: sends requests to GPUs (`serving.scheduling.routers`).
-        edits: that read records; the steps of `engine` are then those of `StepFile.with_edits`.
+        system: system whose policy, engine, share of steps and allocation of GPUs are simulated; also its cache, if the
+            engine was calibrated with one.
+        engine: engine of one GPU.
+        num_gpus, max_batch_size: as in `simulate`.
+        slo_scale: SLO of each request without one, as a multiple of its standalone latency.
+        speedups: speed-ups of all GPUs together, for systems that span them.
+        slower: factor by which steps last longer than in `engine`, while SLOs stay the same.
+        alone: plain engine that provides standalone latencies; None uses `engine`.
+        router: name of the router that sends requests to GPUs (`serving.scheduling.routers`).
+        edits: costs of edits that read records; the steps of `engine` must then come from `StepFile.with_edits`.
     """
 
     system: System
@@ -177,10 +177,10 @@ class Deployment:
     def run(
         self, requests: Sequence[Request], *, keep_steps: bool = False, on_finish: OnFinish = None
     ) -> tuple[list[Request], SimulationResult]:
-        """Simulate a trace, which is in order of arrival; return it with its SLOs, and the result. See `simulate`.
+        """Simulate a trace in order of arrival, as `simulate` does. Returns the trace with its SLOs, and the result.
 
         Raises:
-            UsageError: the trace is empty, a number is out of its range, or the predictor does not know a resolution.
+            UsageError: the trace is empty, a number is out of its range, or the predictor does not cover a resolution.
         """
         if not requests:
             raise UsageError("the trace is empty, but it must hold at least one request")
@@ -199,15 +199,15 @@ class Deployment:
         return promised, result
 
     def attainment(self, requests: Sequence[Request]) -> float:
-        """SLO attainment of a trace, from 0 to 1. Raises as `run`."""
+        """Return the SLO attainment of a trace, from 0 to 1. Raises as `run`."""
         rate = slo_attainment_rate(self.run(requests)[1].records)
         assert rate is not None, "every request has an SLO"
         return rate
 
 
 class StepFile(NamedTuple):
-    """Step latencies of a file: of batches that stay the same and, where they were measured, of first steps; and what
-    they were measured on, where that is known.
+    """Step latencies of a file: steady steps, first steps if they were measured, and the circumstances of the
+    measurement if they are known.
     """
 
     steady: StepLatencyPredictor
@@ -215,13 +215,13 @@ class StepFile(NamedTuple):
     facts: RunFacts | None
 
     def of(self, engine: EngineName) -> ProfiledSteps:
-        """What it says of the steps of an engine; the plain one takes a pass for each resolution."""
+        """Return the profiled steps of an engine; the plain engine takes a pass for each resolution."""
         return ProfiledSteps(self.steady, self.first, by_resolution=engine == "plain")
 
     def with_edits(self, profile: EditProfile) -> Self:
-        """The same beside edits that read records.
+        """Return the step latencies combined with those of edits that read records.
 
-        Raises UsageError: it is known to be of another model, machine or engine than the profile.
+        Raises UsageError if the file is known to be of another model, machine or engine than the profile.
         """
         difference = None if self.facts is None else profile.facts.difference(self.facts)
         if difference is not None:
@@ -235,10 +235,10 @@ class StepFile(NamedTuple):
 
 def load_step_file(path: Path, *, on_warning: Callable[[str], None] | None = None) -> StepFile:
     """Load a fitted predictor (safetensors of `psctl train-predictor latency`) or a table (parquet of `psctl profile
-    latency`, CSV or parquet of another program); `on_warning` as of `LatencyPredictor`.
+    latency`, CSV or parquet of another program). `on_warning` is as in `LatencyPredictor`.
 
     Raises:
-        UsageError: the file is neither; the message says why.
+        UsageError: the file is neither; the message states the reason.
     """
     if path.suffix.lower() == ".safetensors":
         predictor = LatencyPredictor.load(path, on_warning=on_warning)
@@ -248,13 +248,15 @@ def load_step_file(path: Path, *, on_warning: Callable[[str], None] | None = Non
 
 
 def load_stage_times(run_dir: Path) -> StageTimes:
-    """The mean times of the stages of a served run. Raises UsageError (it has no records), RunError (no image)."""
+    """Return the mean times of the stages of a served run. Raises UsageError if it has no records, and RunError if it
+    has no image.
+    """
     rows = read_rows(run_dir / "records.parquet", RECORDS)
     return StageTimes.measured(RequestRecord.from_row(row) for row in rows)
 
 
 def loop_figures(result: SimulationResult) -> dict[str, Any]:
-    """Figures of the simulated denoise loops of all GPUs, as the engine has them (`serve.engine_figures`)."""
+    """Return the figures of the simulated denoise loops of all GPUs, named as the engine's (`serve.engine_figures`)."""
     num_steps, num_decisions = result.num_steps, result.num_decisions
     taken = sum(record.num_inference_steps for record in result.records if record.denoise_end_s is not None)
     return {
@@ -269,7 +271,9 @@ def loop_figures(result: SimulationResult) -> dict[str, Any]:
 def simulation_summary(
     result: SimulationResult, deployment: Deployment, *, model: str, dataset: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The figures of a simulated run: those of a served one (`serving.metrics.summarize`), and of its GPUs."""
+    """Return the figures of a simulated run: those of a served run (`serving.core.metrics.summarize`), and those of its
+    GPUs.
+    """
     records = result.records
     summary = summarize(records, result.duration_s, slo_scale=deployment.slo_scale, model=model, dataset=dataset)
     requests_of = [0] * len(result.busy_s)
@@ -296,8 +300,8 @@ def write_simulation(
     *,
     with_report: bool,
 ) -> Path:
-    """Write a simulated run into a new folder of the workspace and return it; the summary gets its `run_dir`. Raises
-    OSError.
+    """Write a simulated run into a new folder of the workspace and return the folder. Sets `run_dir` of the summary.
+    Raises OSError.
     """
     run_dir = workspace.new_run("simulate")
     summary["run_dir"] = str(run_dir)

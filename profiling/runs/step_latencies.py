@@ -1,6 +1,6 @@
-"""Step latencies for a run that names none: what the workspace has, a coarse table measured now, or a published one.
+"""Step latencies for a run that names none: the workspace's, a coarse table measured now, or a published table.
 
-Nothing here imports torch before something is measured: simulations need none.
+This module imports torch only to measure; simulations do not need it.
 """
 
 import itertools
@@ -40,18 +40,19 @@ def latencies_for_serving(
     on_note: _Tell,
     on_warning: _Tell,
 ) -> StepLatencyPredictor:
-    """Step latencies of this model, machine and engine: the workspace's, else those of a coarse table measured now.
+    """Return step latencies of this model, machine and engine from the workspace, or else from a coarse table measured
+    now.
 
-    A fitted predictor comes before a table, a newer table before an older one. What is measured is kept in the
-    workspace, so that the next run finds it; `psctl profile` and `psctl train-predictor` make a better one.
+    A fitted predictor takes precedence over a table, and a newer table over an older one. A measured table is kept in
+    the workspace for the next run; `psctl profile` and `psctl train-predictor` produce better latencies.
 
     Args:
         model: the loaded model.
-        workspace: of the model.
-        resolutions: of the requests that will be served.
-        max_batch_size: largest batch that will be served.
-        on_note: told in one line what is used.
-        on_warning: told what may be inexact.
+        workspace: workspace of the model.
+        resolutions: resolutions of the requests that will be served.
+        max_batch_size: maximum size of a batch that will be served.
+        on_note: called with a line about the latencies in use.
+        on_warning: called with a line about possible inaccuracies.
 
     Raises:
         RunError, KeyboardInterrupt, OSError: as `profile_latency`.
@@ -81,7 +82,7 @@ def latencies_for_serving(
         f"most {COARSE_BUDGET_S:.0f} s (psctl profile && psctl train-predictor make a better one) ..."
     )
     settings = LatencySettings(wanted, COARSE_COMBINATIONS, max_batch_size, repeats=1)
-    # What the cache saves depends on the requests; a correction learns it while serving.
+    # The savings of the cache depend on the requests; a correction learns them while serving.
     with Contention() as contention:
         outcome = profile_latency(without_cache(model), settings, workspace, budget_s=COARSE_BUDGET_S)
     if outcome.was_interrupted:
@@ -95,7 +96,7 @@ def latencies_for_serving(
 
 
 def told_if_coarse(latency: StepLatencyPredictor) -> list[str]:
-    """That step latencies come from a coarse table, for those who read the results; nothing where they do not."""
+    """Return a note for readers of the results that step latencies come from a coarse table; empty if they do not."""
     if not isinstance(latency, TableLatency) or latency.num_measured > COARSE_COMBINATIONS:
         return []
     return [f"step latencies from a coarse table of {latency.num_measured} batches (psctl profile makes a better one)"]
@@ -104,13 +105,14 @@ def told_if_coarse(latency: StepLatencyPredictor) -> list[str]:
 def table_for_simulation(
     workspace: Workspace, model: str, resolutions: Sequence[Resolution], *, on_note: _Tell
 ) -> Path:
-    """The latency table for a simulation that names none: the workspace's newest of the model, else a published one.
+    """Return the latency table for a simulation that names none: the workspace's newest of the model, or else a
+    published one.
 
     Args:
-        workspace: the whole workspace; any device of the model counts.
+        workspace: the whole workspace; tables of any device of the model count.
         model: name, path or hub id.
-        resolutions: of the requests.
-        on_note: told in one line which table it is, and what it was measured on.
+        resolutions: resolutions of the requests.
+        on_note: called with a line that names the table and the circumstances of its measurement.
 
     Raises:
         UsageError: neither has a table of the model with all resolutions.
@@ -142,11 +144,12 @@ def edit_profile_for_simulation(
     *,
     on_note: _Tell,
 ) -> Path | None:
-    """The profile that a simulation of edits needs: the given one, else the workspace's newest of the model, on any
-    device, of which `on_note` is told. None for a trace without edits.
+    """Return the profile for a simulation of edits: the given one, or else the workspace's newest of the model on any
+    device, which `on_note` names. None for a trace without edits.
 
     Raises:
-        UsageError: there is none, or nothing to use the given one for; or the system's engine reads no records.
+        UsageError: there is no profile, a profile is given for a trace without edits, or the system's engine reads no
+            records.
     """
     if all(request.traced is None for request in requests):
         if given is not None:
@@ -166,9 +169,9 @@ def edit_profile_for_simulation(
 
 
 def tables_measured_under(about: RunFacts, *folders: Path) -> Iterator[tuple[Path, LatencyTable]]:
-    """The latency tables of the folders that were measured under these circumstances, each folder's newest first.
+    """Yield the latency tables of the folders that were measured under these circumstances, each folder's newest first.
 
-    Those that cannot be read are put aside, which is warned of.
+    Unreadable tables are put aside with a warning.
     """
     for path in itertools.chain.from_iterable(map(_newest_first, folders)):
         try:
@@ -181,10 +184,10 @@ def tables_measured_under(about: RunFacts, *folders: Path) -> Iterator[tuple[Pat
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Latency tables of a folder."""
+    """Return the latency tables of a folder, newest first."""
     return sorted(folder.glob(TABLE_PATTERN), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def measured_alone(table: LatencyTable) -> set[Resolution]:
-    """The resolutions of which a table has at least one request alone: the corner that interpolation starts from."""
+    """Return the resolutions with a batch of one request in a table, the corner that interpolation starts from."""
     return {next(iter(row.counts)) for row in table.rows if row.num_requests == 1}

@@ -1,4 +1,4 @@
-"""What trace the user asked for, and the requests that it stands for. This module imports no torch."""
+"""Settings of a trace, and the requests drawn from them. This module imports no torch."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -23,18 +23,18 @@ _DEFAULT_GAMMA_CV = 2.0
 
 
 DEFAULT_SLO_SCALE = 5.0
-"""The paper's, section 8.1."""
+"""SLO scale of PatchedServe, section 8.1."""
 
 
 @dataclass(frozen=True, slots=True)
 class EditSettings:
-    """Which requests of a trace are edits.
+    """Edits among the requests of a trace.
 
     Attributes:
-        share: of the requests that are; 0: none.
-        mask_ratios: a published distribution, or a CSV file of ratios (`data.traces.edits.read_mask_ratios`); None:
-            production.
-        templates, template_skew, strength: as of `data.traces.edits.EditDraws`; None for its defaults.
+        share: share of the requests that are edits; 0 for none.
+        mask_ratios: name of a published distribution, or a CSV file of ratios (`data.traces.edits.read_mask_ratios`);
+            None for `production`.
+        templates, template_skew, strength: as in `data.traces.edits.EditDraws`; None for its defaults.
     """
 
     share: float = 0.0
@@ -44,7 +44,9 @@ class EditSettings:
     strength: float | None = None
 
     def to_draws(self) -> "EditDraws | None":
-        """How they are drawn; None: there are none. Raises UsageError: a setting without a share, or out of range."""
+        """Return how edits are drawn; None if there are none. Raises UsageError if a setting is given without a share,
+        or is out of range.
+        """
         from ...data.traces.edits import EditDraws, read_mask_ratios
 
         given = {"num_templates": self.templates, "skew": self.template_skew, "strength": self.strength}
@@ -60,27 +62,27 @@ class EditSettings:
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """What the user asked for; None leaves it to the model or to the kind of trace.
+    """Settings of a trace; None leaves a setting to the model or to the kind of trace.
 
     Attributes:
         trace: one of `TRACE_KINDS`, or the path of a trace file.
         request_rate: mean arrivals per second of a random trace.
         cv: coefficient of variation of the gaps of a gamma trace.
-        num_prompts: largest number of requests.
-        duration_s: no request arrives later than this.
-        resolutions, mix: as text, such as "128,192" and "1,2"; drawn for random traces, and for lines of a file that
-            name none.
-        prompts: file of prompts, None for the bundled captions.
-        num_inference_steps, guidance_scale: of requests whose line of a file names none.
-        seed: seed of everything that is drawn.
+        num_prompts: maximum number of requests.
+        duration_s: time in seconds after which no request arrives.
+        resolutions, mix: as text, such as "128,192" and "1,2"; used for random traces, and for lines of a file that
+            name no resolution.
+        prompts: file of prompts; None for the bundled captions.
+        num_inference_steps, guidance_scale: for random traces, and for lines of a file that name none.
+        seed: seed of all random draws.
         from_zero: whether a file's first request is moved to 0, for files stamped with clock time.
-        amplitude, period_s: how a diurnal trace swings (`TraceConfig`).
+        amplitude, period_s: amplitude and period of a diurnal trace (`TraceConfig`).
         arrivals: CSV file of the recorded arrivals of an azure trace.
-        curve: CSV file of the rate of a shape trace over time; None for the one in the box.
-        rate_range: its least and its greatest rate, as "1:8"; its length is `duration_s`.
-        edits: which of the requests are edits.
-        slo: seconds that requests have which bring no SLO, as text: "2.5", or "128x128=1.5,256=3" by resolution; None,
-            and for resolutions that are not there: a multiple of their standalone latency.
+        curve: CSV file of the rate of a shape trace over time; None for the bundled one.
+        rate_range: minimum and maximum rate of a shape trace, as "1:8"; its length is `duration_s`.
+        edits: edits among the requests.
+        slo: SLO in seconds of requests that have none, as text: "2.5", or "128x128=1.5,256=3" by resolution. Without
+            it, and for resolutions that it does not name, the SLO is a multiple of the standalone latency.
     """
 
     trace: str = "poisson"
@@ -104,14 +106,14 @@ class TraceSettings:
     slo: str | None = None
 
     def to_config(self) -> dict[str, Any]:
-        """What was asked for, by the names of the options, as JSON: for summaries and reports."""
+        """Return the settings by the names of the options, as JSON, for summaries and reports."""
         given = {name.removesuffix("_s"): value for name, value in asdict(self).items() if name != "from_zero"}
         given |= {name: str(given[name]) for name in ("arrivals", "prompts", "curve") if given[name] is not None}
         if not self.edits.share:
             del given["edits"]
         if self.slo is None:
             del given["slo"]
-        # Infinity is no number in JSON.
+        # JSON has no infinity.
         return given | {"request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf"}
 
 
@@ -121,12 +123,14 @@ def draw_requests(
     """Draw or read the trace.
 
     Args:
-        settings, defaults: of the trace.
-        geometry: tells what edits must fit, whose images and masks are then read; None: there may be none.
+        settings: settings of the trace.
+        defaults: defaults of the model.
+        geometry: returns the geometry that edits must fit, whose images and masks are then read; None if the trace may
+            not contain edits.
 
     Raises:
         UsageError: if a setting is out of its range or a file is malformed (file and line are named), or an edit does
-            not fit or may not be there.
+            not fit or is not allowed.
     """
     requests = draw_trace(settings, defaults)
     traced = next((request for request in requests if request.traced is not None), None)
@@ -146,7 +150,9 @@ def draw_requests(
 
 
 def draw_trace(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
-    """The same, with edits as the trace names them, without their pixels. Raises as `draw_requests`, but for edits."""
+    """Draw or read the trace, with edits as the trace names them, without their pixels. Raises as `draw_requests`,
+    except for edits.
+    """
     slo_of = parse_slo(settings.slo)
     return [
         request if request.slo_s is not None else replace(request, slo_s=slo_of(request.resolution))
@@ -155,7 +161,9 @@ def draw_trace(settings: TraceSettings, defaults: ModelDefaults) -> list[Request
 
 
 def parse_slo(text: str | None) -> "Callable[[Resolution], float | None]":
-    """Seconds by resolution of `"2.5"` or `"128x128=1.5,256=3"`; None for those it does not name. Raises UsageError."""
+    """Parse SLOs such as `"2.5"` or `"128x128=1.5,256=3"`. Returns a function from a resolution to seconds, None for
+    resolutions that the text does not name. Raises UsageError.
+    """
     by_size: dict[Resolution | None, float] = {}
     for part in () if text is None else text.split(","):
         size, _, seconds = part.rpartition("=")
@@ -172,8 +180,8 @@ def parse_slo(text: str | None) -> "Callable[[Resolution], float | None]":
 
 
 def _without_slos(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
-    """A trace where only requests of a file have SLOs, those that it names."""
-    # Here, because the command line reads the settings' defaults, and its help must not wait for numpy.
+    """Draw or read the trace without adding SLOs; only lines of a file that name one have it."""
+    # Imported here, because the command line reads the settings' defaults, and its help must not wait for numpy.
     from ...data.prompts.captions import load_prompts
     from ...data.traces import files, traces
     from ...data.traces.arrivals import read_arrivals

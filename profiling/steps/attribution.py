@@ -1,7 +1,7 @@
-"""What the recorded operators, scopes and kernels of a denoising step were for. This module imports no torch.
+"""Attribution of a denoising step's recorded operators, scopes and kernels to categories. This module imports no torch.
 
-An operator's own time (on CUDA: that of its kernels) counts for the outermost operator within the innermost scope, and
-its name or the scope says what it does.
+An operator's own time (on CUDA, the time of its kernels) is charged to the outermost operator within the innermost
+scope. The category follows from the name of that operator, or from the scope.
 """
 
 from collections.abc import Iterable
@@ -17,13 +17,13 @@ CATEGORIES = {
     "sampler": "all outside the model: its input, guidance, the update, the check for NaN",
     "host": "the rest of the wall time: Python and dispatch",
 }
-"""What a step is divided into, and what belongs there."""
+"""Categories of a step's time, each with what it includes."""
 
 SCOPE_PREFIX = "psctl:"
 STEP_SCOPE = "psctl:step "
-"""Scope of one step; the name of its side follows."""
+"""Prefix of the scope of one step; the name of the side follows."""
 MODEL_SCOPE = "psctl:model"
-"""Scope of the whole model. Those of leaf modules are the prefix and a category."""
+"""Scope of the whole model. The scope of a leaf module is `SCOPE_PREFIX` and a category."""
 
 # Parts of the names of operators.
 _OPERATORS = {"conv": "convolution", "attention": "attention", "group_norm": "group_norm"}
@@ -38,13 +38,13 @@ _VIEWS = {
     *("select", "narrow", "unbind", "split", "split_with_sizes", "chunk", "squeeze", "unsqueeze", "unflatten"),
     *("as_strided", "alias", "detach"),
 }
-# Parts of the names of Triton kernels. No operator launches them, so that otherwise their scope says what they do.
+# Parts of the names of Triton kernels. No operator launches Triton kernels, so others are categorised by their scope.
 _MOVING_KERNELS = ("halo", "patch_move")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that ran on the host: an operator, or a scope. Times in us."""
+    """An operator or a scope that ran on the host. Times are in us."""
 
     name: str
     start: float
@@ -62,7 +62,7 @@ class Kernel:
 
 @dataclass(slots=True)
 class _Frame:
-    """A span that is open: what its own time counts for and what that inside it does, and its own time so far."""
+    """An open span: the categories of its own time and of the time inside it, and its own time so far."""
 
     end: float
     own: str
@@ -75,9 +75,9 @@ def attribute(spans: Iterable[Span], kernels: Iterable[Kernel] | None = None) ->
     """Divide one step by category, in us.
 
     Args:
-        spans: those of one thread, the step's own scope among them; they nest. Time of scopes that is in no operator
-            counts for the host, so that the sum is the length of the step.
-        kernels: those of a CUDA device; they alone are counted then, and the host is left at 0.
+        spans: nested spans of one thread, including the step's own scope. Time that a scope spends outside operators
+            is charged to the host, so that the sum is the length of the step.
+        kernels: kernels of a CUDA device. If given, only they are counted, and the host stays at 0.
     """
     us = dict.fromkeys(CATEGORIES, 0.0)
     stack: list[_Frame] = []
@@ -103,7 +103,7 @@ def attribute(spans: Iterable[Span], kernels: Iterable[Kernel] | None = None) ->
 
 
 def _order(event: Span | Kernel) -> tuple[float, float]:
-    # Of two spans that start together the longer one is outside; a kernel is launched inside everything.
+    # If two spans start together, the longer one is the outer one; a kernel is launched inside both.
     return (event.launched, 0.0) if isinstance(event, Kernel) else (event.start, -event.end)
 
 

@@ -1,11 +1,11 @@
-"""How long one denoising step takes: the patch engine against plain diffusers, interleaved in one run.
+"""Latency of one denoising step: the patch engine against plain diffusers, interleaved in one run.
 
-Every side runs with every effort that is asked for (eager, recorded, compiled, both), and plain diffusers one by one
-and in batches of one resolution, in each of its memory formats. A time is the median over repeats; in every repeat each
-contender takes its steps in turn, so that whatever else the machine does meets all of them. The one ratio of a row is
-that of the fastest plain contender to the fastest patched one: the median of the repeats' ratios. What is measured is
-the steady state, a batch whose requests stay; `patched_repack_ms` is the patched step after a request has joined or
-left, which packs the batch anew (PatchedServe section 4.1).
+Every side runs with every requested effort (eager, recorded, compiled, both). Plain diffusers runs one by one and in
+batches of one resolution, in each of its memory formats. A time is the median over repeats. In every repeat the
+contenders take their steps in turn, so that other load on the machine affects all of them alike. Each row has one
+ratio, of the fastest plain contender to the fastest patched one: the median of the repeats' ratios. The steady state
+is measured, a batch whose requests stay. `patched_repack_ms` is the patched step after a request has joined or left,
+which repacks the batch (PatchedServe section 4.1).
 """
 
 import statistics
@@ -50,12 +50,12 @@ SideName = Literal["one_by_one", "same_resolution", "patched"]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What takes the steps of a combination.
+    """One way of taking the steps of a combination.
 
     Attributes:
         side: how requests are batched, and which engine denoises them.
-        effort: what is done to make it fast.
-        format: of the plain model; None for the patched one, and one by one, where tuning has chosen.
+        effort: optimizations that are applied.
+        format: memory format of the plain model; None for the patched model, and one by one, where tuning chooses it.
     """
 
     side: SideName
@@ -64,7 +64,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """For tables and files."""
+        """Name in tables and files."""
         return ", ".join(filter(None, (self.side.replace("_", " "), self.effort.name, self.format)))
 
 
@@ -72,13 +72,13 @@ class StepBench:
     """Measures combinations on one model, which the patch engine serves eagerly.
 
     Args:
-        model: shares its weights with all contenders.
-        settings: how much is measured.
-        efforts: with which every side runs.
-        make_recorder: of a device; what records passes.
+        model: served model, whose weights all contenders share.
+        settings: numbers of repeats and warm-up rounds, and the seed.
+        efforts: efforts with which every side runs.
+        make_recorder: returns the recorder of passes of a device.
 
     Raises:
-        UsageError: passes are to be recorded on a device that cannot.
+        UsageError: an effort records passes, which the device does not support.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StepBench:
         self.plain = {effort: plain_models(model, effort, recorder) for effort in self.efforts}
 
     def tune(self, resolutions: Sequence[Resolution], folder: Path) -> None:
-        """Let every contender choose what is faster, see `ServedModel.tune`."""
+        """Tune every contender for these resolutions, as `ServedModel.tune` does."""
         for effort in self.efforts:
             self.patched[effort].tune(resolutions, folder)
             self.plain[effort][None].tune(self.model.tuning(resolutions, folder), self.model.family.conditions)
@@ -119,9 +119,9 @@ class StepBench:
         return {each: Lane(side, model.device) for each, side in found.items() if each.side in sides}
 
     def measure(self, combination: Combination) -> Row:
-        """Measure one combination; returns its row.
+        """Measure one combination and return its row.
 
-        A contender whose passes cannot be recorded has run eagerly instead, and is left out.
+        A contender whose passes cannot be recorded has run eagerly instead; the row omits it.
         """
         timed = self.lanes(combination)
         time_lanes(timed.values(), self.settings)
@@ -157,7 +157,7 @@ class StepBench:
         }
 
     def _is_plain(self, combination: Combination, effort: Effort) -> bool:
-        """Whether the patch engine hands this batch to the unmodified model."""
+        """Return whether the patch engine runs this batch through the unmodified model."""
         stepper = patched_stepper(self.patched[effort])
         side = EngineSide(stepper, self.pool.take(combination))
         side.begin()
@@ -166,7 +166,7 @@ class StepBench:
         return stepper.batch.is_plain
 
     def _recording_failure(self, contender: Contender) -> str | None:
-        """Why its passes are not recorded, though that is its effort."""
+        """Return why a contender that should record its passes does not; None if it does or need not."""
         effort, form = contender.effort, contender.format
         patched, plain = patched_stepper(self.patched[effort]).model, self.plain[effort][form]
         captured = patched.captured if contender.side == "patched" else plain.captured
@@ -174,7 +174,7 @@ class StepBench:
 
 
 def fastest(lanes: Mapping[Contender, Lane], side: SideName) -> Contender:
-    """The contender of a side whose median is the smallest."""
+    """Return the contender of a side with the smallest median."""
     return min((each for each in lanes if each.side == side), key=lambda each: lanes[each].median_ms)
 
 
@@ -193,8 +193,9 @@ def _times_of(contender: Contender, lane: Lane) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class BenchKind:
-    """What is measured of every combination, what its rows say together, and a PNG of the result; `name` is that of
-    the files, which get `.json` and `.png`.
+    """A kind of benchmark: the measurement of a combination, the summary of all rows, and a PNG plot of the result.
+
+    `name` is the stem of the `.json` and `.png` files.
     """
 
     name: str
@@ -214,21 +215,21 @@ def run_bench(
     on_start: Callable[[Combination], None] | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> BenchOutcome:
-    """Measure every combination; the run's folder gets the rows, after each of them, and a plot.
+    """Measure every combination. Writes the rows to the run's folder after each of them, and a plot at the end.
 
     Args:
-        kind: `STEPS`, or `breakdown.BREAKDOWN`.
-        model: on the patch engine, eager; its strategies are measured first where the workspace has none.
+        kind: `STEPS` or `breakdown.BREAKDOWN`.
+        model: model on the eager patch engine; its strategies are measured first if the workspace has none.
         combinations: at least one, all of the same resolutions.
-        workspace: of the model.
-        settings: how much is measured.
-        efforts: with which every side runs.
-        on_start, on_row: called before each combination, and after it.
+        workspace: workspace of the model.
+        settings: numbers of repeats and warm-up rounds, and the seed.
+        efforts: efforts with which every side runs.
+        on_start, on_row: called before and after each combination.
 
     Raises:
         UsageError: if the model or the engine's options do not fit a resolution; nothing has run then.
         RunError: if a request fails.
-        KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
+        KeyboardInterrupt: on Ctrl-C before the first row is finished; later, the outcome records the interruption.
         OSError: if results cannot be written.
     """
     bench = StepBench(model, settings, efforts=efforts)
@@ -261,7 +262,7 @@ def run_bench(
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what the rows say together: geometric means over mixed combinations, and the smallest ratio of all."""
+    """Return the summary of the rows: the geometric mean over mixed combinations, and the smallest ratio of all."""
     mixed = [row for row in rows if row["is_mixed"]]
     single = [row["patched_is_plain"] for row in rows if not row["is_mixed"]]
     return {

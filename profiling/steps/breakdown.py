@@ -1,7 +1,7 @@
 """Where the time of a denoising step goes, by kind of work, for the patch engine and for plain diffusers.
 
-Operators are recorded by `torch.profiler`, inside scopes that hooks open around the model and its leaf modules; nothing
-in the engine knows of it. `attribution` says what each is for.
+`torch.profiler` records operators inside scopes that hooks open around the model and its leaf modules; the engine is
+not involved. `attribution` assigns each operator to a category.
 """
 
 import os
@@ -26,7 +26,7 @@ from .plots import plot_breakdown
 from .rows import Row, name_of
 from .sides import EAGER, patched_stepper
 
-# Parts of module class names: the leaves of diffusers and those of the patch engine.
+# Parts of the class names of leaf modules, those of diffusers and those of the patch engine.
 _MODULES = {
     "GroupNorm": "group_norm",
     "Attention": "attention",
@@ -36,7 +36,7 @@ _MODULES = {
 }
 _EMPTY_CALLS = 50
 _RUNTIME = ("cu", "hip")
-"""What the names of calls of the CUDA or HIP runtime begin with; operators begin with `aten::` and the like."""
+"""Prefixes of the names of CUDA and HIP runtime calls; names of operators begin with `aten::` and the like."""
 
 
 @contextmanager
@@ -72,11 +72,12 @@ def _scopes(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def profile_step(lanes: dict[str, Lane], models: Iterable[nn.Module], device: torch.device) -> dict[str, Row]:
-    """Profile one step of every lane; returns its `ms` by category and its length, `profiled_ms`.
+    """Profile one step of every lane. Returns its `ms` by category and its length, `profiled_ms`.
 
-    On a CPU the `ms` add up to the length less what the scopes cost; on CUDA they are of kernels, the host's being 0.
+    On a CPU the `ms` add up to the length less the overhead of the scopes. On CUDA they are times of kernels, and the
+    host has 0.
     """
-    # The profiler's library says on stderr when it starts and stops, and has no other switch.
+    # The profiler's library logs its start and stop to stderr, which only this variable silences.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     is_cuda = device.type == "cuda"
     with (
@@ -101,7 +102,7 @@ def profile_step(lanes: dict[str, Lane], models: Iterable[nn.Module], device: to
 
 
 def _scope_us() -> float:
-    """What the scope of a module costs: calls of a module that does nothing, with a scope and without."""
+    """Return the overhead of a module's scope in us: calls of a module that does nothing, with and without a scope."""
     module, given = nn.Identity(), torch.zeros(1)
 
     def time_calls() -> float:
@@ -117,16 +118,16 @@ def _scope_us() -> float:
 
 
 def _steps(events: Iterable[Any]) -> Iterator[tuple[str, list[Span], list[Kernel]]]:
-    """Yield what the profiler has recorded step by step: its side, its spans (its own first), and its kernels."""
+    """Yield the recorded steps: the side, the spans (the step's own scope first), and the kernels of each."""
     on_host = [event for event in events if event.device_type == DeviceType.CPU and not event.is_async]
-    # The device's events carry the number of the call that launched them, and a copy of every scope.
+    # Events of the device carry the id of the call that launched them; the device's timeline repeats every scope.
     launches = {event.id: event.time_range.start for event in on_host if event.name.startswith(_RUNTIME)}
     kernels = [
         Kernel(event.name, launches[event.id], event.time_range.elapsed_us())
         for event in events
         if event.device_type != DeviceType.CPU and event.id in launches and not event.name.startswith(SCOPE_PREFIX)
     ]
-    # The profiler has each event's parent too, but the calls of the runtime would stand between.
+    # The profiler also records each event's parent, but runtime calls would come in between.
     spans = [
         (event.thread, Span(event.name, event.time_range.start, event.time_range.end))
         for event in on_host
@@ -142,10 +143,10 @@ def _steps(events: Iterable[Any]) -> Iterator[tuple[str, list[Span], list[Kernel
 
 
 def divide(wall_ms: float, steps: Sequence[Row], *, is_cuda: bool) -> Row:
-    """Divide the wall time of an unprofiled step as the medians of its profiled steps tell.
+    """Divide the wall time of an unprofiled step by category, in proportion to the medians of its profiled steps.
 
-    On CUDA the host gets what the kernels leave. On a CPU all is scaled to the wall time, as the profiler makes every
-    operator a little slower.
+    On CUDA the host is charged the time that no kernel takes. On a CPU all categories are scaled to the wall time,
+    because the profiler makes every operator a little slower.
     """
     ms = {category: statistics.median(step["ms"][category] for step in steps) for category in CATEGORIES}
     known_ms = sum(ms.values())
@@ -162,8 +163,8 @@ def divide(wall_ms: float, steps: Sequence[Row], *, is_cuda: bool) -> Row:
 def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
     """Time and profile, in turn, the patched and the faster same-resolution side of one combination.
 
-    A side's `ms` are by category, of all repeats and by repeat; `first_ms` is the step after a request has joined or
-    left, which packs the batch anew.
+    A side has its `ms` by category, over all repeats and for each repeat. `first_ms` is the step after a request has
+    joined or left, which repacks the batch.
     """
     found = bench.lanes(combination, ("same_resolution", "patched"))
     time_lanes(found.values(), bench.settings)
@@ -177,7 +178,7 @@ def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
         lane.samples_ms.clear()
     for _ in range(bench.settings.repeats):
         for lane in lanes.values():
-            # What the profiler leaves in the processor's caches is not to be timed.
+            # An untimed step first, so that what the profiler leaves in the processor's caches does not affect timing.
             lane.make_room()
             lane.side.step()
             lane.measure()

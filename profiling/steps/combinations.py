@@ -1,7 +1,7 @@
 """Combinations: how many requests of each resolution are in a batch. This module imports no torch.
 
-A latency model needs many of them (300 random ones in PatchedServe section 6.1), a benchmark a few that tell. Their
-short names are those of its figure 5.
+A latency model needs many combinations (300 random ones in PatchedServe section 6.1), a benchmark a few informative
+ones. Short names follow figure 5 of the paper.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from ...data.errors import UsageError
 from ...data.resolution import Resolution, format_batch
 
 MAX_REQUESTS = 256
-"""Most requests in one combination."""
+"""Maximum number of requests in one combination."""
 _FULL = 16
 """Requests in a full batch, the default of `psctl serve --max-batch-size`."""
 _LETTERS = {1: "S", 2: "SL", 3: "SML"}
@@ -30,7 +30,8 @@ class Combination:
     """Requests by resolution: `counts[i]` of `resolutions[i]`.
 
     Raises:
-        UsageError: the numbers do not fit the resolutions, or add up to none or to more than `MAX_REQUESTS`.
+        UsageError: the counts do not match the resolutions, or one is negative, or they add up to 0 or to more than
+            `MAX_REQUESTS`.
     """
 
     resolutions: tuple[Resolution, ...]
@@ -60,7 +61,7 @@ class Combination:
 
     @property
     def present(self) -> dict[Resolution, int]:
-        """Number of requests of every resolution that has any."""
+        """Number of requests by resolution, without resolutions that have none."""
         pairs = zip(self.resolutions, self.counts, strict=True)
         return {resolution: count for resolution, count in pairs if count}
 
@@ -70,12 +71,14 @@ class Combination:
 
     @property
     def by_resolution(self) -> dict[str, int]:
-        """Number of requests of every resolution, also of those that have none."""
+        """Number of requests by resolution, including resolutions that have none."""
         return {str(resolution): count for resolution, count in zip(self.resolutions, self.counts, strict=True)}
 
     @property
     def label(self) -> str:
-        """A short name: letters for up to three squares ("SML", "4S 4M 4L"), else sizes ("2*128x192 + 256x256")."""
+        """Short name: letters for up to three square resolutions ("SML", "4S 4M 4L"), otherwise sizes
+        ("2*128x192 + 256x256").
+        """
         letters, counts = letters_of(self.resolutions), self.present
         if not letters:
             return format_batch(counts)
@@ -86,17 +89,17 @@ class Combination:
 
 
 def letters_of(resolutions: Sequence[Resolution]) -> dict[Resolution, str]:
-    """Return the letter of each resolution from small to large; none unless they are up to three squares."""
+    """Return the letter of each resolution from small to large; empty unless they are one to three squares."""
     if len(resolutions) not in _LETTERS or any(width != height for width, height in resolutions):
         return {}
     return dict(zip(sorted(resolutions), _LETTERS[len(resolutions)], strict=True))
 
 
 def parse_combinations(text: str, resolutions: tuple[Resolution, ...]) -> tuple[Combination, ...]:
-    """Read `"1,1,1;2,2,2"`: combinations between semicolons, one number for each resolution.
+    """Parse combinations such as `"1,1,1;2,2,2"`: separated by semicolons, with one number for each resolution.
 
     Raises:
-        UsageError: a combination has another form, see `Combination`.
+        UsageError: a combination is malformed, or `Combination` refuses it.
     """
     parsed = []
     for part in text.split(";"):
@@ -111,7 +114,7 @@ def parse_combinations(text: str, resolutions: tuple[Resolution, ...]) -> tuple[
 
 
 def default_combinations(resolutions: tuple[Resolution, ...]) -> tuple[Combination, ...]:
-    """Return about 20 combinations of up to 16 requests: of one resolution, pairs, even mixes and uneven ones."""
+    """Return about 20 combinations of up to 16 requests: single resolutions, pairs, even mixes and uneven ones."""
     size = len(resolutions)
 
     def filled(others: int, counts: dict[int, int]) -> tuple[int, ...]:
@@ -121,7 +124,7 @@ def default_combinations(resolutions: tuple[Resolution, ...]) -> tuple[Combinati
     if size > 1:
         rows += [filled(0, {first: 1, second: 1}) for first, second in choose(range(size), 2)]
         rows += [filled(count, {}) for count in (1, 2, 3, 4) if count * size <= _FULL]
-        # A full batch, as even as it can be; the largest take the rest.
+        # A full batch, as even as possible; the largest resolutions take the remainder.
         rows.append(tuple((_FULL * (index + 1)) // size - (_FULL * index) // size for index in range(size)))
         for few, many in ((1, 8), (2, _FULL - 2 * (size - 1))):
             rows += [filled(few, {index: many}) for index in (0, size - 1) if many > few]
@@ -129,10 +132,10 @@ def default_combinations(resolutions: tuple[Resolution, ...]) -> tuple[Combinati
 
 
 def random_combinations(resolutions: tuple[Resolution, ...], count: int, seed: int) -> tuple[Combination, ...]:
-    """Draw different combinations of 1 to 16 requests: first their number, then evenly among all ways to split it.
+    """Draw distinct combinations of 1 to 16 requests: first the number of requests, then uniformly a way to split it.
 
     Raises:
-        UsageError: there are not so many.
+        UsageError: `count` is less than 1, or more than the number of distinct combinations.
     """
     size = len(resolutions)
     available = count_combinations(size, _FULL)
@@ -145,29 +148,31 @@ def random_combinations(resolutions: tuple[Resolution, ...], count: int, seed: i
     drawn: dict[tuple[int, ...], None] = {}
     while len(drawn) < count:
         total = generator.randint(1, _FULL)
-        # Bars among stars: what lies between two neighbouring bars are the requests of one resolution.
+        # Stars and bars: the stars between two neighbouring bars are the requests of one resolution.
         bars = [-1, *sorted(generator.sample(range(total + size - 1), size - 1)), total + size - 1]
         drawn[tuple(right - left - 1 for left, right in pairwise(bars))] = None
     return tuple(Combination(resolutions, row) for row in drawn)
 
 
 def count_combinations(num_resolutions: int, max_batch_size: int) -> int:
-    """Number of different combinations of 1 to `max_batch_size` requests."""
+    """Return the number of distinct combinations of 1 to `max_batch_size` requests."""
     return math.comb(max_batch_size + num_resolutions, num_resolutions) - 1
 
 
 def stratified_combinations(
     resolutions: tuple[Resolution, ...], count: int, max_batch_size: int, seed: int
 ) -> tuple[Combination, ...]:
-    """Draw different combinations that cover small and large batches, and pure and mixed ones, evenly.
+    """Draw distinct combinations that cover small and large batches, and pure and mixed ones, evenly.
 
-    Always among them, and first: one request of each resolution and the largest batch of each, the corners between
-    which a latency model interpolates, and a small and a large batch of all resolutions. Then come pairs. Without mixed
-    batches a model cannot tell what mixing costs, and a short table would have none. The others are drawn by turns from
-    all batch sizes, and there by turns from all numbers of different resolutions. An even draw among all ways to split
-    a batch would hold next to no batch of a single resolution, which is what a policy that never mixes runs.
+    The result always begins with one request of each resolution and the largest batch of each, the corners between
+    which a latency model interpolates, and a small and a large batch of all resolutions. Pairs follow: without mixed
+    batches a model cannot learn the cost of mixing, and a short table would have none. The rest are drawn in turn from
+    all batch sizes and, within a batch size, in turn from all numbers of distinct resolutions. A uniform draw among all
+    ways to split a batch would contain almost no batch of a single resolution, which is what a policy that never mixes
+    runs.
 
-    All are returned if there are not `count`, and corners and mixes of all even if it is less.
+    If fewer than `count` combinations exist, all are returned. The corners and the batches of all resolutions are
+    returned even if `count` is smaller.
     """
     generator = random.Random(seed)
     size = len(resolutions)
@@ -183,7 +188,7 @@ def stratified_combinations(
             break
         generator.shuffle(strata)
         for total, stratum in list(strata):
-            if held[total] >= least:  # by those that always are among them
+            if held[total] >= least:  # filled by combinations that are always included
                 continue
             drawn = next(stratum, None)
             if drawn is None:
@@ -197,29 +202,30 @@ def stratified_combinations(
 def single_combinations(
     resolutions: tuple[Resolution, ...], count: int, max_batch_size: int
 ) -> tuple[Combination, ...]:
-    """Combinations of one resolution each, at most `count`: all that the passes of the plain engine are made of.
+    """Return about `count` combinations of one resolution each, the only ones that passes of the plain engine have.
 
-    Every resolution gets the same numbers of requests, denser among the small ones; 1 and the largest batch always.
+    Every resolution gets the same numbers of requests, denser among the small ones; 1 and `max_batch_size` are always
+    included.
     """
     wanted = min(max_batch_size, max(2, count // len(resolutions)))
     places = [max_batch_size ** (index / (wanted - 1)) for index in range(wanted)] if wanted > 1 else [1.0]
     numbers: list[int] = []
     for index, place in enumerate(places):
-        # Rounding may give a number twice; then it is the next free one, and there is room for those to come.
+        # If rounding repeats a number, the next free one is used; room is left for the numbers to come.
         low = numbers[-1] + 1 if numbers else 1
         numbers.append(min(max(low, round(place)), max_batch_size - (wanted - 1 - index)))
     return tuple(Combination(resolutions, row) for row in _pure(len(resolutions), numbers))
 
 
 def _pure(size: int, numbers: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    """The counts of batches of one resolution: of each number, one for every resolution."""
+    """Yield the counts of batches of one resolution: for each number, one batch of every resolution."""
     for number, index in product(numbers, range(size)):
         yield tuple(number if index == other else 0 for other in range(size))
 
 
 def _even(size: int, members: Sequence[int], max_batch_size: int) -> Iterator[tuple[int, ...]]:
-    """One request of each of some resolutions, and the largest batch of them, as even as it can be; as far as they fit
-    a batch.
+    """Yield one request of each member resolution, and their largest batch, as even as possible; omits what does not
+    fit a batch.
     """
     for number in dict.fromkeys((len(members), max_batch_size)):
         if len(members) <= number <= max_batch_size:
@@ -231,7 +237,7 @@ def _even(size: int, members: Sequence[int], max_batch_size: int) -> Iterator[tu
 def _splits(
     total: int, size: int, generator: random.Random, taken: Container[tuple[int, ...]]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to split `total` requests that are not taken: by turns of 1, 2, ... resolutions, else random."""
+    """Yield, at random, the ways to split `total` requests not in `taken`, over 1, 2, ... resolutions in turn."""
     left = {number: math.comb(size, number) * math.comb(total - 1, number - 1) for number in range(1, size + 1)}
     left = {number: ways for number, ways in left.items() if ways}
     seen: set[tuple[int, ...]] = set()

@@ -1,4 +1,4 @@
-"""Timing of steps by turns: lanes, each of one side, which a repeat times one after the other."""
+"""Interleaved timing of steps: every repeat times the lanes one after the other, each the lane of one side."""
 
 import math
 import statistics
@@ -13,14 +13,14 @@ from .matrix_peak import count_operations
 from .sides import Side
 
 SHORTEST_TIMING_S = 0.005
-"""Steps that are shorter are repeated within one timing until it takes this long."""
+"""Shorter steps are repeated within one timing until it takes this long."""
 _MOST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """How much is measured: timings of every side, rounds before them (each of a step of a new batch and one of the
-    same batch), and the seed of the first request's noise.
+    """Extent of a benchmark: the timings of every side, the warm-up rounds before them (each a step of a new batch and
+    one of the same batch), and the seed of the first request's noise.
     """
 
     repeats: int = 15
@@ -30,8 +30,8 @@ class BenchSettings:
 
 @dataclass(slots=True)
 class Lane:
-    """One side and what was measured of it: the steps that start anew (in the warm-up), and the repeats, each of so
-    many steps that it is not too short for the clock.
+    """One side and its measurements: the first steps of new batches (in the warm-up), and the repeats, each of enough
+    steps that it is not too short for the clock.
     """
 
     side: Side
@@ -52,7 +52,7 @@ class Lane:
         self.samples_ms.append(self._time(self.steps_per_timing))
 
     def make_room(self) -> None:
-        """Start anew if the next timing would reach the end of the schedule; the first step then is not counted."""
+        """Restart the side if the next timing would reach the end of the schedule; its first step is not timed."""
         if self.side.steps_left <= self.steps_per_timing:
             self.side.begin()
             self.side.step()
@@ -71,20 +71,22 @@ class Lane:
 
 
 def ratios_of(base_ms: Sequence[float], patched_ms: Sequence[float]) -> list[float]:
-    """How many times as long a side takes, in every repeat: what slows the machine down meets both sides of one alike,
-    so that their ratios are as good as independent. Times are not.
+    """Return the ratio of the base time to the patched time of every repeat.
+
+    Whatever slows the machine down affects both sides of a repeat alike, so that the ratios are nearly independent; the
+    times are not.
     """
     return [own / ours for own, ours in zip(base_ms, patched_ms, strict=True)]
 
 
 def operations_of(side: Side) -> int:
-    """Operations of one step of a batch that stays the same."""
+    """Return the number of operations of one step of a batch that stays the same."""
     side.begin()
     side.step()
     operations = count_operations(side.step)
     if operations:
         return operations
-    # A recorded pass was played back. The first of a batch is not; it works out what the batch keeps besides.
+    # A recorded pass was replayed. The first pass of a batch is not; it also computes what the batch keeps.
     side.begin()
     return count_operations(side.step)
 

@@ -1,4 +1,4 @@
-"""How much of the machine's matrix peak a step reaches: its operations are counted, the peak is measured."""
+"""Share of the machine's matrix peak that a step reaches: operations are counted, the peak is measured."""
 
 import time
 from collections.abc import Callable
@@ -17,9 +17,9 @@ _MOST_PRODUCTS = 50
 
 @cache
 def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second in the fastest of some products of large square matrices; a multiply-add is two.
+    """Return the operations per second of the fastest of several products of large square matrices.
 
-    On a CPU with torch's current threads.
+    A multiply-add is two operations. A CPU uses torch's current number of threads.
     """
     side = _SIDE[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -33,7 +33,7 @@ def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def count_operations(work: Callable[[], object]) -> int:
-    """Operations of all matrix products, convolutions and attentions in `work`, which runs once, not compiled."""
+    """Return the operations of all matrix products, convolutions and attentions in `work`, which runs once, eagerly."""
     # torch counts attention on CUDA only.
     counted: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention}
     with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False, custom_mapping=counted) as counter:

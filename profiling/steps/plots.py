@@ -13,7 +13,7 @@ _RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 
 
 
 def plot_steps(result: dict[str, Any]) -> bytes:
-    """How many times as fast as the best baseline the best patched step is, a line for every combination."""
+    """Plot the speed of the best patched step relative to the best baseline, one line for every combination."""
     rows = result["rows"]
     labels = [row["label"] for row in rows]
     figure = new_figure(_width_in(labels), 1.9 + _ROW_IN * len(rows))
@@ -52,7 +52,7 @@ def plot_steps(result: dict[str, Any]) -> bytes:
 
 
 def plot_breakdown(result: dict[str, Any]) -> bytes:
-    """Where the time of a step goes: two bars for every combination, divided by category."""
+    """Plot the time of a step by category, two bars for every combination."""
     bars = [
         (f"{row['label']}  {'patched' if side == 'patched' else 'same resolution'}", row["sides"][side])
         for row in result["rows"]
@@ -61,7 +61,7 @@ def plot_breakdown(result: dict[str, Any]) -> bytes:
     names = [name for name, _ in bars]
     figure = new_figure(_width_in(names), 2.0 + 0.36 * len(bars))
     ax = figure.subplots()
-    # The two bars of a combination stand together.
+    # The two bars of a combination are adjacent.
     places = [index + 0.35 * (index // 2) for index in range(len(bars))]
     lefts = [0.0] * len(bars)
     colours = dict(zip(CATEGORIES, THEME.series, strict=True)) | {"host": THEME.grid}
@@ -81,7 +81,7 @@ def plot_breakdown(result: dict[str, Any]) -> bytes:
 
 
 def _width_in(names: list[str]) -> float:
-    """Names of many resolutions are long; the axes are to keep their width."""
+    """Return the figure's width: names of many resolutions are long, and the axes keep their width."""
     return _WIDTH_IN + 0.08 * max(0, max(map(len, names)) - 22)
 
 

@@ -1,4 +1,4 @@
-"""The rows of a benchmark: one for every combination, in a file that is complete after each of them."""
+"""Rows of a benchmark, one for every combination, in a file that is complete after each of them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +17,19 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class BenchOutcome:
-    """What a benchmark gives: the result as in its JSON file, and its folder."""
+    """Outcome of a benchmark: the result as in its JSON file, and the folder of the run."""
 
     result: dict[str, Any]
     run_dir: Path
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether Ctrl-C ended it."""
+        """Whether Ctrl-C ended the benchmark."""
         return self.result["was_interrupted"]
 
 
 def name_of(combination: Combination) -> Row:
-    """Return what every row begins with."""
+    """Return the columns that identify a combination, with which every row begins."""
     return {
         "combination": combination.by_resolution,
         "label": combination.label,
@@ -39,10 +39,10 @@ def name_of(combination: Combination) -> Row:
 
 
 def median_interval(samples: Sequence[float]) -> list[float] | None:
-    """95 % interval of the median of independent values, whatever their distribution; None for fewer than six.
+    """Return a distribution-free 95 % interval of the median of independent values; None for fewer than six.
 
-    Its ends are two of the values: the median lies below the k-th smallest only if fewer than k of them lie below the
-    median, which a fair coin tells (Thompson, 1936).
+    Its ends are two of the values. The median lies below the k-th smallest only if fewer than k values lie below the
+    median, whose number is binomial with probability 1/2 (Thompson, 1936).
     """
     count = len(samples)
     tail, rank = 0.0, 0
@@ -66,11 +66,11 @@ def measure_rows(
     """Measure every combination, and write the rows to `path` after each of them and at the end.
 
     Args:
-        combinations: or whatever else has a row, in the order in which they are measured.
+        combinations: items that get a row, combinations or others, in the order of measurement.
         measure: returns the row of a combination.
-        path: of the JSON file.
-        head_of: returns what stands above the rows in it.
-        on_start, on_row: called before each combination, and after it.
+        path: path of the JSON file.
+        head_of: returns the entries above the rows in the file.
+        on_start, on_row: called before and after each combination.
 
     Returns:
         The content of the file. Its `was_interrupted` says whether Ctrl-C ended the measurements.
@@ -102,18 +102,18 @@ def _with_figures(head: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any
 
 
 def row_figures(head: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Estimate]:
-    """The numbers above the rows, and those of every row behind its label.
+    """Return the numbers above the rows, and the numbers of every row under its label.
 
-    They are called `SML.ratio`, or `SML.interval 3.speedup` where a row has sides. Intervals are those
-    of `intervals` in the row or side; a number that was measured and has none there is no evidence to gates.
+    Names are `SML.ratio`, or `SML.interval 3.speedup` where a row has sides. Intervals come from `intervals` in the row
+    or side; gates do not accept a measured number without an interval as evidence.
     """
-    # Above the rows only the means and minima of their ratios are measured; the rest are settings.
+    # Above the rows only means and minima of ratios are measurements; the rest are settings.
     found = {name: Estimate(each.value) if "ratio" in name else each for name, each in numbers_of(head).items()}
     for row in rows:
         if "sides" not in row:
             found |= _of_row(f"{row['label']}.", row, row.get("repeats"))
         sides = row.get("sides", ())
-        # A breakdown has its sides by name.
+        # A breakdown maps names to sides; other benchmarks list sides with labels.
         named = sides if isinstance(sides, Mapping) else {side["label"]: side for side in sides}
         for name, side in named.items():
             found |= _of_row(f"{row['label']}.{name}.", side, side.get("num_images"))

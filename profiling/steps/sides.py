@@ -1,7 +1,7 @@
-"""The sides of a comparison of denoising steps: plain diffusers, one by one or batched by resolution, and patches.
+"""Sides of a comparison of denoising steps: plain diffusers, one by one or batched by resolution, and patches.
 
-All take real steps of the same prepared requests, guidance and sampler included. Requests start in the middle of a long
-schedule, so that they do not finish while they are measured, and are put back there when they run out.
+All sides take real steps of the same prepared requests, including guidance and sampler. Requests start in the middle of
+a long schedule, so that they do not finish while they are measured, and are reset when they run out of steps.
 """
 
 import copy
@@ -32,11 +32,11 @@ MakeRecorder = Callable[[torch.device], Recorder]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What is done to make a side fast: to the plain model and to the patched one the same, by the same code.
+    """Optimizations of a side; the same code applies them to the plain model and to the patched one.
 
     Attributes:
-        is_compiled: transformer blocks run through torch.compile.
-        is_recorded: passes are recorded once and played back.
+        is_compiled: whether transformer blocks run through torch.compile.
+        is_recorded: whether passes are recorded once and replayed.
     """
 
     is_compiled: bool = False
@@ -44,7 +44,7 @@ class Effort:
 
     @property
     def name(self) -> str:
-        """For tables and files."""
+        """Name in tables and files."""
         return " + ".join(["compiled"] * self.is_compiled + ["graphs"] * self.is_recorded) or "eager"
 
 
@@ -52,7 +52,7 @@ EAGER, GRAPHS, COMPILED, BOTH = Effort(), Effort(is_recorded=True), Effort(is_co
 
 
 def efforts_of(*, compiled: bool, recorded: bool) -> tuple[Effort, ...]:
-    """All that a run compares: without each of the two, and with it where it is asked for."""
+    """Return the efforts that a run compares: eager, each requested optimization alone, and both together."""
     chosen = [Effort(is_compiled, is_recorded) for is_compiled in (False, True) for is_recorded in (False, True)]
     return tuple(each for each in chosen if each.is_compiled <= compiled and each.is_recorded <= recorded)
 
@@ -61,22 +61,22 @@ class Side(Protocol):
     """One way of denoising the requests of a combination."""
 
     def begin(self) -> None:
-        """Put all requests back to the middle of their schedules."""
+        """Reset all requests to the middle of their schedules."""
         ...
 
     @property
     def steps_left(self) -> int:
-        """Steps until the requests finish."""
+        """Number of steps until the requests finish."""
         ...
 
     def step(self) -> None:
-        """Take one step of every request. Work may still be under way on a CUDA device. Raises RunError."""
+        """Take one step of every request. Work on a CUDA device may still be running. Raises RunError."""
         ...
 
 
 class RequestPool:
-    """Prepared requests of one model with its own guidance scale, made when they are first needed and shared by all
-    combinations; `seed` is that of the first request, and the others count up.
+    """Prepared requests of one model with its default guidance scale, created when first needed and shared by all
+    combinations. `seed` is the seed of the first request; the following ones count up.
     """
 
     def __init__(self, model: ServedModel, seed: int = 0) -> None:
@@ -91,7 +91,7 @@ class RequestPool:
         self._model.check_request(self._request(0, resolution))
 
     def take(self, combination: Combination) -> list[PreparedRequest]:
-        """Return the requests of a combination, at the start of their schedules; they are not to be changed."""
+        """Return the requests of a combination, at the start of their schedules; callers must not change them."""
         taken: list[PreparedRequest] = []
         for resolution, count in zip(combination.resolutions, combination.counts, strict=True):
             made = self._made[resolution]
@@ -113,19 +113,19 @@ class RequestPool:
 
 
 class EngineSide:
-    """An engine: one step of its stepper, over all requests."""
+    """An engine, whose step is one step of its stepper over all requests."""
 
     def __init__(self, stepper: Stepper, requests: Sequence[PreparedRequest]) -> None:
         self._stepper, self._requests = stepper, requests
         self.active: list[PreparedRequest] = []
 
     def begin(self) -> None:
-        """See `Side`. The next step is one of a new batch, as after a request has joined or left."""
+        """Reset all requests. The next step is the first of a new batch, as after a request has joined or left."""
         self.active = []
         for prepared in self._requests:
             state = replace(prepared.state, steps_done=_middle(prepared))
             if state.coefficients is None:
-                # The scheduler of each request is called, which counts steps itself.
+                # Each request's own scheduler is called, and it counts steps itself.
                 state.scheduler = _scheduler_at(prepared, state.steps_done)
             latents = _start(prepared)
             history = latents.repeat(1, state.num_kept, 1, 1) if state.num_kept else None
@@ -142,7 +142,7 @@ class EngineSide:
 
 
 class OneByOne:
-    """Plain diffusers with every request in a batch of its own, one after the other."""
+    """Plain diffusers with every request in its own batch, one after the other."""
 
     def __init__(self, model: ServedModel, models: PlainModels, requests: Sequence[PreparedRequest]) -> None:
         self._sides = [plain_side(model, models, [prepared]) for prepared in requests]
@@ -165,18 +165,18 @@ class OneByOne:
 
 
 def plain_side(model: ServedModel, models: PlainModels, requests: Sequence[PreparedRequest]) -> EngineSide:
-    """Plain diffusers as the engine of `--engine plain`: one batch of each resolution, one after the other."""
+    """Return plain diffusers as `--engine plain` runs it: one batch for each resolution, one after the other."""
     return EngineSide(build_plain(model.pipe, model.family, models), requests)
 
 
 def patched_stepper(model: ServedModel) -> PatchedStepper:
-    """Return the stepper of a model that the patch engine serves."""
+    """Return the stepper of a model on the patch engine."""
     assert isinstance(model.stepper, PatchedStepper), "benchmarks of steps measure the patch engine"
     return model.stepper
 
 
 def with_effort(model: ServedModel, effort: Effort, recorder: Recorder | None) -> ServedModel:
-    """The same loaded model on a patch engine of its own; `recorder` records its passes where they are."""
+    """Return the same loaded model on its own patch engine; `recorder` records its passes if the effort asks for it."""
     served = with_engine(model, replace(model.options, compile=effort.is_compiled, cuda_graphs=False))
     if effort.is_recorded:
         assert recorder is not None
@@ -187,7 +187,7 @@ def with_effort(model: ServedModel, effort: Effort, recorder: Recorder | None) -
 def plain_models(
     model: ServedModel, effort: Effort = EAGER, recorder: Recorder | None = None
 ) -> dict[Format | None, PlainModels]:
-    """Return the unmodified model in each of its memory formats, and (None) in the one that tuning finds faster."""
+    """Return the unmodified model in each of its memory formats and, as None, in the one that tuning finds faster."""
     weights = patched_stepper(model).model.channels_last_weights
     formats: tuple[Format | None, ...] = (None, *PlainModels(model.denoiser).formats)
 
@@ -204,13 +204,13 @@ def _middle(prepared: PreparedRequest) -> int:
 
 
 def _start(prepared: PreparedRequest) -> Tensor:
-    """The request's noise with variance 1: what a schedule begins with is far too much for its middle."""
+    """Return the request's noise with variance 1: the initial noise of a schedule is far too strong for its middle."""
     sigma = getattr(prepared.state.scheduler, "init_noise_sigma", 1.0)
     return prepared.latents / sigma
 
 
 def _scheduler_at(prepared: PreparedRequest, steps_done: int) -> Any:
-    """A copy of the request's scheduler, set to continue after so many steps."""
+    """Return a copy of the request's scheduler, set to continue after `steps_done` steps."""
     scheduler = copy.deepcopy(prepared.state.scheduler)
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(steps_done)

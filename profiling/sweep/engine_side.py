@@ -1,7 +1,7 @@
-"""Sweeps on real engines, which share one set of weights, and then in the simulator if the settings say both.
+"""Sweeps on real engines, which share one set of weights, followed by the simulator if the settings ask for both.
 
-The simulator is calibrated by served runs of their own (`calibration`), which are spread evenly over those of the
-sweep: a machine that is slower or faster for an hour is so for both.
+Separate served runs calibrate the simulator (`calibration`). They are spread evenly over the runs of the sweep, so that
+a machine that is slower or faster for an hour affects both alike.
 """
 
 import itertools
@@ -45,24 +45,24 @@ from .settings import Served, SweepFolder, SweepSettings
 from .simulator_side import CALIBRATION_FILE, SimulatorSide, read_calibrations
 
 _CALIBRATION_LOADS = (0.4, 0.8, 1.3)
-"""Shares of an engine's capacity: next to nobody waits, some do, and more and more do."""
+"""Shares of an engine's capacity: almost no request waits, some wait, and the queue grows."""
 _CALIBRATION_SEED = 1_000_000
-"""Far from those of the sweep's traces, also of seeds that are added to it later."""
+"""First seed of calibration traces, far from the seeds of the sweep's traces, including seeds added later."""
 _WARMUP_SYSTEM: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "patched-fcfs"}
 
 
 class EngineSide:
-    """Serves the runs of a sweep on the wall clock. What a predictor learns stays known from run to run.
+    """Serves the runs of a sweep on the wall clock. Corrections that a predictor learns carry over from run to run.
 
     Args:
-        settings: what is swept.
-        model, workspace: loaded for the patch engine, with the cache of a system that has one, or that all shall have;
-            systems of another cache, or of none beside these, and those of the plain engine share its weights.
-        predictor: step latencies of the patch engine, for policies that look ahead; corrected by what is measured, for
-            each cache.
-        predictor_file: where it was read from; runs with different ones are not compared.
-        warm_up: what comes before.
-        on_note: told what happens.
+        settings: settings of the sweep.
+        model, workspace: model on the patch engine, with the cache of one of the systems or with a cache for all
+            systems, and its workspace. Systems with another cache or none, and those of the plain engine, share its
+            weights.
+        predictor: step latencies of the patch engine, for policies that look ahead; corrected online for each cache.
+        predictor_file: file of the predictor; runs with different files are not compared.
+        warm_up: warm-up before the sweep.
+        on_note: called with notes on progress.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class EngineSide:
         self._warm_up = warm_up or WarmUp()
         self._plain = as_plain(model)
         modes = {system.cache for system in settings.presets if system.engine == "patched"}
-        # A cache that is none of theirs was chosen for all of them.
+        # A cache that belongs to none of the systems was chosen for all of them.
         is_theirs = model.options.cache.mode in modes - {"off"}
         self._by_cache = {mode: self._with_cache(mode) if is_theirs else model for mode in sorted(modes)}
         self._predictors = {
@@ -99,7 +99,7 @@ class EngineSide:
             for seed, load in itertools.product(settings.seeds, _CALIBRATION_LOADS if settings.engine == "both" else ())
         }
         self._sizes = ()
-        # Calibration runs that are to come, each with the number of the sweep's runs that come before it.
+        # Remaining calibration runs, each with the number of the sweep's runs that precede it.
         self._due: dict[EngineName, list[tuple[int, tuple[float, int]]]] = {}
         self._num_served = Counter[EngineName]()
         self._profiled: dict[EngineName, ProfiledSteps] = {}
@@ -108,11 +108,13 @@ class EngineSide:
 
     @property
     def others(self) -> Sequence[Request]:
-        """See `Side`."""
+        """Requests of the warm-up and of the calibration."""
         return [*self._warm, *itertools.chain.from_iterable(self._calibrating.values())]
 
     def check(self, examples: Sequence[Request]) -> None:
-        """See `Side`. Measures as well what is faster for these resolutions, where the workspace does not know."""
+        """Raise UsageError if a request cannot be served or a policy lacks its predictor. Tunes the engines for these
+        resolutions if the workspace has no measurements.
+        """
         self._sizes = tuple(request.resolution for request in examples)
         for served in (self._plain, *self._models.values(), *self._by_cache.values()):
             for request in examples:
@@ -124,7 +126,9 @@ class EngineSide:
             served.tune(self._sizes, self._workspace.tables)
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
-        """See `Side`."""
+        """Return the settings, circumstances and predictor of the runs, and standalone latencies, of which those not
+        yet known are measured.
+        """
         missing = [request for request in examples if str(request.resolution) not in known_s]
         found = standalone_latencies(
             self._plain,
@@ -137,7 +141,7 @@ class EngineSide:
         options = [served.options.cache for served in self._by_cache.values()]
         caches = {cache.mode: cache.identity() for cache in options if cache.is_on}
         cache = caches if len(caches) > 1 else next(iter(caches.values()), "off")
-        # With the order that was asked for, and without the engine, which each system brings.
+        # With the requested order, and without the engine, which each system determines.
         about = run_facts(self._model).key() | self._model.options.patch_options
         del about["engine"]
         return {
@@ -155,7 +159,8 @@ class EngineSide:
         }
 
     def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
-        """Warm the engines up, and profile them where the simulator serves, too.
+        """Warm up the engines and, if the simulator also serves, profile them. Returns the function that serves the
+        runs of each kind of engine.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C.
@@ -163,7 +168,8 @@ class EngineSide:
         """
         self._folder, self._standalone_s = folder, standalone_s
         is_both, file = self._settings.engine == "both", folder.path / CALIBRATION_FILE
-        # Of engines that were served before and are not now. Read early, as it may be damaged.
+        # Calibrations of engines that an earlier call served and this one does not. Read early, as the file may be
+        # damaged.
         self._known = read_calibrations(file) if is_both and file.exists() else {}
         for name in self._models:
             self._on_note(f"Warming up the {name} engine: {len(self._warm)} requests at {self._rate:g}/s ...")
@@ -175,12 +181,12 @@ class EngineSide:
                 left = [key for key in self._calibrating if not folder.has_calibration(name, *key)]
                 self._due[name] = [(place * num_runs // len(left), key) for place, key in enumerate(left)]
                 if left or num_runs:
-                    # What was simulated before would not agree with what comes.
+                    # Earlier simulated runs would not agree with the new calibration.
                     folder.forget("simulator")
         return {"real": self.run, "simulator": self._simulate} if is_both else {"real": self.run}
 
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
-        """See `Serve`."""
+        """Serve a trace on the system's engine, after the calibration runs that are due before it."""
         if system.engine in self._due:
             self._calibrate_beside(system.engine)
             self._num_served[system.engine] += 1
@@ -194,7 +200,7 @@ class EngineSide:
         return Served(result.records, result.duration_s, figures, result.was_interrupted)
 
     def _simulate(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
-        """See `Serve`."""
+        """Serve a trace in the simulator, which is calibrated first, after all calibration runs."""
         if not self._simulated:
             for name in self._models:
                 self._calibrate_beside(name, all_left=True)
@@ -202,7 +208,7 @@ class EngineSide:
         model = self._model_of(system)
         engine = replace(self._simulated[system.engine], schedule=model.schedule)
         if model is not self._models[system.engine] and engine.durations.reuse is not None:
-            # That is what was calibrated of the other model's cache.
+            # The calibrated reuse is that of the other model's cache.
             engine = replace(engine, durations=replace(engine.durations, reuse=None), told_scale=1.0)
         served = SimulatorSide(self._settings, {system.engine: engine}).run(system, requests, standalone_s)
         if system not in self._capacity:
@@ -211,7 +217,9 @@ class EngineSide:
         return replace(served, figures={**served.figures, "capacity_qps": self._capacity[system]})
 
     def _calibrated(self) -> dict[EngineName, SimulatedEngine]:
-        """The simulator's engines by all calibration runs of the folder, which are told in `CALIBRATION_FILE`."""
+        """Return the simulator's engines, calibrated with all calibration runs of the folder. Writes the calibrations
+        to `CALIBRATION_FILE`.
+        """
         found: dict[EngineName, Calibration] = {}
         for name in self._models:
             runs = [self._folder.load_calibration(name, *key) for key in self._calibrating]
@@ -224,7 +232,7 @@ class EngineSide:
         return {name: SimulatedEngine.of(self._profiled[name], each) for name, each in found.items()}
 
     def _calibrate_beside(self, name: EngineName, *, all_left: bool = False) -> None:
-        """Serve the calibration runs that are due before a run of the sweep, or all that are left."""
+        """Serve the calibration runs that precede the next run of the sweep, or all remaining ones."""
         due = self._due[name]
         while due and (all_left or due[0][0] <= self._num_served[name]):
             load, seed = due[0][1]
@@ -238,7 +246,7 @@ class EngineSide:
             del due[0]
 
     def _serve_other(self, name: EngineName, requests: Sequence[Request]) -> RunResult:
-        """Serve what is not counted, in batches of all resolutions; the predictor learns from it."""
+        """Serve requests that are not counted, in batches of all resolutions; the predictor learns from them."""
         predictor = self._predictors[id(self._model)] if name == "patched" else None
         system = get_system(_WARMUP_SYSTEM[name])
         result = self._replay(self._models[name], system, requests, self._standalone_s, predictor)
@@ -247,7 +255,7 @@ class EngineSide:
         return result
 
     def _trace(self, seed: int, num: int) -> list[Request]:
-        """Requests beside the sweep's own."""
+        """Return requests other than the sweep's own."""
         trace = replace(self._settings.trace, num_prompts=num, duration_s=None)
         return replace(self._settings, trace=trace).requests(self._rate, seed, self._model.defaults)
 
@@ -259,7 +267,7 @@ class EngineSide:
         standalone_s: Standalone,
         predictor: OnlineCorrection | None,
     ) -> RunResult:
-        # The cache's figures and the failures are to be those of one run.
+        # Reset, so that the failures and the cache's figures are those of one run.
         model.stepper.batch_failures = Failures()
         model.forget_cache()
         batch = self._settings.max_batch_size
@@ -270,7 +278,7 @@ class EngineSide:
         return self._plain if system.engine == "plain" else self._by_cache[system.cache]
 
     def _with_cache(self, mode: str) -> ServedModel:
-        """The model with a cache of this mode, and the workspace's file for it, or else the one that the model has."""
+        """Return the model with a cache of this mode and the workspace's file for it, or else the model's file."""
         options = self._model.options
         if mode == options.cache.mode:
             return self._model
@@ -281,7 +289,7 @@ class EngineSide:
         return with_engine(self._model, replace(options, cache=cache))
 
     def _table(self, name: EngineName, run_dir: Path) -> LatencyTable:
-        """Latencies of an engine; the table is kept in the sweep's folder."""
+        """Return the latency table of an engine, which is kept in the sweep's folder."""
         folder, warm_up = run_dir / "tables" / name, self._warm_up
         largest = self._settings.max_batch_size
         wanted = LatencySettings(
@@ -307,11 +315,11 @@ def latency_table(
     *,
     on_start: Callable[[int, int], None] = lambda num_all, num_done: None,
 ) -> tuple[LatencyTable, Path]:
-    """The latency table of a model's engine: the newest of `folder` or the workspace that is whole and has all
-    resolutions of the settings and batches as large, else measured now and kept in `folder`.
+    """Return the latency table of a model's engine: the newest complete one of `folder` or the workspace that has all
+    resolutions and batch sizes of the settings, or else one that is measured now and kept in `folder`.
 
-    Steps are profiled without the patch cache, which saves what depends on the requests; `calibration` scales them.
-    Raises as `profile_latency`, and KeyboardInterrupt.
+    Steps are profiled without the patch cache, whose savings depend on the requests; `calibration` scales them. Raises
+    as `profile_latency`, and KeyboardInterrupt.
     """
     for path, table in tables_measured_under(run_facts(model), folder, workspace.root / "tables"):
         largest = (table.settings or {}).get("max_batch_size", 0)

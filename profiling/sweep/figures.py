@@ -1,7 +1,7 @@
 """Figures of a sweep over systems and request rates (PatchedServe figure 11), from the records of its runs. No torch.
 
-Runs of one system and rate with different seeds are pooled: attainment is the share of all their requests that came in
-time; `held` says how sure that is.
+Runs of one system and rate with different seeds are pooled: attainment is the share of all their requests that were in
+time. `held` computes its interval.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from ...serving.core.step_row import StepRow
 from .held import RATIO_TARGET, TARGETS, HeldRates, best_held, share_interval
 
 BASELINES = ("diffusers", "diffusers-fcfs", "bucketed")
-"""Systems whose best is what others are compared with."""
+"""Systems the best of which the others are compared with."""
 _EXTRAS = {
     "batch_size_mean": ("batch_size_mean",),
     "step_latency_mean": ("step_latency_mean",),
@@ -25,26 +25,26 @@ _EXTRAS = {
     "saved_computation": ("cache", "saved_computation"),
     "predictor_scale": ("predictor_drift", "scale"),
 }
-"""Figures that engines tell, where they have them: means over the seeds."""
+"""Figures that engines report, if they have them, as means over the seeds."""
 
 NEAR_SATURATION = 0.9
-"""Share of a system's capacity from which on small errors of step times become large ones of latencies."""
+"""Share of a system's capacity above which small errors of step times become large errors of latencies."""
 
 EngineKind = Literal["real", "simulator"]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What the figures need of one run of a sweep; a few bytes a request, because a sweep has hundreds of runs.
+    """Data of one run of a sweep for the figures; a few bytes a request, because a sweep has hundreds of runs.
 
     Attributes:
-        engine, system, request_rate, seed: what served it, and its place in the sweep.
-        num_met: requests whose image came within the SLO.
-        statuses, reasons: number of requests by how they ended, and of discarded ones by reason.
-        latencies_s: (n,) float64, of the completed requests.
-        duration_s: until the last request ended.
-        figures: what else the engine tells, as JSON.
-        met_by_resolution: requests in time, and all of them.
+        engine, system, request_rate, seed: engine and system that served the run, and its place in the sweep.
+        num_met: number of requests within the SLO.
+        statuses, reasons: number of requests by status, and of discarded ones by reason.
+        latencies_s: (n,) float64, latencies of the completed requests.
+        duration_s: seconds until the last request ended.
+        figures: further figures of the engine, as JSON.
+        met_by_resolution: number of requests in time, and of all requests, by resolution.
     """
 
     engine: EngineKind
@@ -70,9 +70,9 @@ class FinishedRun:
 
 
 def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """Figures of the runs of one system at one rate, pooled over their seeds. All requests must have an SLO.
+    """Return the figures of the runs of one system at one rate, pooled over seeds. All requests must have an SLO.
 
-    `scheduling_share_by_seed` is what the policy takes of a step and the decision before it.
+    `scheduling_share_by_seed` is the share of the policy's decision in the time of a step and that decision.
     """
     num_met, num_requests = sum(run.num_met for run in runs), sum(run.num_requests for run in runs)
     latencies = np.concatenate([run.latencies_s for run in runs])
@@ -116,7 +116,7 @@ def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
 
 
 def _mean_of(runs: Sequence[FinishedRun], path: Sequence[str]) -> float | None:
-    """Mean of a figure over the runs that have it."""
+    """Return the mean of a figure over the runs that have it; None if none has."""
     values: list[float] = []
     for run in runs:
         value: Any = run.figures
@@ -128,7 +128,7 @@ def _mean_of(runs: Sequence[FinishedRun], path: Sequence[str]) -> float | None:
 
 
 def steps_by_batch(steps: Iterable[StepRow]) -> dict[str, list[float]]:
-    """Number of steps and their seconds, by number of requests in the batch, as JSON."""
+    """Return the number of steps and their total seconds, by batch size, as JSON."""
     found: dict[str, list[float]] = {}
     for row in steps:
         known = found.setdefault(str(row.active), [0, 0.0])
@@ -138,12 +138,12 @@ def steps_by_batch(steps: Iterable[StepRow]) -> dict[str, list[float]]:
 
 
 def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """All figures of the runs of one engine: systems in the order in which they first occur, rates rising.
+    """Return all figures of the runs of one engine: systems in order of first occurrence, rates ascending.
 
     Returns:
-        `points`: `point_figures` of every system and rate; `policies`: for each system its mean attainment over its
-        rates, the rates that it holds `TARGETS` up to, and `ratio_at_95` to the best of `BASELINES` (None without one).
-        The keys say `policy` where they mean a system, as they did before the two were told apart.
+        `points`: `point_figures` of every system and rate. `policies`: for each system its mean attainment over its
+        rates, the rates up to which it holds `TARGETS`, and `ratio_at_95` to the best of `BASELINES` (None without
+        one). The keys say `policy` for a system, because they predate the distinction.
     """
     points: list[dict[str, Any]] = []
     systems: list[dict[str, Any]] = []
@@ -176,14 +176,15 @@ def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
 
 
 def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """How far the simulator is from the engine: points of both at the same system and rate, over the same seeds.
+    """Compare the simulator with the engine: points of both at the same system and rate, over the same seeds.
 
     Returns:
-        `rows`: attainment and mean latency of both, the difference of attainments in percentage points and that of
-        mean latencies (of completed requests) as a share of the engine's; the same of the steps of equally large
-        batches, which near saturation differ less, as there a little slower is a longer queue; and `load`, the rate as
-        a share of what the simulator says that the system can take. Then the largest and mean absolute ones of all, and
-        of mean latencies the largest below `NEAR_SATURATION` and from there on.
+        `rows`: attainment and mean latency of both; the difference of attainments in percentage points; the difference
+        of mean latencies (of completed requests) as a share of the engine's; the same difference for steps of equally
+        large batches, which is smaller near saturation, where slightly slower steps mean a longer queue; and `load`,
+        the rate as a share of the system's capacity in the simulator. Then the largest and the mean absolute
+        differences over all rows, and the largest differences of mean latencies below `NEAR_SATURATION` and from there
+        on.
     """
     real, simulated = (
         {(run.system, run.request_rate, run.seed): run for run in runs if run.engine == kind}
@@ -209,7 +210,7 @@ def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
                 "attainment_difference_points": 100 * (theirs["slo_attainment_rate"] - ours["slo_attainment_rate"]),
                 "real_latency_mean": latencies[0],
                 "simulated_latency_mean": latencies[1],
-                # Where these differ as much, it is the machine that has drifted since it was calibrated.
+                # If these differ as much as latencies do, the machine has drifted since its calibration.
                 "real_step_latency_mean": ours["step_latency_mean"],
                 "simulated_step_latency_mean": theirs["step_latency_mean"],
                 "latency_difference": None if None in latencies else latencies[1] / latencies[0] - 1,
@@ -228,8 +229,8 @@ def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
 
 
 def _step_difference(real: Sequence[FinishedRun], simulated: Sequence[FinishedRun]) -> float | None:
-    """How much longer steps are in the simulator, as a share, for the batch sizes that both have as often as the engine
-    has them.
+    """Return how much longer steps are in the simulator, as a share, over the batch sizes that both have, weighted by
+    the engine's number of steps; None if there are none.
     """
     known = []
     for runs in (real, simulated):
@@ -245,11 +246,12 @@ def _step_difference(real: Sequence[FinishedRun], simulated: Sequence[FinishedRu
 
 
 def estimates(engines: Mapping[str, Mapping[str, Any]], agreed: Mapping[str, Any] | None) -> dict[str, Estimate]:
-    """The figures that gates read: `patchedserve@2.slo_attainment` and the like at every rate, and of every system
-    `mean_attainment`, `rate_at_95`, `ratio_at_95`. Those of engines after the first begin with the engine's name.
+    """Return the figures that gates read: `patchedserve@2.slo_attainment` and the like at every rate, and
+    `mean_attainment`, `rate_at_95` and `ratio_at_95` of every system. Names of engines after the first begin with the
+    engine's name.
 
-    Intervals are those over seeds. One or two seeds have intervals as if requests were independent, which are too
-    narrow to judge by, so there is none here.
+    Intervals are those over seeds. The intervals of one or two seeds treat requests as independent and are too narrow
+    to judge by, so they are omitted here.
     """
     found: dict[str, Estimate] = {}
     for number, (engine, figures) in enumerate(engines.items()):

@@ -1,8 +1,8 @@
-"""How sure the figures of a sweep are, and up to which request rate a system holds an SLO attainment. No torch.
+"""Intervals of a sweep's figures, and the request rate up to which a system holds an SLO attainment. No torch.
 
-Requests of one run queue behind each other, so that they are late together: as evidence they count less than their
-number. Runs with different seeds are independent. From three seeds on, intervals are therefore Student's over the
-seeds; with one or two there is only Wilson's over the requests, which is too narrow and labelled as what it is.
+Requests of one run queue behind each other and are late together, so that they carry less evidence than independent
+ones. Runs with different seeds are independent. From three seeds on, intervals are therefore Student's over the seeds.
+With one or two there is only Wilson's interval over the requests, which is too narrow and labelled as such.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from ...data.statistics import Estimate, student_interval, wilson_interval
 
 MIN_SEEDS = 3
 TARGETS = (0.99, 0.95, 0.90)
-"""SLO attainments that the paper looks at, section 8.1."""
+"""SLO attainments of the paper, section 8.1."""
 RATIO_TARGET = 0.95
 
 Shares = Mapping[float, float]
@@ -22,7 +22,7 @@ Shares = Mapping[float, float]
 
 
 class ShareInterval(NamedTuple):
-    """95 % interval of a share, and over what: `seeds`, or `requests` as if they were independent."""
+    """95 % interval of a share over `seeds`, or over `requests` as if they were independent."""
 
     low: float
     high: float
@@ -30,16 +30,16 @@ class ShareInterval(NamedTuple):
 
 
 def share_interval(met: Sequence[int], num: Sequence[int]) -> ShareInterval:
-    """95 % interval of sum(met) / sum(num).
+    """Return the 95 % interval of sum(met) / sum(num).
 
-    Over seeds it is Student's of the ratio of two sums, linearised (Cochran, Sampling Techniques, 1977, section 6.3):
-    for runs of equal length that of the mean of their shares. It is never narrower than Wilson's over the requests,
-    which are at best independent (where all seeds agree, as at 100 %, Student's would be a point), and stays within 0
-    and 1.
+    Over seeds it is Student's interval of the linearised ratio of two sums (Cochran, Sampling Techniques, 1977, section
+    6.3); for runs of equal length this is the interval of the mean of their shares. It is never narrower than Wilson's
+    over the requests, which are at best independent (if all seeds agree, as at 100 %, Student's would be a point), and
+    stays within 0 and 1.
 
     Args:
-        met: requests in time, by seed.
-        num: all requests, by seed.
+        met: number of requests in time, by seed.
+        num: number of all requests, by seed.
 
     Raises:
         ValueError: there are no requests.
@@ -55,10 +55,10 @@ def share_interval(met: Sequence[int], num: Sequence[int]) -> ShareInterval:
 
 
 def _positive_interval(value: float, by_seed: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """95 % interval of a rate or ratio over seeds: Student's of the logarithms, so that it stays above 0.
+    """Return the 95 % interval of a rate or ratio over seeds: Student's of the logarithms, so that it stays above 0.
 
-    The figure of all seeds together is not the mean of those of the seeds; the interval is widened to hold it. There is
-    none with fewer than `MIN_SEEDS`.
+    The pooled figure is not the mean of the figures by seed; the interval is widened to contain it. There is no
+    interval with fewer than `MIN_SEEDS`.
     """
     interval = Estimate.of_ratios(by_seed).interval if len(by_seed) >= MIN_SEEDS else None
     return (None, None) if interval is None else (min(value, interval[0]), max(value, interval[1]))
@@ -66,12 +66,12 @@ def _positive_interval(value: float, by_seed: Sequence[float]) -> tuple[float, f
 
 @dataclass(frozen=True, slots=True)
 class HeldRate:
-    """Up to which request rate a system holds an attainment.
+    """Request rate up to which a system holds an attainment.
 
     Attributes:
-        where: `between`: interpolated between two measured rates; `below`: not even at the lowest; `beyond`: still at
-            the highest.
-        rate: the rate; the lowest measured one where it is below, the highest where it is beyond.
+        where: `between` if interpolated between two measured rates; `below` if not even the lowest holds it; `beyond`
+            if the highest still does.
+        rate: the rate; for `below` the lowest measured rate, and for `beyond` the highest.
     """
 
     where: Literal["between", "below", "beyond"]
@@ -79,10 +79,11 @@ class HeldRate:
 
 
 def held_rate(attainments: Shares, target: float) -> HeldRate:
-    """Up to which rate an attainment is held, given that at each measured rate. Raises ValueError: there is none.
+    """Return the rate up to which a target attainment is held, given the attainment at each measured rate.
 
-    Looking from the lowest rate up, it ends where the attainment first falls below the target, at the point where a
-    straight line between the two measured rates meets it. What a higher rate reaches by chance does not count.
+    From the lowest rate up, it is the point where the attainment first falls below the target, on a straight line
+    between the two measured rates. A higher rate that reaches the target by chance does not count. Raises ValueError if
+    no rate was measured.
     """
     points = sorted(attainments.items())
     if not points:
@@ -96,9 +97,9 @@ def held_rate(attainments: Shares, target: float) -> HeldRate:
 
 
 def ratio(held: HeldRate, base: HeldRate) -> dict[str, Any]:
-    """How many times as high a rate is held: `value`, and whether that is `exact`, at `least` or at `most`.
+    """Return the ratio of two held rates as `value`, and its `kind`: `exact`, at `least`, at `most` or `unknown`.
 
-    A rate that is only known to be higher or lower makes it a bound; two of the same kind leave it `unknown`.
+    A rate that is only a bound makes the ratio a bound; two bounds of the same kind leave it `unknown`.
     """
     kind = "unknown"
     if held.where == base.where == "between":
@@ -111,18 +112,18 @@ def ratio(held: HeldRate, base: HeldRate) -> dict[str, Any]:
 
 
 def best_held(held: Iterable[HeldRate]) -> HeldRate:
-    """The highest of them: one beyond the sweep, else the highest between, else below."""
+    """Return the highest held rate: one beyond the sweep, else the highest between, else one below."""
     order = {"below": 0, "between": 1, "beyond": 2}
     return max(held, key=lambda each: (order[each.where], each.rate))
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRates:
-    """The rate that a system holds an attainment up to.
+    """Rate up to which a system holds an attainment.
 
     Attributes:
-        pooled: by the attainments of all seeds together.
-        by_seed: by those of every seed that has a run at every rate.
+        pooled: rate from the pooled attainments of all seeds.
+        by_seed: rate of every seed that has a run at every rate.
     """
 
     pooled: HeldRate
@@ -130,19 +131,20 @@ class HeldRates:
 
     @classmethod
     def of(cls, shares: Shares, by_seed: Mapping[int, Shares], target: float) -> Self:
-        """From the attainments of all seeds together, and of each."""
+        """Return the rates for the pooled attainments, and for those of each seed."""
         whole = {seed: own for seed, own in by_seed.items() if set(own) == set(shares)}
         return cls(held_rate(shares, target), {seed: held_rate(own, target) for seed, own in whole.items()})
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """From what `to_json` gives."""
+        """Return the rates that `to_json` serialized."""
         seeds = {int(seed): HeldRate(**held) for seed, held in content["by_seed"].items()}
         return cls(HeldRate(content["where"], content["rate"]), seeds)
 
     def to_json(self) -> dict[str, Any]:
-        """The rate, those of the seeds, and its 95 % interval over them: null with fewer than three seeds, or where a
-        seed's rate is only known to be higher or lower than those that were measured.
+        """Return the rate, those of the seeds, and its 95 % interval over them, as JSON.
+
+        The interval is null with fewer than three seeds, or if a rate is `below` or `beyond` the measured ones.
         """
         is_known = {"between"} == {held.where for held in (self.pooled, *self.by_seed.values())}
         rates = [held.rate for held in self.by_seed.values()] if is_known else []
@@ -151,10 +153,10 @@ class HeldRates:
         return {"where": self.pooled.where, "rate": self.pooled.rate, "low": low, "high": high, "by_seed": seeds}
 
     def ratio_to(self, base: Self) -> dict[str, Any]:
-        """`ratio` of the pooled rates with its 95 % interval over the seeds that both have.
+        """Return the `ratio` of the pooled rates with its 95 % interval over the seeds that both have.
 
-        The traces of a seed are the same for both, so what is hard about them cancels. The interval is null with fewer
-        than three seeds, or where the ratio or that of a seed is a bound or unknown.
+        Both serve the same trace of a seed, so that its difficulty cancels. The interval is null with fewer than three
+        seeds, or if the ratio or that of a seed is a bound or unknown.
         """
         found = ratio(self.pooled, base.pooled)
         seeds = [ratio(own, base.by_seed[seed]) for seed, own in self.by_seed.items() if seed in base.by_seed]

@@ -1,4 +1,4 @@
-"""What a sweep leaves for people and programs: `result.json`, plots of attainment and goodput, and one HTML page."""
+"""Output of a sweep: `result.json`, plots of attainment and goodput, and one HTML page."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +44,7 @@ def sweep_result(
     *,
     was_interrupted: bool,
 ) -> dict[str, Any]:
-    """All figures of a sweep: of its finished runs, whose `head` is that of their `SweepFolder`."""
+    """Return all figures of a sweep's finished runs; `head` is that of their `SweepFolder`."""
     by_engine = {name: [run for run in runs if run.engine == name] for name in settings.engines}
     engines = {name: sweep_figures(mine) for name, mine in by_engine.items() if mine}
     agreed = agreement(runs) if settings.engine == "both" else None
@@ -72,7 +72,7 @@ def sweep_result(
 
 
 def write_sweep(result: Mapping[str, Any], run_dir: Path) -> Path:
-    """Write result, plots and page into the sweep's folder; returns the page. Raises OSError."""
+    """Write result, plots and page into the sweep's folder and return the page's path. Raises OSError."""
     write_json(run_dir / RESULT_FILE, dict(result))
     names = [name for name in _PLOTS if name != "worst" or _has_resolutions(result)]
     drawn = {name: _plot(result, name) for name in names}
@@ -94,13 +94,13 @@ def write_sweep(result: Mapping[str, Any], run_dir: Path) -> Path:
 
 
 def _has_resolutions(result: Mapping[str, Any]) -> bool:
-    """Whether points are of several resolutions."""
+    """Return whether a point has several resolutions."""
     points = next(iter(result["engines"].values()))["points"]
     return any(len(point["slo_attainment_by_resolution"]) > 1 for point in points)
 
 
 def _plot(result: Mapping[str, Any], name: str) -> bytes:
-    """SLO attainment with its intervals, that of the worst resolution, or goodput; the second engine is dotted."""
+    """Plot SLO attainment with its intervals, that of the worst resolution, or goodput. The second engine is dotted."""
     key = {"attainment": "slo_attainment_rate", "worst": "slo_attainment_worst", "goodput": "goodput_qps"}[name]
     is_share = name != "goodput"
     figure = new_figure(7.2, 4.6)
@@ -141,7 +141,7 @@ def _plot(result: Mapping[str, Any], name: str) -> bytes:
         title = "SLO attainment" + ", worst resolution" * (name == "worst")
         y_label = "share of requests in time"
     else:
-        # The grey line is every request in time.
+        # On the grey line every request is in time.
         ax.plot([0, right], [0, right], color=THEME.muted, linewidth=1, zorder=1)
         ax.set_xlim(left=0)
         ax.set_ylim(0, top * 1.12 or 1.0)
@@ -152,13 +152,13 @@ def _plot(result: Mapping[str, Any], name: str) -> bytes:
 
 
 def band_of(result: Mapping[str, Any]) -> str:
-    """What the shaded intervals are."""
+    """Return a description of the shaded intervals."""
     kinds = {point["interval_over"] for point in next(iter(result["engines"].values()))["points"]}
     return "shaded: 95 % over " + " or ".join(name for kind, name in _BANDS.items() if kind in kinds)
 
 
 def tables_of(result: Mapping[str, Any]) -> list[Table]:
-    """All tables of a sweep's result."""
+    """Return all tables of a sweep's result."""
     found = []
     for engine, figures in result["engines"].items():
         where = f" ({engine})" if len(result["engines"]) > 1 else ""

@@ -1,4 +1,4 @@
-"""`psctl bench slo`: one runner for all sweeps, driven by the side that serves: engines, or the simulator. No torch."""
+"""Runner of all sweeps of `psctl bench slo`. A side serves the runs: real engines, or the simulator. No torch."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,17 +16,17 @@ from .figures import EngineKind
 from .settings import SWEEP_FILE, Served, SweepFolder, SweepSettings, read_head
 
 Standalone = Callable[[Request], float]
-"""Latency of a request that is served alone on plain diffusers, in seconds: the same for all systems."""
+"""Returns the latency in seconds of a request that is served alone on plain diffusers, the same for all systems."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """What comes before the sweep on an engine.
+    """Warm-up of an engine before a sweep.
 
     Attributes:
-        num_requests: served by each engine at the middle rate before anything counts; and, if the simulator is to be
-            calibrated, about as many in each run for that.
-        combinations, repeats: of the latency tables, where the simulator needs one that the workspace does not have.
+        num_requests: number of requests that each engine serves at the middle rate before anything counts, and about
+            the number in each calibration run of the simulator.
+        combinations, repeats: settings of latency tables that the simulator needs and the workspace does not have.
     """
 
     num_requests: int = 32
@@ -38,17 +38,17 @@ class WarmUp:
 
 
 Serve = Callable[[System, Sequence[Request], Standalone], Served]
-"""Serves a trace whose requests have SLOs, as they were asked for; the system adapts them."""
+"""Serves a trace of submitted requests with SLOs, which the system adapts."""
 
 
 class Side(Protocol):
-    """What a sweep is served by. `sweep` calls `check`, `head` and `begin` once each, in this order, the first two with
-    a request of every resolution.
+    """Side that serves the runs of a sweep. `sweep` calls `check`, `head` and `begin` at most once each, in this order,
+    the first two with a request of every resolution.
     """
 
     @property
     def others(self) -> Sequence[Request]:
-        """Requests that are served beside the sweep's own."""
+        """Requests that are served in addition to the sweep's own."""
         ...
 
     def check(self, examples: Sequence[Request]) -> None:
@@ -56,19 +56,19 @@ class Side(Protocol):
         ...
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
-        """What the runs have in common (`SweepFolder`), with standalone latencies by resolution, of which those that
-        are known from an earlier call stay.
+        """Return the head that the runs have in common (`SweepFolder`), with standalone latencies by resolution. Those
+        in `known_s`, known from an earlier call, are kept.
         """
         ...
 
     def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
-        """Get ready (warm up, calibrate), and say what serves the runs of every kind of engine."""
+        """Prepare (warm up, calibrate), and return the function that serves the runs of every kind of engine."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SweepOutcome:
-    """What a sweep gives: its result as in `result.json`, its page, its folder, and whether Ctrl-C ended it."""
+    """Outcome of a sweep: the result as in `result.json`, the page, the folder, and whether Ctrl-C ended it."""
 
     result: dict[str, Any]
     report: Path
@@ -85,17 +85,17 @@ def sweep(
     on_run: Callable[[str], None] = lambda text: None,
     on_done: Callable[[], None] = lambda: None,
 ) -> SweepOutcome:
-    """Serve the runs that the folder does not have yet, and write what all of them tell.
+    """Serve the runs that the folder does not have yet, and write the results of all runs.
 
     Args:
-        settings, side, defaults: what is swept, what serves, and the model's defaults.
-        open_folder: gives an empty folder, or that of the sweep to continue; called once all is checked.
-        on_run, on_done: of `run_sweep`.
+        settings, side, defaults: settings of the sweep, the side that serves, and the model's defaults.
+        open_folder: returns an empty folder, or that of the sweep to continue; called after all checks.
+        on_run, on_done: as in `run_sweep`.
 
     Raises:
         UsageError: the model or the latencies do not suit a request, or the folder is of another sweep.
         RunError: a measurement fails, or no run was finished.
-        KeyboardInterrupt: on Ctrl-C before the first run was finished; later the outcome says so.
+        KeyboardInterrupt: on Ctrl-C before the first run was finished; later, the outcome records the interruption.
         OSError: results cannot be written.
     """
     from .report import sweep_result, write_sweep
@@ -123,8 +123,8 @@ def sweep(
 
 
 def examples_of(settings: SweepSettings, defaults: ModelDefaults, others: Iterable[Request] = ()) -> list[Request]:
-    """A request of every resolution that occurs in the sweep or among others, from small to large. Draws all traces
-    once, and raises UsageError if one cannot be drawn.
+    """Return a request of every resolution in the sweep or in `others`, from small to large. Draws all traces once, and
+    raises UsageError if one cannot be drawn.
     """
     found: dict[Any, Request] = {}
     traces = (settings.requests(rate, seed, defaults) for rate, seed, _ in settings.order())
@@ -144,18 +144,18 @@ def run_sweep(
     on_run: Callable[[str], None] = lambda text: None,
     on_done: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Serve all runs that are not finished, those of one engine before those of the next, and keep each as it ends.
+    """Serve all unfinished runs, those of one engine before those of the next, and keep each as it ends.
 
     Args:
-        settings, defaults: what is swept, and the model's defaults.
-        runners: for every engine; none are needed where all runs are finished.
-        folder: where runs are kept.
-        standalone_s: what SLOs are multiples of.
-        on_run: told what is served, before each run.
-        on_done: called after each, and for each that was finished before.
+        settings, defaults: settings of the sweep, and the model's defaults.
+        runners: function that serves the runs of each engine; may be empty if all runs are finished.
+        folder: folder that keeps the runs.
+        standalone_s: returns the standalone latency of a request, of which SLOs are multiples.
+        on_run: called with a description of each run before it.
+        on_done: called after each run, and for each run that was already finished.
 
     Returns:
-        Whether Ctrl-C ended it; the run under way then is not kept.
+        Whether Ctrl-C ended the sweep; the interrupted run is not kept.
 
     Raises:
         UsageError: a trace cannot be drawn or served.

@@ -1,8 +1,8 @@
-"""What is swept, and the folder that keeps it (PatchedServe figure 11: systems x request rates x seeds). No torch.
+"""Settings of a sweep, and its folder (PatchedServe figure 11: systems x request rates x seeds). No torch.
 
-All systems of one rate and seed serve the same requests with the same SLOs, one right after the other; which goes
-first changes from one rate to the next, so that drift of the machine meets all alike. Every run is written down as soon
-as it has ended, and a later call continues from there.
+All systems of one rate and seed serve the same requests with the same SLOs, one right after the other. The first system
+changes from one rate to the next, so that drift of the machine affects all systems alike. Every run is written as soon
+as it ends, and a later call continues from there.
 """
 
 import json
@@ -35,25 +35,25 @@ from .figures import EngineKind, FinishedRun
 SweepEngine = Literal["real", "simulator", "both"]
 SWEEP_FILE = "sweep.json"
 RUN_KIND = "slo"
-_VERSION = 2  # version 1 told files by their path alone, and nothing of the latency predictor
+_VERSION = 2  # version 1 identified files by path alone, and did not record the latency predictor
 _GROWING = ("standalone_s", "predictor")
-"""Parts of a head that grow: other rates and seeds may ask for resolutions that were not asked for before, and other
-systems for the latency predictor."""
+"""Parts of a head that grow: further rates and seeds may add resolutions, and further systems may need the latency
+predictor."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepSettings:
-    """What is swept.
+    """Settings of a sweep.
 
     Attributes:
-        systems, rates, seeds: every combination of them is a run; rates in requests per second.
-        engine: what serves.
-        trace: what requests ask for; its own rate and seed do not count.
-        slo_scale: SLO of a request: this many times its standalone latency on plain diffusers.
-        max_batch_size, num_gpus: requests denoised together, and GPUs of the simulator.
+        systems, rates, seeds: every combination of them is a run; rates are in requests per second.
+        engine: engine that serves: real engines, the simulator, or both.
+        trace: settings of the requests; its own rate and seed are ignored.
+        slo_scale: SLO of a request as a multiple of its standalone latency on plain diffusers.
+        max_batch_size, num_gpus: maximum number of requests in a batch, and number of GPUs of the simulator.
 
     Raises:
-        UsageError: a value is not allowed, is given twice, or does not fit another.
+        UsageError: a value is not allowed, is given twice, or is incompatible with another.
     """
 
     systems: tuple[str, ...] = COMPARED_SYSTEMS
@@ -92,7 +92,7 @@ class SweepSettings:
 
     @property
     def engines(self) -> tuple[EngineKind, ...]:
-        """Which engines serve every run."""
+        """Kinds of engine that serve every run."""
         return ("real", "simulator") if self.engine == "both" else (self.engine,)
 
     @property
@@ -106,11 +106,11 @@ class SweepSettings:
         return tuple(dict.fromkeys(system.engine for system in self.presets))
 
     def requests(self, rate: float, seed: int, defaults: ModelDefaults) -> list[Request]:
-        """The trace of a rate and a seed, without SLOs. Raises UsageError as `draw_requests`."""
+        """Return the trace of a rate and a seed, without SLOs from standalone latencies. Raises as `draw_requests`."""
         return draw_requests(replace(self.trace, request_rate=rate, seed=seed), defaults)
 
     def order(self) -> Iterator[tuple[float, int, tuple[str, ...]]]:
-        """Rate, seed and the systems in the order in which they run; all rates of a seed come before the next."""
+        """Yield rate, seed and the systems in the order in which they run; all rates of a seed come before the next."""
         cell = 0
         for seed in self.seeds:
             for rate in self.rates:
@@ -119,7 +119,7 @@ class SweepSettings:
                 cell += 1
 
     def runs(self) -> Iterator[tuple[EngineKind, str, float, int]]:
-        """Engine, system, rate and seed of all runs, in the order of the figures."""
+        """Return an iterator over engine, system, rate and seed of all runs, in the order of the figures."""
         return product(self.engines, self.systems, self.rates, self.seeds)
 
     @property
@@ -127,8 +127,8 @@ class SweepSettings:
         return len(self.systems) * len(self.rates) * len(self.seeds) * len(self.engines)
 
     def fixed(self) -> dict[str, Any]:
-        """What must be the same for runs that are compared: everything but systems, rates and seeds. Files count by
-        their content. Raises OSError: one cannot be read.
+        """Return the settings that compared runs must share: all but systems, rates and seeds. Files are identified by
+        their content. Raises OSError if one cannot be read.
         """
         trace = self.trace.to_config()
         for name, path in (("prompts", self.trace.prompts), ("arrivals", self.trace.arrivals)):
@@ -144,7 +144,7 @@ class SweepSettings:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one run gave: records, seconds until the last request ended, other figures, and whether Ctrl-C ended it."""
+    """Result of one run: records, seconds until the last request ended, other figures, and whether Ctrl-C ended it."""
 
     records: Sequence[RequestRecord]
     duration_s: float
@@ -153,21 +153,23 @@ class Served:
 
 
 class SweepFolder:
-    """The folder of a sweep: `sweep.json` (its head), `runs/ENGINE-SYSTEM-RATE-SEED.parquet` (the requests of every
-    finished run), what drives the simulator (`calibration.json` and its runs in `calibration/`, `tables/`), and the
-    figures of all finished runs.
+    """Folder of a sweep.
+
+    It holds `sweep.json` (the head), `runs/ENGINE-SYSTEM-RATE-SEED.parquet` (the requests of every finished run), the
+    inputs of the simulator (`calibration.json` and its runs in `calibration/`, `tables/`), and the figures of all
+    finished runs.
 
     Args:
         path: an existing folder.
-        head: what the runs have in common, as JSON: they may be compared only if it is the same. Standalone latencies
-            and predictors that the folder does not have yet are added to it.
+        head: settings and circumstances that the runs have in common, as JSON; only runs with the same head are
+            comparable. Standalone latencies and predictors that the folder does not have yet are added to its head.
 
     Attributes:
-        head: what is known by now.
+        head: the merged head.
 
     Raises:
-        UsageError: the folder holds a sweep with another head, or no sweep though something else.
-        OSError: it cannot be written.
+        UsageError: the folder holds a sweep with another head.
+        OSError: the folder cannot be written.
     """
 
     def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
@@ -179,7 +181,7 @@ class SweepFolder:
             known = deepcopy(stored)
             own, other = self.head["settings"], known["settings"]
             for cache, found in ((own, other), (other, own)):
-                # A sweep that has not used the patch engine yet does not say how its cache is set.
+                # A sweep that has not used the patch engine yet has no setting of its cache.
                 if "cache" in cache and cache["cache"] is None:
                     cache["cache"] = found.get("cache")
             for name in _GROWING:
@@ -194,7 +196,7 @@ class SweepFolder:
         return self.runs / f"{engine}-{system}-{rate:.10g}-{seed}.parquet"
 
     def has(self, engine: EngineKind, system: str, rate: float, seed: int) -> bool:
-        """Whether a run is finished."""
+        """Return whether a run is finished."""
         return self._file(engine, system, rate, seed).exists()
 
     def save(self, engine: EngineKind, system: str, rate: float, seed: int, served: Served) -> None:
@@ -205,7 +207,7 @@ class SweepFolder:
         write_table(path, RECORDS, [record.to_row() for record in served.records], about=about)
 
     def forget(self, engine: EngineKind) -> None:
-        """Let go of all finished runs of an engine. Raises OSError."""
+        """Delete all finished runs of an engine. Raises OSError."""
         for path in self.runs.glob(f"{engine}-*.parquet"):
             path.unlink()
 
@@ -213,7 +215,7 @@ class SweepFolder:
         return self.path / "calibration" / f"{engine}-{load:g}-{seed}"
 
     def has_calibration(self, engine: EngineName, load: float, seed: int) -> bool:
-        """Whether a calibration run at a share of an engine's capacity is finished."""
+        """Return whether a calibration run at a share of an engine's capacity is finished."""
         return (self._calibration(engine, load, seed) / "records.parquet").exists()
 
     def save_calibration(self, engine: EngineName, load: float, seed: int, run: ServedRun) -> None:
@@ -224,13 +226,13 @@ class SweepFolder:
         write_table(path / "records.parquet", RECORDS, [record.to_row() for record in run.records])
 
     def load_calibration(self, engine: EngineName, load: float, seed: int) -> ServedRun:
-        """Read a finished calibration run. Raises UsageError: a file is damaged."""
+        """Read a finished calibration run. Raises UsageError if a file is damaged."""
         path = self._calibration(engine, load, seed)
         records = [RequestRecord.from_row(row) for row in read_rows(path / "records.parquet", RECORDS)]
         return ServedRun(records, [StepRow(**row) for row in read_rows(path / "steps.parquet", STEPS)])
 
     def load(self, engine: EngineKind, system: str, rate: float, seed: int) -> FinishedRun:
-        """Read what figures need of a finished run. Raises UsageError: the file is damaged or of another run."""
+        """Read the data of a finished run for figures. Raises UsageError if the file is damaged or of another run."""
         path = self._file(engine, system, rate, seed)
         table = read_table(path, RECORDS, ["width", "height", "slo_met", "latency_s", "status", "reason"])
         about = about_of(table.schema, path)
@@ -258,16 +260,18 @@ class SweepFolder:
             raise UsageError(f"{path}: the finished run is damaged ({error}); delete it to serve it again") from error
 
     def finished(self, settings: SweepSettings) -> list[FinishedRun]:
-        """All finished runs of a sweep: by system, rate and seed. Raises as `load`."""
+        """Return all finished runs of a sweep in the order of its settings. Raises as `load`."""
         return [self.load(*key) for key in settings.runs() if self.has(*key)]
 
     def num_finished(self, settings: SweepSettings) -> int:
-        """How many runs of a sweep are finished; looks into none of them."""
+        """Return the number of finished runs of a sweep, without reading them."""
         return sum(self.has(*key) for key in settings.runs())
 
 
 def _met_by_resolution(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Requests in time, and all of them, by resolution; rows count those of a size by whether they were in time."""
+    """Return the numbers of requests in time and of all requests, by resolution. Each row counts the requests of one
+    size that were, or were not, in time.
+    """
     found: dict[Resolution, tuple[int, int]] = {}
     for row in rows:
         size, count = Resolution(row["width"], row["height"]), row["count_all"]
@@ -281,7 +285,7 @@ def _counts(column: pa.ChunkedArray) -> dict[Any, int]:
 
 
 def read_head(path: Path) -> dict[str, Any]:
-    """Read what the runs of a sweep's folder have in common. Raises UsageError: there is no sweep, or it is damaged."""
+    """Read the head of a sweep's folder. Raises UsageError if there is no sweep, or it is damaged."""
     file = path / SWEEP_FILE
     if not file.is_file():
         raise UsageError(f"{path} is not a folder of psctl bench slo: it has no {SWEEP_FILE}")
@@ -295,7 +299,7 @@ def read_head(path: Path) -> dict[str, Any]:
 
 
 def check_resumed(path: Path, settings: SweepSettings) -> None:
-    """Say early, before a model is loaded, that the sweep of a folder cannot be continued. Raises UsageError."""
+    """Raise UsageError if the sweep of a folder cannot be continued; called before a model is loaded."""
     known, fixed = read_head(path)["settings"], settings.fixed()
     _check_same(path, {name: known.get(name) for name in fixed}, json.loads(json.dumps(fixed)), "settings ")
 

@@ -1,4 +1,4 @@
-"""Sweeps on the virtual clock, with latencies of their own for the plain and the patch engine. No torch."""
+"""Sweeps on the virtual clock, with separate latencies for the plain and the patch engine. No torch."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from .runner import Serve, Standalone
 from .settings import Served, SweepFolder, SweepSettings
 
 CALIBRATION_FILE = "calibration.json"
-"""In a sweep's folder: what its comparison with real runs says of the simulator, by engine."""
+"""File in a sweep's folder with the simulator's calibration by engine, fitted to real runs."""
 
 _Tell = Callable[[str], None]
 
@@ -36,11 +36,11 @@ class SimulatorSide:
     """Serves the runs of a sweep on the virtual clock.
 
     Attributes:
-        settings: what is swept.
-        engines: by name; every system's must be there. SLOs are those of the plain one.
-        model: name of the model whose defaults are taken.
-        sources: what the engines were made of, as `SimulatorFiles.sources` gives it.
-        schedule: which steps are computed by systems whose cache is a schedule.
+        settings: settings of the sweep.
+        engines: engines by name, including that of every system. SLOs derive from the plain engine.
+        model: name of the model whose defaults are used.
+        sources: origin of the engines, as `SimulatorFiles.sources` returns it.
+        schedule: schedule of computed steps, for systems whose cache is a schedule.
     """
 
     settings: SweepSettings
@@ -51,17 +51,17 @@ class SimulatorSide:
 
     @property
     def others(self) -> Sequence[Request]:
-        """None: nothing is to be warmed up."""
+        """Empty: nothing needs a warm-up."""
         return ()
 
     def check(self, examples: Sequence[Request]) -> None:
-        """See `Side`."""
+        """Raise UsageError if an engine's latencies do not cover the resolution of a request."""
         for request in examples:
             for name in self.settings.engine_names:
                 self.engines[name].durations.steps.told.step_latency_s((request.resolution,))
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
-        """See `Side`."""
+        """Return settings, model and sources of the runs, and simulated standalone latencies by resolution."""
         plain = self.engines["plain"]
         return {
             "settings": self.settings.fixed(),
@@ -70,11 +70,11 @@ class SimulatorSide:
         }
 
     def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
-        """See `Side`."""
+        """Return the function that serves the runs; there is nothing to prepare."""
         return {"simulator": self.run}
 
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
-        """See `Serve`."""
+        """Simulate a trace on the system's engine."""
         engine, limits = self.engines[system.engine], (self.settings.max_batch_size, self.settings.num_gpus)
         if system.cache == "schedule" and self.schedule is not None:
             engine = replace(engine, schedule=self.schedule)
@@ -88,16 +88,17 @@ class SimulatorSide:
 
 @dataclass(frozen=True, slots=True)
 class SimulatorFiles:
-    """The files that tell the simulator about both engines.
+    """Files from which the simulator models both engines.
 
     Attributes:
         latency: step latencies of the patch engine: a table, or a fitted predictor.
-        plain_latency: those of the plain engine; None: batches of one resolution of `latency`, which is warned of.
-        calibration: `calibration.json` of a sweep on both.
-        stage_times: folder of a served run, for the times of the stages beside the steps if there is no calibration.
+        plain_latency: step latencies of the plain engine; None uses batches of one resolution of `latency`, with a
+            warning.
+        calibration: `calibration.json` of a sweep on both engines and simulator.
+        stage_times: folder of a served run with the times of the other stages, if there is no calibration.
 
     Raises:
-        UsageError: there are a calibration and stage times.
+        UsageError: both a calibration and stage times are given.
     """
 
     latency: Path
@@ -110,7 +111,7 @@ class SimulatorFiles:
             raise UsageError("--calibration brings the times of the stages; give it or --stage-times, not both")
 
     def sources(self) -> dict[str, str]:
-        """The files by what they are, as `PATH (checksum)`: another content makes another sweep. Raises OSError."""
+        """Return the files by role, as `PATH (checksum)`, so that other content makes another sweep. Raises OSError."""
         records = None if self.stage_times is None else self.stage_times / "records.parquet"
         files = {
             "latency": self.latency,
@@ -123,7 +124,7 @@ class SimulatorFiles:
     def engines(
         self, max_batch_size: int = 16, on_warning: _Tell = lambda text: None
     ) -> dict[EngineName, SimulatedEngine]:
-        """What the files say of both engines, for batches of up to `max_batch_size`.
+        """Return both engines from the files, for batches of up to `max_batch_size`.
 
         Raises:
             UsageError: a file cannot be read, is damaged, or is of the wrong engine.
@@ -151,7 +152,7 @@ class SimulatorFiles:
 
 
 def calibration_of(path: Path, engine: EngineName) -> Calibration:
-    """The calibration of an engine. Raises UsageError as `read_calibrations`, or if the file has none of it."""
+    """Return the calibration of an engine. Raises UsageError as `read_calibrations`, or if the file has none of it."""
     known = read_calibrations(path)
     if engine not in known:
         raise UsageError(f"{path} has no calibration of the {engine} engine, but of {', '.join(known)}")
@@ -161,9 +162,10 @@ def calibration_of(path: Path, engine: EngineName) -> Calibration:
 def newest_calibration(
     workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution], on_warning: _Tell
 ) -> Path | None:
-    """The newest `calibration.json` in a workspace that suits an engine and whose table has these resolutions.
+    """Return the newest `calibration.json` in a workspace that has an engine and whose table has these resolutions.
 
-    One that is damaged, or whose table is not beside it, is warned of and passed over: nobody has asked for it.
+    A damaged file, or one without its table, is skipped with a warning, because the user did not name it. None if there
+    is no suitable file.
     """
     folder = workspace.for_model(model, "any").root.parent
     files = sorted(folder.glob(f"*/runs/*/{CALIBRATION_FILE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -180,13 +182,13 @@ def newest_calibration(
 def plain_engine(
     latency: Path | None, calibration: Path | None, times: StageTimes, *, on_warning: _Tell
 ) -> SimulatedEngine | None:
-    """The plain engine by a file of its step latencies, else by a calibration; None if both say nothing of it.
+    """Return the plain engine from a file of its step latencies, or else from a calibration; None if neither has it.
 
     Args:
-        latency: step latencies.
-        calibration: `calibration.json`, with the table beside it.
-        times: of the other stages, where there is no calibration of the plain engine.
-        on_warning: of `load_step_file`.
+        latency: file of step latencies.
+        calibration: `calibration.json`, with its table beside it.
+        times: times of the other stages, used if there is no calibration of the plain engine.
+        on_warning: as in `load_step_file`.
 
     Raises:
         UsageError: a file cannot be read, is damaged, or is of another engine.
@@ -209,7 +211,9 @@ def _require_engine(steps: StepFile, path: Path, engine: EngineName) -> None:
 
 
 def table_of(path: Path, engine: EngineName) -> Path:
-    """The table of step latencies that a calibration was fitted to. Raises UsageError: it is not beside the file."""
+    """Return the table of step latencies that a calibration was fitted to. Raises UsageError if it is not beside the
+    file.
+    """
     folder = path.parent / "tables" / engine
     tables = list(folder.glob(TABLE_PATTERN))
     if len(tables) != 1:

@@ -246,7 +246,9 @@ class RandomRun:
         await self._end(process)
 
     def _batches(self, process: Process) -> list[dict[str, Any]]:
-        return [process.batches.batch(each, key) for key in _KEYS for each in process.batches.batch_page(key, None, 1000)[0]]
+        return [
+            process.batches.batch(each, key) for key in _KEYS for each in process.batches.batch_page(key, None, 1000)[0]
+        ]
 
     def _check_batches(self, process: Process) -> None:
         """Each line of each batch has one answer, and its own image."""
