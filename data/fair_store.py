@@ -63,6 +63,10 @@ class FairStore(Generic[Value]):
             while (of_owner := self._kept.get(owner)) and is_over(next(iter(of_owner.values()))[0]):
                 self.pop(next(iter(of_owner)))
 
+    def values(self) -> list[Value]:
+        """All values, owner by owner."""
+        return [value for kept in self._kept.values() for value, _ in kept.values()]
+
     def __contains__(self, name: str) -> bool:
         return name in self._owners
 

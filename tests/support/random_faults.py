@@ -134,7 +134,7 @@ class Process:
         assert events["completed"] + events["failed"] + events["cancelled"] == len(self.ends.accepted)
         records = sum(
             float(line.rpartition(" ")[2])
-            for line in self.metrics.exposition().decode().splitlines()
+            for line in self.metrics.exposition("").decode().splitlines()
             if line.startswith("psctl_request_success_total")
         )
         assert records == sum(len(ticket.records) for ticket in self.front_end.ended.values())
@@ -214,7 +214,7 @@ class RandomRun:
         await process.backend.stop()
         await asyncio.gather(*self._clients)
         await asyncio.sleep(1.0)
-        assert not process.live.state("")["requests"]
+        assert not json.loads(process.live.state(""))["requests"]
 
     async def _recover(self, process: Process) -> None:
         """Nothing is wrong any more: all is whole within so many seconds, and all batches come to their end."""
@@ -310,7 +310,7 @@ class RandomRun:
             self.disk.fail_at(rng.randint(1, 30), rng.choice(_MODES))
         elif what == "look":
             process.live.state(rng.choice(_KEYS))
-            process.metrics.exposition()
+            process.metrics.exposition(rng.choice(_KEYS))
 
     def _client(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

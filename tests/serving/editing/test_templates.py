@@ -11,6 +11,7 @@ import torch
 
 from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.errors import RunError, UsageError
+from patchedserve.serving.editing.keys import TemplateKey
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
 from patchedserve.serving.options import TemplateTiers
 
@@ -149,10 +150,10 @@ def test_a_record_that_another_process_reads_stays(tmp_path: Path) -> None:
         assert reader.stdout.readline() == "True\n"
         reading = store.find(second, model.device)
         assert reading is not None
-        store._make_room("none")
+        store._make_room(TemplateKey({}))
         assert {each["id"] for each in store.list()} == {first.digest, second.digest}
         del reading
-        store._make_room("none")
+        store._make_room(TemplateKey({}))
         assert [each["id"] for each in store.list()] == [first.digest]
     model.reuse.use_template(requests[2], tmp_path, lambda count: None)
     assert [each["id"] for each in store.list()] == [some(model.reuse.key_of(requests[2])).digest]

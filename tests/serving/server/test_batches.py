@@ -205,7 +205,7 @@ def opened_below(folder: Path, work: Callable[[], Any]) -> tuple[Any, list[str]]
 
 def test_a_page_costs_what_it_shows(tmp_path: Path) -> None:
     """And it shows what other servers of the same workspace add and remove."""
-    ours, theirs = (Batches(tmp_path, cast(Any, None)) for _ in range(2))
+    ours, theirs, third = (Batches(tmp_path, cast(Any, None)) for _ in range(3))
 
     def add(batches: Batches, key: str = "") -> str:
         return batches.add_file("batch.jsonl", io.BytesIO(b"x"), "batch", key)["id"]
@@ -215,7 +215,7 @@ def test_a_page_costs_what_it_shows(tmp_path: Path) -> None:
         assert found is not None
         return found
 
-    ids = {add(each) for each in (ours, theirs) * 10}
+    ids = {add(each) for each in (theirs, third) * 10}
     others = add(theirs, "another")
     os.utime(tmp_path / "files", (1e9, 1e9))  # it has not changed for long
     page, seen = opened_below(tmp_path, lambda: listed(limit=5))
@@ -307,7 +307,7 @@ def process_over(folder: Path, work: Callable[[Process], Coroutine[Any, Any, Non
     async def whole() -> None:
         process = Process(World(random.Random(0)), folder, "fcfs")
         if not has_turns:
-            await process.batches._turn.acquire()
+            await process.batches._turns[""].acquire()
         await process.backend.start()
         await process.batches.start()
         await work(process)

@@ -96,8 +96,9 @@ def test_draw_watch_cancel(server: HttpServer, browser: webdriver.Chrome, tmp_pa
 
 @pytest.mark.parametrize("width", [1200, 400], ids=["desk", "phone"])
 def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_path: Path, width: int) -> None:
-    set_width(browser, width)
+    # A page that says nothing of its width, as an empty one, is shown to phones as that of a desk.
     browser.get(server.url)
+    set_width(browser, width)
     find = browser.find_element
 
     def recent() -> list[WebElement]:
