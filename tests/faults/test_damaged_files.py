@@ -178,5 +178,5 @@ def test_it_is_told_or_made_again(
         if command == "templates check" and file.suffix == ".safetensors":
             assert code != 0, told
         if command == "edit" and code == 0 and file.suffix != ".png":
-            same = [np.asarray(Image.open(each / "edited.png")) for each in (folder, whole)]
-            assert np.array_equal(*same), told
+            own, expected = (np.asarray(Image.open(each / "edited.png")) for each in (folder, whole))
+            assert np.array_equal(own, expected), told

@@ -246,9 +246,12 @@ class RandomRun:
         await self._end(process)
 
     def _batches(self, process: Process) -> list[dict[str, Any]]:
-        return [
-            process.batches.batch(each, key) for key in _KEYS for each in process.batches.batch_page(key, None, 1000)[0]
-        ]
+        return [process.batches.batch(each, key) for key in _KEYS for each in self._batch_ids(process, key)]
+
+    def _batch_ids(self, process: Process, key: str) -> list[str]:
+        page = process.batches.batch_page(key, None, 1000)
+        assert page is not None
+        return page[0]
 
     def _check_batches(self, process: Process) -> None:
         """Each line of each batch has one answer, and its own image."""
@@ -383,12 +386,14 @@ class RandomRun:
     def _change(self, process: Process, what: str) -> None:
         key = self.rng.choice(_KEYS)
         if what == "delete":
-            for each in process.batches.file_page(key, None, 1)[0]:
+            page = process.batches.file_page(key, None, 1)
+            assert page is not None
+            for each in page[0]:
                 used = {batch["input_file_id"] for batch in self._batches(process)}
                 if each not in used:
                     process.batches.delete_file(each, key)
             return
-        ids = process.batches.batch_page(key, None, 1000)[0]
+        ids = self._batch_ids(process, key)
         if ids:
             chosen = self.rng.choice(ids)
             self._cancelled.add(chosen)
@@ -428,7 +433,7 @@ def run_seeds(seeds: Sequence[int]) -> Counter[str]:
         try:
             run = RandomRun(seed, folder)
             # Ids, and the order of batches, are those of the seed, too.
-            secrets.token_hex = lambda length=32: run.rng.randbytes(length).hex()  # noqa: B023
+            secrets.token_hex = lambda nbytes=None: run.rng.randbytes(nbytes or 32).hex()  # noqa: B023
             time.time = lambda: 1.7e9 + run.now_s  # noqa: B023
             run.go()
             seen.update(run.seen)

@@ -69,7 +69,7 @@ class _Outside:
     @classmethod
     def of(cls, tensor: Tensor) -> "_Outside":
         storage = StorageWeakRef(tensor.untyped_storage())
-        return cls(storage, tensor.new_empty(0), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return cls(storage, tensor.new_empty(0), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def tensor(self) -> Tensor:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
