@@ -102,6 +102,8 @@ def test_a_second_signal_ends_a_server_that_drains_a_stage_that_stands_still(mod
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
 
 
+@pytest.mark.product(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["prepare", "postprocess"])
 def test_one_signal_ends_a_server_whose_stage_stands_still(model: Path, tmp_path: Path, part: str) -> None:
     options = ("--stages", "processes", "--drain-timeout", "1")
