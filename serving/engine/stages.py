@@ -106,10 +106,18 @@ class InlineStage(Generic[Item]):
         self._queue.clear()
 
     def serve(self) -> None:
-        """Serve all queued items, including those that are queued meanwhile."""
+        """Serve all queued items, including those that are queued meanwhile.
+
+        An item that Ctrl-C interrupts stays in the queue, so that `finish` serves it.
+        """
         while self._queue:
-            with self.pulse:
-                self._work(self._queue.popleft())
+            item = self._queue.popleft()
+            try:
+                with self.pulse:
+                    self._work(item)
+            except KeyboardInterrupt:
+                self._queue.appendleft(item)
+                raise
 
     def finish(self) -> None:
         """Serve all queued items."""

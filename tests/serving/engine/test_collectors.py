@@ -25,6 +25,7 @@ from patchedserve.serving.engine.replay import replay
 from patchedserve.serving.engine.side_stages import SideStages
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.policies import Decision, get_policy
 
 from ...support.function_policy import FunctionPolicy
@@ -173,6 +174,26 @@ def test_one_thread_tells_in_order(model: ServedModel) -> None:
     steps = [each for each in told.order if isinstance(each, str)]
     assert steps == [f"step {number}" for number in range(len(steps))]
     assert told.order.index(1) > told.order.index(steps[-1])
+
+
+def test_an_image_that_ctrl_c_interrupts_is_finished(tmp_path: Path) -> None:
+    """Where images are decoded between the steps."""
+    model, asked = build_model(smallest_sd(), name="tiny", options=EngineOptions(stages="inline")), []
+
+    def image_path(request: Request) -> Path:
+        asked.append(request.request_id)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return tmp_path / f"{request.request_id}.png"
+
+    engine = Engine(model, get_policy("continuous"), image_path=image_path)
+    for number, steps in enumerate((1, 900)):
+        engine.submit(Request(number, "a", SMALL, steps))
+    engine.close()
+    result = engine.run()
+    assert result.was_interrupted
+    assert {each.request_id: each.status for each in result.records} == {0: "completed", 1: "cancelled"}
+    assert [path.name for path in tmp_path.iterdir()] == ["0.png"]
 
 
 def _with_ctrl_c(original: Callable[..., Any], call: int, moment: str) -> Callable[..., Any]:
