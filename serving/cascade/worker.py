@@ -170,12 +170,14 @@ class _WorkerProcess:
             model.close()
 
     def _live(self) -> None:
-        while not self._is_stopped:
+        is_stopped = False
+        while not is_stopped:
             engine = self._engine
             # A stalled engine counts as dead, although this thread is alive.
             if engine is None or not engine.is_stalled:
                 self._tell("alive")
-            time.sleep(ALIVE_EVERY_S)
+            with self._changed:
+                is_stopped = self._changed.wait_for(lambda: self._is_stopped, ALIVE_EVERY_S)
 
     def _new_engine(self) -> "Engine":
         from ..engine.engine import Engine

@@ -78,7 +78,7 @@ class ClusterBackend:
 
     @property
     def trouble(self) -> str:
-        """See `Backend`."""
+        """Reason why no replica draws, or why one draws slowly; "" if there is none."""
         return f"no replica has answered for {_ALL_GONE_S:g} s" if self.health is Health.RESTARTING else self._trouble
 
     @property

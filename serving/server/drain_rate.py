@@ -26,6 +26,6 @@ class DrainRate:
 
     @property
     def value(self) -> float | None:
-        """Of the largest; None before enough steps."""
+        """Pixels per second of the largest batches; None until enough steps have run."""
         known = [size for size, rates in self._by_size.items() if len(rates) >= _LEAST_STEPS]
         return statistics.median(self._by_size[max(known)]) if known else None

@@ -27,7 +27,7 @@ from .tickets import Ticket
 _ENCODERS = 2
 _POLL_S, _CANCELLED_WITHIN_S = 0.05, 5.0
 _MOST_BYTES, _LEAST_BYTES = 256_000_000, 500_000
-"""Of the images of tickets that have ended and can still be asked about, and what one counts that has less."""
+"""Size of the images of ended tickets that are kept for later requests, and the least that one ticket counts."""
 
 
 class Watcher(Protocol):

@@ -52,7 +52,7 @@ class ImageStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of what is kept."""
+        """Total size of the stored files."""
         return int(self._kept.size)
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ _TABLE = re.compile(r"\[.*\]")
 _KEYS = "keys"
 _WHOLE = ("max_open", "max_batches")
 SHARED = KeyLimits(max_batches=16, max_disk_mb=10_000)
-"""Of every owner where there are several."""
+"""Default limits of each owner if there are several owners."""
 
 
 class Keys:

@@ -128,7 +128,7 @@ class LocalBackend:
 
     @property
     def trouble(self) -> str:
-        """See `Backend`."""
+        """Error that has stopped the engine, or failures of batches in the last minutes; "" if there is none."""
         error = self._error
         if error is not None and self._health in (Health.RESTARTING, Health.STOPPED):
             return str(error) if isinstance(error, PsctlError) else f"{type(error).__name__}: {error}".splitlines()[0]

@@ -13,12 +13,10 @@ import torch
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.engine.collectors import InMemory
-from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.scheduling.policies import get_policy
 
+from ..support.engine_runs import drawn
 from ..support.http_server import small_model
 
 pytestmark = pytest.mark.slow
@@ -36,17 +34,6 @@ ERRORS: tuple[BaseException, ...] = (torch.OutOfMemoryError("CUDA out of memory"
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder: Path = small_model(tmp_path_factory.mktemp("model") / "tiny")
     return load_model(str(folder), "cpu", "float32")
-
-
-def drawn(model: ServedModel) -> InMemory:
-    collector = InMemory(keep_images=True)
-    engine = Engine(model, get_policy("continuous"), collector=collector)
-    for request in REQUESTS:
-        engine.submit(request)
-    engine.close()
-    engine.run()
-    assert not engine.callback_failures.count
-    return collector
 
 
 class Failing:
@@ -69,14 +56,14 @@ class Failing:
 def test_requests_end_once_and_the_engine_goes_on(part: str, model: ServedModel) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counted = Failing(patch, PARTS[part](model), 0, MemoryError())
-        whole = drawn(model)
+        whole = drawn(model, REQUESTS)
         num_calls = counted.num_calls
     assert num_calls >= 3
     for call in range(1, num_calls + 1):
         for error in ERRORS:
             with pytest.MonkeyPatch.context() as patch:
                 Failing(patch, PARTS[part](model), call, error)
-                found = drawn(model)
+                found = drawn(model, REQUESTS)
             ended = {record.request_id: record for record in found.records}
             assert len(found.records) == len(ended) == len(REQUESTS)
             failed = [record for record in ended.values() if record.status == "failed"]
@@ -86,5 +73,5 @@ def test_requests_end_once_and_the_engine_goes_on(part: str, model: ServedModel)
             for number in ended.keys() - {record.request_id for record in failed}:
                 ours, theirs = (np.asarray(each.images[number], int) for each in (found, whole))
                 assert np.abs(ours - theirs).max() <= 1
-    again = drawn(model)
+    again = drawn(model, REQUESTS)
     assert {record.status for record in again.records} == {"completed"}

@@ -5,6 +5,7 @@ from typing import Any
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.run_result import RunResult
 from patchedserve.serving.models.served import ServedModel
@@ -18,7 +19,19 @@ def requests_of(count: int, steps: int = 3) -> list[Request]:
 
 
 def serve(model: ServedModel, requests: Sequence[Request], policy: Any = None, **options: Any) -> RunResult:
-    engine = Engine(model, policy or get_policy("continuous"), **options)
+    return _run(Engine(model, policy or get_policy("continuous"), **options), requests)
+
+
+def drawn(model: ServedModel, requests: Sequence[Request]) -> InMemory:
+    """What is kept of requests that are served together, with their images."""
+    collector = InMemory(keep_images=True)
+    engine = Engine(model, get_policy("continuous"), collector=collector)
+    _run(engine, requests)
+    assert not engine.callback_failures.count
+    return collector
+
+
+def _run(engine: Engine, requests: Sequence[Request]) -> RunResult:
     for request in requests:
         engine.submit(request)
     engine.close()

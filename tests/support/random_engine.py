@@ -21,7 +21,7 @@ from patchedserve.serving.server.errors import ApiError
 from patchedserve.training.latency.online_correction import OnlineCorrection
 
 STEP_S = 0.05
-"""Of a batch of one image; every further one adds a quarter."""
+"""Seconds of a step of one image; each further image adds a quarter."""
 
 
 class TableOfSteps:

@@ -36,6 +36,7 @@ from patchedserve.data.errors import RunError
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.server.batches import store
+from patchedserve.serving.server.batches.folder import ENDED
 from patchedserve.serving.server.batches.store import Batches
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.front_end import FrontEnd, Pricing
@@ -128,7 +129,7 @@ class Process:
         assert not self.ends.over or max(self.ends.over.values()) == 1
 
     def check_end(self, log: str) -> None:
-        """Of a process that has drained. Raises AssertionError."""
+        """Check the books of a process that has drained. Raises AssertionError."""
         assert not self.front_end.open
         events = Counter(json.loads(line)["event"] for line in log.splitlines())
         assert events["completed"] + events["failed"] + events["cancelled"] == len(self.ends.accepted)
@@ -239,7 +240,7 @@ class RandomRun:
             assert loop.time() < healed_s + WHOLE_WITHIN_S, f"not served in time under {self.policy}"
             await asyncio.sleep(0.5)
         end_s = loop.time() + 3600
-        while any(batch["status"] not in store._ENDED for batch in self._batches(process)):
+        while any(batch["status"] not in ENDED for batch in self._batches(process)):
             assert loop.time() < end_s, f"a batch never ends: {self._batches(process)}, {process.batches._tasks}"
             await asyncio.sleep(1.0)
         self._check_batches(process)
@@ -374,7 +375,7 @@ class RandomRun:
             lines[0]["body"]["size"] = "33x33"  # type: ignore[index]
         text = "\n".join(map(json.dumps, lines)).encode()
         try:
-            file = batches.add_file("lines.jsonl", io.BytesIO(text), "batch", key)
+            file = batches.files.add("lines.jsonl", io.BytesIO(text), "batch", key)
             batch = batches.create(
                 {"input_file_id": file["id"], "endpoint": "/v1/images/generations", "completion_window": "24h"}, key
             )
@@ -386,12 +387,12 @@ class RandomRun:
     def _change(self, process: Process, what: str) -> None:
         key = self.rng.choice(_KEYS)
         if what == "delete":
-            page = process.batches.file_page(key, None, 1)
+            page = process.batches.files.page(key, None, 1)
             assert page is not None
             for each in page[0]:
                 used = {batch["input_file_id"] for batch in self._batches(process)}
                 if each not in used:
-                    process.batches.delete_file(each, key)
+                    process.batches.files.delete(each, key)
             return
         ids = self._batch_ids(process, key)
         if ids:

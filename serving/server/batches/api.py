@@ -33,24 +33,26 @@ def batch_routes(batches: Batches) -> APIRouter:
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
                 raise invalid("the fields file and purpose are needed", "file", code="missing_required_parameter")
             name, key = file.filename or "batch.jsonl", caller_of(request.scope).key
-            return await run_in_threadpool(batches.add_file, name, file.file, purpose, key, _lasts_s(form))
+            return await run_in_threadpool(batches.files.add, name, file.file, purpose, key, _lasts_s(form))
 
     @routes.get(FILES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def files(request: Request) -> dict[str, Any]:
         caller = caller_of(request.scope)
-        return await run_in_threadpool(_page, batches.file_page, batches.file, caller.key, request.query_params)
+        return await run_in_threadpool(_page, batches.files.page, batches.files.about, caller.key, request.query_params)
 
     @routes.get(FILES + "/{file_id}", responses=errors(400, 401, 403, 404))
     async def file(file_id: str, request: Request) -> dict[str, Any]:
-        return batches.file(file_id, caller_of(request.scope).key)
+        return batches.files.about(file_id, caller_of(request.scope).key)
 
     @routes.delete(FILES + "/{file_id}", responses=errors(400, 401, 403, 404))
     async def delete(file_id: str, request: Request) -> dict[str, Any]:
-        return await run_in_threadpool(batches.delete_file, file_id, caller_of(request.scope).key)
+        return await run_in_threadpool(batches.files.delete, file_id, caller_of(request.scope).key)
 
     @routes.get(FILES + "/{file_id}/content", responses=errors(400, 401, 403, 404))
     async def content(file_id: str, request: Request) -> Response:
-        return FileResponse(batches.content(file_id, caller_of(request.scope).key), media_type="application/jsonl")
+        return FileResponse(
+            batches.files.content(file_id, caller_of(request.scope).key), media_type="application/jsonl"
+        )
 
     @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415, 429, 507))
     async def create(request: Request) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from ..errors import ApiError
 from ..fields import shown
 from .file import ERROR_FILE, OUTPUT_FILE
 
-OWNER = "owner"
-"""In the JSON of files and batches: whose they are. It is not told."""
+OWNER, EXPIRES = "owner", "expires_at"
+"""Fields in the JSON of files and batches. Clients do not see the owner."""
+ENDED = frozenset({"completed", "failed", "cancelled", "expired"})
+"""Final statuses of batches."""
 _FILE, _BATCH = "file-", "batch_"
 _ID = re.compile(rf"({_FILE}|{_BATCH})[A-Za-z0-9]{{1,64}}", re.ASCII)
 _FIELDS_OF_FILE = {"filename": str, "created_at": int, "purpose": str}
@@ -98,6 +100,18 @@ class BatchFolder:
             self.write_batch(found)
         return found
 
+    def owned_batch(self, batch_id: str, owner: str) -> dict[str, Any]:
+        """Return what is stored about a batch. Raises ApiError if this owner has no such batch."""
+        batch = self.read_batch(batch_id)
+        if batch is None or batch.get(OWNER, "") != owner:
+            raise ApiError(404, "there is no such batch", code="not_found", param="batch_id")
+        return batch
+
+    def unfinished(self) -> list[dict[str, Any]]:
+        """Return all batches that have not ended, the oldest first."""
+        found = map(self.read_batch, self.batches_of())
+        return [batch for batch in found if batch is not None and batch["status"] not in ENDED]
+
     def write_batch(self, batch: Mapping[str, Any]) -> None:
         """Keep what is known of a batch."""
         private_folder(self.batch(batch["id"]))
@@ -153,7 +167,7 @@ class _ByOwner:
         self._lock = threading.Lock()
 
     def page(self, read: _Reader, owner: str, after: str | None, limit: int) -> _Page | None:
-        """See `BatchFolder.file_page`."""
+        """Return a page of one owner, as `BatchFolder.file_page` does."""
         with self._lock:
             self._look(read)
             found = self._of.get(owner, [])

@@ -1,13 +1,15 @@
 """What files and batches of each owner take on the disk. No torch."""
 
+import math
 import threading
 from pathlib import Path
 
 from ..errors import ApiError
+from ..keys import Keys
 from .folder import BatchFolder
 
 _LEAST_BYTES = 4096
-"""Of a file, however small it is."""
+"""Least number of bytes that any file counts."""
 
 
 class DiskUse:
@@ -17,11 +19,12 @@ class DiskUse:
     in it in base64.
 
     Args:
-        disk: of files and batches.
+        disk: folder of files and batches.
+        keys: limits of owners.
     """
 
-    def __init__(self, disk: BatchFolder) -> None:
-        self._disk, self._lock = disk, threading.Lock()
+    def __init__(self, disk: BatchFolder, keys: Keys) -> None:
+        self._disk, self._keys, self._lock = disk, keys, threading.Lock()
         self._known: dict[str, dict[str, int]] = {}
         self._coming: dict[str, tuple[str, int]] = {}
 
@@ -40,9 +43,17 @@ class DiskUse:
             self._known.setdefault(owner, {})[batch_id] = size
             return self._total(owner)
 
-    def expect(self, owner: str, file_id: str, size: int, most_bytes: float) -> None:
-        """A file is going to be written, until `settle`; waits for the disk. Raises ApiError: it is too much."""
+    def most_bytes(self, owner: str) -> float:
+        """Return the limit of an owner; infinity if it has none."""
+        most_mb = self._keys.limits_of(owner).max_disk_mb
+        return math.inf if most_mb is None else most_mb * 1e6
+
+    def expect(self, owner: str, file_id: str, size: int) -> None:
+        """Count a file that is about to be written, until `settle`. Waits for the disk. Raises ApiError if it does not
+        fit into the limit.
+        """
         self.count(owner)
+        most_bytes = self.most_bytes(owner)
         with self._lock:
             if self._total(owner) + size > most_bytes:
                 raise too_much(self._total(owner), most_bytes)

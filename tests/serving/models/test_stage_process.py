@@ -32,6 +32,7 @@ from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import edit_request
+from ...support.engine_runs import drawn
 from ...support.tiny_families import (
     tiny_aura,
     tiny_chroma,
@@ -72,16 +73,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(folder: Path) -> Iterator[ServedModel]:
     with closing(load_model(str(folder), "cpu", "float32", EngineOptions(stages="processes"))) as found:
         yield found
-
-
-def drawn(model: ServedModel, requests: list[Request]) -> InMemory:
-    collector = InMemory(keep_images=True)
-    engine = Engine(model, get_policy("continuous"), collector=collector)
-    for request in requests:
-        engine.submit(request)
-    engine.close()
-    engine.run()
-    return collector
 
 
 def mixed() -> list[Request]:
@@ -156,18 +147,22 @@ def test_others_of_the_same_weights_share_the_processes_or_have_none(model: Serv
     assert with_engine(model, replace(model.options, order="patch")).stages is model.stages
 
 
+def reason_of_the_failed(found: InMemory, stage: str) -> str:
+    """Why one request of all has failed, which a process of this stage was working on."""
+    failed = [record for record in found.records if record.status != "completed"]
+    assert [record.status for record in failed] == ["failed"]
+    assert failed[0].reason is not None
+    assert failed[0].reason.startswith(f"{stage}: RunError: the process that ")
+    return failed[0].reason
+
+
 @pytest.mark.parametrize(("part", "stage"), [("prepare", "preparing"), ("postprocess", "postprocessing")])
 def test_a_killed_process_fails_its_request_and_another_takes_over(model: ServedModel, part: Any, stage: str) -> None:
     assert model.stages is not None
     process = model.stages.of[part]
     before = process.process_id
     os.kill(before, signal.SIGKILL)
-    found = drawn(model, mixed())
-    failed = [record for record in found.records if record.status != "completed"]
-    assert [record.status for record in failed] == ["failed"]
-    assert failed[0].reason is not None
-    assert failed[0].reason.startswith(f"{stage}: RunError: the process that ")
-    assert "has died (SIGKILL)" in failed[0].reason
+    assert "has died (SIGKILL)" in reason_of_the_failed(drawn(model, mixed()), stage)
     assert process.process_id != before
     assert same_images(
         drawn(model, mixed()), drawn(with_engine(model, replace(model.options, stages="threads")), mixed())
@@ -184,12 +179,7 @@ def test_a_process_that_stands_still_fails_its_request_and_another_takes_over(
     process = model.stages.of[part]
     before = process.process_id
     os.kill(before, signal.SIGSTOP)
-    found = drawn(model, mixed())
-    failed = [record for record in found.records if record.status != "completed"]
-    assert [record.status for record in failed] == ["failed"]
-    assert failed[0].reason is not None
-    assert failed[0].reason.startswith(f"{stage}: RunError: the process that ")
-    assert failed[0].reason.endswith("does not answer and was ended")
+    assert reason_of_the_failed(drawn(model, mixed()), stage).endswith("does not answer and was ended")
     assert not is_alive(before)
     assert process.process_id != before
     assert {record.status for record in drawn(model, mixed()).records} == {"completed"}

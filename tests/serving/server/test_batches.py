@@ -208,10 +208,10 @@ def test_a_page_costs_what_it_shows(tmp_path: Path) -> None:
     ours, theirs, third = (Batches(tmp_path, cast(Any, None)) for _ in range(3))
 
     def add(batches: Batches, key: str = "") -> str:
-        return batches.add_file("batch.jsonl", io.BytesIO(b"x"), "batch", key)["id"]
+        return batches.files.add("batch.jsonl", io.BytesIO(b"x"), "batch", key)["id"]
 
     def listed(key: str = "", limit: int = 1000, after: str | None = None) -> tuple[list[str], bool]:
-        found = ours.file_page(key, after, limit)
+        found = ours.files.page(key, after, limit)
         assert found is not None
         return found
 
@@ -231,14 +231,14 @@ def test_a_page_costs_what_it_shows(tmp_path: Path) -> None:
     assert found == listed()[0]
     assert set(found) == ids
     assert listed("another") == ([others], False)
-    assert ours.file_page("", others, 1) is None, "it is not of this key"
+    assert ours.files.page("", others, 1) is None, "it is not of this key"
     removed = found.pop(7)
-    theirs.delete_file(removed, "")
+    theirs.files.delete(removed, "")
     assert listed()[0] == found
-    assert ours.file_page("", removed, 1) is None
+    assert ours.files.page("", removed, 1) is None
     new = add(theirs)
     assert set(listed()[0]) == {new, *found}
-    assert ours.file_page("nobody", None, 1) == ([], False)
+    assert ours.files.page("nobody", None, 1) == ([], False)
 
 
 def test_a_batch_that_is_not_whole_yet_is_listed_later(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:
     """Neither as it resumes a batch nor as it lists; and of what was listed before only the page is read."""
     files, num_files = Batches(tmp_path, cast(Any, None)), 30
     content = written(tmp_path, line("a"), line("b")).read_bytes()
-    ids = [files.add_file("batch.jsonl", io.BytesIO(content), "batch", "")["id"] for _ in range(num_files)]
+    ids = [files.files.add("batch.jsonl", io.BytesIO(content), "batch", "")["id"] for _ in range(num_files)]
     counts = {"total": 2, "completed": 0, "failed": 0}
     batch = {"id": "batch_1", "status": "in_progress", "created_at": 1, "input_file_id": ids[0]}
     BatchFolder(tmp_path).write_batch(batch | {"request_counts": counts})
@@ -319,7 +319,7 @@ def process_over(folder: Path, work: Callable[[Process], Coroutine[Any, Any, Non
 
 def begun(process: Process, *lines: str) -> str:
     """Begin a batch of lines; returns its id."""
-    file = process.batches.add_file("batch.jsonl", io.BytesIO("\n".join(lines).encode()), "batch", "")
+    file = process.batches.files.add("batch.jsonl", io.BytesIO("\n".join(lines).encode()), "batch", "")
     body = {"input_file_id": file["id"], "endpoint": "/v1/images/generations", "completion_window": "24h"}
     return process.batches.create(body, "")["id"]
 
@@ -368,7 +368,7 @@ def test_a_batch_that_is_cancelled_before_its_turn_tells_what_was_drawn(tmp_path
         assert process.batches.cancel(known[0], "")["status"] == "cancelling"
         batch = await until_told(process, known[0], "cancelled")
         assert batch["output_file_id"] is not None
-        content = process.batches.content(batch["output_file_id"], "").read_bytes()
+        content = process.batches.files.content(batch["output_file_id"], "").read_bytes()
         assert batch["request_counts"]["completed"] == content.count(b"\n") > 0
 
     process_over(tmp_path, begin)

@@ -1,0 +1,235 @@
+"""What probes say of an engine that stands still, fails for everything, or is restarted."""
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from patchedserve.serving.engine import stages
+from patchedserve.serving.engine.side_stages import MOST_FAILED
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.models.stage_process import Part
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.scheduling.systems import get_system
+from patchedserve.serving.server import local
+from patchedserve.serving.server.backend import Health
+from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
+
+from ...support.local_backends import (
+    Ending,
+    answers,
+    failing,
+    held,
+    probes,
+    request,
+    run,
+    status_of,
+)
+from ...support.tiny_models import save_tiny, tiny_sdxl
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("model") / "tiny", tiny_sdxl(), guidance_scale=3.0))
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> ServedModel:
+    return load_model(folder, "cpu", "float32")
+
+
+@pytest.mark.parametrize("stage", ["preparing", "denoising", "postprocessing"])
+def test_an_engine_whose_model_always_fails_takes_nothing_more(
+    stage: str,
+    model: ServedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def work(backend: LocalBackend) -> None:
+        told: list[str] = []
+        backend.on_stopped = told.append
+        failing(monkeypatch, model, stage, lambda: True)
+        statuses = [await status_of(backend, number) for number in range(MOST_FAILED)]
+        assert statuses == ["failed"] * MOST_FAILED
+        while backend.health is Health.READY:
+            await asyncio.sleep(0.01)
+        # From here on nobody gets an error of the model: not from the engines that are tried in its place either.
+        while not told:
+            with pytest.raises(ApiError) as refused:
+                await backend.submit(request(100), Ending())
+            assert (refused.value.status, refused.value.code) == (503, "not_ready")
+            await asyncio.sleep(0)
+        assert f"has crashed {MAX_RESTARTS + 1} times" in told[0]
+        assert "CUDA error" in told[0]
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 503}
+        assert "CUDA error" in backend.trouble
+
+    run(work, model)
+    said = capsys.readouterr().err
+    assert said.count("The engine has stopped: 8 tries in a row have failed") == 1
+    assert stage in said
+
+
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_batches_that_are_too_large_are_told(
+    engine: Literal["patched", "plain"], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = load_model(folder, "cpu", "float32", EngineOptions(engine=engine))
+
+    async def work(backend: LocalBackend) -> None:
+        has_failed = False
+
+        def fails() -> bool:
+            nonlocal has_failed
+            is_first = not has_failed and backend.load.num_running > 1
+            has_failed = has_failed or is_first
+            return is_first
+
+        failing(monkeypatch, model, "denoising", fails)
+        endings = [Ending(), Ending()]
+        for number, ending in enumerate(endings):
+            await backend.submit(request(number, 100), ending)
+        assert [(await ending.ended)[0].status for ending in endings] == ["completed"] * 2
+        assert has_failed
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 200, "/health": 200}
+        assert backend.trouble.startswith("steps of batches fail and are repeated in halves: 1 so far, the first by")
+        assert "illegal memory access" in backend.trouble
+        monkeypatch.setattr(local, "TOLD_FOR_S", 0.0)
+        assert backend.trouble == ""
+
+    run(work, model)
+
+
+def test_while_an_engine_is_restarted_probes_say_why(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def work(backend: LocalBackend) -> None:
+        goes_on = threading.Event()
+        prove = LocalBackend._prove
+
+        async def waiting_prove(self: LocalBackend, engine: Any) -> None:
+            await asyncio.to_thread(goes_on.wait, 30)
+            await prove(self, engine)
+
+        monkeypatch.setattr(LocalBackend, "_prove", waiting_prove)
+        is_broken = True
+        failing(monkeypatch, model, "denoising", lambda: is_broken)
+        for number in range(MOST_FAILED):
+            assert await status_of(backend, number) == "failed"
+        while backend.health is Health.READY:
+            await asyncio.sleep(0.01)
+        is_broken = False
+        found = await answers(backend, tmp_path)
+        for path in ("/readyz", "/health"):
+            assert found[path].status_code == 503
+            assert found[path].json()["status"] == "restarting"
+            assert "tries in a row have failed" in found[path].json()["reason"]
+        goes_on.set()
+        while backend.health is not Health.READY:
+            await asyncio.sleep(0.01)
+        assert await status_of(backend, 50) == "completed"
+        assert backend.trouble == ""
+
+    run(work, model)
+
+
+def test_requests_that_fail_by_themselves_do_not_end_the_service(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_poison = False
+
+    async def work(backend: LocalBackend) -> None:
+        nonlocal is_poison
+        told: list[str] = []
+        backend.on_stopped = told.append
+        failing(monkeypatch, model, "denoising", lambda: is_poison)
+        # One that is drawn between them begins the count anew.
+        for number in range(2 * MOST_FAILED + 1):
+            is_poison = number % MOST_FAILED != 0
+            assert await status_of(backend, number) == ("failed" if is_poison else "completed")
+        assert not backend._crashes
+        # The engine that follows draws again, whatever failed before; it may be so for ever.
+        for round_number in range(MAX_RESTARTS + 2):
+            is_poison = True
+            for number in range(MOST_FAILED):
+                assert await status_of(backend, number) == "failed"
+                is_poison = number < MOST_FAILED - 1
+            while await status_of(backend, 100 + round_number) != "completed":
+                await asyncio.sleep(0.01)
+        assert not told
+
+    run(work, model)
+
+
+def test_a_model_that_loads_is_alive_and_not_ready(model: ServedModel, tmp_path: Path) -> None:
+    async def whole() -> None:
+        backend = LocalBackend(LocalSetup(model, get_system("patched-fcfs")))
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 200}
+        await backend.start()
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 200, "/health": 200}
+        await backend.stop()
+
+    asyncio.run(whole())
+
+
+def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    is_held, goes_on = held(monkeypatch)
+
+    async def work(backend: LocalBackend) -> None:
+        ending = Ending()
+        await backend.submit(request(0), ending)
+        await asyncio.to_thread(is_held.wait, 30)
+        assert backend.health is Health.READY
+        assert backend._engine is not None
+        backend._engine._progress_s -= 1000
+        assert backend.health is Health.STALLED
+        assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 503}
+        goes_on.set()
+        assert (await ending.ended)[0].status == "completed"
+        assert backend.health is Health.READY
+
+    run(work, model)
+
+
+@pytest.mark.parametrize("part", ["prepare", "postprocess"])
+def test_a_stage_that_stands_still_is_a_stall(part: Part, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(folder, "cpu", "float32", EngineOptions(stages="processes"))
+    assert model.stages is not None
+    process = model.stages.of[part].process_id
+
+    async def work(backend: LocalBackend) -> None:
+        monkeypatch.setattr(stages, "STALLED_S", 0.2)
+        os.kill(process, signal.SIGSTOP)
+        ending = Ending()
+        await backend.submit(request(0), ending)
+        while backend.health is not Health.STALLED:
+            await asyncio.sleep(0.02)
+        assert not ending.ended.done()
+        os.kill(process, signal.SIGCONT)
+        assert (await ending.ended)[0].status == "completed"
+        assert backend.health is Health.READY
+
+    run(work, model)
+
+
+def test_idling_is_no_stall(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_held, goes_on = held(monkeypatch)
+
+    async def work(backend: LocalBackend) -> None:
+        assert backend._engine is not None
+        backend._engine._progress_s -= 1000
+        ending = Ending()
+        await backend.submit(request(0, 2), ending)
+        await asyncio.to_thread(is_held.wait, 30)
+        assert backend.health is Health.READY
+        goes_on.set()
+        assert (await ending.ended)[0].status == "completed"
+
+    run(work, model)

@@ -1,0 +1,185 @@
+"""Backends of one engine, requests for them, and faults of their engines and models."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.request_state import RequestRecord, RequestState
+from patchedserve.serving.engine.side_stages import SideStages
+from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.scheduling.scheduler import Scheduler
+from patchedserve.serving.scheduling.systems import get_system
+from patchedserve.serving.server.app import make_app
+from patchedserve.serving.server.backend import FIRST_ID, Follower
+from patchedserve.serving.server.batches.store import Batches
+from patchedserve.serving.server.edit_processes import EditProcesses
+from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.front_end import FrontEnd, Pricing
+from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.live import Live
+from patchedserve.serving.server.local import LocalBackend, LocalSetup
+from patchedserve.serving.server.metrics import Metrics
+from patchedserve.serving.server.protocol import ModelFacts
+
+SIZE = Resolution(32, 32)
+
+
+Bomb = Callable[[Sequence[RequestState]], bool]
+
+
+class Ending(Follower):
+    """Waits for the end of a request."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[tuple[RequestRecord, Any]] = asyncio.get_running_loop().create_future()
+
+    def on_end(self, record: RequestRecord, image: Any) -> None:
+        self.ended.set_result((record, image))
+
+
+class Quick:
+    """Step latencies, for policies that ask."""
+
+    def step_latency_s(self, active: Sequence[Any]) -> float:
+        return 1e-3
+
+
+def request(number: int, steps: int = 6, size: Resolution = SIZE) -> Request:
+    return Request(FIRST_ID + number, "a cat", size, steps, 3.0, arrival_s=time.monotonic())
+
+
+async def is_taken(backend: LocalBackend, asked: Request, ending: Ending) -> bool:
+    """Hand a request in, unless there is no engine just now."""
+    try:
+        await backend.submit(asked, ending)
+    except ApiError as error:
+        if error.code != "not_ready":
+            raise
+        return False
+    return True
+
+
+def front_end_of(backend: LocalBackend, limits: Limits) -> FrontEnd:
+    facts = ModelFacts("tiny", ModelDefaults(6, 3.0, SIZE, (SIZE,)))
+    return FrontEnd(facts, limits, backend, Pricing(None, lambda _: None, lambda _: None))
+
+
+def app_of(front_end: FrontEnd, folder: Path) -> FastAPI:
+    """The routes of a server with this front end, whose batches are in a folder."""
+    edits = EditProcesses(front_end.model, front_end.limits)
+    metrics = Metrics((SIZE,), front_end.backend)
+    return make_app(front_end, metrics, Live(front_end), Batches(folder, front_end, 1), edits)
+
+
+async def answers(backend: LocalBackend, folder: Path) -> dict[str, httpx.Response]:
+    """What the probes of a server over this backend answer."""
+    app = app_of(front_end_of(backend, Limits()), folder)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://psctl") as client:
+        return {path: await client.get(path) for path in ("/livez", "/readyz", "/health")}
+
+
+async def probes(backend: LocalBackend, folder: Path) -> dict[str, int]:
+    """Statuses of these answers."""
+    return {path: answer.status_code for path, answer in (await answers(backend, folder)).items()}
+
+
+def run(work: Callable[[LocalBackend], Coroutine[Any, Any, None]], model: ServedModel) -> None:
+    async def whole() -> None:
+        backend = LocalBackend(LocalSetup(model, get_system("patched-fcfs"), warm_up=[[request(0, 1)]]))
+        await backend.start()
+        try:
+            await asyncio.wait_for(work(backend), 60)
+        finally:
+            await backend.stop()
+
+    asyncio.run(whole())
+
+
+def bombed(monkeypatch: pytest.MonkeyPatch, goes_off: Bomb) -> list[str]:
+    """Let the engine's loop crash where `goes_off` says so of the requests that are open; returns when it did."""
+    crashes: list[str] = []
+    decide, serve = Scheduler.decide, SideStages.serve
+
+    def look(scheduler: Scheduler) -> None:
+        # The one step of the warm-up is left alone.
+        states = [state for state in list(scheduler._open.values()) if state.num_iterations > 1]
+        if states and goes_off(states):
+            crashes.append(threading.current_thread().name)
+            raise RuntimeError("a fault in the loop")
+
+    def looking_decide(scheduler: Scheduler, now_s: float) -> Sequence[RequestState]:
+        look(scheduler)
+        return decide(scheduler, now_s)
+
+    def looking_serve(stages: SideStages) -> None:
+        look(stages._scheduler)
+        serve(stages)
+
+    monkeypatch.setattr(Scheduler, "decide", looking_decide)
+    # With stages between the steps, a decision never finds a request that is decoded.
+    monkeypatch.setattr(SideStages, "serve", looking_serve)
+    return crashes
+
+
+def once_at(stage: str) -> Bomb:
+    """The first time that a request is there."""
+    has_gone = False
+
+    def goes_off(states: Sequence[RequestState]) -> bool:
+        nonlocal has_gone
+        if has_gone or all(state.stage != stage for state in states):
+            return False
+        has_gone = True
+        return True
+
+    return goes_off
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, model: ServedModel, stage: str, fails: Callable[[], bool]) -> None:
+    """Let a stage's part of the model fail, as it does after an error of CUDA, where `fails` says so."""
+    parts = {
+        "preparing": model.pipe.text_encoder,
+        "denoising": model.denoiser,
+        "postprocessing": model.pipe.vae.decoder,
+    }
+    kind = type(parts[stage])
+    forward = kind.forward
+
+    def may_fail(module: Any, *given: Any, **named: Any) -> Any:
+        if fails():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return forward(module, *given, **named)
+
+    monkeypatch.setattr(kind, "forward", may_fail)
+
+
+async def status_of(backend: LocalBackend, number: int) -> str | None:
+    """How a request ends; None where it is refused."""
+    ending = Ending()
+    if not await is_taken(backend, request(number), ending):
+        return None
+    return (await ending.ended)[0].status
+
+
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """The engine waits where requests are active: the first is set when it does, and it goes on with the second."""
+    is_held, goes_on = threading.Event(), threading.Event()
+
+    def waits(states: Sequence[RequestState]) -> bool:
+        if any(state.stage == "active" for state in states):
+            is_held.set()
+            assert goes_on.wait(30)
+        return False
+
+    bombed(monkeypatch, waits)
+    return is_held, goes_on
