@@ -1,1 +1,1 @@
-"""Replicas of an engine on Ray Serve: where requests go, and how many replicas there are."""
+"""Replicas of an engine on Ray Serve: request routing and autoscaling."""

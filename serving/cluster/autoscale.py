@@ -1,4 +1,4 @@
-"""How many replicas a load needs. No torch, no Ray.
+"""Autoscaling: the number of replicas that a load needs. This module imports neither torch nor Ray.
 
 Ray pickles this module by value into its controller.
 """
@@ -12,12 +12,14 @@ from ...data.errors import UsageError
 def replicas_needed(
     pending: float, rate: float | None, target_s: float, *, least: int = 1, most: int = 1, now: int = 1
 ) -> int:
-    """Replicas that do what is pending within a time, between `least` and `most`.
+    """Return the number of replicas that clear the pending work within `target_s`, clamped to `least` and `most`.
 
     Args:
         pending: pixel steps to do.
-        rate: pixel steps per second of one replica; None where that is not known yet: then as many as there are `now`.
-        target_s: seconds within which it is to be done.
+        rate: pixel steps per second of one replica; None while it is unknown, which keeps the current number.
+        target_s: seconds within which the pending work should be done.
+        least, most: smallest and largest number of replicas.
+        now: current number of replicas.
 
     Raises:
         UsageError: a bound or the time is out of its range.
@@ -31,17 +33,17 @@ def replicas_needed(
 
 
 class ByPixelSteps:
-    """Ray's autoscaling policy.
+    """Autoscaling policy for Ray Serve, by pending pixel steps.
 
     Args:
-        target_s: see `replicas_needed`.
+        target_s: seconds within which the pending work should be done, as in `replicas_needed`.
     """
 
     def __init__(self, target_s: float) -> None:
         self._target_s = target_s
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """The number of replicas for Ray's `AutoscalingContext`; nothing is to be remembered."""
+        """Return the number of replicas for Ray's `AutoscalingContext`, and an empty state."""
         metrics = context.aggregated_metrics or {}
         rates = [rate for rate in metrics.get("rate", {}).values() if rate > 0]
         wanted = replicas_needed(

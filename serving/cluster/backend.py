@@ -1,7 +1,7 @@
-"""The backend of many processes: replicas that Ray Serve places, starts and starts again, on one machine or a cluster.
+"""The multi-process backend: replicas that Ray Serve places, starts and restarts, on one machine or a cluster.
 
-Ray does not repeat a request that a replica has accepted: where its process dies, the front end hands the request in
-again, from its beginning. The same seed gives the same image.
+Ray does not retry a request that a replica has accepted. When the replica's process dies, the front end submits the
+request again from its first step; the same seed gives the same image.
 """
 
 import asyncio
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from ..server.local import LocalSetup
 
 MOST_TRIES, MOST_DEATHS = 3, 2
-"""Replicas that a request is sent to, and of these such that die, or whose engine does, while they draw it: it may be
-what kills them.
+"""Limits on the attempts for one request: replicas that it is sent to, and replicas that die (or whose engine crashes)
+while they draw it, as the request itself may be the cause.
 """
 _STATUS_EVERY_S = 0.5
 _BUSY_S = 0.5
 _SILENT_S = 10.0
-"""What a replica was to draw that has not answered for so long goes to another one."""
+"""Requests of a replica that has not answered for this long are sent to another one."""
 _ALL_GONE_S = 60.0
-"""Without any replica for so long, the server says that it is not ready; what comes in waits until then."""
+"""After this long without any replica, the server reports that it is not ready; until then, new requests wait."""
 
 
 class ClusterBackend:
-    """See `server.backend.Backend`; `deploy` comes first.
+    """A `server.backend.Backend` whose requests are drawn by replicas on Ray Serve. Call `deploy` before `start`.
 
     Args:
-        plan: how many replicas.
-        build: makes the parts of an engine, and what is to be known of them, in a replica's process: it is pickled.
-        book: what is pending where, and what chooses by it; None: the default router does.
+        plan: number and size of the replicas.
+        build: builds the parts of an engine and their description in a replica's process; it is pickled.
+        book: pending work of each replica, and the router that reads it; None for a book with the default router.
 
     Attributes:
-        on_stopped: see `Backend`.
-        on_row: told of every step of every replica, some time later, on the event loop.
+        on_stopped: called with the reason when the backend has given up, as in `Backend`.
+        on_row: called on the event loop with every step of every replica, with some delay.
     """
 
     def __init__(
@@ -63,12 +63,15 @@ class ClusterBackend:
         self._watching: asyncio.Task[None] | None = None
 
     def deploy(self) -> Any:
-        """Start the replicas and wait until they are warm; returns what `build` tells. Raises as `Deployment.start`."""
+        """Start the replicas, wait until they are warm, and return `build`'s description of them.
+
+        Raises as `Deployment.start`.
+        """
         return self._deployment.start()
 
     @property
     def health(self) -> Health:
-        """See `Backend`. One replica is enough; the others are on their way."""
+        """State of the backend; one replica that answers makes it ready, as the others are being started."""
         if self._is_stopped:
             return Health.STOPPED
         if not self._has_begun:
@@ -78,12 +81,12 @@ class ClusterBackend:
 
     @property
     def trouble(self) -> str:
-        """Reason why no replica draws, or why one draws slowly; "" if there is none."""
+        """Reason why no replica draws, or why one of them does not draw as it should; "" if there is none."""
         return f"no replica has answered for {_ALL_GONE_S:g} s" if self.health is Health.RESTARTING else self._trouble
 
     @property
     def load(self) -> Load:
-        """See `Backend`; the rate is that of all replicas together."""
+        """Open requests and pending work; the rate is that of all replicas together."""
         running = sum(entry.steps_done > 0 for entry in self._open.values())
         drawing = [each for each in self._replicas if each.health is not Health.STALLED]
         rates = [each.load.rate for each in drawing if each.load.rate]
@@ -92,23 +95,23 @@ class ClusterBackend:
 
     @property
     def plan(self) -> str:
-        """See `Backend`."""
+        """Always "": there is no plan to report."""
         return ""
 
     @property
     def replicas(self) -> Sequence[ReplicaState]:
-        """All replicas; those that do not answer are stalled."""
+        """All replicas; those that do not answer are marked as stalled."""
         return self._replicas
 
     async def start(self) -> None:
-        """See `Backend`."""
+        """Start to poll the replicas."""
         self._seen_s, self._has_begun = asyncio.get_running_loop().time(), True
         self._watching = asyncio.ensure_future(self._watch())
 
     async def submit(
         self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
-        """See `Backend`. Waits until a replica has taken it."""
+        """Submit a request, as in `Backend`, and wait until a replica has accepted it."""
         if self._is_stopped or self.health is Health.RESTARTING:
             raise ApiError(503, "no replica is there now", code="not_ready", headers={"Retry-After": "5"})
         loop = asyncio.get_running_loop()
@@ -120,20 +123,20 @@ class ClusterBackend:
         try:
             await entry.accepted
         except BaseException:
-            # It was refused, or who hands it in has been cancelled: its follower hears nothing of it.
+            # The request was refused, or the submitting task was cancelled: its follower receives nothing.
             entry.is_mute = True
             entry.task.cancel()
             raise
 
     def cancel(self, request_id: int, reason: str) -> None:
-        """See `Backend`."""
+        """Cancel a request, with a reason for its record; does nothing if it is not open."""
         entry = self._open.get(request_id)
         if entry is not None and entry.reason is None and entry.task is not None:
             entry.reason = reason
             entry.task.cancel()
 
     async def stop(self) -> None:
-        """See `Backend`."""
+        """Cancel all open requests and shut the replicas down."""
         self._is_stopped = True
         for number in list(self._open):
             self.cancel(number, "the server is shutting down")
@@ -143,11 +146,11 @@ class ClusterBackend:
         await asyncio.get_running_loop().run_in_executor(None, self._deployment.end)
 
     async def _follow(self, entry: "_Open") -> None:
-        """Have a request drawn, and again where its replica dies meanwhile; its follower is told how it ends."""
+        """Have a request drawn, retrying when its replica dies, and report its end to the follower."""
         request, end = entry.request, None
         try:
             for _ in range(MOST_TRIES):
-                # Whatever its deadline: the policy of the next replica refuses what is too late, or serves it late.
+                # Regardless of its deadline: the next replica's policy drops a request that is late, or serves it late.
                 end = await self._attempt(entry)
                 if end is None and entry.num_died == MOST_DEATHS:
                     end = _closed(request, "failed", f"{MOST_DEATHS} replicas have died while they drew it")
@@ -161,7 +164,7 @@ class ClusterBackend:
             self._book.release(request.request_id)
             self._open.pop(request.request_id, None)
         if end is None:
-            # Not "failed": it is nothing that the request has done.
+            # Not "failed": the request is not the cause.
             end = _closed(request, "cancelled", f"none of {MOST_TRIES} replicas in a row has drawn it")
         if not entry.accepted.done():
             if entry.refused is not None:
@@ -172,7 +175,7 @@ class ClusterBackend:
             entry.follower.on_end(end.record, end.image)
 
     async def _attempt(self, entry: "_Open") -> Ended | None:
-        """One replica draws a request; None: it has died, does not answer, or has no engine now."""
+        """Have one replica draw a request; returns None if it died, does not answer, or has no engine now."""
         from ray.exceptions import RayError, RayTaskError
 
         request, number = entry.request, entry.request.request_id
@@ -198,7 +201,7 @@ class ClusterBackend:
                 elif isinstance(told, Stepped):
                     entry.steps_done = told.steps_done
                     self._book.stepped(number, min(told.steps_done, request.num_steps), request.num_steps)
-                    # What another replica has shown already is not shown again.
+                    # Steps that another replica has reported already are not reported again.
                     if told.steps_done > entry.most_steps:
                         entry.most_steps = told.steps_done
                         entry.follower.on_step(number, told.steps_done)
@@ -219,19 +222,19 @@ class ClusterBackend:
         except RayTaskError as error:
             raise RunError(str(error)) from error
         except RayError:
-            # The replica, its node or what it has sent is lost.
+            # The replica, its node or its output is lost.
             entry.num_died += has_it
         self._book.release(number)
         return None
 
     async def _watch(self) -> None:
-        """Ask the replicas how they are, again and again."""
+        """Poll the status of the replicas until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_STATUS_EVERY_S)
             try:
                 found, num_silent = await loop.run_in_executor(None, self._deployment.statuses)
-            except Exception:  # noqa: BLE001  none is there; the next time others may be
+            except Exception:  # noqa: BLE001  no replica is running; there may be some at the next poll
                 found, num_silent = (), 0
             self._note(found, num_silent)
             for each in found:
@@ -239,7 +242,10 @@ class ClusterBackend:
                     self.on_row(row)
 
     def _note(self, found: Sequence[ReplicaStatus], num_silent: int) -> None:
-        """These replicas have answered, and so many others have not: they are among those that had before."""
+        """Update the replicas' states after a poll.
+
+        The `num_silent` replicas that did not answer are taken to be those of the earlier ones that answered last.
+        """
         now_s = asyncio.get_running_loop().time()
         answering = {each.state.name for each in found}
         if answering:
@@ -263,18 +269,18 @@ class ClusterBackend:
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """A request that is open.
+    """An open request.
 
     Attributes:
-        view: what the router sees of it.
-        accepted: done when a replica has it, or none will.
-        reason: why it is cancelled.
-        refused: why no replica takes it.
-        is_mute: nobody wants to hear of it.
-        is_moving: its replica does not answer: another one takes it.
+        view: the router's view of it.
+        accepted: done when a replica has accepted the request, or all have refused it.
+        reason: why it is cancelled; None if it is not.
+        refused: error of the last replica that refused it.
+        is_mute: its end is not reported to the follower.
+        is_moving: its replica does not answer, and the request is sent to another one.
         num_died: replicas that have died while they drew it.
-        steps_done, most_steps: of the replica that draws it, and the most that any has told of.
-        next_partial: of those that were shown.
+        steps_done, most_steps: steps taken by the current replica, and the most that any replica has reported.
+        next_partial: index of the first partial image that was not shown yet.
     """
 
     request: Request
@@ -301,7 +307,7 @@ def _closed(request: Request, status: Status, reason: str) -> Ended:
 
 
 def _with_times_of(told: Ended, request: Request) -> Ended:
-    """Moved to the clock of this process: it ends now, and began when it came in."""
+    """Move a record's times to the clock of this process: it ends now, and arrived when the front end received it."""
     record = told.record
     later_s = asyncio.get_running_loop().time() - (record.finish_s or 0.0)
     for name in ("prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s"):

@@ -1,4 +1,4 @@
-"""Replicas as a deployment of Ray Serve: placed, started, started again and ended."""
+"""Replicas as a deployment of Ray Serve, which places, starts, restarts and stops them."""
 
 import logging
 import os
@@ -22,23 +22,23 @@ _STATUS_WITHIN_S = 3.0
 _HEALTH_EVERY_S, _HEALTH_WITHIN_S = 2.0, 30.0
 _LONGEST_START_S = 1800.0
 _LOADED_S = 2.0
-"""So long more replicas must have been needed before one is started."""
+"""Seconds for which more replicas must have been needed before one is started."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """How many replicas there are, and what each takes.
+    """Number of replicas, and the resources of each.
 
     Attributes:
-        least, most: number of replicas; equal for a fixed number.
-        takes_gpu: one GPU each; else one CPU core each.
-        max_ongoing: requests that a replica may have open, above what its queue and its batch can hold.
-        target_s: what is pending shall be done within so long, where the number is not fixed.
-        drain_s: how long a replica that is stopped may still take.
-        calm_s: so long fewer replicas must have been needed before one is stopped.
+        least, most: smallest and largest number of replicas; equal for a fixed number.
+        takes_gpu: whether each takes one GPU, instead of one CPU core.
+        max_ongoing: open requests that a replica may have; above what its queue and its batch can hold.
+        target_s: seconds within which the pending work should be done, where the number is not fixed.
+        drain_s: seconds that a replica which is being stopped may take to finish its requests.
+        calm_s: seconds for which fewer replicas must have been needed before one is stopped.
 
     Raises:
-        UsageError: there is no such number.
+        UsageError: `least` is below 1 or above `most`.
     """
 
     least: int
@@ -55,28 +55,28 @@ class ReplicaPlan:
 
 
 class Deployment:
-    """The replicas, once `start` has returned.
+    """The replicas of one front end; they run once `start` has returned.
 
     Args:
-        plan: how many.
-        build: makes the parts of an engine, and what is to be known of them, in a replica's process: it is pickled.
+        plan: number and size of the replicas.
+        build: builds the parts of an engine and their description in a replica's process; it is pickled.
         book: chooses the replica of each request.
     """
 
     def __init__(self, plan: ReplicaPlan, build: "Callable[[], tuple[LocalSetup, object]]", book: LoadBook) -> None:
         self._plan, self._build, self._book = plan, build, book
-        # A cluster may hold those of others, too.
+        # A unique name, as a cluster may run other applications.
         self._app = f"psctl-{secrets.token_hex(4)}"
         self._owns_ray = False
         self._redirected = ExitStack()
 
     def start(self) -> Any:
-        """Start the replicas and wait until they are warm; returns what `build` tells. Takes as long as loading does.
+        """Start the replicas, wait until they have loaded and are warm, and return `build`'s description of them.
 
         Raises:
             MissingExtraError: Ray is not installed.
-            UsageError: the cluster has no room for so many replicas.
-            RunError: they do not start.
+            UsageError: the cluster has no room for the largest number of replicas.
+            RunError: the replicas do not start.
         """
         try:
             import ray
@@ -89,11 +89,11 @@ class Deployment:
         from .router import ByLoadBook
 
         plan = self._plan
-        # Ray tells of actors that die on stdout, which is for results.
+        # Ray reports actors that die on stdout, which is for results.
         self._redirected.enter_context(redirect_stdout(sys.stderr))
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if not ray.is_initialized():
-            # RAY_ADDRESS names a cluster, which is left standing; without it one of this process's own is started.
+            # RAY_ADDRESS names a cluster, which keeps running afterwards; without it, this process starts its own.
             options: dict[str, Any] = {}
             if not os.environ.get("RAY_ADDRESS"):
                 self._owns_ray, options = True, {"address": "local", "include_dashboard": False}
@@ -146,22 +146,23 @@ class Deployment:
             raise RunError(f"the replicas do not start: {last_line_of(error)}") from error
 
     def draw(self, request: Request, waited_s: float, num_partials: int, follows_steps: bool) -> Any:
-        """What `Replica.draw` tells, of whichever replica the router chooses: Ray's asynchronous iterator."""
+        """Call `Replica.draw` on the replica that the router chooses; returns Ray's asynchronous iterator."""
         return self._draw.remote(request, waited_s, num_partials, follows_steps)
 
     def statuses(self) -> tuple[Sequence[ReplicaStatus], int]:
-        """How the replicas are that answer within 3 s, and how many do not; waits for them. Raises as Ray, where there
-        is none.
+        """Wait for the replicas; return the statuses received within 3 s, and the number of replicas without an answer.
+
+        Raises Ray's own errors if there is no replica.
         """
         from ray.exceptions import RayActorError
 
         answers = self._handle.broadcast("status").results(timeout_s=_STATUS_WITHIN_S, return_exceptions=True)
         found = [each for each in answers if isinstance(each, ReplicaStatus)]
-        # Those that have died are none.
+        # Replicas that have died do not count.
         return found, sum(not isinstance(each, ReplicaStatus | RayActorError) for each in answers)
 
     def end(self) -> None:
-        """End the replicas, and Ray where it was started here. Again does nothing."""
+        """Shut the replicas down, and Ray too if this process started it. A second call does nothing."""
         import ray
         from ray import serve
 
@@ -184,22 +185,22 @@ class Deployment:
 
 
 def _close_to_others() -> None:
-    """Let a Ray that this process starts listen on loopback alone, and take calls only with a token of its own."""
+    """Make the Ray instance that this process starts listen on loopback only, and require a token of its own."""
     from ray._private import ray_constants
 
-    # As on systems for which Ray has no clusters: it replaces an address of loopback that it is given.
+    # As on systems where Ray supports no clusters; elsewhere Ray replaces a loopback address by another one.
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-        # Ray would write one into the home folder, where others can read it.
+        # Ray would write a token into the home folder, where others can read it.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def last_line_of(error: Exception) -> str:
-    """What Ray says in the end, after traces of other processes; its kind where it says nothing."""
+    """Return the last line of an error of Ray's, after the traces of other processes; its class if it is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def _path_of(kind: type, mark: str) -> str:
-    """Where Ray finds a class."""
+    """Return the import path of a class, with Ray's mark between module and name."""
     return f"{kind.__module__}{mark}{kind.__name__}"

@@ -1,6 +1,6 @@
-"""What replicas have to do, as the front end that feeds them knows it: no statistics travel. No torch, no Ray.
+"""The pending work of each replica, as the front end that feeds them knows it; replicas send no statistics for it.
 
-The simulator's routers choose by it: to them, a replica is a worker.
+The simulator's routers choose by it; to them, a replica is a worker. This module imports neither torch nor Ray.
 """
 
 import threading
@@ -16,7 +16,7 @@ from ..scheduling.routers import DEFAULT_ROUTER, make_router
 
 @dataclass(slots=True)
 class _Replica:
-    """See `scheduling.routers.WorkerView`."""
+    """Open requests of one replica, as a router sees them (`scheduling.routers.WorkerView`)."""
 
     max_batch_size: int
     held: HeldRecords | None
@@ -28,14 +28,14 @@ class _Replica:
         return len(self.views)
 
     def requests(self) -> Sequence[RequestView]:
-        # Those that have taken a step are in the batch; who joins it next is not told.
+        # Requests that have taken a step are in the batch; which of the others joins next is not known here.
         return sorted(self.views.values(), key=lambda view: (not view.steps_done, view.arrival_s, view.request_id))
 
     def load_s(self, view: RequestView) -> float:
         return 0.0 if view.record is None or self.held is None else self.held.missing_s(view.record)
 
     def take(self, view: RequestView) -> None:
-        """A request is sent here, or has taken steps. Once these are done it counts no more."""
+        """Add a request, or update one that has taken steps; one without remaining steps no longer counts."""
         self.drop(view.request_id)
         if left := _pixel_steps(view):
             self.views[view.request_id] = view
@@ -48,30 +48,30 @@ class _Replica:
 
 @dataclass(slots=True)
 class _Entry:
-    """A request, and the replica that it is meant for, if one was chosen."""
+    """An open request, and the replica that it is assigned to, if one was chosen."""
 
     view: RequestView
     replica: str | None = None
 
 
 class LoadBook:
-    """Knows what every replica has to do, and chooses one for each request; any thread may ask and tell.
+    """Tracks the pending work of every replica and chooses one for each request. Any thread may call it.
 
-    A request is begun before anybody chooses for it, reserved when a replica is chosen, confirmed or moved when it is
-    known where it really went, shrinks with every step, and is released once, however often that is said: an attempt
-    that was rejected is released and begun anew. Ray chooses in a thread of its own; what it chooses for one that was
-    released meanwhile is not kept.
+    The life of a request: `begin` before a replica is chosen, `reserve` when one is chosen, `confirm` when Ray reports
+    where the request went, which may be another replica, `stepped` as its work shrinks, and `release` at its end or
+    when the attempt was rejected, after which it is begun anew. Releasing it again does nothing. Ray chooses in a
+    thread of its own; its choice for a request that was released in the meantime is not recorded.
 
     Args:
-        router: name of what chooses (`scheduling.routers`).
-        predictor: of steps, for routers that ask; it refuses sizes that it does not know.
-        share_of: share of its image that an edit computes; None: all requests are computed whole.
-        computed_of: how many of its steps are computed of a request; None: all of them.
-        edits: what edits take over records; None: nobody asks.
-        max_batch_size: of each replica.
+        router: name of the router (`scheduling.routers`).
+        predictor: step latencies, for routers that need them; it refuses resolutions that it does not know.
+        share_of: share of its image that an edit computes; None if all requests are computed whole.
+        computed_of: number of steps of a request that are computed; None for all of them.
+        edits: costs of edits with records, for routers that need them; None if there are no records to consider.
+        max_batch_size: largest batch of each replica.
 
     Raises:
-        UsageError: as `make_router`.
+        UsageError: the router is unknown or needs a predictor, as in `make_router`.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class LoadBook:
         self._lock = threading.Lock()
 
     def view_of(self, request: Request) -> RequestView:
-        """What routers may know of a request. It looks at all pixels of an edit that reads a record.
+        """Return the routers' view of a request. Reads all pixels of an edit that uses a record.
 
-        Raises UsageError: it is an edit that the model cannot serve, or of a size whose steps are not known.
+        Raises UsageError: the model cannot serve the edit, or the predictor does not know the resolution.
         """
         share = 1.0 if self._share_of is None else self._share_of(request)
         num_computed = None if self._computed_of is None else self._computed_of(request)
@@ -106,34 +106,36 @@ class LoadBook:
         return view
 
     def begin(self, view: RequestView) -> None:
-        """A request is about to be sent somewhere."""
+        """Register a request for which a replica will be chosen."""
         with self._lock:
             self._drop(view.request_id)
             self._entries[view.request_id] = _Entry(view)
 
     def note_answering(self, replicas: Iterable[str]) -> None:
-        """Replicas that answer; while there are any, others are chosen only where these have no room."""
+        """Set the replicas that answer; while there are any, others are chosen only if these have no room."""
         with self._lock:
             self._answering = frozenset(replicas)
 
     def replica_of(self, request_id: int) -> str | None:
-        """The replica that a request is meant for, if one was chosen."""
+        """Return the replica that a request is assigned to; None if none was chosen."""
         with self._lock:
             entry = self._entries.get(request_id)
             return None if entry is None else entry.replica
 
     def reserve(self, request_id: int, replicas: Iterable[str]) -> list[str]:
-        """Choose for a request: the replica that the router says, which is reserved, then the others for where it has
-        no room, in the order of what they have to do. The same request again is chosen for without itself.
+        """Rank the replicas for a request and reserve the first.
+
+        The first is the router's choice; the others follow in order of their pending work, in case it has no room. The
+        request's own work does not count when it is ranked again.
 
         Args:
-            request_id: of a request that was begun; one that was released is chosen for, but not kept.
-            replicas: all that there are; others are forgotten.
+            request_id: a request that was begun; for one that was released nothing is reserved.
+            replicas: all existing replicas; others are forgotten.
         """
         with self._lock:
             names = sorted(replicas)
             for gone in self._replicas.keys() - names:
-                # What was open there begins anew, or has ended, as soon as that is noticed.
+                # Requests that are still open there are begun anew or released once the loss is noticed.
                 if not self._replicas[gone].views:
                     del self._replicas[gone]
             entry = self._entries.get(request_id)
@@ -149,7 +151,7 @@ class LoadBook:
             return ranked
 
     def confirm(self, request_id: int, replica: str) -> None:
-        """A request went to this replica, whichever was chosen."""
+        """Record the replica that a request went to, which may differ from the reserved one."""
         with self._lock:
             entry = self._entries.get(request_id)
             if entry is None:
@@ -158,11 +160,11 @@ class LoadBook:
                 self._move(entry, replica)
             held, record = self._of(replica).held, entry.view.record
             if held is not None and record is not None:
-                # Whoever comes next finds it there, or soon: it is read, or made, for this one.
+                # Later requests find the record there: it is read, or made, for this one.
                 held.read(record)
 
     def stepped(self, request_id: int, steps_done: int, num_steps: int) -> None:
-        """A request has passed so many of its steps, whether they were computed or skipped."""
+        """Record that `steps_done` of a request's steps are done, whether computed or skipped."""
         with self._lock:
             entry = self._entries.get(request_id)
             if entry is None:
@@ -173,12 +175,12 @@ class LoadBook:
                 self._of(entry.replica).take(entry.view)
 
     def release(self, request_id: int) -> None:
-        """A request has ended, or was rejected. Again does nothing."""
+        """Remove a request that has ended or was rejected. A second call does nothing."""
         with self._lock:
             self._drop(request_id)
 
     def pending(self, replica: str | None = None) -> int:
-        """Pixels times steps that a replica has to do; without one, all that is open."""
+        """Return the pending pixel steps (pixels times steps) of one replica, or of all open requests."""
         with self._lock:
             if replica is not None:
                 return self._replicas[replica].pixel_steps if replica in self._replicas else 0
@@ -208,4 +210,4 @@ def _pixel_steps(view: RequestView) -> int:
 
 
 BOOKS: dict[str, LoadBook] = {}
-"""Of this process, by the names of their deployments: for the router that Ray runs beside the front end."""
+"""Load books of this process by the name of their deployment, for the router that Ray runs beside the front end."""

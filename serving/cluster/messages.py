@@ -1,4 +1,7 @@
-"""What a replica tells the front end. Plain data that travels between processes. No torch, no Ray."""
+"""Messages from a replica to the front end: plain data that is sent between processes.
+
+This module imports neither torch nor Ray.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The engine of a replica has a request."""
+    """The replica's engine has accepted the request."""
 
     replica: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """It has not: the model cannot serve it, or (`is_busy`) there is no engine now."""
+    """The replica refuses the request: the model cannot serve it, or (`is_busy`) there is no engine now."""
 
     reason: str
     is_busy: bool
@@ -29,14 +32,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The request has taken so many steps."""
+    """Number of steps that the request has taken."""
 
     steps_done: int
 
 
 @dataclass(frozen=True, slots=True)
 class PartialImage:
-    """A partial image of it, from 0."""
+    """A partial image of the request; `index` counts from 0."""
 
     index: int
     image: "Image"
@@ -44,7 +47,7 @@ class PartialImage:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """It has ended; with an image if it was completed. Nothing follows."""
+    """The end of the request, with an image if it was completed. It is the last message."""
 
     record: RequestRecord
     image: "Image | None"
@@ -55,12 +58,12 @@ Told = Accepted | Refused | Stepped | PartialImage | Ended
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What a replica is at.
+    """State of a replica, and its recent steps.
 
     Attributes:
-        state: by its name, as the router knows it.
-        rows: its steps since it was asked last; only the newest ones, if it was not asked for long.
-        trouble: as of `Backend`.
+        state: health and load, under the name by which the router knows the replica.
+        rows: steps since the last poll; only the newest ones if that was long ago.
+        trouble: reason why it does not draw as it should, as in `Backend`; "" if there is none.
     """
 
     state: ReplicaState

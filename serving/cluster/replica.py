@@ -1,4 +1,4 @@
-"""One replica: an engine of its own, in a process that Ray places, starts and starts again."""
+"""A replica: an engine of its own, in a process that Ray places, starts and restarts."""
 
 import asyncio
 import itertools
@@ -26,10 +26,10 @@ _ALONE_S = 900.0
 
 
 class Replica:
-    """What Ray Serve runs in a process of its own; its engine is a `LocalBackend`.
+    """The actor that Ray Serve runs in a process of its own; its engine is a `LocalBackend`.
 
     Args:
-        build: makes the engine's parts, and what the front end must know of them; called in the replica's process.
+        build: builds the engine's parts and their description for the front end; called in the replica's process.
     """
 
     async def __init__(self, build: "Callable[[], tuple[LocalSetup, object]]") -> None:  # type: ignore[misc]
@@ -50,19 +50,19 @@ class Replica:
         self._ending = asyncio.ensure_future(self._end_when_alone(serve.get_replica_context().app_name))
 
     async def describe(self) -> object:
-        """What `build` says of the engine."""
+        """Return `build`'s description of the engine."""
         return self._described
 
     async def draw(
         self, request: Request, waited_s: float, num_partials: int, follows_steps: bool
     ) -> AsyncIterator[Told]:
-        """Draw a request; closing the iterator cancels it.
+        """Draw a request and yield messages about it; closing the iterator cancels the request.
 
         Args:
-            request: its `arrival_s` counts for nothing, as clocks of machines differ.
-            waited_s: how long ago it came in.
-            num_partials: partial images that are wanted.
-            follows_steps: whether every step is told, instead of some of them.
+            request: its `arrival_s` is ignored, as the clocks of machines differ.
+            waited_s: seconds since it arrived.
+            num_partials: number of partial images to send.
+            follows_steps: whether every step is reported, instead of a few per second.
         """
         number, box = next(self._numbers), _Box()
         arrival_s = asyncio.get_running_loop().time() - waited_s
@@ -84,11 +84,11 @@ class Replica:
             told.record.request_id = request.request_id
             yield told
         finally:
-            # Does nothing where it has ended.
+            # Does nothing if the request has ended.
             self._backend.cancel(number, "its client has left")
 
     async def status(self) -> ReplicaStatus:
-        """What it is at; rows are told once."""
+        """Return the state of the replica and its steps since the last call."""
         self._asked_s = asyncio.get_running_loop().time()
         rows = tuple(self._rows)
         self._rows.clear()
@@ -97,7 +97,7 @@ class Replica:
         return ReplicaStatus(state, rows, backend.trouble)
 
     async def _end_when_alone(self, app_name: str) -> None:
-        """End the application once nobody has asked how it is for long: its front end was killed."""
+        """End the application once its status has not been polled for 15 minutes: its front end was killed."""
         from ray import serve
 
         while asyncio.get_running_loop().time() - self._asked_s < _ALONE_S:
@@ -105,20 +105,21 @@ class Replica:
         serve.delete(app_name, _blocking=False)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `autoscale.ByPixelSteps`."""
+        """Return the figures that `autoscale.ByPixelSteps` reads."""
         load = self._backend.load
         return {"pixel_steps": float(load.pixel_steps), "rate": load.rate or 0.0}
 
     async def check_health(self) -> None:
-        """Ray starts another one in its place if this raises."""
+        """Raise RuntimeError if the engine is stalled or stopped; Ray then replaces the replica."""
         health = self._backend.health
         if health in (Health.STALLED, Health.STOPPED):
             raise RuntimeError(f"the engine is {health.value}")
 
 
 def _listen_like_ray() -> None:
-    """Where Ray is on loopback alone, let the port of this replica be there, too: Serve opens it on every address, and
-    asks only for the port.
+    """Where Ray runs on loopback only, open this replica's port there, too.
+
+    Serve opens it on all addresses and lets the caller choose only the port.
     """
     import ray
     from ray._common.tls_utils import add_port_to_grpc_server
@@ -129,7 +130,7 @@ def _listen_like_ray() -> None:
 
 
 class _Box(Follower):
-    """Keeps what is told of a request until it is sent."""
+    """Queue of the messages about one request, until they are sent."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[Told] = asyncio.Queue()

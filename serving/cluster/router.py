@@ -1,7 +1,7 @@
-"""Where Ray Serve sends a request: to the replica that the load book's router chooses.
+"""Request router for Ray Serve: sends each request to the replica that the load book chooses.
 
-Ray pickles this module by value into the process of the handle, so all state lies in the load book, which is imported
-there. Ray's own statistics of replicas are seconds old and not used.
+Ray pickles this module by value into the process of the handle, so all state is kept in the load book, which is
+imported there. Ray's own statistics of replicas are seconds old and are not used.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 
 class ByLoadBook(RequestRouter):
-    """Ranks replicas as a load book says; the next rank is tried where one has no room."""
+    """Ranks replicas in the order of a load book; Ray tries the next rank if a replica has no room."""
 
     def initialize_state(self, *, book: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """See Ray; `book` is its name in `load_book.BOOKS`."""
+        """Look up the load book; Ray calls this with `book`, its name in `load_book.BOOKS`."""
         from .load_book import BOOKS
 
         self._book = BOOKS[book]
@@ -21,7 +21,7 @@ class ByLoadBook(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """See Ray. A call that draws nothing goes anywhere."""
+        """Rank the candidates for a call; one that draws no request may go to any replica."""
         request = _request_of(pending_request)
         if request is None:
             return [candidate_replicas]
@@ -30,14 +30,14 @@ class ByLoadBook(RequestRouter):
         return [[by_name[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """See Ray."""
+        """Record the replica that a request was sent to."""
         request = _request_of(pending_request)
         if request is not None:
             self._book.confirm(request.request_id, replica_id.unique_id)
 
 
 def _request_of(pending: PendingRequest | None) -> Any:
-    """The request that is to be drawn, the first argument of `Replica.draw`; None for other calls."""
+    """Return the request of a call, the first argument of `Replica.draw`; None for other calls."""
     from ...data.requests import Request
 
     first = pending.args[0] if pending is not None and pending.args else None
