@@ -1,1 +1,1 @@
-"""Training of the bundled models and, later, of the predictors: resumable, seeded, one command per part."""
+"""Training of the bundled models and of the predictors: resumable and seeded, with one command per part."""

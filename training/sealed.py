@@ -1,6 +1,6 @@
-"""Arrays with JSON about them in one safetensors file, whose checksum reveals that it was edited.
+"""Arrays and a JSON description in one safetensors file, whose checksum reveals edits.
 
-Its own header reveals a file that is cut off.
+A truncated file is detected by the header of safetensors itself.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ class Sealed(NamedTuple):
     """A kind of file.
 
     Attributes:
-        key: what its metadata are called by.
-        what: it is, in words: "a latency predictor".
-        again: the command that makes it.
+        key: name of its metadata entry.
+        what: what it contains, for messages: "a latency predictor".
+        again: the command that makes such a file.
     """
 
     key: str
@@ -39,9 +39,9 @@ class Sealed(NamedTuple):
         write_bytes(path, save(own, {self.key: text, _CHECKSUM_KEY: _checksum(text, own)}))
 
     def read(self, path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Read what `write` has written.
+        """Read a file that `write` has written.
 
-        Raises UsageError: the file cannot be read, is damaged, was edited, or is something else.
+        Raises UsageError: the file cannot be read, is damaged, was edited, or is of another kind.
         """
         try:
             with safe_open(path, framework="numpy") as file:
@@ -59,12 +59,12 @@ class Sealed(NamedTuple):
         return arrays, json.loads(text)
 
     def of_another_version(self, path: Path, error: Exception) -> UsageError:
-        """For what is whole, as its checksum says, but not understood."""
+        """Return the error for a file with a valid checksum whose content this version does not understand."""
         return UsageError(f"{path}: is of another version of psctl ({first_line(error)}); fit it again: {self.again}")
 
 
 def first_line(error: Exception) -> str:
-    """Of its message."""
+    """Return the first line of an error's message; the name of its class if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

@@ -22,7 +22,9 @@ LATENT_NOISE = 0.05
 
 
 def new_autoencoder() -> AutoencoderKL:
-    """A fresh autoencoder whose posterior starts narrow (log-variance near -6), so that it learns to code at once."""
+    """Return a new autoencoder whose posterior starts narrow (log-variance near -6), so that it learns to encode at
+    once.
+    """
     # diffusers annotates tuples of any length as tuples of one.
     model = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,  # pyright: ignore[reportArgumentType]
@@ -50,7 +52,7 @@ def reconstruction_loss(
     posterior: Any = model.encode(images, return_dict=False)[0]
     noise = torch.randn(posterior.mean.shape, generator=generator, device="cpu").to(images.device)
     latents = posterior.mean + posterior.std * noise
-    # Noise on the codes, so that small errors of the generators do not show.
+    # Noise on the latents, so that small errors of the generators do not show.
     latents = latents + LATENT_NOISE * torch.randn(latents.shape, generator=generator, device="cpu").to(images.device)
     restored = model.decode(latents, return_dict=False)[0].float()
     l1 = (restored - images).abs().mean()
@@ -94,7 +96,7 @@ def _is_outer(name: str) -> bool:
 def normalise_latents(model: AutoencoderKL, pools: Sequence[Tensor]) -> None:
     """Fold each latent channel's mean and standard deviation over 256 pictures into the quantisation convolutions.
 
-    Afterwards latents have mean 0 and deviation 1 a channel, and `scaling_factor` is 1 by construction.
+    Afterwards each latent channel has mean 0 and standard deviation 1, and `scaling_factor` is 1 by construction.
     """
     device = next(model.parameters()).device
     chunks = [chunk for pool in pools for chunk in pool[: 256 // len(pools)].split(16)]

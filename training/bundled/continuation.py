@@ -1,4 +1,4 @@
-"""Starts a training from the weights of finished models instead of from random ones."""
+"""Training that starts from the weights of finished models instead of random ones."""
 
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,16 @@ WEIGHT_FILES = {
     "emoji-xl": "unet/diffusion_pytorch_model.safetensors",
     "emoji-3": "transformer/diffusion_pytorch_model.safetensors",
 }
-"""Where a finished model keeps the weights that its training makes."""
+"""File with the trained weights, in the folder of each finished model."""
 
 
 def adopt_parts(models_dir: Path, root: Path) -> None:
-    """Take tokenizer, text encoders and autoencoder of finished models as trained parts in `root`, in fp32.
+    """Copy tokenizer, text encoders and autoencoder of finished models to `root` as trained parts, in fp32.
 
-    Parts that lie in `root` already are left alone: latents may have been made with them.
+    Parts that exist in `root` already are kept: latents may have been made with them.
 
     Raises:
-        UsageError: if `models_dir` lacks `emoji-3`, which holds all of them as they were trained.
+        UsageError: if `models_dir` lacks `emoji-3`, which contains all of them as they were trained.
     """
     source = models_dir / "emoji-3"
     if not (source / "model_index.json").is_file():
@@ -44,7 +44,7 @@ def adopt_parts(models_dir: Path, root: Path) -> None:
 
 
 def save_part(part: Any, folder: Path) -> None:
-    """Write what has a `save_pretrained`, whole or not at all: that its folder exists means that it is finished."""
+    """Write an object with a `save_pretrained`, atomically: if its folder exists, it is complete."""
     with atomic_folder(folder) as staged:
         part.save_pretrained(staged)
 

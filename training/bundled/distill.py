@@ -1,8 +1,8 @@
-"""Progressive distillation: a student learns in one step what its teacher does in two, again and again.
+"""Progressive distillation: each student learns to do in one step what its teacher does in two.
 
-The first teacher is `emoji-xl` with classifier-free guidance, which its student has baked in (C. Meng et al., 2023);
-each student teaches the next, of half as many steps (T. Salimans and J. Ho, 2022). All of them predict v on the
-trailing grid of diffusers' Euler scheduler, so that the result needs no sampler of its own.
+The first teacher is `emoji-xl` with classifier-free guidance, which is baked into its student (C. Meng et al., 2023);
+each student teaches the next, which takes half as many steps (T. Salimans and J. Ho, 2022). All of them predict v on
+the trailing grid of diffusers' Euler scheduler, so that the result needs no sampler of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from .optim import OptimConfig
 TEACHER_STEPS = 32
 GUIDANCE = 4.0
 STAGES = (16, 8, 4, 2)
-"""Steps of the students."""
+"""Number of steps of each student."""
 _OPTIM = OptimConfig(muon_lr=6e-4, adam_lr=4e-4)
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -44,24 +44,25 @@ def trailing_grid(num_steps: int) -> tuple[Tensor, Tensor]:
 
 
 def denoised(latents: Tensor, v: Tensor, sigma: Tensor) -> Tensor:
-    """Clean latents that v predicts of latents x_0 + sigma noise; sigma (n,)."""
+    """Return the clean latents that v predicts for latents x_0 + sigma noise; sigma (n,)."""
     sigma = sigma.view(-1, 1, 1, 1)
     return (latents - v * sigma * (sigma**2 + 1).sqrt()) / (sigma**2 + 1)
 
 
 def stepped(latents: Tensor, clean: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-    """Euler's step from sigma to the next (n,)."""
+    """Take an Euler step from sigma (n,) to the next (n,)."""
     return clean + (next_sigma / sigma).view(-1, 1, 1, 1) * (latents - clean)
 
 
 def two_steps(latents: Tensor, predict: Velocity, sigmas: Tensor, timesteps: Tensor) -> Tensor:
-    """What a student should predict as clean latents, so that one of its steps ends where two of the teacher's do.
+    """Return the clean latents that a student should predict, so that one of its steps ends where two of the teacher's
+    do.
 
     Args:
         latents: [n, channels, h, w], x_0 + sigma noise.
         predict: the teacher.
-        sigmas: (n, 3): where the two steps begin, meet and end.
-        timesteps: (n, 2): of the two steps.
+        sigmas: (n, 3), where the two steps begin, meet and end.
+        timesteps: (n, 2), timesteps of the two steps.
     """
     first, second, last = sigmas.unbind(1)
     between = stepped(latents, denoised(latents, predict(latents, first, timesteps[:, 0]), first), first, second)
@@ -71,14 +72,14 @@ def two_steps(latents: Tensor, predict: Velocity, sigmas: Tensor, timesteps: Ten
 
 
 class DistillObjective:
-    """One stage: a student of so many steps, and a teacher of twice as many.
+    """Training objective of one stage: a student, and a teacher that takes twice as many steps.
 
     Args:
         text: both text encoders.
-        student: trained; begins as a copy of the teacher.
-        teacher: stays as it is.
-        num_steps: of the student.
-        guidance: of the teacher, whose rows are doubled then; None for a teacher that has it baked in.
+        student: the trained model; begins as a copy of the teacher.
+        teacher: frozen.
+        num_steps: number of steps of the student.
+        guidance: guidance scale of the teacher, which doubles its rows; None for a teacher that has it baked in.
     """
 
     def __init__(
@@ -94,11 +95,11 @@ class DistillObjective:
         self.timesteps, self.sigmas = trailing_grid(2 * num_steps)
 
     def loss(self, latents: Tensor, captions: list[str], resolution: Resolution, rng: np.random.Generator) -> Tensor:
-        """The squared error of v, evenly over the steps of the student; see `Objective`."""
+        """Return the mean squared error of v, with timesteps spread evenly over the steps of the student."""
         count, num_steps = len(captions), len(self.timesteps) // 2
         states = self.text(captions, is_pooled_joined=False)
         noise = torch.from_numpy(rng.standard_normal(latents.shape, np.float32)).to(latents.device)
-        # As evenly as a batch allows, like the timesteps of the teacher's own training.
+        # Spread as evenly as a batch allows, like the timesteps in the teacher's own training.
         places = 2 * ((rng.permutation(count) + rng.random()) * num_steps / count).astype(np.int64)
         sigmas = torch.stack([self.sigmas[places + ahead] for ahead in range(3)], 1).to(latents)
         timesteps = torch.stack([self.timesteps[places + ahead] for ahead in range(2)], 1).to(latents)
@@ -135,7 +136,7 @@ class DistillObjective:
 def velocity(
     model: UNet2DConditionModel, latents: Tensor, sigma: Tensor, timestep: Tensor, states: TextStates, time_ids: Tensor
 ) -> Tensor:
-    """What a U-Net predicts for latents x_0 + sigma noise, which it sees scaled to a variance of 1."""
+    """Return a U-Net's prediction for latents x_0 + sigma noise, scaled to a variance of 1 for its input."""
     scaled = latents / (sigma.view(-1, 1, 1, 1) ** 2 + 1).sqrt()
     added = {"text_embeds": states.pooled, "time_ids": time_ids}
     return model(scaled, timestep, states.tokens, added_cond_kwargs=added).sample
@@ -151,9 +152,9 @@ def distill(
     on_stage: Callable[[str, int], None] = lambda name, total: None,
     on_step: OnStep = ignore_step,
 ) -> Any:
-    """Train all students, each in a folder of its own in the task's; returns the last one, with averaged weights.
+    """Train all students, each in a subfolder of the task's folder; returns the last one, with averaged weights.
 
-    A finished student is not trained again. `task.steps` is the length of one stage.
+    A finished student is not trained again. `task.steps` is the number of training steps of one stage.
 
     Raises:
         UsageError: if the teacher's weights are missing, or of another architecture.

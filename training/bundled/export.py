@@ -1,4 +1,4 @@
-"""Puts trained parts together as ordinary diffusers and transformers directories, in fp16."""
+"""Export of trained parts as ordinary diffusers and transformers directories, in fp16."""
 
 import json
 import shutil
@@ -50,10 +50,10 @@ def export_emoji_xl(
     """Write a directory that `StableDiffusionXLPipeline.from_pretrained` loads.
 
     Args:
-        folder: replaced as a whole once everything is written, but for the files of its model card, which stay;
-            the checksums in the folder above are renewed.
+        folder: replaced as a whole once everything is written, except for the files of its model card, which are kept;
+            the checksums in its parent folder are updated.
         encoders: the narrow and the wide text encoder, in this order.
-        defaults: what suits the model.
+        defaults: default request parameters of the model.
     """
     first = CLIPTextModel(encoders[0].config)
     first.load_state_dict(encoders[0].text_model.state_dict())
@@ -74,7 +74,7 @@ def export_emoji_xl(
 
 
 def export_emoji_xl_turbo(folder: Path, *parts: Any) -> None:
-    """As `export_emoji_xl`, of the distilled model: few steps, and guidance baked in."""
+    """Write the distilled model as `export_emoji_xl` does: few steps, and guidance baked in."""
     export_emoji_xl(folder, *parts, defaults={"num_inference_steps": 2, "guidance_scale": 1.0})
 
 
@@ -87,8 +87,8 @@ def export_emoji_3(
 ) -> None:
     """Write a directory that `StableDiffusion3Pipeline.from_pretrained` loads.
 
-    The transformer is trained without a third text encoder, for which diffusers puts zeros; but a directory without one
-    does not load by itself. So the third encoder written here is one that answers zeros.
+    The transformer is trained without a third text encoder, in whose place diffusers uses zeros. A directory without
+    one does not load by itself, so the third encoder written here is one that returns zeros.
     """
     for block in transformer.transformer_blocks:
         block.attn.set_processor(JointAttnProcessor2_0())  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ def export_emoji_3(
 
 
 def silent_t5(width: int) -> T5EncoderModel:
-    """A T5 encoder whose states are all zero, [n, tokens, width]: its last norm has zero gain."""
+    """Return a T5 encoder whose states [n, tokens, width] are all zero, as its last norm has zero gain."""
     config = T5Config(
         vocab_size=len(T5_VOCABULARY), d_model=width, d_kv=8, num_heads=1, d_ff=8, num_layers=1, dropout_rate=0.0
     )
@@ -136,7 +136,7 @@ def export_emoji_clip(folder: Path, model: CLIPModel, tokenizer: CLIPTokenizer) 
 def load_as_float32(config_file: Path) -> None:
     """Make a transformers model load in fp32 from weights stored in fp16.
 
-    transformers takes the stored precision by default and diffusers fp32, so a plain pipeline would mix both.
+    By default transformers loads the stored precision and diffusers fp32, so a plain pipeline would mix both.
     """
     config = json.loads(config_file.read_text(encoding="utf-8"))
     write_json(config_file, config | {"dtype": "float32"})
@@ -152,8 +152,11 @@ def _save(pipe: Any, folder: Path, defaults: dict[str, object]) -> None:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A folder that takes the place of `folder` on success; the model card there is kept, and the checksums of all
-    models beside it are renewed last, so that they tell a model whose writing was cut off."""
+    """Yield a folder that replaces `folder` on success.
+
+    The model card is kept. The checksums of all models beside it are updated last, so that they reveal a model whose
+    writing was interrupted.
+    """
     with atomic_folder(folder) as staged:
         yield staged
         for name in CARD_FILES:

@@ -42,14 +42,14 @@ ANY_ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 @dataclass(frozen=True, slots=True)
 class TextStates:
-    """What a generator is conditioned on: token states [n, MAX_TOKENS, channels] and pooled state [n, channels]."""
+    """Text conditions of a generator: token states [n, MAX_TOKENS, channels] and pooled state [n, channels]."""
 
     tokens: Tensor
     pooled: Tensor
 
 
 class TextTower:
-    """Both text encoders of a generator, frozen, used as the pipelines use them (last hidden state but one)."""
+    """Both text encoders of a generator, frozen, used as the pipelines use them (penultimate hidden state)."""
 
     def __init__(self, tokenizer: CLIPTokenizer, encoders: list[CLIPTextModelWithProjection]) -> None:
         self.tokenizer, self.encoders = tokenizer, [encoder.eval().requires_grad_(False) for encoder in encoders]
@@ -64,7 +64,7 @@ class TextTower:
 
 
 class Objective(Protocol):
-    """How one family of generators is trained on a batch of latents fp32 [n, 4, h, w] with captions."""
+    """Training objective of one family of generators, on batches of latents fp32 [n, 4, h, w] with captions."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -124,7 +124,8 @@ class TransformerObjective:
 
 
 def new_unet() -> UNet2DConditionModel:
-    """SDXL's architecture, small: 7 blocks of which the 2 deeper levels and the middle attend to the text.
+    """Return a small U-Net of SDXL's architecture: 7 blocks, of which the 2 deeper levels and the middle attend to the
+    text.
 
     Every residual branch starts at zero (P. Dhariwal and A. Nichol, 2021), which the class itself does not do.
     """
@@ -148,7 +149,7 @@ def new_unet() -> UNet2DConditionModel:
 
 
 def new_transformer() -> SD3Transformer2DModel:
-    """SD3's architecture, small: 10 joint blocks of width 96.
+    """Return a small transformer of SD3's architecture: 10 joint blocks of width 96.
 
     The modulation of every block starts at zero (adaLN-Zero; W. Peebles and S. Xie, 2023, section 3.2).
     """
@@ -228,5 +229,5 @@ def _with_dropout(captions: list[str], rng: np.random.Generator, chance: float) 
 
 
 def _is_outer(name: str) -> bool:
-    """First and last layers and the modulation of conditions, which Muon does not suit."""
+    """Whether a weight is of the first or last layers or modulates conditions, which are not trained by Muon."""
     return name == LAST_LAYER or any(part in name for part in OUTER_LAYERS)

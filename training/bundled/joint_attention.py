@@ -1,8 +1,9 @@
 """Joint attention of SD3 in which one text token stands for many equal ones.
 
-SD3 without its T5 encoder receives 256 zero tokens as the third part of its text. Zero tokens enter every block alike
-and text tokens have no position, so they leave every block alike. One of them with weight 256 in the softmax (log 256
-added to its logit) gives every other token exactly what all 256 give, at a tenth of the cost of training with them.
+SD3 without its T5 encoder receives 256 zero tokens as the third part of its text. They are equal when they enter a
+block, and text tokens have no position, so they are equal when they leave it. A single one with weight 256 in the
+softmax (log 256 added to its logit) has exactly the effect of all 256 on every other token, at a tenth of the cost of
+training with them.
 """
 
 import math
@@ -17,7 +18,7 @@ class RepeatedTokenJointAttention:
     """Attention processor for SD3's joint blocks: the last text token counts `num_repeats` times.
 
     Args:
-        num_repeats: how many equal tokens the last one stands for, at least 1.
+        num_repeats: number of equal tokens that the last one stands for, at least 1.
     """
 
     def __init__(self, num_repeats: int) -> None:
@@ -32,7 +33,7 @@ class RepeatedTokenJointAttention:
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """hidden_states [n, image tokens, c] and encoder_hidden_states [n, text tokens, c] to the same shapes."""
+        """Map hidden_states [n, image tokens, c] and encoder_hidden_states [n, text tokens, c] to the same shapes."""
         assert encoder_hidden_states is not None
         assert attn.norm_q is None, "models with query norms are not trained here"
 

@@ -25,7 +25,7 @@ MIN_BLUR_SCALE, MAX_NOISE = 0.6, 0.06
 
 
 def new_judge(tokenizer: CLIPTokenizer) -> CLIPModel:
-    """CLIP with a 5-layer image tower of width 160 on 96 x 96 pixels in 12 x 12 patches."""
+    """Return a new CLIP model with a 5-layer image tower of width 160 on 96 x 96 pixels in 12 x 12 patches."""
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     text = {
         "vocab_size": len(tokenizer),
@@ -51,12 +51,12 @@ def new_judge(tokenizer: CLIPTokenizer) -> CLIPModel:
 
 @dataclass(frozen=True, slots=True)
 class JudgePool:
-    """Training pictures with what is said of them.
+    """Training pictures with their captions and backgrounds.
 
     Attributes:
         images: half precision [n, 3, 96, 96] in -1..1.
-        captions: for each picture three wordings.
-        background: for each picture the number of its background.
+        captions: three wordings for each picture.
+        background: number of the background of each picture.
     """
 
     images: Tensor
@@ -65,7 +65,7 @@ class JudgePool:
 
 
 def draw_judge_pool(seed: int, on_image: Callable[[], None] = lambda: None) -> JudgePool:
-    """Training pictures of the three sizes."""
+    """Draw training pictures of the three sizes."""
     pools, captions, grounds = [], [], []
     numbers = {name: number for number, name in enumerate(BACKGROUNDS)}
     rng = np.random.default_rng([seed, 3])
@@ -82,10 +82,10 @@ def draw_judge_pool(seed: int, on_image: Callable[[], None] = lambda: None) -> J
 
 
 def draw_indices(pool: JudgePool, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Which pictures make a batch: half of the batches take any, half only those of two backgrounds.
+    """Choose the pictures of a batch: half of the batches take any, the other half only those of two backgrounds.
 
-    Among 192 random pictures few share both their background and an object, so that a batch is soon too easy: its
-    accuracy reached 98 % while recall among 1,000 unseen pairs stood at 74 %.
+    Among 192 random pictures few share both their background and an object, so that such batches soon become too easy:
+    their accuracy reached 98 % while recall among 1,000 unseen pairs was 74 %.
     """
     allowed = np.arange(len(pool.captions))
     if rng.random() < 0.5:
@@ -94,7 +94,10 @@ def draw_indices(pool: JudgePool, size: int, rng: np.random.Generator) -> np.nda
 
 
 def degraded(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """A third of the batch slightly blurred or noisy, so that the judge reads decoded pictures too."""
+    """Blur a third of the batch slightly and add noise to it, so that the judge handles decoded pictures, too.
+
+    All pictures are shifted by up to 4 pixels.
+    """
     images = images.clone()
     third = len(images) // 3
     scale = rng.uniform(MIN_BLUR_SCALE, 1.0)
@@ -107,7 +110,9 @@ def degraded(images: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def contrastive_loss(model: CLIPModel, images: Tensor, ids: Tensor, captions: list[str]) -> tuple[Tensor, float]:
-    """Symmetric cross entropy where equal captions in a batch are all right (their share of the target is equal)."""
+    """Symmetric cross entropy in which equal captions of a batch share the target equally; returns it with the accuracy
+    of choosing a caption.
+    """
     output = model(input_ids=ids, pixel_values=images)
     image, text = output.image_embeds.float(), output.text_embeds.float()
     logits = model.logit_scale.clamp(max=4.6).exp() * image @ text.T
@@ -127,7 +132,7 @@ def train_judge(
     device: torch.device,
     on_step: OnStep = ignore_step,
 ) -> CLIPModel:
-    """Train contrastively on what `draw_judge_pool` drew; returns the model with averaged weights."""
+    """Train contrastively on pictures from `draw_judge_pool`; returns the model with averaged weights."""
     torch.manual_seed(task.seed)
     model = new_judge(tokenizer)
 

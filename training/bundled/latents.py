@@ -1,4 +1,4 @@
-"""Pictures as training tensors, and their latents, encoded once per resolution and kept on disk as safetensors."""
+"""Pictures as training tensors, and their latents, which are encoded once per resolution and kept as safetensors."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ TRAINING_SIZES: dict[Resolution, int] = {
     Resolution(160, 224): 600,
     Resolution(224, 160): 600,
 }
-"""How many pictures of each resolution the generators are trained on."""
+"""Number of pictures of each resolution that the generators are trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LatentSet:
 
 
 def draw_pool(dataset: EmojiDataset, on_image: Callable[[], None] = lambda: None) -> tuple[Tensor, list[Scene]]:
-    """All pictures of a dataset as uint8 [n, 3, height, width], and their scenes."""
+    """Draw all pictures of a dataset as uint8 [n, 3, height, width]; returns them with their scenes."""
     resolution = dataset.resolution
     pool = torch.empty(len(dataset), 3, resolution.height, resolution.width, dtype=torch.uint8)
     scenes = []
@@ -57,12 +57,12 @@ def draw_pool(dataset: EmojiDataset, on_image: Callable[[], None] = lambda: None
 
 
 def to_float(images: Tensor) -> Tensor:
-    """uint8 [n, 3, h, w] to float32 in -1..1, the range of diffusers' autoencoders."""
+    """Convert uint8 [n, 3, h, w] to float32 in -1..1, the range of diffusers' autoencoders."""
     return images.float().div_(127.5).sub_(1.0)
 
 
 def random_crops(pools: Sequence[Tensor], num_crops: int, side: int, rng: np.random.Generator) -> Tensor:
-    """Square crops of `side` pixels from random pictures of pools that are large enough, uint8 [n, 3, side, side]."""
+    """Cut random squares of `side` pixels from pictures of large enough pools; returns uint8 [n, 3, side, side]."""
     usable = [pool for pool in pools if min(pool.shape[2:]) >= side]
     crops = []
     for _ in range(num_crops):
@@ -75,7 +75,7 @@ def random_crops(pools: Sequence[Tensor], num_crops: int, side: int, rng: np.ran
 
 @torch.no_grad()
 def encode_images(vae: AutoencoderKL, images: Tensor, device: torch.device) -> Tensor:
-    """Posterior means fp16 of uint8 pictures [n, 3, h, w]: what the generators learn to draw."""
+    """Encode uint8 pictures [n, 3, h, w] to posterior means in fp16, which the generators learn to draw."""
     chunk = max(1, ENCODE_CHUNK_PIXELS // (images.shape[2] * images.shape[3]))
     codes = []
     for part in images.split(chunk):
@@ -93,7 +93,10 @@ def load_or_encode(
     device: torch.device,
     on_image: Callable[[], None] = lambda: None,
 ) -> LatentSet:
-    """Latents of a whole dataset, from `folder` if they were made there by the same autoencoder."""
+    """Return the latents of a whole dataset, read from `folder` if the same autoencoder made them there.
+
+    Raises RunError: the file of latents is damaged.
+    """
     name = f"{dataset.split}-{dataset.seed}-{dataset.resolution}-{len(dataset)}"
     path = folder / f"latents-{name}.safetensors"
     if path.exists():

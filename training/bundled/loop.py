@@ -1,8 +1,8 @@
 """The training loop of all bundled models: schedule, moving average, checkpoints that resume exactly, a log.
 
-The learning rate warms up, stays flat, and falls as a half cosine over the last part of the run. Just before it starts
-to fall, the state is kept as `stable.safetensors`: a finished run can be made longer by resuming from there.
-Batches depend on (seed, step) only, so a resumed run sees what an unbroken one would have seen.
+The learning rate warms up, stays constant, and decays as a half cosine over the last part of the run. Just before the
+decay, the state is saved as `stable.safetensors`, from which a finished run can be extended.
+Batches depend on (seed, step) only, so a resumed run sees the same batches as an uninterrupted one.
 """
 
 import json
@@ -28,13 +28,15 @@ from .continuation import load_initial_weights
 from .optim import MuonAdamW, OptimConfig, hidden_matrices
 
 Loss = Callable[[int], tuple[Tensor, dict[str, float]]]
-"""Loss of the batch of a step (the argument), and figures to log."""
+"""Returns the loss of the batch of a step (the argument), and figures to log."""
 OnStep = Callable[[int, dict[str, float]], None]
 """Called with the number of a finished step and its figures."""
 
 
 def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Compute in bfloat16 inside, where that is faster; else a step of the U-Net takes ten times as long."""
+    """Return a context that computes in bfloat16 where that is fast; elsewhere a step of the U-Net would take ten times
+    as long with it.
+    """
     return torch.autocast(device.type, torch.bfloat16, enabled=has_fast_bfloat16(device))
 
 
@@ -44,13 +46,13 @@ def ignore_step(step: int, figures: dict[str, float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the training of any part needs to know.
+    """Settings of one training.
 
     Attributes:
-        folder: for its checkpoints and its log.
+        folder: folder for its checkpoints and its log.
         steps: length of the whole schedule.
-        seed: of initial weights, batches and noise.
-        initial_weights: file of a finished model to start from; None for random weights.
+        seed: seed of initial weights, batches and noise.
+        initial_weights: weights of a finished model to start from; None for random weights.
     """
 
     folder: Path
@@ -61,9 +63,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """How long and how fast. `steps` may differ between a checkpoint and the run that resumes it; nothing else may.
+    """Configuration of the loop. Only `steps` may differ between a checkpoint and the run that resumes it.
 
-    started_from: sha256 of the weights that a run began with; empty if they were random.
+    Attributes:
+        started_from: sha256 of the weights that the run began with; "" if they were random.
     """
 
     steps: int
@@ -92,12 +95,13 @@ class LoopConfig:
 
 
 class TrainingRun:
-    """One network in training, with everything that a checkpoint holds.
+    """A network in training, with the whole state of its checkpoints.
 
     Args:
         model: trained in place, in fp32 (its losses may use autocast).
-        folder: checkpoints `last.safetensors` and `stable.safetensors`, and the log `log.jsonl`.
-        is_excluded: which weight matrices, by name, Muon must leave to AdamW (first and last layers, embeddings).
+        config: length, seed, learning rates and averaging.
+        folder: folder of the checkpoints `last.safetensors` and `stable.safetensors` and of the log `log.jsonl`.
+        is_excluded: whether AdamW instead of Muon trains a weight matrix, by name (first and last layers, embeddings).
     """
 
     def __init__(self, model: nn.Module, config: LoopConfig, folder: Path, is_excluded: Callable[[str], bool]) -> None:
@@ -118,10 +122,13 @@ class TrainingRun:
         on_step: OnStep = ignore_step,
         checkpoint_every_s: float = 120.0,
     ) -> None:
-        """Train to the end of the schedule. Ctrl-C waits for the step to end, writes a checkpoint and is passed on."""
+        """Train to the end of the schedule.
+
+        On Ctrl-C the current step is completed, a checkpoint is written and KeyboardInterrupt is raised.
+        """
         saved_at = time.monotonic()
         if self._is_cut_short and self.step > self.config.decay_start:
-            # It resumes behind the point where this would have been saved.
+            # The run resumes after the point at which this checkpoint would have been saved.
             self.save("stable")
         with _interrupts_noted() as interrupts:
             try:
@@ -170,14 +177,14 @@ class TrainingRun:
         return figures
 
     def _update_ema(self) -> None:
-        # Young averages follow quickly, so that the random start is forgotten.
+        # The average follows quickly at first, so that the random start is forgotten.
         decay = min(self.config.ema_decay, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             averages = list(self.ema.values())
             torch._foreach_lerp_(averages, [p.detach() for p in self.optimiser.parameters.values()], 1 - decay)
 
     def _resume(self) -> None:
-        """Continue from the newest checkpoint that fits the schedule: a longer run goes back to before the decay."""
+        """Continue from the newest checkpoint that fits the schedule; a longer run resumes from before the decay."""
         last, stable = (self.folder / f"{which}.safetensors" for which in ("last", "stable"))
         paths = [path for path in (last, stable) if path.exists()]
         for path in paths:
@@ -189,7 +196,7 @@ class TrainingRun:
                     saved = json.loads(metadata["config"])
                     step = int(metadata["step"])
                     self._check_same(path, saved)
-                    # All but the length is the same, so the schedule of the saved run follows from its length.
+                    # Everything except the length is equal, so the schedule of the saved run follows from its length.
                     has_decayed = path == last and step > replace(self.config, steps=saved["steps"]).decay_start
                     if saved["steps"] != self.config.steps and has_decayed:
                         continue
@@ -237,8 +244,10 @@ def train(
     ema_decay: float = 0.998,
     optim: OptimConfig,
 ) -> None:
-    """Train a model, or one with the task's initial weights, to the end of the schedule, then give it the averaged
-    weights, for evaluation. Arguments as of `TrainingRun` and `LoopConfig`; raises as `load_initial_weights`.
+    """Train a model to the end of the schedule, from the task's initial weights if there are any, and leave it with the
+    averaged weights, in evaluation mode.
+
+    Arguments as for `TrainingRun` and `LoopConfig`; raises as `load_initial_weights`.
     """
     started_from = load_initial_weights(model, task.initial_weights) if task.initial_weights else ""
     nn.Module.to(model, device)  # diffusers and transformers annotate their own `to` without its self
@@ -251,9 +260,10 @@ def train(
 
 @contextmanager
 def _interrupts_noted() -> Iterator[list[int]]:
-    """Note Ctrl-C in place of raising KeyboardInterrupt: in the middle of an update it would leave half of it.
+    """Record Ctrl-C instead of raising KeyboardInterrupt, which could interrupt an update half-way.
 
-    One handler for the whole run. To swap handlers around every update has lost a Ctrl-C, twice in whole test runs.
+    There is one handler for the whole run: swapping handlers around every update has lost a Ctrl-C, twice in whole test
+    runs.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -1,10 +1,10 @@
-"""Muon for the weight matrices inside a network, AdamW for everything else, as one optimiser whose state has names.
+"""Muon for the weight matrices inside a network, AdamW for everything else, as one optimiser with named state.
 
 Muon: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024): momentum, then the update
 matrix is replaced by its nearest orthogonal matrix through a Newton-Schulz iteration. The update is scaled to
 AdamW's usual size (0.2 sqrt(max(rows, columns)); J. Liu et al., "Muon is scalable for LLM training", 2025, 2.2).
-torch.optim.Muon takes matrices only, one at a time; matrices of one shape are stacked here, which on a CPU makes the
-update of a network with many small layers several times faster.
+torch.optim.Muon accepts matrices only and updates them one at a time. Here, matrices of one shape are stacked, which on
+a CPU makes the update of a network with many small layers several times faster.
 """
 
 import math
@@ -23,7 +23,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    """Peak learning rates of the two kinds of parameters, and what both share."""
+    """Peak learning rates of the two kinds of parameters, and their common settings."""
 
     muon_lr: float = 3e-3
     adam_lr: float = 1.5e-3
@@ -34,7 +34,9 @@ class OptimConfig:
 
 
 def hidden_matrices(model: nn.Module, excluded: Callable[[str], bool]) -> list[str]:
-    """Names of the parameters that Muon may train: weights of linear and convolution layers not `excluded` by name."""
+    """Return the names of the parameters that Muon may train: weights of linear and convolution layers that are not
+    `excluded` by name.
+    """
     names = []
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -45,7 +47,7 @@ def hidden_matrices(model: nn.Module, excluded: Callable[[str], bool]) -> list[s
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrix of each of [n, rows, columns], to the accuracy that Muon needs."""
+    """Return the nearest (semi-)orthogonal matrix to each of [n, rows, columns], to the accuracy that Muon needs."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
@@ -63,7 +65,8 @@ class MuonAdamW:
 
     Args:
         parameters: all trainable parameters by name.
-        muon_names: those of them that Muon trains; the rest is AdamW's.
+        muon_names: parameters that Muon trains; AdamW trains the others.
+        config: learning rates, momentum, weight decay and clipping.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], muon_names: list[str], config: OptimConfig) -> None:
@@ -133,7 +136,7 @@ class MuonAdamW:
         torch._foreach_addcdiv_(weights, first, denominator, value=-lr / (1 - beta1**self.num_steps))
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state by name, ready for safetensors."""
+        """Return all state by name, ready for safetensors."""
         parts = {"momentum": self.momentum, "first": self.first, "second": self.second}
         return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 

@@ -1,4 +1,4 @@
-"""Packs `data/emoji/art.zip` from the npm package of Fluent emoji: which drawings are used, and what they are called.
+"""Packs `data/emoji/art.zip` from the npm package of Fluent emoji: the drawings that are used, and their names.
 
 npm pack @iconify-json/fluent-emoji-flat@1.2.6 && tar xzf iconify-json-fluent-emoji-flat-1.2.6.tgz
 python -m patchedserve.training.bundled.pack_art package/icons.json
@@ -25,7 +25,7 @@ droplet, pumpkin, balloon, gift, trophy, soccer ball, basketball, crown, top hat
 key, bomb, magnet, envelope
 """
 
-# Names of the package where they are not ours with hyphens.
+# Names in the package where they differ from ours with hyphens.
 PACKAGE_NAMES = {
     "love face": "smiling-face-with-heart-eyes",
     "cool face": "smiling-face-with-sunglasses",

@@ -1,10 +1,10 @@
-"""The order in which the bundled models are trained, and where each part is kept.
+"""The order in which the bundled models are trained, and the folder of each part.
 
     text -> autoencoder -> emoji-clip          (the judge: needs only the tokenizer)
                         -> emoji-xl, emoji-3   (need text and autoencoder)
                            emoji-xl -> emoji-xl-turbo
 
-Every part has a folder of its own with its checkpoints and its finished model, and is started again where it stopped.
+Every part has a folder of its own with its checkpoints and its finished model, and resumes where it stopped.
 """
 
 from collections.abc import Callable
@@ -40,9 +40,9 @@ DEFAULT_STEPS: dict[Part, int] = {
     "emoji-3": 11500,
     "emoji-xl-turbo": 900,
 }
-"""What the shipped weights took. The three models took it in several runs: 560, 3300 and 3300 steps, then the rest
-with `--from-models --seed 1`; the last 1800 steps of the judge and the last 7000 of emoji-3 with `--seed 2`. Those of
-emoji-xl-turbo are of each of its stages."""
+"""Training steps of the shipped weights. The three models were trained in several runs: 560, 3300 and 3300 steps, then
+the rest with `--from-models --seed 1`; the last 1800 steps of the judge and the last 7000 of emoji-3 with `--seed 2`.
+The number for emoji-xl-turbo is that of each of its stages."""
 
 TEXT_ENCODERS = {"small": (64, 2, 1), "large": (96, 3, 2)}
 """Width, number of layers and seed of the two text encoders."""
@@ -54,19 +54,19 @@ AUTOENCODER_POOLS: dict[Resolution, int] = {
     Resolution(192, 128): 300,
     Resolution(128, 192): 300,
 }
-# The three served sizes take most batches; larger ones learn slower and get as many as the small one.
+# The three served sizes get most batches. The larger two learn more slowly and together get more than the small one.
 SIZE_WEIGHTS = {Resolution(128, 128): 0.34, Resolution(192, 192): 0.25, Resolution(256, 256): 0.25}
 OTHER_SIZES_WEIGHT = 0.16
 
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """How a training reports what it does.
+    """Callbacks that report the progress of a training.
 
     Attributes:
-        on_stage: a new stage with its length in units (steps or pictures).
-        on_step: one training step with its number and figures.
-        on_image: one picture drawn or encoded.
+        on_stage: called with the name of each new stage and its length in units (steps or pictures).
+        on_step: called after each training step with its number and figures.
+        on_image: called for each picture that is drawn or encoded.
     """
 
     on_stage: Callable[[str, int], None] = lambda name, total: None
@@ -85,16 +85,16 @@ def train_part(
     report: Reporter,
     from_models: Path | None = None,
 ) -> Path:
-    """Train one part in `root`/part; the three models are also written to `models_dir`, with checksums. Returns the
-    finished folder.
+    """Train one part in `root`/part and return the finished folder. Models are also exported to `models_dir`, with
+    checksums.
 
     Args:
-        from_models: a folder of finished models; what is trained starts from their weights, and the parts it needs are
-            taken from them if `root` has none.
+        from_models: folder of finished models, from whose weights the training starts; parts that it needs are copied
+            from them if `root` has none.
 
     Raises:
         UsageError: if a part that this one needs has not been trained, or a checkpoint has another configuration or
-            more steps than are asked for.
+            more steps than requested.
         RunError: if the loss diverges or a checkpoint is damaged.
     """
     length = steps or DEFAULT_STEPS[part]
@@ -113,7 +113,7 @@ def train_part(
         return _train_autoencoder(root / part, device, length, seed, report)
     if part == "emoji-clip":
         tokenizer = _load_tokenizer(root)
-        # Its seeds are apart from the generators'.
+        # Seeds that the generators do not use.
         task = Task(root / part, length, 1000 + seed, initial_weights)
         report.on_stage("pictures for emoji-clip", sum(SOURCES.values()))
         pool = draw_judge_pool(task.seed, report.on_image)
@@ -133,7 +133,7 @@ def _train_text(folder: Path, device: torch.device, steps: int, seed: int, repor
         report.on_stage(f"text encoder {name}", steps)
         train_text_encoder(encoder, tokenizer, Task(folder / name, steps, seed + offset), device, report.on_step)
         save_part(encoder.cpu(), folder / f"{name}-model")
-    # Last, so that a run which is refused (another seed) or unfinished leaves no tokenizer without its encoders.
+    # Saved last, so that a run which is refused (another seed) or unfinished leaves no tokenizer without its encoders.
     save_part(tokenizer, folder / "tokenizer")
     return folder
 

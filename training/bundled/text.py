@@ -1,8 +1,9 @@
 """Tokenizer and text encoders of the bundled generators.
 
-Both encoders are CLIP text towers of different widths, as in SDXL and SD3. They learn to say from the projected pooled
-state what a caption describes (which objects, in which order, how many, on which background), so that the generators
-receive states which hold exactly that. No image is used, and the judge (`emoji-clip`) shares nothing with them.
+Both encoders are CLIP text towers of different widths, as in SDXL and SD3. They are trained to classify from the
+projected pooled state what a caption describes (which objects, in which order, how many, on which background), so that
+the generators receive states that contain exactly this. No image is used, and the judge (`emoji-clip`) shares nothing
+with them.
 """
 
 import json
@@ -33,7 +34,9 @@ EXTRA_TEXT = (
 
 
 def train_tokenizer(seed: int = 0) -> CLIPTokenizer:
-    """A byte-level BPE in CLIP's form, learnt from training captions (held-out pairs contain no new words)."""
+    """Return a byte-level BPE tokenizer in CLIP's form, learnt from training captions (held-out pairs contain no new
+    words).
+    """
     rng = np.random.default_rng([seed, 77])
     captions = [sample_scene(rng, ANY_RESOLUTION, "train").caption for _ in range(TOKENIZER_CAPTIONS)]
     captions += [EXTRA_TEXT] * 50
@@ -54,7 +57,7 @@ def train_tokenizer(seed: int = 0) -> CLIPTokenizer:
     # BPE training adds "x</w>" forms only for letters that end a word; every byte needs both, or text is lost.
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab.setdefault(f"{letter}</w>", len(vocab))
-    # Pairs, although the annotation says strings.
+    # The constructor takes pairs, although its annotation says strings.
     merges: Any = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
 
@@ -77,18 +80,21 @@ def new_text_encoder(width: int, num_layers: int, tokenizer: CLIPTokenizer) -> C
 
 
 def is_outside_layers(name: str) -> bool:
-    """Whether a weight of a CLIP model is an embedding or a projection, which Muon does not suit."""
+    """Whether a weight of a CLIP model is an embedding or a projection, which are not trained by Muon."""
     return "layers" not in name
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
-    """Token ids int64 [n, MAX_TOKENS], padded and cut as diffusers' pipelines do."""
+    """Return token ids int64 [n, MAX_TOKENS], padded and truncated as in diffusers' pipelines."""
     encoded = tokenizer(captions, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
     return encoded.input_ids
 
 
 def scene_targets(scenes: list[Scene]) -> Tensor:
-    """Class numbers int64 [n, 3]: first object, second object (number of objects: none), background."""
+    """Return class numbers int64 [n, 3]: first object, second object, background.
+
+    The class after the last object means that there is no second one.
+    """
     names, grounds = object_names(), list(BACKGROUNDS)
     rows = []
     for scene in scenes:
@@ -98,7 +104,7 @@ def scene_targets(scenes: list[Scene]) -> Tensor:
 
 
 class CaptionReader(nn.Module):
-    """A text encoder with the three classifiers that teach it; only the encoder is kept."""
+    """A text encoder with the three classifiers that it is trained through; only the encoder is kept."""
 
     def __init__(self, encoder: CLIPTextModelWithProjection) -> None:
         super().__init__()
@@ -126,7 +132,7 @@ def train_text_encoder(
     device: torch.device,
     on_step: OnStep = ignore_step,
 ) -> CLIPTextModelWithProjection:
-    """Teach an encoder to read captions; returns it with averaged weights."""
+    """Train an encoder to classify captions; returns it with averaged weights."""
     reader = CaptionReader(encoder)
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:

@@ -1,1 +1,1 @@
-"""The cache predictor (PatchedServe section 5.2): samples from block profiles, the random forest, its file."""
+"""The cache predictor (PatchedServe section 5.2): samples from block profiles, the random forest and its file."""

@@ -1,8 +1,8 @@
-"""Training of the cache predictor: fit on most requests of a block profile, judged on the others.
+"""Training of the cache predictor: fitted to most requests of a block profile, evaluated on the others.
 
-The question that the forest answers: does the output of a block stay within a threshold of the cached one? All figures
-are of requests that it has not seen, next to those of the best plain threshold on the change of the input. Source:
-PatchedServe section 7 (random forest classifier on the similarities of inputs and outputs of all blocks and steps).
+The forest predicts whether the output of a block stays within a threshold of the cached one. All figures are for
+held-out requests, beside those of the best plain threshold on the change of the input. Source: PatchedServe section 7
+(random forest classifier on the similarities of inputs and outputs of all blocks and steps).
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from .samples import BlockSamples
 Backend = Literal["sklearn", "cuml"]
 
 MIN_ROWS_OF_CLASS = 50
-"""Rows that must stay within the threshold, and rows that must not, in the part that is trained on."""
+"""Smallest number of training rows within the threshold, and of rows beyond it."""
 
 _TEST_SHARE = 0.2
 _CURVE_POINTS = 60
@@ -32,17 +32,17 @@ _CURVE_POINTS = 60
 
 @dataclass(frozen=True, slots=True)
 class FitSettings:
-    """How a predictor is trained.
+    """Training settings of a predictor.
 
     Attributes:
-        threshold: largest normalised mean square difference of the output at which the cached one may be used. What
-            suits a model its images tell (`--target-ssim`).
-        trees, depth: size of the forest. With 16 trees of depth 8 and 63 leaves a CPU core decides over 512 patches in
+        threshold: largest normalised mean square difference of the output at which the cached one may be used. The
+            right value depends on the model; its images show it (`--target-ssim`).
+        trees, depth: size of the forest. With 16 trees of depth 8 and 63 leaves, a CPU core decides for 512 patches in
             0.15 ms.
-        leaves: most leaves of a tree; more than 63 double what a tree costs on a CPU.
+        leaves: largest number of leaves of a tree; more than 63 double the cost of a tree on a CPU.
         min_confidence: vote above which the cached output is used.
-        seed: of split, forest and shuffles.
-        backend: which library grows the trees.
+        seed: seed of split, forest and shuffles.
+        backend: library that grows the trees.
     """
 
     threshold: float = 0.2
@@ -77,18 +77,18 @@ def fit_cache_predictor(samples: BlockSamples, facts: BlockFacts, settings: FitS
 
     Args:
         samples: rows of a profile (`samples.load_samples`).
-        facts: what the profile was taken on.
+        facts: model, scheduler, patch size and blocks of the profile.
         settings: threshold, size of the forest, seed.
 
     Returns:
-        The predictor, on the CPU. Its `report` holds the settings and, of the held-out requests (a fifth of all):
-        precision (share of its reuses that stay within the threshold), recall (share of what stays within it that it
-        reuses), f1, reuse_share (share of all rows that it reuses; also by lag), the same of the baseline, importance
-        (by how much f1 falls when a feature is shuffled among the rows), and curve (recall and precision as the
-        confidence, or the baseline's cut, moves). Figures that have no rows to be taken from are None.
+        The predictor, on the CPU. Its `report` contains the settings and, for the held-out requests (a fifth of all):
+        precision (share of its reuses that stay within the threshold), recall (share of the rows within the threshold
+        that it reuses), f1, reuse_share (share of all rows that it reuses; also by lag), the same for the baseline,
+        importance (by how much f1 falls when a feature is shuffled among the rows), and curve (recall and precision as
+        functions of the confidence, or of the baseline's cut). A figure without rows to compute it from is None.
 
     Raises:
-        UsageError: there are rows of one request only, or too few rows on one side of the threshold.
+        UsageError: the profile has rows of one request only, or too few rows on one side of the threshold.
         MissingExtraError: the backend is not installed.
     """
     require_backend(settings.backend)
@@ -123,7 +123,7 @@ def fit_cache_predictor(samples: BlockSamples, facts: BlockFacts, settings: FitS
 
 
 def split_by_request(samples: BlockSamples, seed: int) -> tuple[BlockSamples, BlockSamples]:
-    """Return four fifths of the requests to train on and one fifth to judge by; rows of a request stay together.
+    """Split into four fifths of the requests for training and one fifth for evaluation; a request's rows stay together.
 
     Raises UsageError: there is one request only.
     """
@@ -141,14 +141,14 @@ def split_by_request(samples: BlockSamples, seed: int) -> tuple[BlockSamples, Bl
 
 
 def best_cut(input_mse: np.ndarray, labels: np.ndarray, precision: float) -> float | None:
-    """Return the largest cut such that of the rows with `input_mse <= cut` at least `precision` are of class 1.
+    """Return the largest cut such that at least a share `precision` of the rows with `input_mse <= cut` is of class 1.
 
-    None if no cut does.
+    Returns None if there is no such cut.
     """
     order = np.argsort(input_mse, kind="stable")
     values = input_mse[order]
     precisions = np.cumsum(labels[order]) / np.arange(1, len(values) + 1)
-    # Rows of one value come together.
+    # Rows of equal value are on the same side of a cut.
     is_last = np.append(values[1:] != values[:-1], True)
     fitting = np.flatnonzero(is_last & (precisions >= precision))
     return float(values[fitting[-1]]) if len(fitting) else None
@@ -164,7 +164,7 @@ def _check_classes(output_mse: np.ndarray, threshold: float) -> None:
     )
     ordered = np.sort(output_mse).astype(np.float64)
     if num >= 2 * MIN_ROWS_OF_CLASS and ordered[MIN_ROWS_OF_CLASS - 1] < ordered[-MIN_ROWS_OF_CLASS]:
-        # Rounded inwards, so that what the message says is allowed.
+        # Rounded inwards, so that all thresholds in the range of the message are allowed.
         low = _rounded(ordered[MIN_ROWS_OF_CLASS - 1], math.ceil)
         high = _rounded(ordered[-MIN_ROWS_OF_CLASS], math.floor)
         if low < high:
@@ -175,7 +175,7 @@ def _check_classes(output_mse: np.ndarray, threshold: float) -> None:
 
 
 def _rounded(value: float, towards: Callable[[float], int]) -> float:
-    """Three digits."""
+    """Round to three significant digits; 0 for values that are not positive."""
     if value <= 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
@@ -200,7 +200,7 @@ def _grow_sklearn(features: np.ndarray, labels: np.ndarray, settings: FitSetting
 def _grow_cuml(features: np.ndarray, labels: np.ndarray, settings: FitSettings) -> tuple[FlatForest, str]:
     import cuml  # pyright: ignore[reportMissingImports]
 
-    # One stream, because with several the trees are not the same in every run.
+    # One stream, as with several the trees differ from run to run.
     forest = cuml.ensemble.RandomForestClassifier(
         n_estimators=settings.trees,
         max_depth=settings.depth,
@@ -228,7 +228,7 @@ def _figures(is_reused: np.ndarray, truth: np.ndarray) -> dict[str, float | None
 def _baseline(
     train_mse: np.ndarray, train_labels: np.ndarray, test_mse: np.ndarray, truth: np.ndarray, precision: float | None
 ) -> dict[str, float | None]:
-    """Figures of the plain threshold that is as precise on the training requests as the predictor is on the others."""
+    """Figures of a plain threshold that is as precise on the training requests as the predictor on held-out ones."""
     cut = None if precision is None else best_cut(train_mse, train_labels, precision)
     is_reused = np.zeros_like(truth) if cut is None else test_mse <= cut
     return {"cut": cut, **_figures(is_reused, truth)}
@@ -250,7 +250,7 @@ def _importance(predictor: CachePredictor, features: np.ndarray, truth: np.ndarr
 
 
 def _curve(score: np.ndarray, truth: np.ndarray) -> list[list[float]]:
-    """Pairs of recall and precision when the rows of the highest scores are reused, from few rows to all."""
+    """Return pairs of recall and precision when the rows of the highest scores are reused, from few rows to all."""
     if not truth.any():
         return []
     order = np.argsort(-score, kind="stable")

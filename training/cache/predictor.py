@@ -1,10 +1,10 @@
-"""The cache predictor: a random forest that says, patch by patch, whether a block's cached output may be used again.
+"""The cache predictor: a random forest that predicts, patch by patch, whether a block's cached output may be reused.
 
-Features of a patch, before a block: how far the block's input is from the cached input, which block it is, how far the
-request has got, how often the patch has skipped the block in a row, and how large the image is. One definition,
-`features_of`, serves training and serving. Sources: PatchedServe sections 5.1 and 7.
+Features of a patch before a block: distance of the block's input from the cached input, index of the block, progress of
+the request, number of steps in a row for which the patch has skipped the block, and size of the image. Training and
+serving share one definition, `features_of`. Sources: PatchedServe sections 5.1 and 7.
 
-The file is safetensors: the nodes of the forest as flat arrays, and in its head a JSON text and a checksum of both.
+The file is safetensors: the nodes of the forest as flat arrays, and in its header a JSON text and a checksum of both.
 Nothing is pickled, and scikit-learn is not needed to load it.
 """
 
@@ -26,14 +26,14 @@ from ...kernels.forest import forest_predict, forest_votes
 from ...kernels.forest_tables import FlatForest
 
 FEATURES = ("log10_input_mse_normalised", "block_index", "step_fraction", "reuses_in_row", "pixels")
-"""Names of the columns that `features_of` gives, in order."""
+"""Names of the columns that `features_of` returns, in order."""
 
 INPUT_MSE_FLOOR = 1e-10
-"""Smaller changes count as this one. It is a relative change of 1e-5: below what any threshold of use asks for, and far
-above the rounding of float32."""
+"""Lower bound of the input change. It is a relative change of 1e-5: below any useful threshold, and far above the
+rounding of float32."""
 
 _FORMAT = "2"
-"""Forests of format 1 do not know of all blocks as one."""
+"""Forests of format 1 were not trained on the whole model as one block."""
 _KIND_KEY, _FORMAT_KEY, _CONTENT_KEY, _SUM_KEY = "psctl.kind", "psctl.format", "psctl.content", "psctl.sha256"
 _KIND = "cache predictor"
 
@@ -45,19 +45,19 @@ def features_of(
     reuses_in_row: torch.Tensor,
     pixels: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what the forest looks at.
+    """Return the forest's features.
 
     Args:
         input_mse_normalised: (rows,) mean square difference of the block's input and the cached input, divided by the
             mean square of the cached input; any floating dtype. NaN counts as infinite, as does 0 / 0.
-        block_index: place of the block in a step's order, from 0; (rows,) or one for all rows.
+        block_index: index of the block in the order of a step, from 0; (rows,) or one for all rows.
         step_fraction: (rows,) step / number of steps of the request.
-        reuses_in_row: (rows,) how many steps before this one have used the cached output without computing: 0 if the
+        reuses_in_row: (rows,) number of consecutive steps before this one that have reused the cached output: 0 if the
             cached tensors are the last step's.
         pixels: (rows,) width * height of the patch's image, in pixels of the image.
 
     Returns:
-        (rows, 5) float32 on the device of the first argument, columns as `FEATURES`.
+        (rows, 5) float32 on the device of the first argument, with the columns `FEATURES`.
     """
     change = torch.nan_to_num(input_mse_normalised.float(), nan=torch.inf, posinf=torch.inf)
     features = change.new_empty((change.shape[0], len(FEATURES)))
@@ -69,17 +69,17 @@ def features_of(
 
 @dataclass(frozen=True, slots=True)
 class CachePredictor:
-    """A trained predictor, with its forest on the device that it serves.
+    """A trained predictor, with its forest on the device where it is evaluated.
 
     Attributes:
         forest: class 1 is "the output stays within the threshold".
         facts: the model, scheduler, patch size and blocks that it was trained for.
         threshold: largest mean square difference of a block's output and the cached one, divided by the mean square of
             the cached output, at which the cached one may be used.
-        min_confidence: the cached output is used where the forest's vote is above this; where all blocks are one, where
-            the mean vote of a request's patches is.
-        max_lag: largest number of steps between a tensor and the cached one in the training; beyond max_lag - 1 reuses
-            in a row the forest has seen nothing.
+        min_confidence: the cached output is used if the forest's vote is above this; for the whole model as one block,
+            if the mean vote of a request's patches is.
+        max_lag: largest number of steps between a tensor and the cached one in training; the forest has seen no more
+            than max_lag - 1 reuses in a row.
         report: figures of the training, as JSON (`fitting.fit_cache_predictor`).
     """
 
@@ -91,7 +91,7 @@ class CachePredictor:
     report: Mapping[str, Any] = field(default_factory=dict)
 
     def may_reuse(self, features: torch.Tensor, *, kernels: str = "auto") -> torch.Tensor:
-        """Return which patches may use the cached output of a block, (rows,) bool; nothing waits for the device.
+        """Return which patches may use the cached output of a block, (rows,) bool, without waiting for the device.
 
         Args:
             features: (rows, 5) float32 from `features_of`, on the predictor's device.
@@ -102,7 +102,7 @@ class CachePredictor:
         return forest_predict(features, self.forest, min_confidence=self.min_confidence, kernels=kernels)
 
     def votes(self, features: torch.Tensor, *, kernels: str = "auto") -> torch.Tensor:
-        """Return how sure the forest is that patches may use it, (rows,) float64; as `may_reuse` otherwise."""
+        """Return the forest's confidence that patches may use it, (rows,) float64; otherwise as `may_reuse`."""
         return forest_votes(features, self.forest, kernels=kernels)
 
     def to(self, device: torch.device | str) -> "CachePredictor":
@@ -132,11 +132,11 @@ class CachePredictor:
     def load(
         cls, path: str | Path, *, expect: BlockFacts | None = None, device: torch.device | str = "cpu"
     ) -> "CachePredictor":
-        """Read a predictor and check that it is whole and fits `expect`, what is served (None skips that check).
+        """Read a predictor and check its checksum, and that it fits the served model, `expect` (None skips this check).
 
         Raises:
-            UsageError: the file is missing, truncated, edited or another one; it was made for other features; or it
-                does not fit `expect`. The message names the file and the first thing that is wrong.
+            UsageError: the file is missing, truncated, edited or of another kind; it was made for other features; or it
+                does not fit `expect`. The message names the file and the first problem.
         """
         content, arrays = _read(Path(path))
         if content.get("features") != list(FEATURES) or content.get("input_mse_floor") != INPUT_MSE_FLOOR:
@@ -161,7 +161,7 @@ class CachePredictor:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return content and arrays of a file whose checksum is right. Raises UsageError."""
+    """Return content and arrays of a file with a valid checksum. Raises UsageError."""
     if not path.is_file():
         raise UsageError(f"there is no cache predictor {path}; train one with: psctl train-predictor cache")
     try:

@@ -1,4 +1,4 @@
-"""Rows of a block profile as the cache predictor's training sees them."""
+"""Training samples of the cache predictor, read from a block profile."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ class BlockSamples:
     """Rows of a profile, in its order.
 
     Attributes:
-        features: (rows, 5) float32, as `features_of`; a row of lag k describes a patch that has used the cached output
-            k - 1 times in a row, since the cached tensors stay those of the step that was computed last.
+        features: (rows, 5) float32, from `features_of`; a row of lag k describes a patch that has used the cached
+            output k - 1 times in a row, since the cached tensors stay those of the step that was computed last.
         input_mse: (rows,) float32, normalised.
         output_mse: (rows,) float32, normalised.
         request: (rows,) int64, the request of a row.
-        lag: (rows,) int64.
-        num_profiled: rows of the profile, of which these are a sample.
+        lag: (rows,) int64, steps since the cached tensors were computed.
+        num_profiled: number of rows of the profile that these are a sample of.
     """
 
     features: np.ndarray
@@ -45,11 +45,11 @@ class BlockSamples:
         return len(self.request)
 
     def is_whole(self, facts: BlockFacts) -> np.ndarray:
-        """(rows,) which of them are about all blocks as one."""
+        """Return which rows describe the whole model as one block, (rows,) bool."""
         return self.features[:, FEATURES.index("block_index")] == len(facts.blocks)
 
     def where(self, chosen: np.ndarray) -> "BlockSamples":
-        """The rows of a mask or an index."""
+        """Return the rows that a mask or an index selects."""
         arrays = {name: getattr(self, name)[chosen] for name in _ARRAYS}
         return replace(self, **arrays)
 
@@ -60,19 +60,19 @@ _ARRAYS = ("features", "input_mse", "output_mse", "request", "lag")
 def load_samples(
     path: str | Path, *, max_rows: int, seed: int, max_lag: int | None = None
 ) -> tuple[BlockFacts, BlockSamples]:
-    """Read a profile, a piece at a time; of a larger one, a random sample of its rows.
+    """Read a profile batch by batch; of a large one, a random sample of its rows.
 
-    Half of the sample are rows of all blocks as one, as most decisions are about them.
+    Half of the sample are rows of the whole model as one block, as most decisions are about it.
 
     Args:
         path: the table `BLOCKS` that `psctl profile blocks` has written.
-        max_rows: rows are taken with such chances that about this many are.
-        seed: of the sample.
-        max_lag: rows of larger lags are left out; None for none.
+        max_rows: expected number of rows of the sample.
+        seed: seed of the sample.
+        max_lag: rows with larger lags are left out; None keeps all.
 
     Raises:
-        UsageError: there is no row of `max_lag`; the table is missing, damaged, another one or empty; a number in it is
-            NaN, infinite or out of range; or its rows are of another scheduler or other blocks than its head says.
+        UsageError: there is no row of lag `max_lag`; the table is missing, damaged, of another kind or empty; a number
+            in it is NaN, infinite or out of range; or its rows have another scheduler or other blocks than its head.
     """
     path = Path(path)
     if not path.is_file():

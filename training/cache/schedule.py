@@ -1,12 +1,12 @@
-"""Cache schedules: which steps of a request the model computes, known before it begins.
+"""Cache schedules: the steps of a request that the model computes, fixed before the request begins.
 
-What the model would say at a step between is forecast from the last two steps that it took, along the line through
-both, followed the less far the longer it is (`shares`). So a request is no more than a shorter walk through the same
-noise levels: the sampler folds the steps that are forecast into the one before them
-(`serving.samplers.skipping`), and batches, recorded passes, predictors and schedulers see the computed steps alone.
+The model's output at a skipped step is forecast from the last two computed steps, along the line through both, damped
+more the longer the gap is (`shares`). A request thus becomes a shorter walk through the same noise levels: the sampler
+folds the forecast steps into the computed one before them (`serving.samplers.skipping`), and batches, recorded passes,
+predictors and schedulers see the computed steps only.
 
-Which steps these are is searched by dynamic programming over what requests without a cache have left
-(`search_plans`). This module imports no torch.
+The steps are searched by dynamic programming over statistics of requests without a cache (`search_plans`). This module
+imports no torch.
 """
 
 import json
@@ -29,13 +29,13 @@ _KIND, _FORMAT = "cache schedule", 1
 
 
 class Gap(NamedTuple):
-    """A computed step and the forecast ones behind it.
+    """A computed step and the forecast steps after it.
 
     Attributes:
-        step: that is computed.
-        end: the next step that is.
-        shares: (end - step,) by step, how far the line from the computed step before through this one is followed, in
-            units of the distance between the two; 0 at the computed step itself.
+        step: the computed step.
+        end: the next computed step.
+        shares: (end - step,) distance that each forecast follows the line from the previous computed step through this
+            one, in units of the distance between the two; 0 at the computed step itself.
     """
 
     step: int
@@ -44,37 +44,38 @@ class Gap(NamedTuple):
 
 
 def share_followed(skipped: ArrayLike, gap: ArrayLike) -> Floats:
-    """How far a forecast follows the line through the last two computed steps, in units of their distance: the less far
-    the longer the line is, and never further than the two are apart.
+    """Return how far a forecast follows the line through the last two computed steps, in units of their distance.
 
-    Source: TaylorSeer (arXiv 2503.06923), its first order, on the output of the model in place of those of its layers.
-    Undamped, as there, forecasts of long gaps are worse than none with `emoji-3`; fading like this, they are better
+    The longer the line, the stronger the damping; the result is always below 1.
+
+    Source: TaylorSeer (arXiv 2503.06923), first order, on the output of the model instead of those of its layers.
+    Undamped, as there, forecasts over long gaps are worse than none with `emoji-3`; with this damping they are better
     than none and than plain reuse with both bundled models.
 
     Args:
-        skipped: steps since the last computed one.
-        gap: from the one before it to that one.
+        skipped: number of steps since the last computed one.
+        gap: number of steps between the last two computed ones.
     """
     return np.asarray(skipped / np.add(skipped, gap), dtype=np.float64)
 
 
 def shares(gap: int, length: int) -> Floats:
-    """How far forecasts follow the line through two computed steps that lie `gap` apart, at the second and the
-    `length` - 1 steps behind it.
+    """Return `share_followed` for two computed steps that are `gap` apart, at the second one and the `length` - 1 steps
+    after it.
     """
     return share_followed(np.arange(length), gap)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The steps that are computed, of one number of steps.
+    """The computed steps for one number of steps.
 
     Attributes:
-        num_steps: of the request.
-        steps: ascending, from 0.
+        num_steps: number of steps of the request.
+        steps: the computed steps, ascending, from 0.
 
     Raises:
-        UsageError: a step is not one of the request's, or they are not in order.
+        UsageError: a step is beyond the last one, the steps are not in order, or step 0 is missing.
     """
 
     num_steps: int
@@ -88,7 +89,7 @@ class StepPlan:
 
     @classmethod
     def of_all(cls, num_steps: int) -> Self:
-        """Every step is computed."""
+        """Return the plan that computes every step."""
         return cls(num_steps, tuple(range(num_steps)))
 
     @property
@@ -97,14 +98,14 @@ class StepPlan:
         return 1 - len(self.steps) / self.num_steps
 
     def scaled(self, num_steps: int) -> "StepPlan":
-        """The plan for another number of steps: computed are those nearest to the same shares of the way."""
+        """Return the plan for another number of steps: it computes those nearest to the same fractions of the way."""
         if num_steps == self.num_steps:
             return self
         ratio = (num_steps - 1) / max(1, self.num_steps - 1)
         return StepPlan(num_steps, tuple(sorted({round(step * ratio) for step in self.steps})))
 
     def begun_at(self, first: int) -> "StepPlan":
-        """The plan of a request that leaves out its first steps: it computes two, and then as planned."""
+        """Return the plan of a request that leaves out its `first` steps: it computes the next two, then as planned."""
         if not first:
             return self
         left = self.num_steps - first
@@ -112,7 +113,7 @@ class StepPlan:
         return StepPlan(left, tuple(sorted(steps)))
 
     def gaps(self) -> list[Gap]:
-        """The computed steps with what is forecast behind each."""
+        """Return the computed steps, each with the steps that are forecast after it."""
         found, before = [], None
         for step, end in zip(self.steps, (*self.steps[1:], self.num_steps), strict=True):
             own = np.zeros(end - step) if before is None else shares(step - before, end - step)
@@ -126,8 +127,8 @@ class CacheSchedule:
     """The plans of one model.
 
     Attributes:
-        facts: what it was made for.
-        plans: by number of steps, at least one.
+        facts: the model that it was made for.
+        plans: plans by number of steps; at least one.
         report: figures of the search, as JSON.
     """
 
@@ -136,27 +137,28 @@ class CacheSchedule:
     report: Mapping[str, Any] = field(default_factory=dict)
 
     def plan_of(self, num_steps: int, first: int = 0) -> StepPlan:
-        """The plan for a number of steps of which the `first` are left out: where none was searched, that of the
-        nearest number, scaled.
+        """Return the plan for a number of steps, of which the `first` are left out.
+
+        If no plan was searched for this number, the plan of the nearest number is scaled.
         """
         nearest = min(self.plans, key=lambda known: (abs(math.log(known / num_steps)), known))
         return self.plans[nearest].scaled(num_steps).begun_at(first)
 
     def skips(self, request: Request) -> bool:
-        """Whether steps of a request are skipped: not where it wants no cache, or edits over a template, whose records
-        are of all steps.
+        """Whether steps of a request are skipped. None are if it disables the cache, or if it edits a template, whose
+        records contain all steps.
         """
         return request.cache and (request.edit is None or request.edit.template is None)
 
     def num_computed(self, request: Request) -> int:
-        """How many steps of a request are computed."""
+        """Return the number of steps of a request that are computed."""
         if not self.skips(request):
             return request.num_steps
         first = request.num_inference_steps - request.num_steps
         return len(self.plan_of(request.num_inference_steps, first).steps)
 
     def save(self, path: str | Path) -> None:
-        """Write the schedule, atomically, as JSON that people may edit. Raises OSError."""
+        """Write the schedule, atomically, as JSON that may be edited by hand. Raises OSError."""
         plans = {str(num_steps): list(plan.steps) for num_steps, plan in sorted(self.plans.items())}
         head = {"kind": _KIND, "format": _FORMAT, **asdict(self.facts)}
         write_json(Path(path), {**head, "plans": plans, "report": self.report})
@@ -166,7 +168,7 @@ class CacheSchedule:
         """Read a schedule.
 
         Raises:
-            UsageError: the file is missing, or no whole schedule.
+            UsageError: the file is missing, or is not a complete schedule.
         """
         path = Path(path)
         if not path.is_file():
@@ -188,26 +190,26 @@ class CacheSchedule:
 
 
 def search_plans(gram: Floats, weights: Sequence[float], most: int) -> dict[int, StepPlan]:
-    """The best plan for each number of computed steps.
+    """Return the best plan for each number of computed steps.
 
-    Latents at the end are a sum of the model's outputs, each times a weight that the sampler gives it. Where a gap is
-    forecast, they are off by the sum of its weighted errors; the search minimises the sum over gaps of the squares of
-    these, as requests without a cache have it. What an error changes in outputs behind it is left to validation.
+    The final latents are a sum of the model's outputs, each multiplied by a weight of the sampler. The forecasts of a
+    gap shift them by the sum of their weighted errors; the search minimises the sum over gaps of the squares of these
+    shifts, measured on requests without a cache. The effect of an error on later outputs is left to validation.
 
     Args:
         gram: (steps, steps) mean over requests of the products of their outputs at two steps.
-        weights: (steps,) of the outputs in the final latents.
+        weights: (steps,) weights of the outputs in the final latents.
         most: largest number of computed steps.
 
     Returns:
-        By number of computed steps, from 1.
+        Plans by number of computed steps, from 1.
     """
     num_steps, of = len(weights), np.asarray(weights, dtype=float)
-    # By the computed step before (itself for the first one), a computed step, and the next one.
+    # Indices: the previous computed step (itself for the first one), a computed step, and the next one.
     cost = np.full((num_steps, num_steps, num_steps + 1), np.inf)
     for step in range(num_steps):
         own = np.arange(step, num_steps)
-        # Of the outputs times their weights less that of the step, up to each end: their products.
+        # Differences of the weighted outputs from the step's own, summed up to each end, and their products.
         each = np.zeros((num_steps - step, num_steps))
         each[np.arange(len(own)), own] = of[own]
         each[:, step] -= of[own]

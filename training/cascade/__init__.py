@@ -1,1 +1,1 @@
-"""The discriminator of a cascade: which light images pass for real ones."""
+"""The discriminator of a cascade, which decides whether an image of the light model is good enough."""

@@ -1,7 +1,7 @@
-"""The discriminator: how likely an image is to be real, which is the confidence that a light image is good enough.
+"""The discriminator: the probability that an image is real, used as confidence that a light image is good enough.
 
-Source: DiffServe section 3.2. Its file names the models whose images it has learnt from: a discriminator of another
-light model is refused.
+Source: DiffServe section 3.2. The file names the models whose images the discriminator was trained on; one that was
+trained for another light model is refused.
 """
 
 from collections.abc import Mapping
@@ -25,21 +25,21 @@ _FILE = Sealed("psctl.discriminator", "a discriminator", "psctl train-predictor 
 
 RealImages = Literal["gt", "heavy", "vae", "near"]
 REAL_IMAGES: tuple[RealImages, ...] = get_args(RealImages)
-"""What passes for real: ground truth (the paper's `w GT`), the heavy model's images (`w Fake`), ground truth that went
-through the autoencoder, so that its traces tell nothing (`vae`), or those light images that are nearest to ground truth
-in what FID sees (`near`, ours)."""
+"""Images labelled as real in training: ground truth (`gt`, the paper's `w GT`), the heavy model's images (`heavy`, `w
+Fake`), ground truth passed through the autoencoder, whose artefacts then do not separate the classes (`vae`), or the
+light images that are nearest to ground truth in the features of FID (`near`, ours)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiscriminatorAbout:
-    """What a discriminator is.
+    """Description of a discriminator.
 
     Attributes:
-        net: which network.
-        real: what it has learnt to be real.
-        light, heavy: of the models whose images it has learnt from: name, fingerprint of the files and steps.
-        temperature: that logits are divided by, fitted to images that were held out.
-        fit: numbers of images, steps, errors: see `fitting.fit_discriminator`. JSON.
+        net: name of the network.
+        real: images labelled as real in training.
+        light, heavy: name, fingerprint of the files and number of steps of the models whose images it was trained on.
+        temperature: divisor of the logits, fitted to held-out images.
+        fit: numbers of images, steps and errors (`fitting.fit_discriminator`), as JSON.
     """
 
     net: NetName
@@ -51,7 +51,7 @@ class DiscriminatorAbout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Raises KeyError, TypeError or ValueError if it is not what the file's head holds."""
+        """Create from the JSON in a file's header. Raises KeyError, TypeError or ValueError if it does not fit."""
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}")
         if data["net"] not in NETS or data["real"] not in REAL_IMAGES or not data["temperature"] > 0:
@@ -63,8 +63,8 @@ class Discriminator:
     """A network with its temperature.
 
     Args:
-        net: logits of drawn and real.
-        about: what it is.
+        net: network that returns logits of drawn and real.
+        about: description of the discriminator.
     """
 
     def __init__(self, net: nn.Module, about: DiscriminatorAbout) -> None:
@@ -72,36 +72,36 @@ class Discriminator:
         self.digest = ""
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """Move the network to a device; returns the discriminator itself."""
         self.net.to(device)
         return self
 
     @torch.inference_mode()
     def confidences(self, thumbnails: Tensor) -> Tensor:
-        """How likely images are to be real, (n,) from 0 to 1 in float32 on the CPU.
+        """Return the probability that each image is real, (n,) float32 from 0 to 1, on the CPU.
 
         Args:
             thumbnails: uint8 (n, 3, 96, 96), as `thumbnail` makes them.
         """
         weight = next(self.net.parameters())
-        # One by one: whatever else is in a batch, an image has the same score to the last bit.
+        # One by one, so that an image has the same score to the last bit whatever else is in its batch.
         logits = [self.net(normalised(each[None].to(weight.device))) for each in thumbnails]
         if not logits:
             return torch.zeros(0)
         return (torch.cat(logits).float() / self.about.temperature).softmax(1)[:, 1].cpu()
 
     def confidence(self, image: Any) -> float:
-        """Of one image: PIL, or uint8 (h, w, 3)."""
+        """Return the probability that an image is real: PIL, or uint8 (h, w, 3)."""
         return float(self.confidences(thumbnail(image)[None])[0])
 
     def save(self, path: Path) -> None:
-        """Write it, atomically. Raises OSError."""
+        """Write the discriminator, atomically. Raises OSError."""
         arrays = {name: tensor.cpu().numpy() for name, tensor in self.net.state_dict().items()}
         _FILE.write(path, arrays, {"version": _VERSION, **asdict(self.about)})
         self.digest = sha256_of(path)
 
     def require_models(self, light: Mapping[str, Any], heavy: Mapping[str, Any]) -> None:
-        """Raise UsageError unless it has learnt from the images of these models."""
+        """Raise UsageError unless it was trained on images of these models."""
         for leg, own, other in (("light", self.about.light, light), ("heavy", self.about.heavy, heavy)):
             if dict(own) != dict(other):
                 raise UsageError(
@@ -111,7 +111,10 @@ class Discriminator:
 
 
 def load_discriminator(path: Path) -> Discriminator:
-    """Read what `Discriminator.save` has written. Raises UsageError: it is missing, damaged, or something else."""
+    """Read a file that `Discriminator.save` has written.
+
+    Raises UsageError: it is missing, damaged or of another kind.
+    """
     arrays, content = _FILE.read(path)
     try:
         about = DiscriminatorAbout.from_json(content)
@@ -125,23 +128,24 @@ def load_discriminator(path: Path) -> Discriminator:
 
 
 def thumbnail(image: Any) -> Tensor:
-    """An image as discriminators see it, uint8 (3, 96, 96): PIL, or uint8 (h, w, 3)."""
+    """Resize an image (PIL, or uint8 (h, w, 3)) to the input of discriminators, uint8 (3, 96, 96)."""
     pixels = torch.from_numpy(np.array(image, dtype=np.uint8, copy=True)).permute(2, 0, 1)[None].float()
     small = F.interpolate(pixels, (SIDE, SIDE), mode="bilinear", antialias=True)
     return small.round().clamp(0, 255).to(torch.uint8)[0]
 
 
 def normalised(thumbnails: Tensor) -> Tensor:
-    """What networks take of uint8 images: float32 from -1 to 1."""
+    """Convert uint8 images to the networks' input, float32 from -1 to 1."""
     return thumbnails.float() / 127.5 - 1
 
 
 def calibration_error(confidences: Tensor, is_real: Tensor, num_bins: int = 15) -> float:
-    """ECE: how far confidences are from the shares of real images, over bins of equal width (Guo et al., 2017).
+    """Return the expected calibration error, over bins of equal width (Guo et al., 2017).
 
     Args:
         confidences: (n,) from 0 to 1.
-        is_real: (n,) of booleans.
+        is_real: (n,) booleans.
+        num_bins: number of bins.
     """
     bins = (confidences * num_bins).long().clamp(max=num_bins - 1)
     error = 0.0

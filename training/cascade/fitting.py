@@ -24,7 +24,7 @@ _MAX_SHIFT = 6
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Thumbnails to learn from.
+    """Thumbnails to train on.
 
     Attributes:
         real, drawn: uint8 (n, 3, 96, 96).
@@ -34,7 +34,7 @@ class Examples:
     drawn: Tensor
 
     def split(self, seed: int) -> "tuple[Examples, Examples]":
-        """Four fifths to learn from, one fifth to calibrate by."""
+        """Split into four fifths to train on and one fifth to calibrate with."""
         rng = np.random.default_rng([seed, 1])
         parts: list[list[Tensor]] = [[], []]
         for images in (self.real, self.drawn):
@@ -46,7 +46,7 @@ class Examples:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all of them."""
+        """SHA-256 of all images."""
         digest = hashlib.sha256()
         for images in (self.real, self.drawn):
             digest.update(str(tuple(images.shape)).encode())
@@ -64,21 +64,22 @@ def fit_discriminator(
     seed: int = 0,
     on_step: OnStep = ignore_step,
 ) -> Discriminator:
-    """Train a discriminator, or go on with what an interrupted training has left.
+    """Train a discriminator, or resume an interrupted training.
 
-    Batches hold as many real images as drawn ones, each shifted by up to 6 pixels and mirrored by chance. A fifth of
-    the images is held out, for the temperature and for what `about.fit` says: accuracy, area under the ROC curve, the
-    calibration error before and after.
+    Batches contain as many real images as drawn ones, each shifted by up to 6 pixels and mirrored at random. A fifth of
+    the images is held out, for the temperature and for the figures in `about.fit`: accuracy, area under the ROC curve,
+    and the calibration error before and after.
 
     Args:
-        examples: to learn from.
-        about: what it is going to be; temperature and fit are filled in.
-        folder: for checkpoints; those of other examples, networks or seeds lie beside each other.
-        device: where it is trained.
-        steps, seed, on_step: of the training.
+        examples: images to train on.
+        about: description of the discriminator; temperature and fit are filled in.
+        folder: folder for checkpoints; other examples, networks or seeds have checkpoints of their own in it.
+        device: device to train on.
+        steps, seed: length and seed of the training.
+        on_step: called after each step.
 
     Raises:
-        UsageError: there are fewer than 10 images on a side, or a checkpoint has more steps.
+        UsageError: there are fewer than 10 real or drawn images, or a checkpoint has more steps.
         RunError: the loss diverges, or a checkpoint is damaged.
         KeyboardInterrupt: on Ctrl-C; a checkpoint is kept.
     """
@@ -97,7 +98,7 @@ def fit_discriminator(
         device,
         _loss_of(net, learnt, seed, device),
         on_step,
-        # A few thousand weights in a layer: plain AdamW does.
+        # Layers have a few thousand weights, for which plain AdamW suffices.
         is_excluded=lambda name: True,
         ema_decay=0.99,
         optim=_OPTIM,
@@ -126,11 +127,11 @@ def fit_discriminator(
 
 
 def fitted_temperature(logits: Tensor, is_real: Tensor) -> float:
-    """The temperature with the least cross entropy; golden-section search over 0.05 to 20.
+    """Find the temperature with the least cross entropy by golden-section search from 0.05 to 20.
 
     Args:
-        logits: (n,) of real over drawn.
-        is_real: (n,) of booleans.
+        logits: (n,) log odds of real over drawn.
+        is_real: (n,) booleans.
     """
 
     def loss(log_temperature: float) -> float:
@@ -165,7 +166,7 @@ def _loss_of(
 
 
 def _moved(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Each image shifted, with its border repeated, and mirrored by chance."""
+    """Shift each image, replicating its border, and mirror it at random."""
     side = images.shape[-1]
     padded = F.pad(images.float(), [_MAX_SHIFT] * 4, mode="replicate")
     moved = []
@@ -178,7 +179,7 @@ def _moved(images: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def _auc(confidences: Tensor, is_real: Tensor) -> float:
-    """How often a real image has the higher confidence, ties counting half."""
+    """Return how often a real image has a higher confidence than a drawn one; ties count half."""
     real, drawn = confidences[is_real], confidences[~is_real]
     wins = (real[:, None] > drawn).float() + 0.5 * (real[:, None] == drawn)
     return float(wins.mean())

@@ -1,7 +1,8 @@
-"""Small networks that tell real images from drawn ones: EfficientNet-, ResNet- and ViT-like (DiffServe section 4.4).
+"""Small networks that classify images as real or drawn: EfficientNet-, ResNet- and ViT-like (DiffServe section 4.4).
 
-All take images (n, 3, 96, 96) in -1 to 1 to logits (n, 2) of drawn and real, and have at most 0.6 million parameters.
-GroupNorm stands where the originals have BatchNorm: an image's score depends on itself alone, in training as later.
+All map images (n, 3, 96, 96) in -1 to 1 to logits (n, 2) of drawn and real, and have at most 0.6 million parameters.
+GroupNorm replaces the originals' BatchNorm, so that an image's score never depends on other images, not even in
+training.
 """
 
 from typing import Literal, get_args
@@ -56,7 +57,7 @@ class BasicBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """The mean over an image, and a linear layer."""
+    """Global average pooling and a linear layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Head(nn.Module):
 
 
 class ViT(nn.Module):
-    """A transformer over patches of 12 pixels (Dosovitskiy et al., 2021), with a mean in place of the class token."""
+    """A transformer over patches of 12 pixels (Dosovitskiy et al., 2021), with mean pooling and no class token."""
 
     def __init__(self, width: int = 96, depth: int = 4, patch: int = 12) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class ViT(nn.Module):
 
 
 def new_net(name: NetName) -> nn.Module:
-    """A network with random weights."""
+    """Return a network with random weights."""
     if name == "vit":
         return ViT()
     if name == "resnet":
@@ -93,7 +94,7 @@ def new_net(name: NetName) -> nn.Module:
         stem = nn.Conv2d(3, 16, 5, 2, 2)
         return nn.Sequential(stem, nn.ReLU(), *(BasicBlock(*each) for each in widths), Head(96))
     shapes = ((16, 24, 2), (24, 24, 1), (24, 40, 2), (40, 40, 1), (40, 64, 2), (64, 64, 1), (64, 96, 1), (96, 96, 1))
-    # Without a norm: behind one, an image would look the same whatever its contrast.
+    # Without a norm, which would remove the contrast of an image.
     stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.SiLU())
     last = nn.Sequential(nn.Conv2d(96, 192, 1, bias=False), nn.GroupNorm(_GROUPS, 192), nn.SiLU())
     return nn.Sequential(stem, *(MBConv(*shape) for shape in shapes), last, Head(192))

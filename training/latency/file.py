@@ -1,4 +1,4 @@
-"""What a latency predictor has learned, and its file."""
+"""The fitted model of a latency predictor, and its file."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ class SupportVectors:
     """A fitted SVR with an RBF kernel behind a standard scaler, all float64.
 
     Attributes:
-        mean, scale: of the features, shape (features,).
+        mean, scale: mean and scale of the features, shape (features,).
         vectors: scaled support vectors, shape (vectors, features).
-        dual: their coefficients, shape (vectors,).
+        dual: coefficients of the support vectors, shape (vectors,).
         gamma, intercept: shape (1,).
     """
 
@@ -46,9 +46,9 @@ class StepModel:
     """Milliseconds of a step: a linear model, times the exponential of a support vector regression where there is one.
 
     Attributes:
-        weights: shape (1 + features,), of which the first is what every step takes, and that of the logarithm is 0.
+        weights: shape (1 + features,); the first is the constant time of every step, and that of the logarithm is 0.
             None is negative, so that no batch gets faster by growing.
-        vectors: of the logarithm of measured over linear.
+        vectors: regression of the logarithm of measured over linear; None for the linear model alone.
     """
 
     weights: np.ndarray
@@ -56,7 +56,7 @@ class StepModel:
 
     @property
     def kind(self) -> str:
-        """The word for it in files and tables."""
+        """Name of the kind of model in files and tables."""
         return "linear" if self.vectors is None else "svr"
 
     def ms(self, features: np.ndarray) -> np.ndarray:
@@ -67,14 +67,14 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class PredictorAbout:
-    """What a predictor was fitted to.
+    """Description of the data that a predictor was fitted to.
 
     Attributes:
-        resolutions: that were profiled, from small to large.
-        largest_counts: most requests of each in one batch.
-        max_batch_size: most requests in one batch.
-        circumstances: what the table was measured on; None for a table of another program.
-        fit: seed, parameters, held-out combinations, errors: see `fitting.fit_latency_predictor`. JSON.
+        resolutions: the profiled resolutions, from small to large.
+        largest_counts: largest number of requests of each resolution in one batch.
+        max_batch_size: largest number of requests in one batch.
+        circumstances: model, device and engine of the measurements; None for a table of another program.
+        fit: seed, parameters, held-out combinations and errors (`fitting.fit_latency_predictor`), as JSON.
     """
 
     resolutions: tuple[Resolution, ...]
@@ -85,7 +85,7 @@ class PredictorAbout:
 
     @property
     def patch_px(self) -> int:
-        """Side of a patch in pixels: what all sides of the profiled resolutions have in common."""
+        """Side of a patch in pixels: the greatest common divisor of all sides of the profiled resolutions."""
         return math.gcd(*(side for resolution in self.resolutions for side in resolution))
 
     @property
@@ -94,10 +94,10 @@ class PredictorAbout:
         return (*names, "distinct_resolutions", "patches", "log_patches")
 
     def features(self, counts: Sequence[float], num_distinct: int) -> list[float]:
-        """Return the features of a batch with so many requests of each profiled resolution.
+        """Return the features of a batch with these numbers of requests of each profiled resolution.
 
-        They are those of the paper and the logarithm of the number of patches: what a step takes besides its patches
-        matters to small batches only, and for a kernel model these lie too close together otherwise.
+        They are the paper's and the logarithm of the number of patches: the constant cost of a step matters for small
+        batches only, which otherwise lie too close together for a kernel model.
         """
         pixels = sum(count * resolution.pixels for count, resolution in zip(counts, self.resolutions, strict=True))
         patches = pixels / self.patch_px**2
@@ -116,7 +116,7 @@ class PredictorAbout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Raises ValueError, KeyError or TypeError if it is not what `to_json` gives."""
+        """Create from the result of `to_json`. Raises ValueError, KeyError or TypeError if it is something else."""
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}")
         circumstances = data["circumstances"]
@@ -138,9 +138,9 @@ def write_predictor(path: str | Path, model: StepModel, about: PredictorAbout) -
 
 
 def read_predictor(path: Path) -> tuple[StepModel, PredictorAbout]:
-    """Read what `write_predictor` has written.
+    """Read a file that `write_predictor` has written.
 
-    Raises UsageError: the file cannot be read, is damaged, was edited, or is something else.
+    Raises UsageError: the file cannot be read, is damaged, was edited, or is of another kind.
     """
     arrays, content = _FILE.read(path)
     try:

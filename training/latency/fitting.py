@@ -1,10 +1,10 @@
 """Fits the latency predictor to a table of step latencies (PatchedServe section 6.1.2).
 
-Of the combinations 20 % are held out; a cross-validated search over the others chooses the parameters, and whether the
-regression is worth keeping beside the linear model that it stands on. What is kept is the model that was fitted to the
-80 %, not one fitted to all: so every reported error is one of the very model that predicts, on combinations that it has
-not seen, and can be worked out again from the file. The corners of the table (the smallest and the largest batch of
-each resolution alone) are never held out, because beyond its outermost data a kernel model falls back to its mean.
+20 % of the combinations are held out. A cross-validated search over the others chooses the parameters, and whether the
+regression is kept on top of the linear model. The saved model is the one fitted to the 80 %, not one fitted to all, so
+every reported error is that of the saved model on held-out combinations, and can be recomputed from the file. The
+corners of the table (the smallest and the largest batch of each resolution alone) are never held out, because beyond
+its outermost data a kernel model falls back to its mean.
 """
 
 import math
@@ -29,33 +29,34 @@ from .predictor import LatencyPredictor
 MIN_ROWS = 10
 HELD_OUT_SHARE = 0.2
 MOST_ERROR = 0.25
-"""Mean relative error above which a predictor is of no use to a scheduler."""
+"""Mean relative error above which a predictor is useless to a scheduler."""
 _WORSE_THAN_LOOK_UP = 1.1
-"""A fifth of a small table is a dozen rows, on which two equals differ by so much."""
+"""Tolerated ratio of the predictor's error to the look-up's: a fifth of a small table is a dozen rows, on which two
+equally good models differ by this much."""
 _FOLDS = 5
 GRID = {"C": (0.1, 1.0), "gamma": (0.01, 0.03, 0.1, 0.3), "epsilon": (0.005, 0.02, 0.05)}
-"""Parameters that are tried; epsilon and C are in units of the logarithm of measured over linear. With a C of 10
-the error is lower by 0.05 points at most, but a request more makes some batches faster by 1 to 3 %."""
+"""Parameters of the search; epsilon and C are in units of the logarithm of measured over linear. With a C of 10
+the error is at most 0.05 points lower, but one more request makes some batches faster by 1 to 3 %."""
 
 
 def fit_latency_predictor(
     rows: Sequence[LatencyRow], *, seed: int = 0, circumstances: RunFacts | None = None
 ) -> LatencyPredictor:
-    """Fit the predictor; its `about.fit` says how well.
+    """Fit the predictor; its `about.fit` reports the quality.
 
-    `about.fit` holds `seed`, `num_train`, `held_out` (labels of the rows), `parameters`, `kept` ("svr", or "linear"
-    unless the former is better on the training rows by one standard error, cross-validated, and not worse on those that
-    are held out), `noise_floor` of the table (see `tables.latency`), and `errors`: for `svr` and the baselines `linear`
-    (what it stands on: non-negative least squares of relative errors on the paper's features) and `pixels` (a look-up
-    by the number of pixels alone, interpolated), all fitted to the same rows, the held-out `mse_ms2`, `mape` and `r2`.
+    `about.fit` contains `seed`, `num_train`, `held_out` (labels of the rows), `parameters`, `kept` ("linear", or "svr"
+    if that is better by one standard error in cross-validation on the training rows, and not worse on the held-out
+    ones), `noise_floor` of the table (see `tables.latency`), and `errors`: the held-out `mse_ms2`, `mape` and `r2` of
+    `svr` and of two baselines fitted to the same rows, `linear` (the linear model below it: non-negative least squares
+    of relative errors on the paper's features) and `pixels` (an interpolated look-up by the number of pixels alone).
 
     Args:
-        rows: of one table.
-        seed: of the split and of the folds.
-        circumstances: what the table was measured on, None if that is not known.
+        rows: rows of one table.
+        seed: seed of the split and of the folds.
+        circumstances: model, device and engine of the measurements; None if unknown.
 
     Raises:
-        UsageError: there are too few rows, or the same combination twice.
+        UsageError: there are too few rows, or a combination occurs twice.
     """
     _check(rows)
     resolutions = tuple(sorted({each for row in rows for each in row.counts}, key=lambda each: (each.pixels, each)))
@@ -94,7 +95,7 @@ def fit_latency_predictor(
 
 
 def why_unfit(fit: Mapping[str, Any]) -> str | None:
-    """Why `about.fit` says that a predictor should not be served with; None where nothing speaks against it."""
+    """Return the reason why a predictor with this `about.fit` should not be used for serving; None if there is none."""
     found, look_up = fit["errors"][fit["kept"]]["mape"], fit["errors"]["pixels"]["mape"]
     said = f"it is off by {found:.1%} on combinations that it has not seen"
     if found > MOST_ERROR:
@@ -105,12 +106,12 @@ def why_unfit(fit: Mapping[str, Any]) -> str | None:
 
 
 def features_of(about: PredictorAbout, row: LatencyRow) -> list[float]:
-    """Return the features of a row whose resolutions are all profiled."""
+    """Return the features of a row, all of whose resolutions are profiled."""
     return about.features([row.counts.get(resolution, 0) for resolution in about.resolutions], len(row.counts))
 
 
 def time_predictions(predictor: LatencyPredictor, rows: Sequence[LatencyRow]) -> float:
-    """Median microseconds of one prediction that is not remembered."""
+    """Return the median microseconds of one uncached prediction."""
     times_s = []
     for row in rows:
         counts = [row.counts.get(resolution, 0) for resolution in predictor.about.resolutions]
@@ -134,7 +135,7 @@ def _check(rows: Sequence[LatencyRow]) -> None:
 
 
 def _held_out(rows: Sequence[LatencyRow], resolutions: Sequence[Resolution], seed: int) -> np.ndarray:
-    """Draw the indices of the rows that the fit does not see, in rising order."""
+    """Draw the indices of the held-out rows, in ascending order."""
     corners: set[int] = set()
     for resolution in resolutions:
         alone = [index for index, row in enumerate(rows) if set(row.counts) == {resolution}]
@@ -154,8 +155,11 @@ def _held_out(rows: Sequence[LatencyRow], resolutions: Sequence[Resolution], see
 def _search(
     features: np.ndarray, measured_ms: np.ndarray, seed: int
 ) -> tuple[dict[str, float], dict[str, float], bool]:
-    """Cross-validate: the best parameters of the grid, the mean relative errors of "svr" with them and "linear", and
-    whether the former is better by more than one standard error: the best of many is better by chance.
+    """Cross-validate the parameters of the grid.
+
+    Returns:
+        The best parameters, the mean relative errors of "svr" with them and of "linear", and whether the former is
+        better by more than one standard error, as the best of many can be better by chance.
     """
     from sklearn.model_selection import KFold
 
@@ -174,9 +178,12 @@ def _search(
 
 
 def _fit_linear(features: np.ndarray, measured_ms: np.ndarray) -> np.ndarray:
-    """Weights of non-negative least squares of relative errors, first the constant; patches and logarithm have none."""
+    """Fit non-negative weights to relative errors by least squares.
+
+    Returns the constant first; the weights of patches and logarithm are 0.
+    """
     *counts, distinct, _, _ = features.T
-    # Patches are the counts once more, and have no weight: lines on the counts are all those on both.
+    # The number of patches is a linear function of the counts, so it needs no weight of its own.
     columns = np.stack([*counts, np.ones(len(features)), distinct], axis=1)
     *weights, constant, per_distinct = relative_line(columns, measured_ms)
     return np.array([constant, *weights, per_distinct, 0.0, 0.0])
@@ -185,7 +192,7 @@ def _fit_linear(features: np.ndarray, measured_ms: np.ndarray) -> np.ndarray:
 def _fit_svr(
     features: np.ndarray, measured_ms: np.ndarray, parameters: dict[str, float], linear: StepModel | None = None
 ) -> StepModel:
-    """Fit the regression to what the linear model leaves, which is fitted first unless it is given."""
+    """Fit the regression to the residual of the linear model, which is fitted first if it is not given."""
     from sklearn.pipeline import Pipeline
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import SVR
@@ -197,7 +204,7 @@ def _fit_svr(
 
 
 def flat_arrays(pipeline: Any) -> SupportVectors:
-    """Take a fitted scikit-learn pipeline of StandardScaler and SVR (RBF) apart."""
+    """Extract the arrays of a fitted scikit-learn pipeline of StandardScaler and SVR (RBF)."""
     scaler, svr = pipeline.named_steps["scaler"], pipeline.named_steps["svr"]
     return SupportVectors(
         mean=scaler.mean_.astype(np.float64),
@@ -221,6 +228,6 @@ def _errors(measured_ms: np.ndarray, predicted_ms: np.ndarray) -> dict[str, floa
     return {
         "mse_ms2": float(np.square(residuals).mean()),
         "mape": float(np.abs(residuals / measured_ms).mean()),
-        # None where there is nothing to explain: all held-out combinations take equally long.
+        # None if there is no variance to explain: all held-out combinations take equally long.
         "r2": 1 - float(np.square(residuals).sum()) / spread if spread else None,
     }

@@ -1,8 +1,9 @@
-"""What steps cost, learnt while they run: a line through their batches that follows the machine.
+"""A linear model of step latencies that is learnt online and follows the machine.
 
-Recursive least squares with forgetting: seconds of a step over what every step costs, one more resolution, the first
-step after a change, and each request by its resolution. No weight is below 0. It needs no table, so it mends one that
-has the cost of mixing wrong, or one resolution's, or noise in every row, which no common factor does.
+Recursive least squares with forgetting: the seconds of a step are a constant, a cost of each further resolution, a cost
+of the first step after a change of the batch, and a cost of each request by its resolution. No weight is negative. The
+model needs no table. It can therefore correct a table in which the cost of mixing or of one resolution is wrong, or
+every row is noisy, which no common factor can.
 
 This module imports no torch.
 """
@@ -16,30 +17,31 @@ from ...data.resolution import Resolution, parse
 from ...data.work import Work, resolution_of
 
 FORGETTING = 0.995
-"""Weight of all steps before against a new one: half is forgotten in 138."""
+"""Factor by which all earlier steps are discounted at every new one; their weight halves in 138 steps."""
 LEAST_SEEN = 20.0
-"""Recent steps with requests of a resolution before the line says anything of it."""
+"""Recent steps with requests of a resolution that are needed before the line predicts batches with it."""
 _RIDGE = 1e-3
-"""Share of every column's own sum of squares, which holds weights that its steps cannot tell from others."""
+"""Ridge as a share of each column's sum of squares; it determines weights that the steps alone cannot separate."""
 _SOLVED_EVERY = 8
-"""Steps. Weights move by less than the noise in fewer, and who asks meanwhile is answered from memory."""
+"""Number of steps between two solutions. In fewer steps the weights change by less than the noise, and predictions are
+cached meanwhile."""
 _MOST_SIZES = 32
-"""Resolutions that have a column; the line says nothing of batches with others."""
+"""Largest number of resolutions with a column; batches with others are not predicted."""
 _EVERY, _DISTINCT, _FIRST = range(3)
-"""Columns, before those of the resolutions in the order in which they were seen."""
+"""Common columns; those of the resolutions follow, in the order in which these were first seen."""
 _NUM_COMMON = 3
 
 
 @dataclass(frozen=True)
 class LineState:
-    """What has been learnt, for one that continues where another has ended; all of it fades by `FORGETTING`.
+    """State of a `LearntLine`, from which another one can continue; all sums are discounted by `FORGETTING`.
 
     Attributes:
         sizes: resolutions, in the order of their columns.
-        squares, products: sums over steps of columns times columns, and times what was measured, each over what was
-            expected of the step, so that a millisecond matters more to a short one.
-        seen: steps with requests of each resolution.
-        steps, first: all steps, and those that were the first of their batch.
+        squares, products: sums over steps of columns times columns, and of columns times measured seconds, all divided
+            by the expected seconds of the step, so that a millisecond matters more in a short step.
+        seen: number of steps with requests of each resolution.
+        steps, first: number of all steps, and of those that were the first of their batch.
     """
 
     sizes: list[str] = field(default_factory=list)
@@ -51,13 +53,13 @@ class LineState:
 
 
 class LearntLine:
-    """Seconds of steps by their batch. Ask from any thread, learn from one at a time.
+    """Predicts the seconds of a step from its batch. Any thread may predict; only one at a time may call `observe`.
 
     Args:
-        state: for one that continues.
+        state: state to continue from; by default nothing has been learnt.
 
     Raises:
-        ValueError: parts of the state do not fit each other, are not finite, or a resolution is none.
+        ValueError: parts of the state are inconsistent or not finite, or a resolution is invalid.
     """
 
     def __init__(self, state: LineState = LineState()) -> None:
@@ -73,13 +75,16 @@ class LearntLine:
         if not all(np.isfinite(part).all() for part in (*parts, self._steps, self._first)):
             raise ValueError("what was learnt of batches is not finite")
         self._unsolved = 0
-        # Replaced as a whole, so that who asks meanwhile has one or the other.
+        # Replaced as a whole, so that a concurrent prediction uses either the old or the new weights.
         self._weights: tuple[np.ndarray, dict[tuple[Resolution | Work, ...], float | None]] | None = None
         if self._steps:
             self._solve()
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float | None:
-        """Seconds of one step of this batch, changes of batches spread over all steps; None if too little is known."""
+        """Return the seconds of one step of this batch, with the cost of changes of batches averaged over all steps.
+
+        Returns None if too little is known.
+        """
         if self._weights is None or not active:
             return None
         weights, known = self._weights
@@ -100,10 +105,11 @@ class LearntLine:
         """Learn from a step.
 
         Args:
-            active: its batch.
-            measured_s: what it took.
-            expected_s: about what it was to take, above 0. (Over what it took, short steps would count for more than
-                long ones of the same batch, as there are with a cache, and the line would run below their mean.)
+            active: batch of the step.
+            measured_s: measured seconds of the step.
+            expected_s: expected seconds of the step, above 0, by which its error is divided. (Dividing by the measured
+                seconds would give short steps more weight than long ones of the same batch, as a cache causes them, and
+                bias the line below their mean.)
             is_first: whether the batch has changed since the step before.
         """
         sizes = {resolution_of(work) for work in active}
@@ -129,7 +135,7 @@ class LearntLine:
 
     @property
     def state(self) -> LineState:
-        """What has been learnt."""
+        """State from which another line can continue."""
         return LineState(
             sizes=list(map(str, self._columns)),
             squares=self._squares.tolist(),
@@ -144,9 +150,10 @@ class LearntLine:
         own = np.diag(self._squares)
         if own.min() < 0:
             raise ValueError("a sum of squares is below 0 in what was learnt of batches")
-        # Nothing was seen of an empty column: any ridge does.
+        # No step had an entry in an empty column, so any ridge will do.
         squares = self._squares + np.diag(np.where(own > 0, _RIDGE * own, 1.0))
-        # What would be below 0 is left out, and the rest solved again. (SciPy would do, but predicting imports none.)
+        # Columns with negative weights are removed and the others solved again. (SciPy could do this, but prediction
+        # does not import it.)
         weights, kept = np.zeros(len(own)), np.arange(len(own))
         while len(kept):
             solved = np.linalg.solve(squares[np.ix_(kept, kept)], self._products[kept])

@@ -1,15 +1,15 @@
-"""Lines through measured times, whose coefficients are none of them negative. This module imports no torch."""
+"""Linear fits of measured times with non-negative coefficients. This module imports no torch."""
 
 import numpy as np
 from scipy.optimize import nnls
 
 
 def relative_line(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """Non-negative weights of the line with the least relative error: a millisecond matters more to a short step.
+    """Return the non-negative weights with the least relative error, as a millisecond matters more in a short step.
 
-    A column that these rows cannot tell from those before it (as "different resolutions" from "every step" where no
-    batch is mixed) has no weight: otherwise the solver puts what both cost where it likes, and batches of another kind
-    are predicted by chance. So what is sure to count stands in front.
+    A column that is linearly dependent on those before it in these rows (such as "different resolutions" on "every
+    step" where no batch is mixed) gets weight 0: the solver would otherwise divide the cost between them arbitrarily,
+    and predict batches of another kind by chance. Columns that certainly have a cost must therefore come first.
 
     Args:
         features: (rows, columns).

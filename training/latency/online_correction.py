@@ -1,18 +1,19 @@
-"""Corrects predicted step latencies by what the engine measures: by a factor that follows the machine, and by a line
-through the batches that were served (`learnt_line`), whichever was nearer lately.
+"""Online correction of predicted step latencies by the engine's measurements: by a factor that follows the machine, and
+by a linear model of the served batches (`learnt_line`), weighted by their recent accuracy.
 
-It learns as well how long the decoder has for requests after their last step, and how much time passes between steps,
-as where texts are encoded and images decoded there. Whoever plans with the steps alone promises more than can be kept.
+It also learns how long requests spend in the decoder after their last step, and how much time passes between steps, for
+instance where texts are encoded and images decoded there. A scheduler that planned with the steps alone would admit
+more than can be finished in time.
 
 A profile is as old as its table. Since then the machine may have become slower or faster (heat, neighbours, another
-driver), and a profile of full steps says nothing of steps that reuse cached patches. Schedulers add up the steps that
-requests have left, so the factor is the time of recent steps, all of them together, over what was predicted for them.
-With a cache most steps are short and some are long, and after a request has joined one step packs the batch again: the
-typical step is much shorter than the mean, and a scheduler that counts on it promises what cannot be kept.
+driver), and a profile of full steps does not describe steps that reuse cached patches. Schedulers add up the remaining
+steps of requests, so the factor is the total time of recent steps divided by their total prediction. With a cache most
+steps are short and some are long, and when a request joins, one step repacks the batch: the typical step is much
+shorter than the mean, and a scheduler that planned with it would miss deadlines.
 
-A factor mends nothing of a table that is wrong in some batches only: one measured in a hurry, or beside other work. So
-the line is told of the same steps, and predictions lie between both, each with the weight of its likelihood by the
-squares of how far it was off. A good table has the say for as long as no line is nearer.
+A factor cannot correct a table that is wrong for some batches only, such as one measured in too few repeats or beside
+other work. The line therefore learns from the same steps, and predictions lie between both, each weighted by its
+likelihood according to its squared errors. A good table dominates as long as the line is no closer.
 
 This module imports no torch.
 """
@@ -29,55 +30,56 @@ from ...data.work import Work
 from .learnt_line import LearntLine
 
 WEIGHT = 0.02
-"""Of a new step against all before it: half is forgotten in 34 steps, about one request's."""
+"""Weight of a new step against all earlier ones, whose weight halves in 34 steps, about those of one request."""
 END_WEIGHT = 0.1
-"""Of a request that has ended against all of its resolution before it: half is forgotten in 7."""
+"""Weight of a finished request against all earlier ones of its resolution, whose weight halves in 7 requests."""
 LONGEST = 5.0
-"""A step counts as so many times its corrected prediction at most, so that a process that was stopped for a minute is
-not what the scheduler plans with."""
+"""A step counts as at most this many times its corrected prediction, so that a process that was stopped for a minute
+does not distort the scheduler's plans."""
 RECENT = 100
-"""Steps that the reported errors are averaged over."""
+"""Number of steps over which the reported errors are averaged."""
 LINE_FADING = 0.99
-"""Weight of how far off table and line were before a step against that step: half is forgotten in 69."""
+"""Factor by which earlier errors of table and line are discounted at every step; their weight halves in 69 steps."""
 LINE_SHARPNESS = 8
-"""What is twice as far off in the square counts 2 to the power of this less: the likelihood of 16 steps."""
+"""Exponent of the ratio of squared errors: twice the squared error divides the odds by 2 to this power, which is the
+likelihood of 16 steps."""
 MOST_PACE = 4.0
-"""From one step to the next it is taken to be this many times as long as the step at most."""
+"""Upper bound of the pace, the time from one step to the next over the duration of the step."""
 MOST_OFF_TABLE = 4.0
-"""The line is believed within this factor of the table, as corrected by the scale."""
+"""The line's prediction is limited to within this factor of the table's, as corrected by the scale."""
 _NO_MATTER = 1e-4
-"""The square of what nobody needs to know better: one per cent."""
+"""Square of a relative error that does not matter: one per cent."""
 LEAST_SCALE, MOST_SCALE = 0.05, 4.0
-"""The factor stays between these. With the cache steps take a quarter of the time, and a table that was measured beside
-other work may be several times too long. The other way it is not let far: who expects too much of every request
-discards them all, and never learns better.
+"""Bounds of the factor. With the cache, steps take a quarter of the time, and a table that was measured beside other
+work may be several times too long. The upper bound is tighter: a scheduler that overestimates every request drops them
+all, and never measures a step that would correct it.
 """
 
 
 def bounded(scale: float) -> float:
-    """The nearest factor that is allowed."""
+    """Clamp a factor to the allowed range."""
     return min(max(scale, LEAST_SCALE), MOST_SCALE)
 
 
 class PredictsSteps(Protocol):
-    """What is corrected (as `serving.scheduling.policies.base.StepLatencyPredictor`)."""
+    """The predictor that is corrected (as `serving.scheduling.policies.base.StepLatencyPredictor`)."""
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far predictions and measurements lie apart.
+    """Deviation of predictions from measurements.
 
     Attributes:
-        num_observations: measured steps.
-        scale: what predictions of the table are multiplied by now.
-        pace: from one step to the next, over the step.
-        line_share: how far the line is believed beside it, from 0 to 1.
-        mean_error: mean of |predicted / measured - 1| over the recent steps, each as it was predicted before it was
-            measured; None without any.
+        num_observations: number of measured steps.
+        scale: current factor of the table's predictions.
+        pace: time from one step to the next, over the duration of the step.
+        line_share: weight of the line beside the table, from 0 to 1.
+        mean_error: mean of |predicted / measured - 1| over the recent steps, each predicted before it was measured;
+            None without any.
         mean_uncorrected_error: the same without any correction.
-        first_error: the mean error of the first steps, as many.
+        first_error: the same with corrections, over the first `RECENT` steps.
     """
 
     num_observations: int
@@ -90,20 +92,19 @@ class Drift:
 
 
 class OnlineCorrection:
-    """A step latency predictor that learns from every step; itself a `StepLatencyPredictor`.
+    """A `StepLatencyPredictor` that corrects another one and learns from every step.
 
-    Observe and ask from any threads, but observe from one at a time.
+    Any thread may predict; only one at a time may observe.
 
     Args:
-        predictor: what is corrected.
-        scale, pace, after_s, line: what it multiplies by, what the decoder has for requests of each resolution, and the
-            line through batches, before it has seen anything: for one that continues where another has ended.
+        predictor: the predictor to correct.
+        scale, pace, after_s, line: initial values of the attributes, to continue where another correction has ended.
 
     Attributes:
-        scale: what predictions of the table are multiplied by.
-        pace: what predicted steps are multiplied by, so that they last until the next one; 1 or more.
-        line: the line through batches.
-        after_s: seconds that the decoder has for a request, by resolution, without what it waits for the decoder.
+        scale: factor of the table's predictions.
+        pace: factor of predicted steps, so that they extend to the start of the next one; 1 or more.
+        line: the linear model of batches.
+        after_s: seconds that the decoder takes for a request, by resolution, without the time in the decoder's queue.
 
     Raises:
         ValueError: the scale is not from `LEAST_SCALE` to `MOST_SCALE`, or the pace not from 1 to `MOST_PACE`.
@@ -125,10 +126,11 @@ class OnlineCorrection:
         self.predictor = predictor
         self.scale, self.pace = scale, pace
         self.line = line or LearntLine()
-        # Sums of squares that fade, at first as if in 20 steps the table had been off by 10 % and the line by 20 %.
+        # Discounted sums of squared errors, initially as if the table had been off by 10 % in 20 steps, and the line by
+        # 20 %.
         self._off_table, self._off_line = 0.2, 0.8
         self._num_observations = 0
-        # Moving averages of what was measured and predicted; the first prediction serves as the past.
+        # Moving averages of measurements and predictions, initialised with the first prediction.
         self._measured_s = self._predicted_s = self._between_s = 0.0
         self._errors: deque[float] = deque(maxlen=RECENT)
         self._uncorrected_errors: deque[float] = deque(maxlen=RECENT)
@@ -136,7 +138,7 @@ class OnlineCorrection:
         self.after_s = dict(after_s or {})
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
-        """Seconds from the start of a step to that of the next, corrected. Raises what the predictor raises."""
+        """Return the corrected seconds from the start of a step to that of the next. Raises as the predictor does."""
         return self._corrected(self.predictor.step_latency_s(active) * self.scale, active) * self.pace
 
     def _corrected(self, table_s: float, active: Sequence[Resolution | Work]) -> float:
@@ -145,7 +147,7 @@ class OnlineCorrection:
 
     @property
     def line_share(self) -> float:
-        """How far the line is believed, from 0 to 1."""
+        """Weight of the line beside the table, from 0 to 1."""
         return 1 / (1 + (self._off_line / self._off_table) ** LINE_SHARPNESS)
 
     def observe(
@@ -156,10 +158,16 @@ class OnlineCorrection:
         is_first: bool = False,
         between_s: float = 0.0,
     ) -> None:
-        """Learn from a step of this batch (at least one request) that took this long, the first of this batch or not,
-        `between_s` after the one before.
+        """Learn from a step.
 
-        Raises ValueError: there was no batch, or the time is not positive and finite.
+        Args:
+            active: batch of the step, at least one request.
+            measured_s: measured seconds of the step.
+            is_first: whether it is the first step of this batch.
+            between_s: seconds since the end of the step before.
+
+        Raises:
+            ValueError: the batch is empty, or the time is not positive and finite.
         """
         if not active or not 0 < measured_s < math.inf:
             raise ValueError(f"a step of {len(active)} requests took {measured_s} s, but both must be positive")
@@ -187,25 +195,25 @@ class OnlineCorrection:
         learnt = self._measured_s / self._predicted_s
         self.scale = bounded(learnt)
         if self.scale != learnt:
-            # What lies beyond the bounds is forgotten, so that no time is lost on the way back.
+            # The excess beyond the bounds is discarded, so that the scale returns without delay.
             self._measured_s = self.scale * self._predicted_s
 
     def after_steps_s(self, resolution: Resolution) -> float | None:
-        """Seconds that the decoder had for a request of this resolution, lately; None if none has ended."""
+        """Return the recent seconds of the decoder for a request of this resolution; None if none has ended."""
         return self.after_s.get(resolution)
 
     def observe_end(self, resolution: Resolution, after_s: float) -> None:
-        """Learn that the decoder had this long for a request that has ended.
+        """Learn from the decoder's seconds for a finished request.
 
-        What is `LONGEST` times as long as known counts for that much only, and where it is the known one that is, it is
-        forgotten: the process stood still meanwhile.
+        A time counts as at most `LONGEST` times the known one. Conversely, a known time that is more than `LONGEST`
+        times as long as the new one is reduced to that: the process was suspended during its measurement.
         """
         known_s = self.after_s.get(resolution, 0.0) or after_s
         known_s = min(known_s, LONGEST * after_s) or known_s
         self.after_s[resolution] = known_s + END_WEIGHT * (min(after_s, LONGEST * known_s) - known_s)
 
     def drift(self) -> Drift:
-        """Return how far predictions and measurements lie apart by now."""
+        """Return the current deviation of predictions from measurements."""
         errors = map(_mean, (self._errors, self._uncorrected_errors, self._first_errors))
         return Drift(self._num_observations, self.scale, self.pace, self.line_share, *errors)
 

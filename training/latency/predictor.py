@@ -1,10 +1,10 @@
-"""The latency predictor: seconds of one denoising step from what is in the batch (PatchedServe section 6.1.2).
+"""The latency predictor: seconds of one denoising step from the composition of its batch (PatchedServe section 6.1.2).
 
 The paper's support vector regression on its features (requests of each resolution, number of different resolutions,
-number of patches) and the logarithm of the last; but of what a linear model leaves, as the logarithm of a ratio, so
-that small batches weigh as much as large ones. Where the linear model alone is no worse, it is all that is kept
-(`fitting`). What was learned is kept as flat arrays and evaluated here with numpy alone, so that a policy can ask
-without torch and without scikit-learn.
+number of patches) and the logarithm of the last. The regression is fitted to the residual of a linear model, as the
+logarithm of a ratio, so that small batches weigh as much as large ones. If the linear model alone is no worse, only
+that is kept (`fitting`). The fitted model is stored as flat arrays and evaluated here with numpy alone, so that
+policies need neither torch nor scikit-learn.
 """
 
 import warnings
@@ -31,16 +31,15 @@ Warn = Callable[[str], None]
 class LatencyPredictor:
     """Predicts step latencies; a `serving.scheduling.policies.base.StepLatencyPredictor`.
 
-    Outside of what was profiled a kernel model adds nothing, so the question is moved to where it knows something. A
-    batch with more requests than were profiled counts as so many times a step of the largest profiled one. A resolution
-    that was never profiled, but lies between two that were, counts as a share of each, so that the number of requests
-    and of patches stays the same. Both are warned of once, and counted. A smaller or larger resolution than all that
-    were profiled is refused.
+    A kernel model does not extrapolate, so batches outside the profile are mapped to ones inside. A batch with more
+    requests than were profiled is scaled down, and its latency scaled up by the same factor. A resolution between two
+    profiled ones counts as a share of each, so that the numbers of requests and of patches stay the same. Both cases
+    are warned of once, and counted. A resolution smaller or larger than all profiled ones is refused.
 
     Args:
-        model: as it was fitted.
-        about: what it was fitted to.
-        on_warning: called the first time that a batch is outside of what was profiled; None warns as Python does.
+        model: the fitted model.
+        about: description of the data that it was fitted to.
+        on_warning: called for the first batch of each case outside the profile; None issues a RuntimeWarning.
 
     Attributes:
         num_too_large: predictions for more requests than were profiled.
@@ -53,13 +52,13 @@ class LatencyPredictor:
         self._warn = on_warning or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=4))
         self._index = {resolution: index for index, resolution in enumerate(about.resolutions)}
         self._known: dict[tuple[int, ...], float] = {}
-        # Batches outside of what was profiled are asked for through here, so that each time is counted.
+        # Cache of batches outside the profile, apart from the others so that every prediction of one is counted.
         self._outside: dict[frozenset[tuple[Resolution, int]], tuple[float, bool, bool]] = {}
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
-        """Seconds of one denoising step over one whole image of each resolution in `active`; 0 for none.
+        """Return the seconds of one denoising step over one whole image of each resolution in `active`; 0 for none.
 
-        Raises UsageError: a resolution is smaller or larger than all that were profiled, or a part of an image.
+        Raises UsageError: a resolution is smaller or larger than all profiled ones, or an entry is a part of an image.
         """
         counts = [0] * len(self._index)
         try:
@@ -78,7 +77,7 @@ class LatencyPredictor:
         return latency_s
 
     def predict_ms(self, counts: Sequence[Sequence[float]], num_distinct: int | None = None) -> list[float]:
-        """Milliseconds of a step for rows of requests by resolution, in the order of `about.resolutions`."""
+        """Return the milliseconds of a step for each row of request counts, in the order of `about.resolutions`."""
         rows = [self.about.features(row, num_distinct or sum(count > 0 for count in row)) for row in counts]
         return self.model.ms(np.array(rows, dtype=np.float64)).tolist()
 
@@ -114,7 +113,7 @@ class LatencyPredictor:
         return latency_s
 
     def _shares(self, resolution: Resolution) -> list[tuple[int, float]]:
-        """What a request counts as: indices of profiled resolutions and shares, which add up to 1."""
+        """Return a resolution as indices of profiled resolutions with shares, which add up to 1."""
         if resolution in self._index:
             return [(self._index[resolution], 1.0)]
         pixels = [profiled.pixels for profiled in self.about.resolutions]
@@ -143,8 +142,8 @@ class LatencyPredictor:
 
         Args:
             path: the file.
-            expect: what will be served (`profiling.machine.run_facts`); None takes any.
-            on_warning: see the class.
+            expect: the model, device and engine to be served (`profiling.machine.run_facts`); None accepts any.
+            on_warning: as for the class.
 
         Raises:
             UsageError: the file cannot be read, is damaged or was edited, or is for another model, device, dtype or
@@ -166,7 +165,10 @@ class LatencyPredictor:
 def load_workspace_predictor(
     workspace: ModelWorkspace, *, expect: RunFacts | None = None, on_warning: Warn | None = None
 ) -> LatencyPredictor:
-    """`LatencyPredictor.load` from a model's workspace; UsageError, too, if there is none yet."""
+    """Load the latency predictor of a model's workspace.
+
+    Raises UsageError as `LatencyPredictor.load`, and if there is none yet.
+    """
     path = workspace.find_predictor(PREDICTOR_FILE)
     if path is None:
         raise UsageError(
@@ -177,7 +179,7 @@ def load_workspace_predictor(
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a prediction; a memory that grows without end is worse than predicting again."""
+    """Cache a prediction; a full cache is cleared first, as predicting again is better than growing without bound."""
     if len(known) >= _MOST_REMEMBERED:
         known.clear()
     known[key] = value
