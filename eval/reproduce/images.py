@@ -13,10 +13,10 @@ from .statement import Statement
 
 
 def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[float, ...], *, is_more: bool) -> Found:
-    """Measure a metric of plain diffusers' images and of ours with the cache, for every data set.
+    """Measure a metric on images of plain diffusers and on ours with the cache, for every data set.
 
     Args:
-        lab, settings: as in `Measure`.
+        lab, settings: as for `Measure`.
         metric: `clip` or `fid`.
         said: smallest and largest change that the paper prints.
         is_more: whether a higher value is better.

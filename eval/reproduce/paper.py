@@ -1,8 +1,8 @@
-"""A paper is a list of exhibits: figures and tables that are measured once, drawn, and kept beside the paper's numbers.
+"""A paper as a list of exhibits: figures and tables that are measured once, drawn, and kept beside the paper's numbers.
 
-An exhibit leaves in the folder of its model `figure-5.json` (settings, what was measured, what the paper says of it)
-and the picture `figure-5.png`, of a table `table-1.md`. The JSON is written last: an exhibit
-that has one is finished, and is not measured again. No torch.
+In the folder of its model, an exhibit has `figure-5.json` (settings, measurements and the paper's statements) and the
+picture `figure-5.png`, or `table-1.md` for a table. The JSON is written last: an exhibit that has one is finished, and
+is not measured again. This module imports no torch.
 """
 
 import time
@@ -34,7 +34,7 @@ SDXL, SD3 = "StableDiffusionXLPipeline", "StableDiffusion3Pipeline"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was measured for an exhibit: what its picture shows, as JSON, and what it says of the paper's statements."""
+    """Measurements for an exhibit: the data of its picture, as JSON, and the paper's statements beside ours."""
 
     ours: Mapping[str, Any]
     statements: Sequence[Statement]
@@ -50,13 +50,13 @@ class Exhibit:
 
     Attributes:
         kind, number, title: as in the paper.
-        about: what the paper measured, and where it says so.
-        measure: measures it.
-        draw: the picture of a result, or its table.
-        full, quick: its own settings, and those of a smoke run.
+        about: what the paper measured, with the section that reports it.
+        measure: measures the exhibit.
+        draw: draws the picture of a result, or returns its table.
+        full, quick: settings of the exhibit in a full run, and in a smoke run.
         paper: numbers that the paper prints in a table.
-        metrics: whose judges it asks.
-        pipelines: classes of diffusers pipelines that it is of; none for all.
+        metrics: metrics whose judges it needs.
+        pipelines: classes of diffusers pipelines that it applies to; empty for all.
     """
 
     kind: Literal["figure", "table"]
@@ -73,35 +73,35 @@ class Exhibit:
 
     @property
     def key(self) -> str:
-        """Name of its files."""
+        """Name of its files, without a suffix."""
         return f"{self.kind}-{self.number}"
 
     def suits(self, pipeline: str) -> bool:
-        """Whether it is of models with this class of pipeline."""
+        """Whether it applies to models with this class of pipeline."""
         return not self.pipelines or pipeline in self.pipelines
 
     def picture(self, result: Mapping[str, Any]) -> bytes:
-        """The PNG of a figure."""
+        """Return the PNG of a figure."""
         return to_png(self.draw(result))  # type: ignore[arg-type]
 
     def table(self, result: Mapping[str, Any]) -> Table:
-        """What a table shows."""
+        """Return the table of a result."""
         return self.draw(result)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A paper: what the user calls it, its title, and what is reproduced of it."""
+    """A paper: its name on the command line, its title, and its exhibits that are reproduced."""
 
     name: str
     title: str
     exhibits: tuple[Exhibit, ...]
 
     def chosen(self, figures: Sequence[int], tables: Sequence[int], pipeline: str) -> list[Exhibit]:
-        """The exhibits with these numbers; without any, all that suit models with this class of pipeline.
+        """Return the exhibits with these numbers; without numbers, all that apply to this class of pipeline.
 
         Raises:
-            UsageError: one is not reproduced, or is of models of another kind.
+            UsageError: an exhibit is not reproduced, or does not apply to the pipeline.
         """
         wanted = {"figure": figures, "table": tables}
         for kind, numbers in wanted.items():
@@ -123,8 +123,14 @@ class Paper:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a reproduction gives: the results that were asked for, as in their files, which of them are new, the page of
-    all that the folder holds, what `count_verdicts` says of that, and whether Ctrl-C ended it.
+    """Outcome of a reproduction.
+
+    Attributes:
+        results: the requested results, as in their files.
+        measured: keys of those that are new.
+        index: the page of all results in the folder.
+        verdicts: `count_verdicts` of all results in the folder.
+        was_interrupted: whether Ctrl-C ended it.
     """
 
     results: Sequence[Mapping[str, Any]]
@@ -142,17 +148,17 @@ def reproduce(
     *,
     on_exhibit: Callable[[str], None] = lambda title: None,
 ) -> Outcome:
-    """Measure what is not finished, and write the page.
+    """Measure the exhibits that are not finished, and write the page.
 
     Args:
-        paper: whose exhibits they are.
+        paper: the paper of the exhibits.
         wanted: exhibits with all settings that they depend on.
-        open_lab: loads the model; called only if something is to be measured.
-        folder: of the model's files; the page of all models is beside it.
-        on_exhibit: told what is measured, before it is.
+        open_lab: loads the model; called only if something has to be measured.
+        folder: folder of the model's files; the page of all models is in its parent folder.
+        on_exhibit: called with the name and title of each exhibit before it is measured.
 
     Raises:
-        UsageError: an exhibit is finished with other settings; nothing has been measured then.
+        UsageError: an exhibit is finished with other settings; nothing is measured then.
         KeyboardInterrupt: on Ctrl-C before the first exhibit was finished.
         OSError: results cannot be written.
     """
@@ -178,7 +184,7 @@ def reproduce(
 
 
 def _kept(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The finished result of an exhibit. Raises UsageError if it was made with other settings."""
+    """Return the finished result of an exhibit, or None. Raises UsageError if it was made with other settings."""
     if not path.is_file():
         return None
     result = _read(path)
@@ -223,7 +229,7 @@ def _write(exhibit: Exhibit, result: Mapping[str, Any], folder: Path) -> None:
 
 
 def write_index(paper: Paper, folder: Path) -> dict[str, dict[Verdict, int]]:
-    """Write the page of everything that a folder holds, of all models; returns what `count_verdicts` says of it.
+    """Write the page of all results in a folder, of all models; returns their `count_verdicts`.
 
     Raises UsageError, OSError.
     """

@@ -1,7 +1,7 @@
-"""PatchedServe (Sun, Zhao, Wang): what is reproduced of it, and what the paper says.
+"""PatchedServe (Sun, Zhao, Wang): the exhibits that are reproduced, and the paper's statements about them.
 
-Numbers of the paper are those of its text and tables; of most bars and lines it prints none. Nothing here imports torch
-before it measures.
+Numbers of the paper are those of its text and tables; it prints none for most bars and lines. This module imports no
+torch until an exhibit is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _Settings = Mapping[str, Any]
 
 
 def _from(module: str, name: str, **given: Any) -> Measure:
-    """A function of a module of this package, which is imported when it is first called."""
+    """Return a function of a module of this package, which is imported when the function is first called."""
     return lambda lab, settings: getattr(import_module(f".{module}", __package__), name)(lab, settings, **given)
 
 

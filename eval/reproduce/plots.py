@@ -1,4 +1,4 @@
-"""Pictures and tables of exhibits: what was measured, and below it what the paper says, in words and numbers."""
+"""Pictures and tables of exhibits: our measurements, with the paper's statements and numbers below or beside them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ _SYSTEMS = {
     "patched-slack": "mixed batches, no cache",
     "patched-schedule": "the same, cache by a schedule",
 }
-"""Systems as the paper calls them, and ours, both with another policy than PatchedServe's."""
+"""Labels of systems: the paper's names, and ours for the last two, which use another policy than PatchedServe."""
 _SIDES = {"baseline": "baseline: a batch per resolution", "patched": "patched", "patched + cache": "patched + cache"}
 _COLOURS = series_colours([name for name in _SYSTEMS if name != "diffusers-fcfs"])
 _COLOURS["diffusers-fcfs"] = _COLOURS["distrifusion-fcfs"]
@@ -44,7 +44,7 @@ _VERDICTS: Mapping[Verdict, tuple[str, str]] = {
     "differs": ("red", THEME.bad),
     "cannot be told": ("grey", THEME.muted),
 }
-"""Colours of what was measured, and what they are called."""
+"""Colour of each verdict, as its name and its value."""
 
 
 def block_savings(result: Mapping[str, Any]) -> Figure:
@@ -199,7 +199,7 @@ def quality_table(result: Mapping[str, Any]) -> Table:
 
 
 def _sheet(result: Mapping[str, Any], num_panels: int) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels side by side; the paper's statements stand below them."""
+    """Create a figure with panels side by side and the paper's statements below them."""
     lines = statements_of(result)
     below_in = _LINE_IN * (len(lines) + 2.5)
     figure = new_figure(max(8.4, 4.6 * num_panels), _PANEL_IN + 0.5 + below_in)
@@ -222,7 +222,7 @@ def _sheet(result: Mapping[str, Any], num_panels: int) -> tuple[Figure, list[Axe
 
 
 def _bars(ax: Axes, values: Sequence[float], place: int, of: int, colour: str, label: str, is_share: bool) -> None:
-    """One bar in each group of `of`, with its value above."""
+    """Draw one bar in each group of `of` bars, with its value above."""
     width = 0.8 / of
     places = [index + (place - (of - 1) / 2) * width for index in range(len(values))]
     ax.bar(places, values, width * 0.92, color=colour, label=label)
@@ -231,7 +231,7 @@ def _bars(ax: Axes, values: Sequence[float], place: int, of: int, colour: str, l
 
 
 def _above(ax: Axes, x: float, y: float, text: str) -> None:
-    # Outlined, where marks cross it.
+    # Outlined, so that it is legible where marks cross it.
     outline = withStroke(linewidth=2.5, foreground=THEME.background)
     offset = {"xytext": (0, 2.5), "textcoords": "offset points", "zorder": 5, "path_effects": [outline]}
     ax.annotate(text, (x, y), ha="center", fontsize=7.5, color=THEME.ink, **offset)
@@ -244,7 +244,7 @@ def _lines(
     over: str = "request_rate",
     is_dotted: bool = False,
 ) -> None:
-    """Attainment of all systems over the rate or the SLO scale, with its intervals."""
+    """Draw the attainment of all systems over the rate or the SLO scale, with its intervals."""
     for place, name in enumerate(dict.fromkeys(each["policy"] for each in all_points)):
         points = [each for each in all_points if each["policy"] == name]
         places, shares = ([each[key] for each in points] for key in (over, "slo_attainment_rate"))

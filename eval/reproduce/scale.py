@@ -1,16 +1,16 @@
-"""How much is measured in a full run, and in a smoke run. No torch."""
+"""Extent of the measurements in a full run and in a smoke run. This module imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What all exhibits of a run share.
+    """Settings that all exhibits of a run share.
 
     Attributes:
-        num_steps: denoising steps of every request.
-        profile_prompts: requests of the block profile, and of the search for a schedule of the cache.
-        combinations, repeats: of the latency profile.
+        num_steps: number of denoising steps of every request.
+        profile_prompts: number of requests in the block profile, and in the search for a cache schedule.
+        combinations, repeats: number of combinations in the latency profile, and of repeats of each.
     """
 
     num_steps: int = 50

@@ -29,10 +29,10 @@ _BATCH = 16
 
 
 def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
-    """Figure 11: SLO attainment over the request rate, on the engine and in the simulator beside it.
+    """Measure figure 11: SLO attainment over the request rate, on the engine and in the simulator.
 
-    Beside the systems of the paper are `patched-slack`, which has no cache, and `patched-schedule`, which differs from
-    it by its cache alone, as `patched-fcfs` differs from `patchedserve` by its policy.
+    Beside the paper's systems are `patched-slack`, which has no cache, and `patched-schedule`, which differs from it in
+    its cache only, as `patched-fcfs` differs from `patchedserve` in its policy only.
     """
     rates = _rates(lab, settings)
     systems = (*_BASELINES, *_SYSTEMS, "patched-slack", _SCHEDULED)
@@ -43,7 +43,7 @@ def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
 
 
 def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
-    """What figure 11 says of the figures of a sweep, with intervals over its seeds."""
+    """Return figure 11's statements beside the figures of a sweep, with intervals over its seeds."""
     lowest = next(point for point in figures["points"] if point["policy"] == "patchedserve")
     is_over_seeds = lowest["interval_over"] == "seeds"
     low, high = (lowest[end] if is_over_seeds else None for end in ("interval_low", "interval_high"))
@@ -66,7 +66,7 @@ def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
     }
 
     def held_longer(target: float, other: str, name: str, *said: float) -> Statement:
-        """How many times as high a rate is held, which may be known from one side only: then there is no interval."""
+        """Compare held rates as a ratio. If only a bound of the ratio is known, there is no interval."""
         rate, base = (held[system][f"{target:.2f}"] for system in ("patchedserve", other))
         found = rate.ratio_to(base)
         bound = {"least": ", at least", "most": ", at most"}.get(found["kind"], "")
@@ -81,12 +81,13 @@ def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
 
 
 def _gain(figures: Mapping[str, Any], system: str, other: str, place: int | None = None) -> Estimate:
-    """How many points more requests of a system are in time, paired over the seeds: both have served the same traces.
+    """Return the difference in SLO attainment of two systems in percentage points, paired over the seeds, as both have
+    served the same traces.
 
     Args:
-        figures: of a sweep.
-        system, other: which are compared.
-        place: of the rate, from the lowest; None: the mean of all rates.
+        figures: figures of a sweep.
+        system, other: the systems; the result is positive if `system` is better.
+        place: index of the rate, from the lowest; None for the mean of all rates.
     """
     own, base = (_by_seed(figures, name) for name in (system, other))
     points = [100 * np.subtract(own[seed], base[seed]) for seed in own if seed in base]
@@ -94,13 +95,13 @@ def _gain(figures: Mapping[str, Any], system: str, other: str, place: int | None
 
 
 def _by_seed(figures: Mapping[str, Any], system: str) -> dict[str, list[float]]:
-    """Attainment of a system by rate, of every seed."""
+    """Return a system's attainment at each rate, by seed."""
     by_rate = [each["attainment_by_seed"] for each in figures["points"] if each["policy"] == system]
     return {seed: [shares[seed] for shares in by_rate] for seed in by_rate[0]}
 
 
 def scheduling_shares(lab: Lab, settings: _Settings) -> dict[str, Estimate]:
-    """What policies take as a share of a request's time, by system: over the seeds, at the middle rate of figure 11."""
+    """Return the policies' share of a request's time, by system, over the seeds at the middle rate of figure 11."""
     middle = median_low(_rates(lab, settings))
     result = _served(lab, settings, ("patchedserve", _SCHEDULED), [middle], settings["num_seeds"])
     return {
@@ -112,7 +113,7 @@ def scheduling_shares(lab: Lab, settings: _Settings) -> dict[str, Estimate]:
 def _by_slo_scale(
     lab: Lab, settings: _Settings, systems: Sequence[str], rate: float, figures: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The points of a rate with other SLOs beside those of `figures`, by SLO scale; served on the engine alone."""
+    """Return the points of one rate by SLO scale: those of `figures`, and others served on the engine only."""
     points = {DEFAULT_SLO_SCALE: figures["points"]}
     for scale in settings["slo_scales"]:
         result = _served(lab, settings, systems, [rate], settings["num_seeds"], "real", scale)
@@ -124,10 +125,10 @@ def _by_slo_scale(
 
 
 def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
-    """Figures 12 and 13: the same on 2, 4 and 8 GPUs, simulated.
+    """Measure figures 12 and 13: SLO attainment on 2, 4 and 8 GPUs, in the simulator.
 
-    A request goes to the GPU with the fewest pixels left to draw; DistriFusion spans them all. Steps and stages last as
-    they did on this machine in a run at the middle rate, which says as well how far the simulator is off.
+    A request is sent to the GPU with the fewest pixels left to draw; DistriFusion spans all GPUs. Steps and stages last
+    as long as on this machine in a run at the middle rate, which also yields the error of the simulator.
     """
     rates = _rates(lab, settings)
     middle = median_low(rates)
@@ -161,7 +162,7 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
 
 
 def statements_on_many(figures: Mapping[str, Any], num_gpus: int) -> list[Statement]:
-    """What figures 12 and 13 say of the figures of a sweep on so many GPUs, with intervals over its seeds."""
+    """Return the statements of figures 12 and 13 beside a sweep on `num_gpus` GPUs, with intervals over its seeds."""
     mean = {each["policy"]: each["mean_attainment"] for each in figures["policies"] if each["policy"] != "patchedserve"}
     gain = _gain(figures, "patchedserve", max(mean, key=mean.__getitem__))
     text = f"{num_gpus} GPUs: PatchedServe over the best other, mean of the rates"
@@ -174,7 +175,7 @@ def statements_on_many(figures: Mapping[str, Any], num_gpus: int) -> list[Statem
 
 
 def _rates(lab: Lab, settings: _Settings) -> list[float]:
-    """The request rates of figure 11, in requests per second."""
+    """Return the request rates of figure 11, in requests per second."""
     return lab.rates(
         settings["lowest_load"], settings["highest_load"], settings["num_rates"], _BATCH, settings["served_steps"]
     )
@@ -189,9 +190,9 @@ def _served(
     engine: SweepEngine = "both",
     slo_scale: float = DEFAULT_SLO_SCALE,
 ) -> dict[str, Any]:
-    """Runs on the engine, and in the simulator beside it; what other calls have finished is not served again.
+    """Serve traces on the engine and in the simulator; runs that other calls have finished are not repeated.
 
-    Runs are kept in one folder only if their systems have the same caches, so `_SCHEDULED` is always among them.
+    Runs share a folder only if their systems have the same caches, so `_SCHEDULED` is always among them.
     """
     lab.require_schedule(settings["served_steps"])
     asked = _sweep_settings(
@@ -236,5 +237,5 @@ def _sweep(lab: Lab, settings: SweepSettings, side: Side, folder: Path) -> dict[
 
 
 def _served_json(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a sweep."""
+    """Return the parts of a sweep's result that are kept."""
     return {name: result[name] for name in ("engines", "agreement", "standalone_s", "run_dir")}

@@ -1,4 +1,4 @@
-"""Statements: what a paper says of an exhibit, beside what was measured here, and whether the two agree. No torch."""
+"""Statements of a paper about an exhibit, beside our measurements, with a verdict. This module imports no torch."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ _FORMATS: Mapping[str, tuple[str, str]] = {
     "share": ("{:.1%}", ""),
     "score": ("{:+.2f}", ""),
 }
-"""How a number is shown, and what follows it where it stands alone."""
+"""Format of a number, and the suffix of one that stands alone."""
 Verdict = Literal["agrees", "same way only", "differs", "cannot be told"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 FACTOR = 2.0
@@ -33,16 +33,16 @@ RULE = (
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What a paper says of an exhibit, beside what was measured here.
+    """A statement of a paper about an exhibit, beside our measurement.
 
     Attributes:
         text: what is compared.
-        ours: what was measured, with its 95 % interval; None where nothing is known of it.
-        paper: the number that the paper prints, or its smallest and largest; none where it only says which way. One
-            that is `neutral` itself is a bound, not a size.
-        unit: `x` of ratios, `points` of differences of shares, `share`, or `score` of a metric.
-        neutral: the value that goes neither way.
-        is_more: whether the paper says that it is more than `neutral`, not less.
+        ours: our measurement with its 95 % interval; None if it is unknown.
+        paper: the number that the paper prints, or its smallest and largest; empty if it states only a direction. A
+            number equal to `neutral` is a bound, not a size.
+        unit: `x` for ratios, `points` for differences of shares, `share`, or `score` for a metric.
+        neutral: the value without an effect.
+        is_more: whether the paper states that the value is above `neutral`, instead of below.
     """
 
     text: str
@@ -54,7 +54,7 @@ class Statement:
 
     @property
     def verdict(self) -> Verdict:
-        """What the interval says of the paper's statement, see `RULE`. An interval that ends at `neutral` holds it."""
+        """Verdict by `RULE` on the paper's statement. An interval that ends at `neutral` contains it."""
         interval = None if self.ours is None else self.ours.interval
         if interval is None or interval[0] <= self.neutral <= interval[1]:
             return "cannot be told"
@@ -68,22 +68,22 @@ class Statement:
         return "agrees" if is_alike else "same way only"
 
     def _effect(self, value: float) -> float:
-        """How far a value is from `neutral`: 1.5 times and two thirds are equally far from 1."""
+        """Return the distance of a value from `neutral`; 1.5 times and two thirds are equally far from 1."""
         return abs(math.log(value / self.neutral) if self.unit == "x" else value - self.neutral)
 
     @property
     def paper_text(self) -> str:
-        """What the paper says, as people read it."""
+        """The paper's value, formatted for display."""
         return " to ".join(map(self._shown, self.paper)) or ("more" if self.is_more else "less")
 
     @property
     def ours_text(self) -> str:
-        """What was measured, as people read it."""
+        """The measured value, formatted for display."""
         return DASH if self.ours is None else self._shown(self.ours.value)
 
     @property
     def interval_text(self) -> str:
-        """The interval of what was measured, without its unit."""
+        """The interval of the measured value, formatted for display without its unit."""
         interval = None if self.ours is None else self.ours.interval
         return DASH if interval is None else " to ".join(map(_FORMATS[self.unit][0].format, interval))
 
@@ -92,25 +92,25 @@ class Statement:
         return form.format(value) + unit
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold, with the verdict, and the two sides as people read them."""
+        """Return the statement as JSON, with the verdict and both values formatted for display."""
         shown = {"paper_text": self.paper_text, "ours_text": self.ours_text, "interval_text": self.interval_text}
         return {**asdict(self), "verdict": self.verdict, **shown}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """The statement of a result file. In version 1 `ours` is a number without an interval."""
+        """Read a statement of a result file. In version 1, `ours` is a number without an interval."""
         fields = {name: content[name] for name in ("text", "unit", "neutral", "is_more")}
         ours = None if content["ours"] is None else Estimate.from_json(content["ours"])
         return cls(ours=ours, paper=tuple(content["paper"]), **fields)
 
 
 def statements_of(result: Mapping[str, Any]) -> list[Statement]:
-    """The statements of an exhibit's result. Raises UsageError: a number of them is damaged."""
+    """Return the statements of an exhibit's result. Raises UsageError: a number in them is damaged."""
     return [Statement.from_json(each) for each in result["statements"]]
 
 
 def statements_table(result: Mapping[str, Any]) -> Table:
-    """The paper's statements beside ours. Raises as `statements_of`."""
+    """Return a table of the paper's statements beside our measurements. Raises as `statements_of`."""
     rows = [
         (each.text, each.paper_text, each.ours_text, each.interval_text, each.verdict) for each in statements_of(result)
     ]
@@ -120,8 +120,12 @@ def statements_table(result: Mapping[str, Any]) -> Table:
 
 
 def count_verdicts(results: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[Verdict, int]]:
-    """How many statements have each verdict, by model and of `all`; `results` are models and exhibits' results. Raises
-    as `statements_of`.
+    """Return the number of statements with each verdict, by model and for `all`.
+
+    Raises as `statements_of`.
+
+    Args:
+        results: pairs of a model and the result of an exhibit.
     """
     counts: dict[str, Counter[Verdict]] = {}
     for model, result in results:
@@ -131,6 +135,6 @@ def count_verdicts(results: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str
 
 
 def verdicts_table(counts: Mapping[str, Mapping[Verdict, int]]) -> Table:
-    """What `count_verdicts` gives, with the rule below."""
+    """Return the table of `count_verdicts`, with the rule below."""
     rows = [(model, *(str(own[verdict]) for verdict in VERDICTS)) for model, own in counts.items()]
     return Table("Statements of the paper by verdict", ("model", *VERDICTS), rows, note=RULE)
