@@ -1,1 +1,1 @@
-"""Sets of images: generated ones, references, and the real ones that captions belong to."""
+"""Sets of images: generated images, references, and the real images of captions."""

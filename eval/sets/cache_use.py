@@ -1,6 +1,6 @@
-"""What the patch cache saved while a set of images was drawn, kept beside the images.
+"""Computation that the patch cache saved while a set of images was drawn, kept beside the images.
 
-A set may be drawn in several runs, the last of which may find nothing left to do; so each run adds to a file.
+A set may be drawn in several runs, the last of which may have nothing left to draw, so each run adds to a file.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 CACHE_USE_FILE = "cache-use.json"
 Counts = Mapping[str, tuple[int, int]]
-"""By block: patches of all passes, and those of them that were reused."""
+"""Number of patches in all passes, and of those that were reused, by block."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """How much computation was saved.
+    """Computation that the cache saved.
 
     Attributes:
-        num_images: images that were drawn meanwhile.
-        by_block: see `Counts`.
+        num_images: number of images that were drawn while patches were counted.
+        by_block: number of patches, and of reused ones, by block.
     """
 
     num_images: int = 0
@@ -34,7 +34,7 @@ class CacheUse:
 
     @property
     def saved_computation(self) -> float:
-        """Share of the patches of all blocks that were reused, 0 to 1; 0 where nothing was counted."""
+        """Share of the patches of all blocks that were reused, 0 to 1; 0 if nothing was counted."""
         patches, skipped = map(sum, zip((0, 0), *self.by_block.values(), strict=True))
         return skipped / patches if patches else 0.0
 
@@ -42,13 +42,13 @@ class CacheUse:
         return CacheUse(self.num_images + other.num_images, _added(self.by_block, other.by_block))
 
     def describe(self) -> dict[str, Any]:
-        """What results say: the saved share of all and of every block, and of how many images."""
+        """Return the entry for results: the saved share in total and of every block, and the number of images."""
         saved = {name: skipped / patches for name, (patches, skipped) in self.by_block.items() if patches}
         return {"saved_computation": self.saved_computation, "saved_by_block": saved, "num_images": self.num_images}
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """What was counted for a set; None where nothing was.
+        """Read the counts of a set; None if there are none.
 
         Raises:
             UsageError: the file is damaged.
@@ -69,7 +69,7 @@ class CacheUse:
 
 
 class CacheMeter:
-    """Adds what a model's cache saves to the file of a set; without a cache it does nothing."""
+    """Adds the savings of a model's cache to the file of a set; does nothing without a cache."""
 
     def __init__(self, model: "ServedModel | None", folder: Path) -> None:
         self._stats = None if model is None else model.cache_stats
@@ -77,7 +77,7 @@ class CacheMeter:
         self._before = self._counts()
 
     def note(self, num_images: int) -> None:
-        """Write what was saved since the last call, in which so many images were drawn. Raises OSError, UsageError."""
+        """Add the savings since the last call, during which `num_images` images were drawn. Raises OSError, UsageError."""
         if self._stats is None:
             return
         now = self._counts()
@@ -94,15 +94,15 @@ class CacheMeter:
 def cache_use_of(
     folder: Path, settings: Mapping[str, Any], num_images: int | None
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """What the cache saved while a set was drawn (None without a cache), and a warning if images were not counted.
+    """Return the savings of the cache for a set (None without a cache), and a warning if images were not counted.
 
     Args:
-        folder: of the set.
-        settings: of its manifest.
-        num_images: how many it has; None leaves out the warning.
+        folder: folder of the set.
+        settings: settings of its manifest.
+        num_images: number of its images; None leaves out the warning.
 
     Raises:
-        UsageError: the set's file of it is damaged.
+        UsageError: the set's file of savings is damaged.
     """
     cache = settings.get("cache")
     if not isinstance(cache, Mapping) or cache.get("mode", "off") == "off":

@@ -1,4 +1,4 @@
-"""Who draws the images of a set: the engine of this process, or replicas, each with a GPU of its own."""
+"""Drawers of image sets: the engine of this process, or replicas, each with a GPU of its own."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,52 +24,52 @@ if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
 
 _CHUNK = 256
-"""Requests handed to the engine at a time: each holds its text embeddings until it is drawn (1.3 MB with SDXL)."""
+"""Requests submitted to the engine at a time: each keeps its text embeddings until it is drawn (1.3 MB with SDXL)."""
 OnStep = Callable[[int], None]
-"""Called with the number of denoising steps that were just taken."""
+"""Called with the number of denoising steps that have just been taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What has become of some of the requests; after an interrupted one nothing follows."""
+    """Records of some of the requests; no further ones follow after an interrupted drawing."""
 
     records: Sequence[RequestRecord]
     was_interrupted: bool = False
 
 
 class Drawer(Protocol):
-    """Draws requests, each saved whole as soon as it is drawn.
+    """Draws requests, and saves each image atomically as soon as it is drawn.
 
     Attributes:
-        identity: of the model that draws.
+        identity: identity of the model.
     """
 
     identity: ModelIdentity
 
     def prepare(self, sizes: Sequence[Resolution], tables: Path) -> None:
-        """Measure what these sizes need, unless the folder of tables says it."""
+        """Run the measurements that these sizes need, unless the folder of tables contains them."""
 
     def check(self, request: Request) -> None:
         """Raise UsageError if the model cannot draw a request."""
 
     def meter(self, folder: Path) -> CacheMeter:
-        """Counts what a cache saves for the set in this folder."""
+        """Return a meter of the cache's savings for the set in this folder."""
         ...
 
     def draw(
         self, requests: Mapping[Path, Request], policy: str, max_batch_size: int, on_step: OnStep | None
     ) -> Iterator[Drawing]:
-        """Draw the requests into their files, some after the others. Ids of requests differ."""
+        """Draw the requests into their files, one group after another. The ids of the requests must differ."""
         ...
 
 
 class EngineDrawer:
-    """The engine of this process.
+    """Draws with an engine in this process.
 
     Args:
-        model: loaded.
-        prepared: what a request becomes right before it is drawn, as the image that it starts from need not be in
-            memory before.
+        model: the loaded model.
+        prepared: called with a request right before it is submitted, and returns the request to draw, so that its
+            initial image need not be in memory earlier.
     """
 
     def __init__(self, model: "ServedModel", prepared: Callable[[Request], Request] = lambda request: request) -> None:
@@ -77,21 +77,21 @@ class EngineDrawer:
         self.identity = model.identity
 
     def prepare(self, sizes: Sequence[Resolution], tables: Path) -> None:
-        """See `Drawer`."""
+        """Tune the model for these sizes."""
         self._model.tune(sizes, tables)
 
     def check(self, request: Request) -> None:
-        """See `Drawer`."""
+        """Raise UsageError if the model cannot draw a request."""
         self._model.check_request(request)
 
     def meter(self, folder: Path) -> CacheMeter:
-        """See `Drawer`."""
+        """Return a meter of the model's cache."""
         return CacheMeter(self._model, folder)
 
     def draw(
         self, requests: Mapping[Path, Request], policy: str, max_batch_size: int, on_step: OnStep | None
     ) -> Iterator[Drawing]:
-        """See `Drawer`."""
+        """Draw the requests in groups of 256."""
         from ...serving.engine.engine import Engine
         from ...serving.scheduling.policies import get_policy
 
@@ -115,11 +115,13 @@ class EngineDrawer:
 
 
 class ReplicaDrawer:
-    """Replicas on Ray Serve, which are started at once and end with `draw`. What a cache saves there is not counted.
+    """Draws with replicas on Ray Serve, which start with the constructor and end with `draw`.
+
+    The savings of their caches are not counted.
 
     Args:
-        recipe: of each engine.
-        plan: how many.
+        recipe: recipe of each replica's engine.
+        plan: number and size of the replicas.
 
     Raises:
         MissingExtraError, UsageError, RunError: as `ClusterBackend.deploy`.
@@ -134,19 +136,19 @@ class ReplicaDrawer:
         self.identity: ModelIdentity = self._backend.deploy().identity
 
     def prepare(self, sizes: Sequence[Resolution], tables: Path) -> None:
-        """Replicas have measured already."""
+        """Do nothing: replicas run their measurements when they start."""
 
     def check(self, request: Request) -> None:
-        """A replica refuses what its model cannot draw."""
+        """Do nothing: a replica refuses requests that its model cannot draw."""
 
     def meter(self, folder: Path) -> CacheMeter:
-        """See `Drawer`; nothing is counted."""
+        """Return a meter that counts nothing."""
         return CacheMeter(None, folder)
 
     def draw(
         self, requests: Mapping[Path, Request], policy: str, max_batch_size: int, on_step: OnStep | None
     ) -> Iterator[Drawing]:
-        """See `Drawer`. Policy and batch size are those of the recipe."""
+        """Draw the requests in one group. Policy and batch size are those of the recipe."""
         yield Drawing(asyncio.run(self._draw_all(requests, on_step)))
 
     async def _draw_all(self, requests: Mapping[Path, Request], on_step: OnStep | None) -> list[RequestRecord]:
@@ -169,7 +171,7 @@ class ReplicaDrawer:
 
 
 class _Saved:
-    """Saves the image of a request that a replica draws."""
+    """Follower of a request that a replica draws; saves its image."""
 
     def __init__(self, request: Request, path: Path, on_step: OnStep | None) -> None:
         loop = asyncio.get_running_loop()
@@ -178,16 +180,16 @@ class _Saved:
         self._path, self._tell, self._steps_done = path, on_step, 0
 
     def on_step(self, request_id: int, steps_done: int) -> None:
-        """See `Follower`."""
+        """Report the steps since the last call."""
         if self._tell is not None:
             self._tell(steps_done - self._steps_done)
         self._steps_done = steps_done
 
     def on_partial(self, request_id: int, index: int, image: "Image") -> None:
-        """None are asked for."""
+        """Do nothing: partial images are not requested."""
 
     def on_end(self, record: RequestRecord, image: "Image | None") -> None:
-        """See `Follower`."""
+        """Save the image, if there is one, and set the record."""
         try:
             if image is not None:
                 self.on_step(record.request_id, record.num_inference_steps)

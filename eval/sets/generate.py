@@ -1,8 +1,8 @@
-"""Sets of generated images: drawn by the engine as it serves, saved one by one, continued where they stopped.
+"""Sets of generated images, which are drawn by the serving engine, saved one by one, and can be continued.
 
-A set is a folder of `000.png`, `001.png`, ... and `manifest.json`, which says of each image its prompt, seed and size,
-and of all how they were drawn. Only what is missing is drawn; other settings need another folder, because a set whose
-images were drawn in two ways would measure neither.
+A set is a folder of `000.png`, `001.png`, ... and `manifest.json`, which contains the prompt, seed and size of each
+image and the settings of the whole set. Only missing images are drawn. Other settings need another folder, because a
+set that was drawn with two settings would measure neither.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ class ImageItem:
     Attributes:
         id: name of the text-image pair in its data set.
         file: name of the image file, such as `007.png`.
-        prompt: what it shows.
-        seed: of its noise.
-        width, height: in pixels.
+        prompt: prompt of the image.
+        seed: seed of its noise.
+        width, height: size in pixels.
     """
 
     id: str
@@ -48,11 +48,11 @@ class ImageItem:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a set consists of and how it is drawn.
+    """Images of a set and the settings that they are drawn with.
 
     Attributes:
         items: the images.
-        settings: whatever decides what they look like, as JSON: model, engine options, policy, steps, data set.
+        settings: everything that affects the images, as JSON: model, engine options, policy, steps, data set.
     """
 
     items: tuple[ImageItem, ...]
@@ -69,7 +69,7 @@ class Manifest:
         return _digest([asdict(item) for item in self.items])
 
     def to_json(self) -> dict[str, Any]:
-        """The content of `manifest.json`."""
+        """Return the content of `manifest.json`."""
         return {
             "kind": MANIFEST_KIND,
             "version": VERSION,
@@ -82,7 +82,7 @@ class Manifest:
 def make_items(
     pairs: Sequence[tuple[str, str]], resolutions: Sequence[Resolution], seed: int = 0
 ) -> tuple[ImageItem, ...]:
-    """Items for (id, prompt) pairs: seeds counted from `seed`, resolutions in turn.
+    """Create items for (id, prompt) pairs, with consecutive seeds from `seed` and resolutions in turn.
 
     Raises:
         UsageError: there is no pair or resolution, an id occurs twice, or the seeds become too large.
@@ -108,18 +108,18 @@ def generation_settings(
     guidance_scale: float,
     **more: Any,
 ) -> dict[str, Any]:
-    """What decides the images of a set. All engine options go in by their names, also those of later versions.
+    """Return the settings that affect the images of a set. All engine options are included by name, even future ones.
 
-    The versions of psctl, torch and diffusers belong to it: images of one set are drawn by one code.
+    The versions of psctl, torch and diffusers are included, too: one set is drawn by one version of the code.
 
-    The cache goes in by its rules and the content of its predictor. Patches then depend a little on what else is in the
-    batch, so where there is a cache, what fills batches belongs to `more`, too.
+    The cache is identified by its rules and the content of its predictor. With a cache, patches depend slightly on the
+    other requests of the batch, so `more` must then also contain the settings that determine the batches.
 
     Args:
-        model: that draws.
-        policy: which requests join the batch, and when.
-        num_inference_steps, guidance_scale: of every request.
-        more: whatever else decides them, such as the data set.
+        model: identity of the model.
+        policy: policy that decides which requests join the batch, and when.
+        num_inference_steps, guidance_scale: settings of every request.
+        more: further settings that affect the images, such as the data set.
 
     Raises:
         OSError: the file of the cache's predictor cannot be read.
@@ -128,9 +128,9 @@ def generation_settings(
     import torch
 
     options = asdict(model.options) | {"cache": model.options.cache.identity()}
-    # How long texts are kept, where encoders are meanwhile, and who calls them, changes no image.
+    # How long text embeddings are cached, where the encoders are kept and which process runs them affects no image.
     del options["prompt_cache_mb"], options["offload"], options["stages"]
-    # What is left as it is has no name, so that images of before it could be changed are the same set.
+    # Unchanged model options are left out, so that sets from before such an option existed can be continued.
     changes = {name: value for name, value in options.pop("model").items() if value is not None}
     del options["parallel"]
     if model.options.parallel.is_on:
@@ -177,7 +177,7 @@ def open_set(folder: Path, manifest: Manifest) -> list[ImageItem]:
     """Make the folder ready for a set, or continue it; returns the items whose images are missing.
 
     Raises:
-        UsageError: the folder holds another set (the message says in what it differs), or other images.
+        UsageError: the folder contains another set (the message names the difference), or other images.
         OSError: it cannot be written.
     """
     require_folder(folder)
@@ -199,25 +199,25 @@ def generate_set(
     max_bad: int = 0,
     on_step: Callable[[int], None] | None = None,
 ) -> tuple[str, ...]:
-    """Draw the missing images of a set; each is saved whole as soon as it is drawn.
+    """Draw the missing images of a set; each is saved atomically as soon as it is drawn.
 
-    What a cache saved meanwhile is added to `cache-use.json` in the folder.
+    The savings of a cache are added to `cache-use.json` in the folder.
 
     Args:
-        drawer: draws, and is prepared; the manifest's settings were made for its model.
-        folder: of the set.
-        manifest: what to draw; its settings name the policy, the steps and the guidance scale.
-        max_batch_size: of the engine.
-        max_bad: how many images may fail.
-        on_step: called with the number of denoising steps that were just taken.
+        drawer: prepared drawer; the manifest's settings were made for its model.
+        folder: folder of the set.
+        manifest: images to draw; its settings contain the policy, the steps and the guidance scale.
+        max_batch_size: largest batch of the engine.
+        max_bad: number of images that may fail.
+        on_step: called with the number of denoising steps that have just been taken.
 
     Returns:
-        Why images failed, one line each.
+        Reasons why images failed, one line each.
 
     Raises:
-        UsageError: the folder holds another set, or the model cannot draw an item; nothing is drawn then.
+        UsageError: the folder contains another set, or the model cannot draw an item; nothing is drawn then.
         RunError: more images failed than allowed; the others are kept.
-        KeyboardInterrupt: on Ctrl-C; what is drawn is kept.
+        KeyboardInterrupt: on Ctrl-C; finished images are kept.
     """
     requests = {item.file: _request(i, item, manifest.settings) for i, item in enumerate(manifest.items)}
     for request in requests.values():
@@ -240,7 +240,7 @@ def generate_set(
 
 
 def num_steps_missing(folder: Path, manifest: Manifest) -> int:
-    """Denoising steps that `generate_set` would take."""
+    """Return the number of denoising steps that `generate_set` would take."""
     missing = sum(not (folder / item.file).exists() for item in manifest.items)
     return missing * steps_taken(manifest.settings["num_inference_steps"], manifest.settings.get("strength", 1.0))
 
@@ -272,9 +272,9 @@ def _require_same(folder: Path, found: Manifest, wanted: Manifest) -> None:
 
 
 def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ, by name: the values of both, None for one that is not there.
+    """Return the settings that differ, by name, with both values; None for a missing one.
 
-    Those of the cache are named as `cache.threshold`.
+    Nested settings have names such as `cache.threshold`.
     """
     one, other = flat_settings(first), flat_settings(second)
     names = sorted({*one, *other})
@@ -282,7 +282,7 @@ def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> d
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without mappings inside: {"cache": {"mode": "off"}} gives {"cache.mode": "off"}."""
+    """Return settings without nested mappings: {"cache": {"mode": "off"}} becomes {"cache.mode": "off"}."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What is measured: generated images, and the references that they are compared with, under the same ids."""
+"""Image sources of metrics: generated images and their references, under the same ids."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .generate import Manifest
 
 @dataclass(frozen=True)
 class GivenImages:
-    """Images of another source under ids, or in sizes, of their own; an `ImageSource`."""
+    """An `ImageSource` that presents another source's images under different ids or in different sizes."""
 
     name: str
     ids: Sequence[str]
@@ -27,7 +27,7 @@ class GivenImages:
 
 
 def named_files(folder: ImageFolder, files: Mapping[str, str]) -> GivenImages:
-    """Images of a folder under ids of their own; `files` has the id of each in `folder` by the id that it has here."""
+    """Return images of a folder under new ids; `files` maps each new id to the id in `folder`."""
     ids = tuple(files)
     return GivenImages(
         folder.name,
@@ -39,7 +39,7 @@ def named_files(folder: ImageFolder, files: Mapping[str, str]) -> GivenImages:
 
 
 def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> GivenImages:
-    """Real images of a sample, each cut and scaled to the size of the generated one.
+    """Return the real images of a sample, each cropped and scaled to the size of the generated one.
 
     Metrics of pairs need equal sizes, and a set of small generated images would otherwise differ from a set of large
     real ones by its blur alone.
@@ -49,31 +49,31 @@ def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> GivenImage
         sample.ids,
         sample.reading_order,
         lambda image_id: fitted(sample.open_image(image_id), sizes[image_id], "center-square"),
-        # The size belongs to the content, or features of another size would be taken for these.
+        # The size is part of the content, so that cached features of another size are not used for this one.
         lambda image_id: str(sizes[image_id]).encode() + b"|" + sample.content(image_id),
     )
 
 
 def set_of(root: Path, manifest: Manifest) -> GivenImages:
-    """The images of a generated set by the ids of their text-image pairs.
+    """Return the images of a generated set under the ids of their text-image pairs.
 
-    A missing file is met when it is read, and counts as bad then.
+    A missing file is noticed when it is read, and then counts as bad.
     """
     folder = ImageFolder(root, tuple(item.file for item in manifest.items))
     return named_files(folder, {item.id: item.file for item in manifest.items})
 
 
 def ground_truth_of(manifest: Manifest, *, max_bad: int = 0, cache_dir: Path | None = None) -> GivenImages:
-    """Real images under the ids of a set, each cut and scaled to the size of the generated one.
+    """Return the real images under the ids of a set, each cropped and scaled to the size of the generated one.
 
     Args:
-        manifest: of the set, drawn by `psctl eval`, which names the data set; its first seed is the sample's.
-        max_bad: how many entries of the data set may be bad, as when the set was drawn.
-        cache_dir: where samples are kept.
+        manifest: manifest of a set drawn by `psctl eval`, which names the data set; its first seed is the sample's.
+        max_bad: number of entries of the data set that may be bad, as when the set was drawn.
+        cache_dir: folder in which samples are cached.
 
     Raises:
-        UsageError: the set was drawn for no data set, the data set cannot be read or has captions only, or gives other
-            pairs now.
+        UsageError: the set was not drawn for a data set, the data set cannot be read or has captions only, or it now
+            yields other pairs.
     """
     spec = manifest.settings.get("dataset")
     if not isinstance(spec, str):
@@ -90,7 +90,7 @@ def ground_truth_of(manifest: Manifest, *, max_bad: int = 0, cache_dir: Path | N
 
 
 def sources_of_pairs(pairs: FolderPairs) -> tuple[GivenImages, GivenImages]:
-    """Generated and reference images of two folders by the stems that they share."""
+    """Return the generated and the reference images of two folders under the stems that they share."""
     return (
         named_files(pairs.generated, dict(zip(pairs.stems, pairs.generated_ids, strict=True))),
         named_files(pairs.reference, dict(zip(pairs.stems, pairs.reference_ids, strict=True))),
