@@ -77,7 +77,7 @@ class CacheMeter:
         self._before = self._counts()
 
     def note(self, num_images: int) -> None:
-        """Add the savings since the last call, during which `num_images` images were drawn. Raises OSError, UsageError."""
+        """Add the savings since the last call, in which `num_images` images were drawn. Raises OSError, UsageError."""
         if self._stats is None:
             return
         now = self._counts()

@@ -1,4 +1,4 @@
-"""What clients send that is refused, and with which words: asked of the parser, and of a server."""
+"""Invalid requests and the errors that they must receive, for tests of the parser and of a server."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str, int]] = [
     ({"a" * 1000: 1}, "a" * 256, "unknown_parameter", 400),
     ({"\ud800": 1}, "\\ud800", "unknown_parameter", 400),
 ]
-"""Fields beside a prompt (`header_slo` is a header): the field that is named, the code and the status."""
+"""Fields beside a prompt (`header_slo` is a header), with the field that the error names, its code and its status."""
 
 BODIES = [
     b"",
@@ -98,4 +98,4 @@ BODIES = [
     b'{"prompt": "a"} {}',
     b'{"prompt": "a\n"}',
 ]
-"""No JSON objects: 400 `invalid_json`."""
+"""Bodies that are not JSON objects, and get 400 `invalid_json`."""

@@ -1,4 +1,4 @@
-"""What the tests of benchmarks of steps share: resolutions of tiny models, short settings, the fields of a row."""
+"""Shared parts of tests of step benchmarks: resolutions of tiny models, short settings, the fields of a row."""
 
 import copy
 
@@ -28,7 +28,7 @@ def squares(*counts: int) -> Combination:
 
 @torch.inference_mode()
 def steps_by_diffusers(model: ServedModel, prepared: PreparedRequest, num_steps: int) -> torch.Tensor:
-    """Latents of a benchmark's request after some steps, by diffusers' own scheduler and model, alone."""
+    """Return the latents of a benchmark's request after some steps, alone, with diffusers' own scheduler and model."""
     state = prepared.state
     scheduler, middle = copy.deepcopy(state.scheduler), state.num_steps // 2
     if hasattr(scheduler, "set_begin_index"):
@@ -48,7 +48,7 @@ def steps_by_diffusers(model: ServedModel, prepared: PreparedRequest, num_steps:
 
 
 def latents_of(side: EngineSide | OneByOne) -> list[torch.Tensor]:
-    """Of a side's requests, once another batch is stepped: that hands the latents of the one before back."""
+    """Return the latents of a side's requests; steps another batch first, which hands the previous latents back."""
     stepped = side.active
     side.begin()
     side.step()

@@ -1,4 +1,4 @@
-"""Block profiles of a made-up model whose rule is known, written as `psctl profile blocks` writes them."""
+"""Synthetic block profiles that follow a known rule, written as `psctl profile blocks` writes them."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from patchedserve.training.cache.samples import BlockSamples, load_samples
 
 FACTS = BlockFacts("emoji-xl", "0a4d4b3caea134bf", "EulerDiscreteScheduler", 8, ("down0", "mid", "up0"))
 GAIN = (0.1, 10.0, 1.0, 2.0)
-"""The output of each block, and of all as one, changes by this factor more than its input does."""
+"""Factors by which the output of each block, and of the whole model as one, changes more than its input."""
 THRESHOLD = 0.01
-"""Of the predictors that tests train."""
+"""Threshold of the predictors that tests train."""
 
 
 def write_profile(
@@ -28,8 +28,8 @@ def write_profile(
     seed: int = 0,
     **changes: Any,
 ) -> Path:
-    """Write a profile in which `output_mse_normalised` is `input_mse_normalised` times the block's `GAIN`, but for
-    noise on the logarithm, and return its path; `changes` replace columns."""
+    """Write a profile in which `output_mse_normalised` is `input_mse_normalised` times the block's `GAIN`, with noise
+    on the logarithm, and return its path; `changes` replace columns."""
     generator = np.random.default_rng(seed)
     with TableWriter(path, BLOCKS, facts.to_json()) as writer:
         for request in range(num_requests):
@@ -64,7 +64,7 @@ def write_profile(
 
 
 def samples_of(profile: Path) -> BlockSamples:
-    """All samples of what `write_profile` has written."""
+    """Return all samples of a profile that `write_profile` has written."""
     facts, samples = load_samples(profile, max_rows=10**6, seed=0)
     assert facts == FACTS
     return samples

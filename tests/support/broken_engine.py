@@ -1,4 +1,4 @@
-"""Breaks the real patch engine on purpose, for the tests that show that the gates of CI would catch it.
+"""Injects faults into the real patch engine, for the tests that show that the gates of CI would catch them.
 
 The switch is this module: each fault replaces functions of `serving.patched` while a `with` block lasts. The engine
 itself has no hook for it, so it costs nothing, and no command can reach it.
@@ -33,7 +33,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 class Acted:
-    """How often a fault has changed something: one that never did would prove nothing."""
+    """Counts how often a fault has had an effect; without any, a test would prove nothing."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -41,14 +41,14 @@ class Acted:
 
 @contextmanager
 def broken_engine(fault: Fault) -> Iterator[Acted]:
-    """Let the patch engine work wrongly inside the block; models may be loaded before it or in it.
+    """Inject a fault into the patch engine inside the block; models may be loaded before it or in it.
 
-    Those of norms, halos and neighbours need `order="patch"` and `strategy="stitch"`: only there do patches have their
-    own. Those of another request take it from the next one in the batch, and need several requests, which must be at
-    different steps or of different sizes to differ at all.
+    Faults of norms, halos and neighbours need `order="patch"` and `strategy="stitch"`: only then do patches have their
+    own. Faults that mix up requests take the value of the next request in the batch, and need several requests, which
+    must be at different steps or of different sizes to differ at all.
     """
     acted = Acted()
-    # Packings of other blocks hold neighbours that are right, or wrong.
+    # Cached packings of other blocks contain right or wrong neighbours.
     packing._pack_rows.cache_clear()
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def broken_engine(fault: Fault) -> Iterator[Acted]:
 
 
 def _group_norm_per_patch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
-    """Mean and deviation of every patch by itself, as an engine would have them that takes patches for images."""
+    """Normalise every patch by its own mean and deviation, as an engine that takes patches for images would."""
     stats, apply, stitch = leaves.group_norm_stats, leaves.group_norm_apply, leaves.group_norm_silu_stitch
 
     def each(x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def _group_norm_per_patch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
 
 
 def _zeroed_halos(patch: pytest.MonkeyPatch, acted: Acted) -> None:
-    """Every convolution reads zeros beyond its patch, as at the edge of an image."""
+    """Make every convolution read zeros beyond its patch, as at the edge of an image."""
     gather, stitch = leaves.halo_gather, leaves.group_norm_silu_stitch
 
     def alone(neighbours: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _zeroed_halos(patch: pytest.MonkeyPatch, acted: Acted) -> None:
 
 
 def _wrong_neighbours(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch, Acted], None]:
-    """The neighbour table of every level, changed."""
+    """Return a fault that changes the neighbour table of every level."""
 
     def switch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
         build = packing._patch_level
@@ -120,19 +120,19 @@ def _wrong_neighbours(change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 
 
 def _shuffled(neighbours: torch.Tensor) -> torch.Tensor:
-    """The eight columns in another order: what lies to the left is read above, and so on."""
+    """Reorder the eight columns: the left neighbour is read as the upper one, and so on."""
     return neighbours[:, torch.randperm(8, generator=torch.Generator().manual_seed(0)).to(neighbours.device)]
 
 
 def _without_east(neighbours: torch.Tensor) -> torch.Tensor:
-    """Nothing lies to the right of a patch, as at the right edge of an image; the other seven are right."""
+    """Remove the right neighbour of every patch, as at the right edge of an image; the other seven are correct."""
     found = neighbours.clone()
     found[:, 4] = -1
     return found
 
 
 def _statistics_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
-    """Each image is normalised by the mean and deviation of the next request's."""
+    """Normalise each image by the mean and deviation of the next request's image."""
     stats = leaves.group_norm_stats
 
     def wrong(*known: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +145,7 @@ def _statistics_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
 
 
 def _wrong_timestep(patch: pytest.MonkeyPatch, acted: Acted) -> None:
-    """From its second step on a request's denoiser is told the timestep of the step before."""
+    """Pass the denoiser the timestep of the previous step, from the second step of a request on."""
 
     def wrong(batch: SamplerBatch) -> torch.Tensor:
         late = [int(state.steps_done > 0) for state in batch._states]
@@ -157,7 +157,7 @@ def _wrong_timestep(patch: pytest.MonkeyPatch, acted: Acted) -> None:
 
 
 def _timestep_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
-    """The denoiser is told where the next request stands."""
+    """Pass the denoiser the timestep of the next request."""
     right = SamplerBatch.timesteps
 
     def wrong(batch: SamplerBatch) -> torch.Tensor:
@@ -169,7 +169,7 @@ def _timestep_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
 
 
 def _sigma_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
-    """The sampler takes the step of the next request: from its noise level to its next."""
+    """Make the sampler take the next request's step, from that request's noise level to its next."""
     right = SamplerBatch._current
 
     def wrong(batch: SamplerBatch) -> Any:
@@ -187,7 +187,7 @@ def _sigma_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
 
 
 def _condition_of_another(key: str) -> Callable[[pytest.MonkeyPatch, Acted], None]:
-    """What is put into the batch as this condition of a request is that of the next."""
+    """Return a fault that replaces this condition of each request in the batch by that of the next request."""
 
     def switch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
         build = PackedBatch.__init__

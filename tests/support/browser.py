@@ -13,7 +13,7 @@ BROWSER = ("chromium", "chromedriver")
 
 @contextmanager
 def opened_browser() -> Iterator[webdriver.Chrome]:
-    """Chromium without a window, whose console is kept. Skips the test where there is none."""
+    """Start a headless Chromium that records its console. Skips the test if Chromium is not installed."""
     need_tools(*BROWSER)
     browser, driver = (shutil.which(name) or name for name in BROWSER)
     options = webdriver.ChromeOptions()

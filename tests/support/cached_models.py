@@ -1,4 +1,4 @@
-"""Tiny models with the patch cache, steps of them, and rules whose decisions tests can foretell."""
+"""Tiny models with the patch cache, their steps, and reuse rules with predictable decisions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,9 +23,9 @@ STEPS = 20
 
 
 class ByPlace(ReuseRule):
-    """Reuses a patch depending on nothing but its request's step and its own place, so never on its neighbours.
+    """Reuses a patch depending only on its request's step and its own place, never on its neighbours.
 
-    It asks for changes without looking at them, so that stores keep inputs, too.
+    It requests input changes without using them, so that stores keep inputs, too.
     """
 
     needs_change = True
@@ -37,7 +37,7 @@ class ByPlace(ReuseRule):
 
 
 class ByRequest(ReuseRule):
-    """Reuses all patches of some requests; at every fourth step of the first one also by `ByPlace`."""
+    """Reuses all patches of some requests, and at every fourth step of the first request also patches as `ByPlace`."""
 
     needs_change = True
 
@@ -62,19 +62,19 @@ class Switch(ReuseRule):
 def cached_model(
     name: str, order: Any, rule: Any, options: CacheOptions = OPTIONS
 ) -> tuple[Any, PatchedModel, PatchCache]:
-    """A small model with random weights, which tests must leave as it is, the same patched, and its cache, whose blocks
-    keep what masks need.
+    """Return a small model with random weights, which tests must not change, its patched version, and the cache, all of
+    whose blocks store what masks need.
     """
     model = model_of(name)
     patched = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
     cache = patched.use_cache(options, rule)
-    # Else the first step that wants a mask is computed in full.
+    # Otherwise the first step that needs a mask would be computed in full.
     cache.wants_masks[:] = [True] * len(cache.names)
     return model, patched, cache
 
 
 def requests_of(rows: Sequence[Row], keys: Sequence[int] | None = None) -> list[CachedRequest]:
-    """One row each."""
+    """Return one cached request for each row."""
     keys = range(len(rows)) if keys is None else keys
     return [CachedRequest(key, 1, STEPS, 64 * row.size[0] * row.size[1]) for key, row in zip(keys, rows, strict=True)]
 

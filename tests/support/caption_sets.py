@@ -25,7 +25,7 @@ def scene_image(index: int, width: int = 32, height: int = 24) -> Image.Image:
 
 
 def coco_content(num_images: int = 6, captions_each: int = 3) -> dict[str, Any]:
-    """Return what stands in a captions_*.json of 2017: ids are 100, 101 and so on, sizes 32x24."""
+    """Return the content of a captions_*.json of 2017: ids are 100, 101 and so on, sizes 32x24."""
     ids = range(100, 100 + num_images)
     captions = [
         {"image_id": image_id, "id": 1000 + 10 * image_id + k, "caption": f"Caption {k} of image {image_id}."}
@@ -56,7 +56,7 @@ def write_coco(root: Path, content: Mapping[str, Any] | None = None, split: str 
 
 
 def diffusiondb_rows(part: int, num_images: int = 4) -> list[dict[str, Any]]:
-    """Return rows as of metadata.parquet: scores of image k are 0.1 k, the last image is blurred (2.0)."""
+    """Return rows as in metadata.parquet: scores of image k are 0.1 k, the last image is blurred (2.0)."""
     return [
         {
             "image_name": f"{part:08x}-0000-4000-8000-{k:012x}.png",
@@ -97,7 +97,7 @@ METADATA_SCHEMA = pa.schema(
 
 
 def part_content(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what stands in the JSON of a part."""
+    """Return the content of a part's JSON file."""
     return {
         row["image_name"]: {"p": row["prompt"], "se": row["seed"], "c": row["cfg"], "st": row["step"], "sa": "k_lms"}
         for row in rows
@@ -142,7 +142,7 @@ def location_of(entry: CaptionEntry) -> str:
 
 
 def assert_shows(dataset: CaptionDataset, entry: CaptionEntry, scene: int) -> None:
-    """The image of the entry is the scene, exactly or as a JPEG."""
+    """Check that the entry's image is the scene, exactly or as a JPEG."""
     location = location_of(entry)
     image = dataset.open_image(location)
     assert image.mode == "RGB"

@@ -1,4 +1,4 @@
-"""Random small cascades on the virtual clock, and what must hold of every one of them."""
+"""Random small cascades on the virtual clock, and the invariants of all of them."""
 
 import math
 import random
@@ -25,7 +25,7 @@ _SIZES = (Resolution(128, 128), Resolution(256, 256))
 
 
 class _Steps:
-    """A step of the largest image takes so long, and a part of that for each further one."""
+    """Step latencies: the time of the largest image, and a fraction of its own time for each further one."""
 
     def __init__(self, seconds: dict[Resolution, float], part: float) -> None:
         self._seconds, self._part = seconds, part
@@ -58,12 +58,12 @@ def _model(chance: random.Random, sizes: Sequence[Resolution], num_steps: int, s
 
 
 def random_run(seed: int) -> tuple[list[Request], CascadeResult]:
-    """A run of a random system with random models, load and confidences; a demand that may rise tenfold at once."""
+    """Run a random system with random models, load and confidences; the demand may rise tenfold at once."""
     chance = random.Random(seed)
     sizes = _SIZES[: chance.randint(1, 2)]
     step_s = chance.uniform(0.02, 0.1)
     system = CASCADE_SYSTEMS[chance.choice(list(CASCADE_SYSTEMS))]
-    # Where both models are one, they differ in nothing but their steps.
+    # If both models are the same, they differ in their steps only.
     heavy_seed = chance.random()
     light_seed = heavy_seed if system.is_shared else chance.random()
     slower = 1.0 if system.is_shared else chance.uniform(0.5, 2)
@@ -133,7 +133,7 @@ def check_run(requests: Sequence[Request], result: CascadeResult) -> None:
         if row.threshold is not None:
             assert row.leg == "light"
             assert row.confidence is not None
-            # A score that is no number is below every threshold but 0.
+            # A NaN score is below every threshold except 0.
             assert row.is_deferred == (row.threshold > 0 and not row.confidence >= row.threshold)
         else:
             assert not row.is_deferred

@@ -1,4 +1,4 @@
-"""A cascade's profile as measured of some machine: steps of 50 ms and 80 ms, half as long again for each request."""
+"""A synthetic profile of a cascade: steps of 50 ms and 80 ms, half as long again for each further request."""
 
 from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.profile import CascadeProfile, LegProfile, SizeTimes
@@ -7,7 +7,7 @@ from .latency_tables import CIRCUMSTANCES
 
 
 def leg(num_steps: int, batch_sizes: tuple[int, ...] = (1, 2, 4, 8)) -> LegProfile:
-    """A model of so many steps."""
+    """Return the profile of a model with this number of steps."""
     sizes = {}
     for name, step_s in (("64x64", 0.05), ("128x128", 0.08)):
         steps = tuple(step_s * (1 + 0.5 * (count - 1)) for count in batch_sizes)
@@ -18,6 +18,6 @@ def leg(num_steps: int, batch_sizes: tuple[int, ...] = (1, 2, 4, 8)) -> LegProfi
 
 
 def profile(light_steps: int = 2, heavy_steps: int = 40) -> CascadeProfile:
-    """Both models."""
+    """Return the profile of both models."""
     legs: dict[Leg, LegProfile] = {"light": leg(light_steps), "heavy": leg(heavy_steps)}
     return CascadeProfile(legs, "discriminator")

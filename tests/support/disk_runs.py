@@ -1,4 +1,4 @@
-"""A command whose disk fails at its k-th call, for many k: run in one process, which has imported everything once.
+"""Runs of a command whose k-th call of the disk fails, for many k, in one process that imports everything once.
 
 `python -m patchedserve.tests.support.disk_runs` reads `DiskRuns` from stdin, as JSON, and writes `DiskRun`s to stdout;
 `faulty_disk.preloaded` must be in its environment.
@@ -19,17 +19,17 @@ from pathlib import Path
 from .faulty_disk import FaultyDisk, Mode, calls_in, failing_at, preloaded
 
 OUT = "OUT"
-"""Stands in arguments for the folder of a run."""
+"""Placeholder in arguments for the folder of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRun:
-    """How a command has ended of which a call has failed.
+    """Outcome of a command with one failed call.
 
     Attributes:
-        call, what, mode: its number, what was called, and how it failed.
-        code, err: its exit code, and what it wrote to stderr.
-        folder: that it wrote into.
+        call, what, mode: number of the failed call, the call itself, and how it failed.
+        code, err: exit code and stderr of the command.
+        folder: folder that the command wrote into.
     """
 
     call: int
@@ -42,13 +42,13 @@ class DiskRun:
 
 @dataclass(frozen=True, slots=True)
 class DiskRuns:
-    """What to run.
+    """A command to run with one failing call at a time.
 
     Attributes:
-        arguments: of psctl.
-        start: what each run finds in its folder.
-        runs_in: the folder of the runs' folders.
-        one_in: of the calls that differ, so many are one that fails.
+        arguments: arguments of psctl.
+        start: folder whose content each run's folder has at first.
+        runs_in: parent folder of the runs' folders.
+        one_in: one in this many of the differing calls fails in a run of its own.
     """
 
     arguments: Sequence[str]
@@ -57,8 +57,9 @@ class DiskRuns:
     one_in: int = 1
 
     def run(self) -> tuple[str, list[DiskRun]]:
-        """Run them in a process of their own; returns the folder of a run in which nothing has failed, and the others.
-        Raises AssertionError: that one did not succeed.
+        """Run the command in a separate process; returns the folder of a run without a failed call, and the other runs.
+
+        Raises AssertionError: the run without a failed call did not succeed.
         """
         done = subprocess.run(
             [sys.executable, "-m", "patchedserve.tests.support.disk_runs"],
@@ -105,7 +106,7 @@ def _one(runs: DiskRuns, call: int, what: str, mode: Mode) -> DiskRun:
 
 
 def _that_differ(calls: Sequence[str]) -> list[int]:
-    """Numbers of calls, without those between the first and the last of many alike."""
+    """Return the numbers of calls, leaving out those between the first and the last of a series of equal ones."""
     changes = [number for number, (one, other) in enumerate(pairwise(calls), 1) if one != other]
     return sorted({1, *changes, *(number + 1 for number in changes), len(calls)})
 

@@ -1,4 +1,4 @@
-"""A disk that is soon full."""
+"""Small disks, and disks that are nearly full."""
 
 import contextlib
 import subprocess
@@ -12,7 +12,7 @@ from .tools import need_tools
 
 @contextlib.contextmanager
 def tiny_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """Mount a file system of so many bytes at a new folder, which takes the rights of root; skips the test else."""
+    """Mount a file system of `num_bytes` at a new folder, which needs the rights of root; otherwise skips the test."""
     need_tools("mount")
     folder.mkdir(parents=True)
     options = ["-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
@@ -26,7 +26,7 @@ def tiny_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def fill(folder: Path, leave: int) -> Path:
-    """A file that leaves so many bytes of the folder's disk, to the block."""
+    """Write a file that leaves this many bytes free on the folder's disk, to the block."""
     ballast = folder / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):

@@ -1,4 +1,4 @@
-"""What README and docs print: fenced blocks, the commands in them, and links."""
+"""Parts of README and docs: fenced blocks, the commands in them, and links."""
 
 import re
 import shlex
@@ -28,7 +28,7 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """The fenced blocks of a page, in order. Raises ValueError where a fence has no language or is not closed."""
+    """Return the fenced blocks of a page, in order. Raises ValueError if a fence has no language or is not closed."""
     found = [
         Block(match["language"], match["title"], match["body"], text.count("\n", 0, match.start()) + 2)
         for match in _FENCE.finditer(text)
@@ -42,7 +42,7 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """The commands of a shell block as lists of words: comments and prompts left out, lines joined, `&&` split."""
+    """Return a shell block's commands as lists of words, without comments and prompts, lines joined, `&&` split."""
     commands = []
     for line in block.body.replace("\\\n", " ").splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)
@@ -54,5 +54,5 @@ def commands_of(block: Block) -> list[list[str]]:
 
 
 def spans_of(text: str) -> list[list[str]]:
-    """The words of every inline `psctl ...`, blocks left out."""
+    """Return the words of every inline `psctl ...` outside of blocks."""
     return [shlex.split(match[1]) for match in _SPAN.finditer(_FENCE.sub("", text))]

@@ -1,4 +1,4 @@
-"""Images, masks and edits to test with, and diffusers' inpainting pipelines as the reference."""
+"""Images, masks and edits for tests, and diffusers' inpainting pipelines as the reference."""
 
 import io
 from typing import Any
@@ -34,14 +34,14 @@ _INPAINT = {
 
 
 def image_of(size: Resolution, seed: int = 0) -> NDArray[np.uint8]:
-    """A picture of soft colours, (height, width, 3)."""
+    """Return a picture of soft colours, (height, width, 3)."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8))
     return np.asarray(coarse.resize(size, Image.Resampling.BICUBIC))
 
 
 def mask_of(size: Resolution, kind: str = "box") -> NDArray[np.bool_]:
-    """A mask of one of `MASKS`, (height, width); its edges lie on no multiple of 8."""
+    """Return a mask of one of `MASKS`, (height, width); its edges are not at multiples of 8."""
     width, height = size
     down, right = np.mgrid[:height, :width]
     if kind == "box":
@@ -56,7 +56,7 @@ def mask_of(size: Resolution, kind: str = "box") -> NDArray[np.bool_]:
 
 
 def file_of(pixels: NDArray[Any], kind: str = "PNG", **options: Any) -> bytes:
-    """An image file of these pixels."""
+    """Return an image file of these pixels."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind, **options)
     return file.getvalue()
@@ -73,14 +73,14 @@ def edit_request(
     seed: int = 0,
     **of_edit: Any,
 ) -> Request:
-    """A request that edits `image_of` its size."""
+    """Return a request that edits `image_of` its size."""
     edit = EditSpec(image_of(size, seed), mask_of(size, kind), strength, **of_edit)
     return Request(request_id, "a red hat", size, num_steps, guidance_scale, seed, edit=edit)
 
 
 def plain_edit(pipe: Any, request: Request, output_type: str = "latent", **options: Any) -> Any:
-    """What diffusers' inpainting pipeline, called with these options, gives for one edit alone: final latents, or the
-    PIL image.
+    """Run diffusers' inpainting pipeline with these options on one edit alone; returns the final latents, or the PIL
+    image.
     """
     edit = request.edit
     assert edit is not None
@@ -89,9 +89,9 @@ def plain_edit(pipe: Any, request: Request, output_type: str = "latent", **optio
     is_flux = isinstance(pipe, FluxPipeline)
     own: dict[str, Any] = {} if is_flux else {"negative_prompt": request.negative_prompt}
     if isinstance(pipe, ChromaPipeline):
-        # diffusers' inpainting looks for it, and Chroma's configuration has no such thing.
+        # diffusers' inpainting reads this setting, which Chroma's configuration lacks.
         pipe.transformer.register_to_config(guidance_embeds=False)
-        own["max_sequence_length"] = 512  # as of `ChromaPipeline`
+        own["max_sequence_length"] = 512  # as in `ChromaPipeline`
     own |= options
     drawn = inpaint(
         prompt=request.prompt,

@@ -1,4 +1,4 @@
-"""Small requests, and an engine that serves them to their end."""
+"""Small requests, and an engine that serves them until they end."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def serve(model: ServedModel, requests: Sequence[Request], policy: Any = None, *
 
 
 def drawn(model: ServedModel, requests: Sequence[Request]) -> InMemory:
-    """What is kept of requests that are served together, with their images."""
+    """Serve requests together; returns the collector with their records and images."""
     collector = InMemory(keep_images=True)
     engine = Engine(model, get_policy("continuous"), collector=collector)
     _run(engine, requests)

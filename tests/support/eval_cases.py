@@ -23,7 +23,7 @@ def save_eval_model(path: Path) -> Path:
 
 
 def manifest_of(model: ServedModel, count: int = 5, **changes: Any) -> Manifest:
-    """A manifest of images that `model` is to draw, of both sizes in turn; `changes` replace settings."""
+    """Return a manifest of images for `model` to draw, of both sizes in turn; `changes` replace settings."""
     settings = generation_settings(model.identity, policy="continuous", num_inference_steps=2, guidance_scale=3.0)
     return Manifest(make_items([(f"pair-{i}", f"a hat {i}") for i in range(count)], SIZES, seed=7), settings | changes)
 
@@ -39,12 +39,12 @@ def image_folder(path: Path, count: int, *, seed: int = 0, sizes: tuple[tuple[in
 
 
 def numbered_images(count: int, sizes: tuple[tuple[int, int], ...]) -> list[np.ndarray]:
-    """Images that are filled with their number; sizes (height, width) in turn."""
+    """Return images that are filled with their number; sizes (height, width) in turn."""
     return [np.full((*sizes[i % len(sizes)], 3), i, np.uint8) for i in range(count)]
 
 
 class Means(nn.Module):
-    """A feature network that can be followed by hand, and that counts its batches."""
+    """A feature network whose features can be computed by hand, and that counts its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Means(nn.Module):
 
 
 class Colours(nn.Module):
-    """A feature network that can be followed by hand: the mean of each colour."""
+    """A feature network whose features can be computed by hand: the mean of each colour."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Colours(nn.Module):
 
 
 class _Given(nn.Module):
-    """A feature network of which the features are given."""
+    """A feature network that returns given features."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _Given(nn.Module):
 
 
 def torchmetrics_fid(real: torch.Tensor, generated: torch.Tensor) -> float:
-    """FID of features by a third party, through the square root of a matrix."""
+    """Compute the FID of features with a third-party library, through the square root of a matrix."""
     from torchmetrics.image.fid import FrechetInceptionDistance
 
     metric = FrechetInceptionDistance(feature=_Given(real.shape[1]))

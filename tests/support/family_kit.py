@@ -1,4 +1,4 @@
-"""What every model family promises, checked on a tiny pipeline of its real classes: `check_family(build)`.
+"""The guarantees of every model family, checked on a tiny pipeline of its real classes: `check_family(build)`.
 
 The reference is always the family's own diffusers pipeline, which draws each request by itself.
 """
@@ -77,7 +77,7 @@ OPTIONS = {
 
 
 def mixed(num_steps: Sequence[int]) -> list[Request]:
-    """Four requests that differ in everything; so many steps each."""
+    """Return four requests that differ in everything, with these numbers of steps."""
     return [
         Request(0, "a red apple", _SMALL, num_steps[0], 3.5, seed=20),
         Request(1, "a car in the rain, at night", _LARGE, num_steps[1], 1.0, seed=21),
@@ -87,7 +87,7 @@ def mixed(num_steps: Sequence[int]) -> list[Request]:
 
 
 def denoised(model: ServedModel, requests: Sequence[Request], joins: Sequence[int] | None = None) -> list[Tensor]:
-    """The final latents of requests that share batches; each joins at a step and leaves at its end."""
+    """Return the final latents of requests that share batches; each joins at a step and leaves at its end."""
     starts = dict(enumerate(joins or [0] * len(requests)))
     active, ended, found, step = [], 0, [model.prepare(request) for request in requests], 0
     while ended < len(requests):
@@ -133,7 +133,7 @@ def the_plain_engine_serves_it(build: Build) -> None:
 
 
 def bfloat16_is_as_accurate_as_the_pipeline(build: Build) -> None:
-    """The errors of both are those to float32 with the same weights, texts and first latents."""
+    """Both are compared with float32 results for the same weights, texts and initial latents."""
     low = build().to(torch.bfloat16)
     high = copy.deepcopy(low).to(torch.float32)
     texts = short_texts(low)
@@ -183,7 +183,10 @@ def the_cache_is_exact_where_nothing_is_reused(build: Build) -> None:
 
 
 def the_cache_reuses_what_a_request_had_itself(build: Build) -> None:
-    """Whoever is in the batch, and however long their texts are: patch by patch, and all blocks as one."""
+    """Independent of the other requests in the batch and of the lengths of their texts.
+
+    Checked patch by patch, and for the whole model as one block.
+    """
     pipe, requests = build(), mixed([8, 3, 5, 6])
     exact = denoised(served(pipe, **short_texts(pipe)), requests)
     for options in (_CACHE, CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2)):
@@ -246,14 +249,15 @@ PROMISES: tuple[Callable[[Build], None], ...] = (
 
 
 def check_family(build: Build) -> None:
-    """Check all promises for the family of a tiny pipeline. Raises AssertionError at the first that does not hold."""
+    """Check all guarantees for the family of a tiny pipeline. Raises AssertionError at the first that is broken."""
     for promise in PROMISES:
         promise(build)
 
 
 def _cached(pipe: Any, options: CacheOptions) -> tuple[ServedModel, PatchCache]:
-    """A served model with a cache of patches as large as a small image, which decides, where it reuses them one by one,
-    by their step and place alone.
+    """Return a served model with a cache of patches as large as a small image.
+
+    Where it reuses single patches, it decides by their step and place only.
     """
     size, _ = served(pipe).family.geometry.latent_size(_SMALL)
     model = served(pipe, EngineOptions(cache=replace(options, patch_size=size)), **short_texts(pipe))
@@ -261,13 +265,13 @@ def _cached(pipe: Any, options: CacheOptions) -> tuple[ServedModel, PatchCache]:
     assert cache is not None
     if options is _CACHE:
         cache.rule = ByPlace()
-        # Else the first step that wants a mask is computed in full, whoever wants it.
+        # Otherwise the first step in which any request needs a mask would be computed in full.
         cache.wants_masks[:] = [True] * len(cache.names)
     return model, cache
 
 
 def _given(model: ServedModel, prepared: PreparedRequest) -> PreparedRequest:
-    """The same request at its first step, for a model of another dtype."""
+    """Return the same request at its first step, for a model of another dtype."""
     own = model.prepare(prepared.request)
     own.latents = prepared.latents.clone()
     own.conditioning = {name: part.to(own.conditioning[name].dtype) for name, part in prepared.conditioning.items()}

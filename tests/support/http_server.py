@@ -1,4 +1,4 @@
-"""A server as users start it: `psctl serve --http` in a process of its own, on a port that is free."""
+"""A server as users start it: `psctl serve --http` in a process of its own, on a free port."""
 
 import queue
 import re
@@ -20,18 +20,18 @@ READY = re.compile(r"Serving at (http://\S+)/v1")
 
 
 def small_model(folder: Path) -> Path:
-    """A model of random weights that draws two small sizes with 4 steps."""
+    """Save a model with random weights that draws two small sizes with 4 steps."""
     return save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=list(SIZES), num_inference_steps=4)
 
 
 class HttpServer:
-    """A running server; without a model its options name two (`--cascade`).
+    """A running server; without a model, its options name two (`--cascade`).
 
     Attributes:
-        url: without `/v1`.
-        lines: of its stderr so far.
-        start_s: how long it may take until it is ready; from then on, how long it has taken.
-        reads_log: whether all of its stderr is read, and not only until it is ready.
+        url: base URL without `/v1`.
+        lines: lines of its stderr so far.
+        start_s: seconds that it may take to become ready; once ready, the seconds that it has taken.
+        reads_log: whether its stderr is read to the end, instead of only until it is ready.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HttpServer:
         self._said.put(None)
 
     def wait(self, pattern: re.Pattern[str], timeout_s: float = 60) -> re.Match[str]:
-        """The first line from now on that matches."""
+        """Wait for the next line that matches, and return the match."""
         while True:
             line = self._said.get(timeout=timeout_s)
             assert line is not None, "\n".join(["the server has ended:", *self.lines])
@@ -72,14 +72,14 @@ class HttpServer:
                 return match
 
     def metric(self, name: str) -> float:
-        """What `/metrics` says of one, with its labels; 0 where labels have not been counted yet."""
+        """Return a metric of `/metrics`, named with its labels; 0 if these labels have not been counted yet."""
         lines = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text.splitlines()
         if f"# TYPE {name.partition('{')[0].removesuffix('_total')}" not in "\n".join(lines):
             raise AssertionError(f"there is no metric {name}")
         return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
     def stop(self, sig: int = signal.SIGTERM) -> int:
-        """Send a signal; returns the exit code."""
+        """Send a signal and return the exit code."""
         self.process.send_signal(sig)
         return self.process.wait(60)
 

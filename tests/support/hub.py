@@ -1,4 +1,4 @@
-"""A hub on this machine, for the hub's own client: folders are repositories of one commit."""
+"""A local hub for the Hugging Face client, whose repositories are folders of one commit."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ COMMIT = "c" * 40
 
 @dataclass
 class Hub:
-    """Where it is, and which files were asked for, as `org/name/path`."""
+    """Address of a hub, and the files that were requested, as `org/name/path`."""
 
     url: str = ""
     fetched: list[str] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Hub:
 
 @contextmanager
 def serving_hub(repositories: Mapping[str, Path]) -> Iterator[Hub]:
-    """A hub with these repositories, by id."""
+    """Serve a hub with these repositories, by id."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
@@ -73,7 +73,7 @@ def serving_hub(repositories: Mapping[str, Path]) -> Iterator[Hub]:
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nobody reads it."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A rule of the patch cache that reuses a given share of patches, for tests and measurements of speed alone."""
+"""A reuse rule of the patch cache that reuses a given share of patches, for tests and measurements of speed."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from patchedserve.serving.cache.rules import Booleans, PatchView, ReuseRule
 
 
 class Imposed(ReuseRule):
-    """Reuses a given share of the patches, drawn anew for each block and step."""
+    """Reuses a given share of the patches, chosen at random for each block and step."""
 
     def __init__(self, share: float, seed: int = 0) -> None:
         self.share, self._rng = share, np.random.default_rng(seed)

@@ -9,7 +9,7 @@ from patchedserve.serving.models.served import ServedModel
 
 
 def run_joining(model: ServedModel, requests: Sequence[Request]) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
-    """Final latents of the requests, of which the i-th joins before step i, and the failures."""
+    """Run requests, of which the i-th joins before step i; returns their final latents and the failures."""
     coming, active = list(requests), []
     latents: dict[int, torch.Tensor] = {}
     failures: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""For how long a GPU computes, whatever the processor that tells it what to do takes meanwhile."""
+"""Time for which a GPU computes, without the time of the CPU that launches its kernels."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from patchedserve.serving.core.timing import synchronize
 
 
 def kernel_s(work: Callable[[], object], device: torch.device) -> float | None:
-    """Seconds for which kernels run, all streams together and copies left out; None on a CPU."""
+    """Return the seconds for which kernels run, over all streams and without copies; None on a CPU."""
     if device.type != "cuda":
         work()
         return None

@@ -1,4 +1,4 @@
-"""A file of requests, drawn by a process that is killed again and again."""
+"""A file of requests, drawn by a process that is killed repeatedly."""
 
 import json
 import random
@@ -17,12 +17,12 @@ from .waits import until
 
 @dataclass(frozen=True, slots=True)
 class KilledBatch:
-    """What is there at the end.
+    """Final state of the batch.
 
     Attributes:
-        names: how often each line has an answer, an image or an error.
-        num_broken: lines whose image cannot be read.
-        done_at_kills: lines that were done when the process was killed.
+        names: number of answers (images or errors) of each line.
+        num_broken: number of lines whose image cannot be read.
+        done_at_kills: number of finished lines at each kill.
     """
 
     names: Counter[str]
@@ -31,7 +31,7 @@ class KilledBatch:
 
 
 def draw_and_kill(lines: Path, output_dir: Path, model: str, kills: int, seed: int = 0) -> KilledBatch:
-    """Draw with `psctl batch run`, killed each time soon after it has drawn something, then to the end."""
+    """Draw with `psctl batch run`, killed repeatedly soon after it has drawn something, and finally to the end."""
     command = ["batch", "run", str(lines), "-o", str(output_dir), "--model", model]
     command += ["--workspace", str(output_dir / "workspace")]
     output, draws, done = output_dir / "output.jsonl", random.Random(seed), list[int]()

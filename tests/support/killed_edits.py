@@ -1,4 +1,4 @@
-"""Edits that record their template and read it, in processes that are killed at any moment."""
+"""Edits that record their template and read the record, in processes that are killed at any moment."""
 
 import random
 import shutil
@@ -24,14 +24,14 @@ SIZE = Resolution(64, 64)
 
 @dataclass(frozen=True, slots=True)
 class KilledEdits:
-    """What was found after each kill.
+    """State after each kill.
 
     Attributes:
-        moments: how often it was killed before it wrote anything, while the record was written, with the record there,
-            with some of the images, and how often it had ended before.
-        wrong_images: files that differ from those of a command that nobody kills.
-        half_records: records in the folder that are not whole.
-        failed: commands that did not end well after a kill.
+        moments: number of kills before anything was written, while the record was being written, with the record
+            complete, and with some of the images written, and how often the command had ended before.
+        wrong_images: files that differ from those of a command that was not killed.
+        half_records: incomplete records in the folder.
+        failed: commands that failed after a kill.
     """
 
     moments: Counter[str]
@@ -41,7 +41,7 @@ class KilledEdits:
 
 
 def edit_and_kill(folder: Path, model: Path, kills: int, num_images: int = 6, seed: int = 0) -> KilledEdits:
-    """`psctl edit --reuse`, killed so many times: every other time it has to record the template before."""
+    """Run `psctl edit --reuse` and kill it this many times; every other time it has to record the template first."""
     draws, moments = random.Random(seed), Counter[str]()
     wrong_images = half_records = failed = 0
     mask = np.zeros((SIZE.height, SIZE.width), bool)
@@ -63,7 +63,7 @@ def edit_and_kill(folder: Path, model: Path, kills: int, num_images: int = 6, se
         assert start(folder / "expected").wait() == 0
         return time.monotonic() - started_s
 
-    finish()  # what is measured once
+    finish()  # run the measurements that are made only once
     expected = {path.name: path.read_bytes() for path in (folder / "expected").iterdir()}
     assert len(expected) == num_images
     shutil.rmtree(next(records()))

@@ -1,4 +1,4 @@
-"""Synthetic tables of step latencies that follow a known law, for tests."""
+"""Synthetic tables of step latencies that follow a known formula, for tests."""
 
 import math
 import random
@@ -34,9 +34,9 @@ CIRCUMSTANCES = RunFacts(
 
 
 def law_ms(counts: Mapping[Resolution, int]) -> float:
-    """As on a small machine: few images take as long as the host needs, more as long as their pixels and attention.
+    """Latency of a step as on a small machine: bound by the host for few images, by pixels and attention for more.
 
-    Each resolution costs a bit, and a batch of a single one is cheaper, because it needs no patches.
+    Each resolution has a small cost, and a batch of a single resolution is cheaper, because it needs no patches.
     """
     megapixels = {resolution: resolution.pixels / 1e6 for resolution in counts}
     images = sum(count * (130 * megapixels[size] + 900 * megapixels[size] ** 2) for size, count in counts.items())
@@ -51,7 +51,7 @@ def law_rows(
     sizes: tuple[Resolution, ...] = SIZES,
     max_batch_size: int = 16,
 ) -> list[LatencyRow]:
-    """Rows whose medians are off the law by so much (standard deviation, relative)."""
+    """Return rows whose medians deviate from the law by `noise` (relative standard deviation)."""
     generator = random.Random(seed)
     rows = []
     for combination in stratified_combinations(sizes, count, max_batch_size, seed):
@@ -62,8 +62,8 @@ def law_rows(
 
 
 def write_profiles(folder: Path, *, load_s: float = 1.0, keep: Keep = "all", engine: str = "patched") -> None:
-    """Into a workspace's tables: a table of two small sizes, of 50 ms a step and more, and a profile of edits with 20
-    ms a step, 5 ms an edit, and so many seconds for a record."""
+    """Write to a workspace's tables: step latencies of two small sizes, from 50 ms on, and a profile of edits with 20
+    ms a step, 5 ms an edit, and `load_s` for a record."""
     sizes, facts = parse_list("32,64x32"), replace(CIRCUMSTANCES, engine=engine)
     counts = [{size: number} for size in sizes for number in (1, 4)] + [dict.fromkeys(sizes, 2)]
     rows = [LatencyRow(each, (50.0 + 10 * sum(each.values()),), ()) for each in counts]

@@ -1,4 +1,4 @@
-"""What every reader of a patch layout relies on, checked."""
+"""Invariants of a patch layout."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from patchedserve.serving.layout.patch_layout import DIRECTIONS, Integers, Patch
 
 
 def check_layout(layout: PatchLayout) -> None:
-    """Verify what every reader of a layout relies on, independently of how `build` computes it.
+    """Check the invariants that readers of a layout rely on, independently of how `build` computes it.
 
     Raises:
-        RuntimeError: the layout contradicts itself; the message says where.
+        RuntimeError: the layout is inconsistent; the message says where.
     """
     requests = np.arange(len(layout.order))
     patches = np.arange(layout.num_patches)

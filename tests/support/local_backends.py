@@ -1,4 +1,4 @@
-"""Backends of one engine, requests for them, and faults of their engines and models."""
+"""Backends with one engine, requests for them, and faults of their engines and models."""
 
 import asyncio
 import threading
@@ -48,7 +48,7 @@ class Ending(Follower):
 
 
 class Quick:
-    """Step latencies, for policies that ask."""
+    """Constant step latencies, for policies that need a predictor."""
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return 1e-3
@@ -59,7 +59,7 @@ def request(number: int, steps: int = 6, size: Resolution = SIZE) -> Request:
 
 
 async def is_taken(backend: LocalBackend, asked: Request, ending: Ending) -> bool:
-    """Hand a request in, unless there is no engine just now."""
+    """Submit a request; returns False if there is no engine at the moment."""
     try:
         await backend.submit(asked, ending)
     except ApiError as error:
@@ -75,21 +75,21 @@ def front_end_of(backend: LocalBackend, limits: Limits) -> FrontEnd:
 
 
 def app_of(front_end: FrontEnd, folder: Path) -> FastAPI:
-    """The routes of a server with this front end, whose batches are in a folder."""
+    """Return the application of a server with this front end, whose batches are stored in a folder."""
     edits = EditProcesses(front_end.model, front_end.limits)
     metrics = Metrics((SIZE,), front_end.backend)
     return make_app(front_end, metrics, Live(front_end), Batches(folder, front_end, 1), edits)
 
 
 async def answers(backend: LocalBackend, folder: Path) -> dict[str, httpx.Response]:
-    """What the probes of a server over this backend answer."""
+    """Return the responses of the probes of a server with this backend."""
     app = app_of(front_end_of(backend, Limits()), folder)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://psctl") as client:
         return {path: await client.get(path) for path in ("/livez", "/readyz", "/health")}
 
 
 async def probes(backend: LocalBackend, folder: Path) -> dict[str, int]:
-    """Statuses of these answers."""
+    """Return the status codes of the probes of a server with this backend."""
     return {path: answer.status_code for path, answer in (await answers(backend, folder)).items()}
 
 
@@ -106,12 +106,15 @@ def run(work: Callable[[LocalBackend], Coroutine[Any, Any, None]], model: Served
 
 
 def bombed(monkeypatch: pytest.MonkeyPatch, goes_off: Bomb) -> list[str]:
-    """Let the engine's loop crash where `goes_off` says so of the requests that are open; returns when it did."""
+    """Make the engine's loop crash when `goes_off` is true of the open requests.
+
+    Returns a list of the crashes' threads, which grows with each crash.
+    """
     crashes: list[str] = []
     decide, serve = Scheduler.decide, SideStages.serve
 
     def look(scheduler: Scheduler) -> None:
-        # The one step of the warm-up is left alone.
+        # The warm-up, which has a single step, is exempt.
         states = [state for state in list(scheduler._open.values()) if state.num_iterations > 1]
         if states and goes_off(states):
             crashes.append(threading.current_thread().name)
@@ -126,13 +129,13 @@ def bombed(monkeypatch: pytest.MonkeyPatch, goes_off: Bomb) -> list[str]:
         serve(stages)
 
     monkeypatch.setattr(Scheduler, "decide", looking_decide)
-    # With stages between the steps, a decision never finds a request that is decoded.
+    # With stages between the steps, no request is ever in the decoder at a decision.
     monkeypatch.setattr(SideStages, "serve", looking_serve)
     return crashes
 
 
 def once_at(stage: str) -> Bomb:
-    """The first time that a request is there."""
+    """Return a condition that is true the first time that a request is at this stage."""
     has_gone = False
 
     def goes_off(states: Sequence[RequestState]) -> bool:
@@ -146,7 +149,7 @@ def once_at(stage: str) -> Bomb:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, model: ServedModel, stage: str, fails: Callable[[], bool]) -> None:
-    """Let a stage's part of the model fail, as it does after an error of CUDA, where `fails` says so."""
+    """Make a stage's part of the model fail, as after a CUDA error, whenever `fails` returns True."""
     parts = {
         "preparing": model.pipe.text_encoder,
         "denoising": model.denoiser,
@@ -164,7 +167,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, model: ServedModel, stage: str, fai
 
 
 async def status_of(backend: LocalBackend, number: int) -> str | None:
-    """How a request ends; None where it is refused."""
+    """Submit a request and return its final status; None if it is refused."""
     ending = Ending()
     if not await is_taken(backend, request(number), ending):
         return None
@@ -172,7 +175,10 @@ async def status_of(backend: LocalBackend, number: int) -> str | None:
 
 
 def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """The engine waits where requests are active: the first is set when it does, and it goes on with the second."""
+    """Make the engine wait while requests are active.
+
+    Returns an event that is set once it waits, and one that lets it continue.
+    """
     is_held, goes_on = threading.Event(), threading.Event()
 
     def waits(states: Sequence[RequestState]) -> bool:

@@ -19,9 +19,10 @@ _LAYERS = {"unet": "to_k to_q to_v to_out.0", "transformer": "to_k to_q to_v to_
 def save_lora(
     path: Path, pipe: Any, *parts: str, seed: int = 0, rank: int = 4, layers: str | None = None, **options: Any
 ) -> Path:
-    """Save an adapter of these parts of a pipeline (`unet`, `transformer`, `text_encoder`), which it leaves alone.
+    """Save an adapter of these parts of a pipeline (`unet`, `transformer`, `text_encoder`), which are not changed.
 
-    `layers` names those of the denoising model as an expression, by default those of attention; `options` are peft's.
+    `layers` is a regular expression for layers of the denoising model, by default those of attention; `options` are
+    peft's.
     """
     states = {}
     with torch.random.fork_rng(devices=[]):
@@ -37,7 +38,7 @@ def save_lora(
 
 
 def fused(pipe: Any, loras: Sequence[tuple[Path, float]]) -> Any:
-    """The pipeline itself, with these adapters fused at their scales, as diffusers' guide does."""
+    """Return the pipeline itself, with these adapters fused at their scales, as in diffusers' guide."""
     names = [path.stem for path, _ in loras]
     for path, _ in loras:
         pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=path.stem)
@@ -48,7 +49,7 @@ def fused(pipe: Any, loras: Sequence[tuple[Path, float]]) -> Any:
 
 
 def alone(pipe: Any, loras: Mapping[str, Path], requests: Sequence[Request]) -> list[torch.Tensor]:
-    """What the pipeline gives for each request by itself with its adapters set and short texts, as final latents."""
+    """Return the final latents of the pipeline for each request alone, with its adapters set and short texts."""
     for name, path in loras.items():
         pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
     found = []

@@ -1,7 +1,7 @@
-"""How much slower than the machine of the documentation this one is just now, where other tests run beside.
+"""Current slowness of this machine, which may run other tests, relative to the machine of the documentation.
 
-Time `reference_s` right before what is timed, several times, and compare the least of both: neither then gains by a
-moment in which the other was held up.
+Time `reference_s` right before the code under test, several times, and compare the minima of both, so that a moment in
+which one of them was delayed does not favour the other.
 """
 
 import time
@@ -11,19 +11,19 @@ _QUIET_S = 0.001
 
 
 def reference_s() -> float:
-    """Processor time of a fixed piece of Python."""
+    """Return the CPU time of a fixed piece of Python."""
     start_s = time.process_time()
     _work()
     return time.process_time() - start_s
 
 
 def slowness(least_reference_s: float) -> float:
-    """How many times as long as on that machine things take; at least 1."""
+    """Return how many times as long as on that machine code takes; at least 1."""
     return max(1.0, least_reference_s / _QUIET_S)
 
 
 def _work() -> int:
-    """Dictionaries, objects and arithmetic, as in Python code of ours."""
+    """Use dictionaries, objects and arithmetic, as our own Python code does."""
     counts: dict[int, list[int]] = {}
     for number in range(6000):
         counts.setdefault(number * 7919 % 257, []).append(number)

@@ -28,7 +28,7 @@ SD3: dict[str, Any] = {
     "pooled_projection_dim": 768 + 1280,
     "pos_embed_max_size": 192,
 }
-FLUX: dict[str, Any] = {"guidance_embeds": True}  # all else is the class's default
+FLUX: dict[str, Any] = {"guidance_embeds": True}  # everything else is the class's default
 KLEIN: dict[str, Any] = {  # the model of 4 billion weights
     "num_layers": 5,
     "num_single_layers": 20,
@@ -36,7 +36,7 @@ KLEIN: dict[str, Any] = {  # the model of 4 billion weights
     "joint_attention_dim": 3 * 2560,
     "guidance_embeds": False,
 }
-AURA: dict[str, Any] = {"pos_embed_max_size": 9216}  # as of AuraFlow 0.3; so below, all else is the class's default
+AURA: dict[str, Any] = {"pos_embed_max_size": 9216}  # as in AuraFlow 0.3; everything else is the class's default
 PIXART: dict[str, Any] = {"caption_channels": 4096, "interpolation_scale": 2, "use_additional_conditions": False}
 LUMINA2: dict[str, Any] = {"cap_feat_dim": 2304}
 TINY: dict[str, dict[str, Any]] = {

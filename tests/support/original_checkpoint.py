@@ -1,4 +1,4 @@
-"""Checkpoints of a single file, as Stable Diffusion was published before diffusers: the names of its tensors inverted.
+"""Single-file checkpoints, as Stable Diffusion was published before diffusers: the mapping of tensor names inverted.
 
 Names follow the original implementation (CompVis' latent diffusion; Stability's generative models for SDXL).
 """
@@ -33,7 +33,7 @@ _OPEN_CLIP = {"layer_norm1.": "ln_1.", "layer_norm2.": "ln_2.", "mlp.fc1.": "mlp
 
 
 def save_original(pipe: Any, path: Path) -> Path:
-    """Write Stable Diffusion 1.x or SDXL as one file; encoders of SDXL must differ in width, as the published do."""
+    """Write Stable Diffusion 1.x or SDXL as one file; SDXL's encoders must differ in width, as the published ones."""
     tensors = {f"model.diffusion_model.{name}": value for name, value in _unet(pipe.unet).items()}
     tensors |= {f"first_stage_model.{name}": value for name, value in _autoencoder(pipe.vae).items()}
     is_xl = hasattr(pipe, "text_encoder_2")
@@ -91,7 +91,7 @@ def _autoencoder(vae: Any) -> Tensors:
         old = re.sub(r"mid_block\.resnets\.(\d+)\.", lambda match: f"mid.block_{int(match[1]) + 1}.", old)
         if "mid_block.attentions.0." in old:
             old = _renamed(old.replace("mid_block.attentions.0.", "mid.attn_1."), _ATTENTION)
-            value = value[:, :, None, None] if value.ndim == 2 else value  # a convolution of one pixel there
+            value = value[:, :, None, None] if value.ndim == 2 else value  # a 1x1 convolution in the original
         found[old] = value
     return found
 

@@ -1,4 +1,4 @@
-"""A command of the application whose lines a test says, started as the console script is."""
+"""A command of the application whose body a test supplies, started as the console script is."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def try_it(json: Json = False, quiet: Quiet = False) -> None:
 
 sys.exit(main(["try", *sys.argv[1:]]))
 """
-"""Adds a command that runs the lines put in for BODY, then starts it as the console script does."""
+"""Adds a command that runs the lines inserted for BODY, then starts it as the console script does."""
 
 
 def run_body(

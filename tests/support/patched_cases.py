@@ -1,4 +1,4 @@
-"""The models, batches and ways of running that tests of the patch engine's models go through."""
+"""Models, batches and ways of running for the tests of the patch engine's models."""
 
 import functools
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ TRANSFORMERS = [
     *("sd3", "sd35", "flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image"),
 ]
 MASKED = ["chroma", "pixart", "lumina2", "qwen", "z-image"]
-"""Of these, those whose text has a mask: what it leaves out is not told by equal tokens."""
+"""Models whose text has a mask: equal tokens do not identify what it leaves out."""
 PLACED = ["flux2", "klein"]
-"""Those whose text tokens have a place each: equal ones do not count alike. Their images may have odd sides."""
+"""Models whose text tokens have positions, so that equal tokens differ. Their images may have odd sides."""
 SOME = ["sd15", "sdxl", "scale-shift", "sd3", "sd35", "flux"]
 FOUR_LEVELS = ["sd15", "sd2"]  # patches of 8 and more
 BUNDLED = ["emoji-xl", "emoji-3"]
@@ -46,7 +46,7 @@ BATCHES: dict[str, tuple[list[Size], int]] = {
     "many resolutions": ([(8, 8), (8, 16), (16, 8), (16, 16), (8, 24), (24, 8), (24, 16), (16, 24), (32, 8)], 1),
     "odd sides": ([(15, 18), (17, 16), (15, 18), (9, 7)], 1),
     "few pixels": ([(2, 2), (4, 4), (2, 6)], 1),
-    # At the deeper levels every image is one position, so that levels have equal shapes.
+    # At the deeper levels every image is a single position, so that levels have equal shapes.
     "one position": ([(2, 2), (2, 2)], 1),
 }
 MIXED: list[Size] = [(16, 16), (16, 16), (16, 16), (24, 24), (16, 32), (8, 8)]
@@ -54,7 +54,7 @@ MIXED: list[Size] = [(16, 16), (16, 16), (16, 16), (24, 24), (16, 32), (8, 8)]
 
 @functools.cache
 def model_of(name: str) -> Any:
-    """A model that tests must leave as it is."""
+    """Return a model, which tests must not change."""
     if name in MODELS:
         return MODELS[name](seed=1)
     pipe: Any = load_model(name, device="cpu", dtype="float32").pipe
@@ -62,11 +62,11 @@ def model_of(name: str) -> Any:
 
 
 def ways_for(name: str, sizes: Sequence[Size], ways: Sequence[Way] = tuple(WAYS)) -> list[Way]:
-    """The ways that the model and these sizes allow. SD3 has no convolutions, and so nothing to choose."""
+    """Return the ways that the model and these sizes allow. SD3 has no convolutions, hence no choice of strategy."""
     has_choice = name in UNETS or name == "emoji-xl"
     return [way for way in ways if way.fits(model_of(name), sizes) and (has_choice or way.strategy == "regroup")]
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, int]]:
-    """Every module with its place, in order."""
+    """Return the name and id of every module, in order."""
     return [(name, id(module)) for name, module in model.named_modules(remove_duplicate=False)]

@@ -1,4 +1,4 @@
-"""Batches of rows for the models of `random_models`, and what plain diffusers and the patch engine give for them."""
+"""Batches of rows for the models of `random_models`, and their results with plain diffusers and the patch engine."""
 
 import math
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Row:
 
 
 def draw_rows(model: Any, sizes: Sequence[Size], *, num_each: int = 1, seed: int = 0) -> list[Row]:
-    """Rows sorted by resolution as `PatchLayout` sorts. All differ in latents, timestep and conditions.
+    """Draw rows, sorted by resolution as in `PatchLayout`. All differ in latents, timestep and conditions.
 
     With `num_each` 2 every size is a guided request: two rows with the same latents and timestep and different texts.
     """
@@ -77,7 +77,7 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
         assert transformer is not None
         mask = transformer.mask
         if transformer.pads_to is not None:
-            # As long as with its pads, `PAD`.
+            # The length includes the padding, `PAD`.
             own, text = int(2 + 4 * draw(1).abs()), given["encoder_hidden_states"]
             given["encoder_hidden_states"] = F.pad(text, (0, 0, 0, 2 * transformer.pads_to - len(text)))
             number = torch.arange(2 * transformer.pads_to)
@@ -95,7 +95,7 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
 
 
 def stack_conditions(rows: Sequence[Row]) -> dict[str, Any]:
-    """The conditions of all rows, with one entry per row."""
+    """Return the conditions of all rows, with one entry per row."""
     return _stack([row.conditions for row in rows])
 
 
@@ -110,7 +110,7 @@ def _stack(conditions: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def to_dtype(row: Row, dtype: torch.dtype) -> Row:
-    """The row with latents and conditions in another dtype."""
+    """Return the row with latents and conditions in another dtype."""
 
     def cast(value: Any) -> Any:
         return {name: cast(item) for name, item in value.items()} if isinstance(value, dict) else value.to(dtype)
@@ -120,7 +120,7 @@ def to_dtype(row: Row, dtype: torch.dtype) -> Row:
 
 @torch.inference_mode()
 def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
-    """What unmodified diffusers gives, one row at a time."""
+    """Return the results of unmodified diffusers, one row at a time."""
     name = "sample" if isinstance(model, UNet2DConditionModel) else "hidden_states"
     results = []
     for row in rows:
@@ -151,7 +151,7 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _run_flux(model: Any, given: dict[str, Any], size: Size) -> Tensor:
-    """As `FluxPipeline` calls its model."""
+    """Call the model as `FluxPipeline` does."""
     (height, width), latents, text = size, given["hidden_states"], given["encoder_hidden_states"]
     given["hidden_states"] = FluxPipeline._pack_latents(latents, 1, latents.shape[1], height, width)
     given["timestep"] = given["timestep"].to(latents.dtype) / 1000
@@ -161,7 +161,7 @@ def _run_flux(model: Any, given: dict[str, Any], size: Size) -> Tensor:
 
 
 def _run_flux2(model: Any, given: dict[str, Any], latents: Tensor) -> Tensor:
-    """As `Flux2Pipeline` calls its model."""
+    """Call the model as `Flux2Pipeline` does."""
     text, ids = given["encoder_hidden_states"], Flux2Pipeline._prepare_latent_ids(latents[None])
     given["hidden_states"] = Flux2Pipeline._pack_latents(latents[None])
     given["timestep"] = given["timestep"].to(latents.dtype) / 1000
@@ -171,7 +171,7 @@ def _run_flux2(model: Any, given: dict[str, Any], latents: Tensor) -> Tensor:
 
 
 def _run_qwen(model: Any, given: dict[str, Any], size: Size) -> Tensor:
-    """As `QwenImagePipeline` calls its model."""
+    """Call the model as `QwenImagePipeline` does."""
     (height, width), latents = size, given["hidden_states"]
     given["hidden_states"] = QwenImagePipeline._pack_latents(latents, 1, latents.shape[1], height, width)
     given["timestep"] = given["timestep"].to(latents.dtype) / 1000
@@ -181,7 +181,7 @@ def _run_qwen(model: Any, given: dict[str, Any], size: Size) -> Tensor:
 
 @torch.inference_mode()
 def run_patched(patched: PatchedModel, rows: Sequence[Row], *, repeats: int = 1) -> list[Tensor]:
-    """What the patch engine gives for all rows as one batch."""
+    """Return the results of the patch engine for all rows as one batch."""
     packing = patched.pack([row.size for row in rows])
     patched.begin(packing, repeats=repeats)
     return call_patched(patched, rows)
@@ -189,7 +189,7 @@ def run_patched(patched: PatchedModel, rows: Sequence[Row], *, repeats: int = 1)
 
 @torch.inference_mode()
 def call_patched(patched: PatchedModel, rows: Sequence[Row]) -> list[Tensor]:
-    """One more call for a batch that has begun."""
+    """Call the model once more for a batch that has begun."""
     packing = patched.context.packing
     assert packing is not None
     timesteps = torch.tensor([row.timestep for row in rows])
@@ -198,7 +198,7 @@ def call_patched(patched: PatchedModel, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest error of any row, each relative to the largest value of its own row."""
+    """Return the largest error of any row, relative to the largest value of that row."""
     errors = []
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape, f"{tuple(one.shape)} against {tuple(other.shape)}"
@@ -209,7 +209,7 @@ def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run the patch engine. The strategy `mixed` alternates from one convolution to the next."""
+    """A way to run the patch engine. The strategy `mixed` alternates from one convolution to the next."""
 
     order: Order
     patch_size: int | None
@@ -240,7 +240,7 @@ class Way:
 
 
 class Alternation:
-    """A `choose` that alternates between the strategies, and remembers where it chose which."""
+    """A `choose` function that alternates between the strategies, and records its choices."""
 
     def __init__(self) -> None:
         self.chosen: dict[tuple[PatchedConv, int], Strategy] = {}

@@ -1,6 +1,6 @@
-"""PNG files of every colour type and bit depth, written from their samples, and what each of their pixels must be.
+"""PNG files of every colour type and bit depth, written from their samples, with the expected value of each pixel.
 
-By the specification (ISO/IEC 15948), and by nothing that the readers under test use.
+The code follows the specification (ISO/IEC 15948), and uses nothing that the readers under test use.
 """
 
 import struct
@@ -15,7 +15,7 @@ GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
 CHANNELS = {GREY: 1, RGB: 3, PALETTE: 1, GREY_ALPHA: 2, RGBA: 4}
 DEPTHS = {GREY: (1, 2, 4, 8, 16), RGB: (8, 16), PALETTE: (1, 2, 4, 8), GREY_ALPHA: (8, 16), RGBA: (8, 16)}
 _PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-"""Passes of an interlaced file: first column and row, and the steps between those that follow."""
+"""Passes of an interlaced file: first column and row, and the distances to the following columns and rows."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Png:
     """A PNG before it is written.
 
     Attributes:
-        samples: (height, width, channels), from 0 to 2^depth - 1; of a palette, its indices.
-        colour: type of the header.
-        depth: bits of a sample.
+        samples: (height, width, channels), from 0 to 2^depth - 1; with a palette, indices of its entries.
+        colour: colour type of the header.
+        depth: bits per sample.
         palette: (entries, 3), from 0 to 255.
-        transparent: what tRNS says: the samples of the one colour that is transparent, or the alpha of the first
-            entries of the palette; None: the chunk is not there.
+        transparent: content of tRNS: the samples of the only transparent colour, or the alpha of the first entries of
+            the palette; None for a file without the chunk.
         is_interlaced: whether the file is written in seven passes.
     """
 
@@ -45,7 +45,7 @@ class Png:
         return self.transparent is not None or self.colour in (GREY_ALPHA, RGBA)
 
     def to_bytes(self, exif: bytes | None = None) -> bytes:
-        """The file. Rows have all five filters by turns."""
+        """Return the file. Its rows use all five filters in turn."""
         height, width, _ = self.samples.shape
         header = struct.pack(">IIBBBBB", width, height, self.depth, self.colour, 0, 0, self.is_interlaced)
         chunks = [(b"IHDR", header)]
@@ -65,7 +65,7 @@ class Png:
         )
 
     def rgba(self) -> NDArray[np.uint8]:
-        """What each pixel is, (height, width, 4): red, green, blue and alpha, scaled to eight bits."""
+        """Return the pixels, (height, width, 4): red, green, blue and alpha, scaled to eight bits."""
         most = 2**self.depth - 1
         if self.palette is not None:
             alphas = np.full(len(self.palette), 255)
@@ -106,7 +106,7 @@ def _paeth(left: int, up: int, corner: int) -> int:
 
 
 class PngCase(NamedTuple):
-    """Type of colour, bits of a sample, and whether there is a tRNS chunk."""
+    """Colour type, bits per sample, and whether there is a tRNS chunk."""
 
     colour: int
     depth: int
@@ -119,13 +119,13 @@ CASES = [
     for depth in depths
     for has_key in ((False,) if colour in (GREY_ALPHA, RGBA) else (False, True))
 ]
-"""All that the specification allows."""
+"""All combinations that the specification allows."""
 
 
 def random_png(rng: np.random.Generator, colour: int, depth: int, has_key: bool, *, is_interlaced: bool = False) -> Png:
-    """A PNG of random samples, 13x11; its tRNS chunk is of a colour that occurs, or of all palette entries but one."""
+    """Return a PNG of random samples, 13x11; its tRNS chunk has an existing colour, or all palette entries but one."""
     most, shape = 2**depth - 1, (11, 13, CHANNELS[colour])
-    # Near each other, too, so that colours that differ in their low bits only are not taken for the same.
+    # Half of the values are neighbours, to catch readers that confuse colours which differ in their low bits only.
     samples = np.where(rng.random(shape) < 0.5, rng.integers(0, most + 1, shape), rng.integers(0, 2, shape) + most // 2)
     palette = transparent = None
     if colour == PALETTE:

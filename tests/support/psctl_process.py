@@ -1,20 +1,18 @@
-"""`psctl` in processes of its own, most of which begin as forks of one that has imported everything.
+"""`psctl` in processes of its own, most of which are forks of one that has imported everything.
 
 The imports of torch, diffusers and transformers take 4 to 6 CPU seconds, which tests of servers, of Ctrl-C and of kills
-need not pay for each of their processes. The tests of a pytest worker share fork servers: processes that import, and do
-nothing else. They have one thread, ask for no device, and ignore Ctrl-C. For each command one forks a keeper; the
-keeper forks the command, and tells its process id and, when it has ended, how. A forked command has the arguments,
-environment, folder, outputs and signal handlers that it would have had if it had been started, and runs the console
-script as `__main__`. Its process id, signals, pipes and exit code are real. At its end it waits for its threads, calls
-what is registered for the exit and flushes its outputs, but does not take the interpreter apart, which is another 1.4
-CPU seconds.
+need not spend on each of their processes. The tests of a pytest worker share fork servers: processes that only import.
+They have one thread, use no device, and ignore Ctrl-C. For each command, a fork server forks a keeper. The keeper forks
+the command, and reports its process id and, at its end, its exit code. A forked command has the same arguments,
+environment, folder, outputs and signal handlers as a started one, and runs the console script as `__main__`. Its
+process id, signals, pipes and exit code are real. At its end it waits for its threads, calls its exit handlers and
+flushes its outputs, but does not finalise the interpreter, which would take another 1.4 CPU seconds.
 
-What libraries read from the environment as they are imported, a fork server has read from its own. So there is one for
-each environment, in which only variables of psctl may differ, and the last two are kept. A command is started anew
-where torch computes with several threads, which a fork would lack (in benchmarks, that is), where PSCTL_THREADS is set
-(it is for libraries), and where coverage is measured. Tests of the start itself (which
-packages are imported, what those write, what the help takes) do not come here, nor do ranks and workers, which psctl
-starts in its own ways.
+Libraries read environment variables at import, so a fork server has read them from its own environment. There is
+therefore one for each environment, apart from the variables of psctl, and the last two are kept. A command is started
+as a new process if torch uses several threads, which a fork would lack (in benchmarks, that is), if PSCTL_THREADS is
+set (which libraries read), and if coverage is measured. Tests of the start itself (imported packages, their output, the
+time of the help) do not use this module, nor do ranks and workers, which psctl starts in its own ways.
 """
 
 import atexit
@@ -49,7 +47,7 @@ _PRELOADED = (
     "patchedserve.serving.server.run",
     "matplotlib.pyplot",
 )
-"""What most commands import. Not pyarrow, which starts a thread."""
+"""Modules that most commands import, except pyarrow, which starts a thread."""
 _NOT_FOR_LIBRARIES = {
     "PYTEST_CURRENT_TEST",
     "FAULTY_DISK",
@@ -59,15 +57,16 @@ _NOT_FOR_LIBRARIES = {
     "KINETO_LOG_LEVEL",
     "TORCHINDUCTOR_CACHE_DIR",
 }
-"""Beside `PSCTL_...`: what pytest changes with each test, how the disk fails, and what psctl and torch set."""
+"""Other variables that may differ: pytest sets them for each test, faulty disks need them, or psctl or torch set them.
+"""
 _MOST_BYTES = 1 << 18
 
 
 class ForkedPsctl:
-    """A command that the fork server has forked; as much of `subprocess.Popen` as tests need.
+    """A command that the fork server has forked, with the part of `subprocess.Popen`'s interface that tests need.
 
     Attributes:
-        pid, returncode, stdout, stderr: see `subprocess.Popen`.
+        pid, returncode, stdout, stderr: as in `subprocess.Popen`.
     """
 
     def __init__(self, server: socket.socket, command: Mapping[str, object], stdout: int, stderr: int) -> None:
@@ -82,13 +81,13 @@ class ForkedPsctl:
         self.pid = int(self._keeper.recv(_MOST_BYTES))
 
     def poll(self) -> int | None:
-        """See `subprocess.Popen`."""
+        """Return the exit code; None while the command is running."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """See `subprocess.Popen`."""
+        """Wait for the command to end and return its exit code. Raises `subprocess.TimeoutExpired`."""
         if self.returncode is None:
             if not select.select([self._keeper], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("psctl", timeout or 0.0)
@@ -97,7 +96,10 @@ class ForkedPsctl:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """See `subprocess.Popen`; an output that is not read is empty. A command that is not over in time is killed."""
+        """Read both outputs and wait for the end; an output without a pipe is "".
+
+        After the timeout, the command is killed and `subprocess.TimeoutExpired` raised.
+        """
         with ThreadPoolExecutor(2) as pool:
             texts = [pool.submit(each.read) if each else None for each in (self.stdout, self.stderr)]
             try:
@@ -109,13 +111,13 @@ class ForkedPsctl:
         return out, err
 
     def send_signal(self, sig: int) -> None:
-        """See `subprocess.Popen`."""
+        """Send a signal, if the command is still running."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it ends at this moment
                 os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """See `subprocess.Popen`."""
+        """Kill the command."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -132,9 +134,9 @@ def start_psctl(
     """Start `psctl ARGUMENTS...`.
 
     Args:
-        arguments: what follows `psctl`.
-        env: what is added to this process's environment.
-        cwd: its folder; None for this process's.
+        arguments: arguments of `psctl`.
+        env: variables added to this process's environment.
+        cwd: working folder; None for this process's.
         stdout, stderr: `subprocess.PIPE` or `subprocess.DEVNULL`.
     """
     command = [find_script(), *map(str, arguments)]
@@ -149,7 +151,7 @@ def start_psctl(
 
 @functools.cache
 def find_script() -> str:
-    """Path of the installed console script."""
+    """Return the path of the installed console script."""
     script = shutil.which("psctl", path=str(Path(sys.executable).parent))
     assert script is not None, "psctl is not installed beside this Python; run `make setup`"
     return script
@@ -165,8 +167,9 @@ def _for_libraries(environment: Mapping[str, str]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=2)
 def _fork_server(environment: frozenset[tuple[str, str]]) -> socket.socket:
-    """The end of a fork server with this environment, which leaves when that is closed: as two others were asked for
-    since, or this process ends.
+    """Start a fork server with this environment and return its socket.
+
+    The server exits when the socket is closed: after two others have been requested, or when this process ends.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
@@ -177,11 +180,11 @@ def _fork_server(environment: frozenset[tuple[str, str]]) -> socket.socket:
 
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Fork servers, which nobody waits for."""
+"""Fork servers, kept because no code waits for them."""
 
 
 def _output(wanted: int) -> tuple[IO[str] | None, int]:
-    """What this process reads of an output, if anything, and what is written to."""
+    """Open an output; returns the end that this process reads (None for DEVNULL), and the end that is written to."""
     if wanted == subprocess.DEVNULL:
         return None, os.open(os.devnull, os.O_WRONLY)
     ours, theirs = os.pipe()
@@ -189,7 +192,7 @@ def _output(wanted: int) -> tuple[IO[str] | None, int]:
 
 
 def _serve(channel: socket.socket) -> dict[str, Any] | None:
-    """Be the fork server. Returns None as its pytest worker ends, and in each command what that has been told."""
+    """Run the fork server. Returns None in the server when its pytest worker ends, and the settings in each command."""
     while True:
         told, numbers, _, _ = socket.recv_fds(channel, _MOST_BYTES, 3)
         with contextlib.suppress(ChildProcessError):
@@ -206,7 +209,7 @@ def _serve(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def _keep(keeper: int, stdout: int, stderr: int) -> None:
-    """Fork, and return in the command only: this process waits until that ends, and tells its exit code."""
+    """Fork and return in the command only; this process waits for its end and reports its exit code."""
     process = os.fork()
     if not process:
         os.dup2(stdout, 1)
@@ -221,9 +224,9 @@ def _keep(keeper: int, stdout: int, stderr: int) -> None:
 
 
 def main() -> None:
-    """The fork server, and every command that it forks."""
-    exit_code = 1  # of what nobody catches
-    # The first to be registered is the last to be called.
+    """Run the fork server, and every command that it forks."""
+    exit_code = 1  # for an uncaught exception
+    # The first registered handler is called last.
     atexit.register(lambda: _leave(exit_code))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel, sys.path[0] = socket.socket(fileno=int(sys.argv[1])), str(Path(find_script()).parent)
@@ -242,7 +245,7 @@ def main() -> None:
     os.environ.update(told["environment"])
     os.chdir(told["cwd"])
     sys.argv = told["argv"]
-    # The server's own may be a file, where the command's is a pipe, which has no places.
+    # The server's stdout may be a file, while the command's is a pipe, which cannot seek.
     sys.stdout = open(1, "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115  it stays open
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""An engine and its backend that call no model: a real scheduler on any event loop's clock, with faults at random."""
+"""An engine and its backend without a model: a real scheduler on any event loop's clock, with random faults."""
 
 import asyncio
 import random
@@ -25,20 +25,20 @@ STEP_S = 0.05
 
 
 class TableOfSteps:
-    """Step latencies as they are when nothing is wrong."""
+    """Step latencies without faults."""
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return STEP_S * (1 + 0.25 * (len(active) - 1))
 
 
 class World:
-    """What outlives a process: the machine's faults, and who has asked for what.
+    """State that outlives a process: the machine's faults, and counts of events.
 
     Attributes:
-        rng: of the run.
-        slow: how many times as long everything takes.
+        rng: random numbers of the run.
+        slow: factor of all durations.
         broken: share of the calls of each stage that fail.
-        seen: what has happened, counted.
+        seen: counts of events.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -56,7 +56,7 @@ class World:
 
 
 class RandomEngine:
-    """The loop of an engine over a real scheduler, which calls no model."""
+    """The loop of an engine over a real scheduler, without a model."""
 
     def __init__(self, world: World, policy: str, predictor: OnlineCorrection, backend: "RandomBackend") -> None:
         self.scheduler = Scheduler(get_policy(policy), predictor, max_batch_size=world.rng.randint(1, 6))
@@ -90,7 +90,7 @@ class RandomEngine:
             self._changed()
 
     def give_up_and_have_again(self) -> None:
-        """What waits goes elsewhere and comes back."""
+        """Withdraw the waiting requests from the scheduler and add them again."""
         taken = self.scheduler.take_back()
         self._world.seen["taken back"] += len(taken)
         for request in taken:
@@ -131,12 +131,12 @@ class RandomEngine:
 
     def _tell(self, state: RequestState) -> None:
         record = state.record
-        # An image that says whose it is.
+        # An image that identifies its request.
         image = Image.new("RGB", (1, 1), colour_of(state.request)) if record.status == "completed" else None
         self.followers.pop(state.request.request_id).on_end(record, image)
 
     async def run(self) -> None:
-        """Until it crashes, and raises what it crashes with; what is open has ended then."""
+        """Run until the engine crashes, end all open requests, and raise the error of the crash."""
         try:
             while True:
                 await self._turn()
@@ -191,7 +191,7 @@ def colour_of(request: Request) -> tuple[int, int, int]:
 
 
 class RandomBackend(Backend):
-    """Engines, one after the other, as `LocalBackend` has them."""
+    """A backend that replaces its engine after a crash, as `LocalBackend` does."""
 
     def __init__(self, world: World, policy: str, predictor: OnlineCorrection) -> None:
         self.on_stopped = lambda reason: None

@@ -1,10 +1,11 @@
-"""Random requests, batches and faults against what stands behind HTTP, on a clock that does not wait.
+"""Random requests, batches and faults for a server below its HTTP layer, on a virtual clock.
 
-The front end, its tickets, the batches and their files, the scheduler, its policies and what they learn, the metrics,
-the live page and the log are those of a server. Only the model is none: preparing, steps and decoding take time on the
-clock, and fail now and then; the engine over the scheduler crashes, stands still, gives up what waits and has it again;
-calls of the disk fail; and the process is killed, or ends, and another one goes on in its folder. After every turn of
-the event loop all books must agree, and at the end each request has ended once, and each line of each batch.
+The front end, its tickets, the batches and their files, the scheduler, its policies and their learning, the metrics,
+the live page and the log are those of a server. Only the model is replaced: preparing, steps and decoding take time on
+the clock, and fail now and then. The engine over the scheduler crashes, stalls, and withdraws waiting requests and adds
+them again; calls of the disk fail; and the process is killed, or ends, and another one continues in its folder. After
+every turn of the event loop all records must be consistent, and at the end each request, and each line of each batch,
+must have ended exactly once.
 
 `python -m patchedserve.tests.support.random_faults FIRST COUNT` runs these seeds, with `faulty_disk.preloaded` in its
 environment.
@@ -74,15 +75,15 @@ _ACTS = {
     "stand still": 1,
     "delete": 1,
 }
-"""What may happen next, and how often."""
+"""Events, with their relative frequencies."""
 
 
 class KilledError(BaseException):
-    """The process is gone at this moment."""
+    """Raised where the process is killed."""
 
 
 class Ends(RequestLog):
-    """Counts how often each request has been let in, and has ended; its lines are the log's."""
+    """Request log that also counts how often each request was accepted and has ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class Ends(RequestLog):
 
 
 class Process:
-    """A server's process, from its start to its end."""
+    """The process of a server, from its start to its end."""
 
     def __init__(self, world: World, folder: Path, policy: str) -> None:
         facts = ModelFacts("random", ModelDefaults(4, 3.0, SIZES[0], SIZES))
@@ -112,7 +113,7 @@ class Process:
         self.batches = Batches(folder, self.front_end, world.rng.randint(1, 4))
 
     def check(self) -> None:
-        """All books agree. Raises AssertionError."""
+        """Check that all records of open requests are consistent. Raises AssertionError."""
         front_end, admission = self.front_end, self.front_end.admission
         if self.backend.engine is not None and self.backend.engine.crashes_with is None:
             check_scheduler(self.backend.engine.scheduler)
@@ -129,7 +130,7 @@ class Process:
         assert not self.ends.over or max(self.ends.over.values()) == 1
 
     def check_end(self, log: str) -> None:
-        """Check the books of a process that has drained. Raises AssertionError."""
+        """Check the records of a process that has drained. Raises AssertionError."""
         assert not self.front_end.open
         events = Counter(json.loads(line)["event"] for line in log.splitlines())
         assert events["completed"] + events["failed"] + events["cancelled"] == len(self.ends.accepted)
@@ -142,10 +143,10 @@ class Process:
 
 
 class RandomRun:
-    """One run: `go` raises AssertionError where an invariant breaks.
+    """A run of several processes with random events; `go` raises AssertionError if an invariant is violated.
 
     Attributes:
-        seen: what has happened.
+        seen: counts of events.
     """
 
     def __init__(self, seed: int, folder: Path) -> None:
@@ -160,11 +161,11 @@ class RandomRun:
 
     @property
     def now_s(self) -> float:
-        """On the clock of the present process."""
+        """Time on the clock of the current process, in seconds."""
         return 0.0 if self._loop is None else self._loop.now_s
 
     def go(self) -> None:
-        """Run processes, one after the other. Raises AssertionError."""
+        """Run the processes one after another. Raises AssertionError."""
         now_s = 0.0
         for _ in range(self.rng.randint(0, 3)):
             now_s = self._process(now_s, self._live_through)
@@ -218,7 +219,7 @@ class RandomRun:
         assert not json.loads(process.live.state(""))["requests"]
 
     async def _recover(self, process: Process) -> None:
-        """Nothing is wrong any more: all is whole within so many seconds, and all batches come to their end."""
+        """Remove all faults, and check that requests are in time again within `WHOLE_WITHIN_S` and all batches end."""
         loop = asyncio.get_running_loop()
         await process.backend.start()
         await process.batches.start()
@@ -229,7 +230,7 @@ class RandomRun:
         self.disk.fail_at(0, "count")
         healed_s = loop.time()
         while True:
-            # As clients with the default SLO have it.
+            # Judged by the default SLO.
             try:
                 ticket = await process.front_end.generate(self._wanted(n=1), key="prober", arrival_s=loop.time())
                 await process.front_end.wait(ticket)
@@ -255,11 +256,11 @@ class RandomRun:
         return page[0]
 
     def _check_batches(self, process: Process) -> None:
-        """Each line of each batch has one answer, and its own image."""
+        """Check that each line of each batch has one answer, and its own image."""
         for batch in self._batches(process):
             wanted, where = self._inputs.get(batch["id"]), self.folder / "batches" / batch["id"]
             self.seen[f"batch {batch['status']}"] += 1
-            if wanted is None:  # it was begun, and who asked for it was not told
+            if wanted is None:  # it was created, but its client did not receive the response
                 continue
             found = Counter[str]()
             for name in ("output.jsonl", "errors.jsonl"):
@@ -282,7 +283,7 @@ class RandomRun:
                 assert self.seen["disk"], batch["errors"]
 
     def _act(self, process: Process) -> None:
-        """Whatever may happen next."""
+        """Make a random event happen."""
         rng, loop, engine = self.rng, asyncio.get_running_loop(), process.backend.engine
         what = rng.choices(list(_ACTS), list(_ACTS.values()))[0]
         self.seen[what] += 1
@@ -402,13 +403,13 @@ class RandomRun:
 
 
 def _vanish(loop: FastLoop, process: Process) -> None:
-    """What was going on goes on no more; nothing of it is written."""
+    """Abandon all work of a killed process, without writing anything."""
     loop.after_turn = lambda: None
     for task in asyncio.all_tasks(loop):
         with contextlib.suppress(BaseException):
             task.get_coro().close()  # type: ignore[union-attr]
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-    # With what is left of them go their locks.
+    # Their locks are released with the last references to them.
     task = None
     process.batches._tasks.clear()
     loop._scheduled.clear()  # type: ignore[attr-defined]
@@ -421,8 +422,9 @@ async def _at_once(work: Callable[..., Any], *given: Any) -> Any:
 
 
 def run_seeds(seeds: Sequence[int]) -> Counter[str]:
-    """Run these; returns what has happened, counted. Raises AssertionError: an invariant does not hold, in the seed
-    that it names.
+    """Run these seeds and return counts of events.
+
+    Raises AssertionError: an invariant is violated; the message names the seed.
     """
     seen, store.run_in_threadpool = Counter[str](), _at_once
     gc.collect()
@@ -433,7 +435,7 @@ def run_seeds(seeds: Sequence[int]) -> Counter[str]:
         folder = Path(tempfile.mkdtemp(prefix="psctl-faults-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         try:
             run = RandomRun(seed, folder)
-            # Ids, and the order of batches, are those of the seed, too.
+            # Ids, and hence the order of batches, depend on the seed, too.
             secrets.token_hex = lambda nbytes=None: run.rng.randbytes(nbytes or 32).hex()  # noqa: B023
             time.time = lambda: 1.7e9 + run.now_s  # noqa: B023
             run.go()

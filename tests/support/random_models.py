@@ -1,7 +1,7 @@
-"""Small random diffusers models of every shape that the patch engine runs.
+"""Small random diffusers models of every architecture that the patch engine runs.
 
-Every weight is drawn anew, also those that diffusers sets to zero or one (norms, biases), so that a term that is left
-out changes the result.
+All weights are random, including those that diffusers sets to zero or one (norms, biases), so that a missing term
+changes the result.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _UNET: dict[str, Any] = {
     "sample_size": 16,
     "cross_attention_dim": 24,
     "norm_num_groups": 4,
-    "norm_eps": 0.01,  # so large that it matters
+    "norm_eps": 0.01,  # large enough to matter
     "layers_per_block": 1,
 }
 _FOUR_LEVELS: dict[str, Any] = {
@@ -176,20 +176,20 @@ def sdxl_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
 
 
 def scale_shift_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
-    """A U-Net whose timestep scales and shifts between norm and activation, which must not be fused then."""
+    """A U-Net whose timestep scales and shifts between norm and activation, which therefore must not be fused."""
     config = _THREE_LEVELS | {"attention_head_dim": 2, "resnet_time_scale_shift": "scale_shift"}
     return _random(UNet2DConditionModel, config | changes, seed)
 
 
 def gelu_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
-    """A U-Net of 2 levels with another activation than SiLU, which is not fused either."""
+    """A U-Net of 2 levels with an activation other than SiLU, which is not fused either."""
     return _random(
         UNet2DConditionModel, _TWO_LEVELS | {"act_fn": "gelu", "resnet_out_scale_factor": 1.4} | changes, seed
     )
 
 
 def small_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
-    """The smallest U-Net with all leaves, for Triton's interpreter and for refusals."""
+    """The smallest U-Net with all leaf modules, for Triton's interpreter and for tests of refusals."""
     return _random(UNet2DConditionModel, _TWO_LEVELS | {"norm_num_groups": 2} | changes, seed)
 
 
@@ -206,29 +206,29 @@ def sd35_transformer(seed: int = 0, **changes: Any) -> SD3Transformer2DModel:
 
 
 def flux_transformer(seed: int = 0, **changes: Any) -> FluxTransformer2DModel:
-    """FLUX.1 dev: joint blocks, blocks of one stream, rotary positions, the guidance scale as an input."""
+    """FLUX.1 dev: joint blocks, single-stream blocks, rotary positions, the guidance scale as an input."""
     return _random(FluxTransformer2DModel, _FLUX | {"guidance_embeds": True} | changes, seed)
 
 
 def schnell_transformer(seed: int = 0, **changes: Any) -> FluxTransformer2DModel:
-    """FLUX.1 schnell: without guidance."""
+    """FLUX.1 schnell: FLUX.1 without the guidance scale as an input."""
     return flux_transformer(seed, **{"guidance_embeds": False} | changes)
 
 
 def flux2_transformer(seed: int = 0, **changes: Any) -> Flux2Transformer2DModel:
-    """FLUX.2 dev: joint blocks, blocks of one stream with feed-forward layers beside attention, modulation that blocks
-    share, positions of text, the guidance scale as an input.
+    """FLUX.2 dev: joint blocks, single-stream blocks with feed-forward layers parallel to attention, shared modulation,
+    positions of text, the guidance scale as an input.
     """
     return _random(Flux2Transformer2DModel, _FLUX2 | {"guidance_embeds": True} | changes, seed)
 
 
 def klein_transformer(seed: int = 0, **changes: Any) -> Flux2Transformer2DModel:
-    """FLUX.2 Klein: without a scale."""
+    """FLUX.2 Klein: FLUX.2 without the guidance scale as an input."""
     return flux2_transformer(seed, **{"guidance_embeds": False} | changes)
 
 
 def aura_transformer(seed: int = 0, **changes: Any) -> AuraFlowTransformer2DModel:
-    """AuraFlow: joint blocks, blocks of one stream, learnt positions; text that shows in the image in spite of its
+    """AuraFlow: joint blocks, single-stream blocks, learnt positions; its text affects the image in spite of the
     register tokens.
     """
     model = _random(AuraFlowTransformer2DModel, _AURA | changes, seed)
@@ -238,7 +238,7 @@ def aura_transformer(seed: int = 0, **changes: Any) -> AuraFlowTransformer2DMode
 
 
 def chroma_transformer(seed: int = 0, **changes: Any) -> ChromaTransformer2DModel:
-    """Chroma: as FLUX, with masked text, and modulation that all blocks take from one network."""
+    """Chroma: like FLUX, with masked text, and the modulation of all blocks computed by one network."""
     config = {name: value for name, value in _FLUX.items() if name != "pooled_projection_dim"}
     approximator = {"approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2}
     heads = {"attention_head_dim": 40, "axes_dims_rope": (8, 16, 16)}
@@ -246,13 +246,13 @@ def chroma_transformer(seed: int = 0, **changes: Any) -> ChromaTransformer2DMode
 
 
 def pixart_transformer(seed: int = 0, **changes: Any) -> PixArtTransformer2DModel:
-    """PixArt-Sigma: cross attention to masked text, one modulation for all blocks, also predicts the variance."""
+    """PixArt-Sigma: cross attention to masked text, one modulation for all blocks, a variance beside the prediction."""
     return _random(PixArtTransformer2DModel, _PIXART | changes, seed)
 
 
 def lumina2_transformer(seed: int = 0, **changes: Any) -> Lumina2Transformer2DModel:
-    """Lumina 2: text refined by itself, then one stream; heads that share keys and values; rotary positions of the
-    image that depend on the length of the text; timesteps, of which it sees the thousandth, that show in the image.
+    """Lumina 2: text refined separately, then one stream; grouped-query attention; rotary positions of the image that
+    depend on the length of the text; timesteps, of which the model sees a thousandth, that affect the image.
     """
     model = _random(Lumina2Transformer2DModel, _LUMINA2 | changes, seed)
     embedder = model.time_caption_embed.timestep_embedder
@@ -262,12 +262,12 @@ def lumina2_transformer(seed: int = 0, **changes: Any) -> Lumina2Transformer2DMo
 
 
 def qwen_transformer(seed: int = 0, **changes: Any) -> QwenImageTransformer2DModel:
-    """Qwen-Image: joint blocks with masked text, whose rotary positions begin behind those of its image."""
+    """Qwen-Image: joint blocks with masked text, whose rotary positions follow those of the image."""
     return _random(QwenImageTransformer2DModel, _QWEN | changes, seed)
 
 
 def z_image_transformer(seed: int = 0, **changes: Any) -> ZImageTransformer2DModel:
-    """Z-Image: image and text refined by themselves, then one stream; both padded with tokens that count."""
+    """Z-Image: image and text refined separately, then one stream; both padded with tokens that are attended to."""
     return _random(ZImageTransformer2DModel, _Z_IMAGE | changes, seed)
 
 
@@ -291,18 +291,18 @@ MODELS: dict[str, Callable[..., Any]] = {
     "z-image": z_image_transformer,
 }
 TRANSFORMERS = ["sd35", "flux", "aura", "chroma", "pixart", "lumina2", "qwen"]
-"""One of each kind."""
+"""One transformer of each kind."""
 WITH_ALL_OPTIONS = [
     name
     for name in MODELS
     if name not in ("flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
 ]
-"""Those that ranks serve, and records of less than all, too."""
+"""Models that are also served on several ranks, and with partial records."""
 
 
 def _random(build: Callable[..., Any], config: dict[str, Any], seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # what follows draws every parameter again; this is for buffers, if any are random
+        torch.manual_seed(seed)  # for random buffers, if there are any; all parameters are drawn again below
         model = build(**config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     is_norm = {id(module.weight) for module in model.modules() if _is_norm(module)}

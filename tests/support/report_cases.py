@@ -1,4 +1,4 @@
-"""Made-up evaluations and comparisons, with real images, and a parser of pages, for tests of reports."""
+"""Synthetic evaluations and comparisons, with real images, and a parser of pages, for tests of reports."""
 
 from html.parser import HTMLParser
 from pathlib import Path
@@ -33,7 +33,7 @@ DRAWN = {
 
 
 TRUTH = "emoji (heldout, 256x256)"
-"""What the pictures of the data set `emoji` are called in results."""
+"""Name of the images of the data set `emoji` in results."""
 
 
 CLIP = "clip[emoji-clip]"
@@ -54,7 +54,7 @@ def metric(name: str, value: float, n: int = 4, **details: Any) -> MetricResult:
 
 
 def image_set(folder: Path, settings: dict[str, Any], shift: int = 0, count: int = 4, seed: int = 5) -> Path:
-    """A set of images with its manifest, of noise that `shift` makes brighter."""
+    """Write a set of noise images with its manifest; `shift` makes them brighter."""
     items = make_items([(f"p{i}", f"a <hat> & {i}") for i in range(count)], [Resolution(40, 32)], seed)
     folder.mkdir()
     write_json(folder / "manifest.json", Manifest(items, settings).to_json())
@@ -68,7 +68,7 @@ def image_set(folder: Path, settings: dict[str, Any], shift: int = 0, count: int
 def comparison_of(
     root: Path, name: str, *, cache: CacheOptions | None = None, dataset: str = "emoji", fid: float = 20.0, **ours: Any
 ) -> Path:
-    """A made-up comparison with every figure that a report shows; its two sets of images are real ones."""
+    """Write a synthetic comparison with every figure that a report shows, and two real sets of images."""
     sides = []
     for engine, value in (("plain", 10.0), ("patched", fid)):
         settings = settings_of(engine, cache if engine == "patched" else None, dataset=dataset)
@@ -119,7 +119,7 @@ def values(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class MadeUpJudges(Judges):
-    """The bundled CLIP, and in the place of Inception a network that can be followed by hand."""
+    """The bundled CLIP, and instead of Inception a network whose features can be computed by hand."""
 
     inception_sha256 = "made up"  # type: ignore[assignment]
 
@@ -132,7 +132,7 @@ class MadeUpJudges(Judges):
 
 
 class PageParser(HTMLParser):
-    """Collects what a test wants to know of a page, and that its tags are closed in order."""
+    """Collects the parts of a page that tests examine, and checks that its tags are closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

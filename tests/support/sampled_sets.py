@@ -11,16 +11,16 @@ from .caption_sets import coco_content, write_coco
 
 
 def twenty_of_coco(root: Path) -> CaptionDataset:
-    """A data set in the form of COCO with 20 images."""
+    """Write a data set in COCO's format with 20 images."""
     return open_dataset(f"coco:{write_coco(root, coco_content(20))}")
 
 
 def captions_file(path: Path, count: int = 30) -> CaptionDataset:
-    """A data set of captions only."""
+    """Write a data set of captions only."""
     path.write_text("".join(json.dumps({"id": i, "caption": f"caption {i}"}) + "\n" for i in range(count)))
     return open_dataset(f"captions:{path}")
 
 
 def coco_path(dataset: Any, image_id: str) -> Path:
-    """The file of an image of `twenty_of_coco`."""
+    """Return the file of an image of `twenty_of_coco`."""
     return dataset.root / f"{int(image_id):012d}.jpg"

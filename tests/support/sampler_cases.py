@@ -1,4 +1,4 @@
-"""Schedulers of diffusers with every option that batched samplers cover, and requests that are served with them."""
+"""diffusers' schedulers with every option that batched samplers support, and requests that are served with them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from patchedserve.serving.samplers.batched import BatchedSampler, SamplerBatch
 from patchedserve.serving.samplers.single import PerRequestSampler, SamplerState
 
 PATCH, CHANNELS = 4, 4
-# float32 keeps 6e-8. diffusers takes its differences in float32, which over these schedules costs it up to 1.2e-6.
+# float32 has a relative precision of 6e-8. diffusers' differences in float32 lose up to 1.2e-6 over these schedules.
 TOLERANCE = 2e-6
 
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ONE_OF_EACH = ["ddim", "ddim-clip", "euler", "euler-v", "ancestral", "dpm", "dpm-heun", "unipc", "lcm", "flow-dynamic"]
 
-# Steps, and rows and columns of patches, of each request. DPM-Solver++ has rules of its own for fewer than 15 steps.
+# Steps, and rows and columns of patches, of each request. DPM-Solver++ has special rules for fewer than 15 steps.
 REQUESTS = [(14, 1, 2), (1, 3, 1), (30, 2, 2), (2, 1, 1), (5, 2, 1), (15, 1, 1)]
 
 
@@ -121,7 +121,7 @@ def make_scheduler(case: str) -> Any:
 
 
 def cut(image: torch.Tensor) -> torch.Tensor:
-    """(1, channels, height, width) to (patches, channels, PATCH, PATCH), row by row."""
+    """Cut (1, channels, height, width) into (patches, channels, PATCH, PATCH), row by row."""
     parts = image[0].unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)
     return parts.permute(1, 2, 0, 3, 4).reshape(-1, image.shape[1], PATCH, PATCH)
 
@@ -134,7 +134,7 @@ def joined(patches: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 @dataclass
 class Served:
-    """One request with its fake predictions, its noise, and the scheduler copy of diffusers it is compared with."""
+    """A request with its fake predictions, its noise, and the copy of diffusers' scheduler that is the reference."""
 
     index: int
     state: SamplerState
@@ -182,7 +182,7 @@ def pack(sampler: BatchedSampler, served: Sequence[Served]) -> SamplerBatch:
 
 
 def unpack(batch: SamplerBatch, served: Sequence[Served]) -> None:
-    """Hand the batch's tensors back to the requests."""
+    """Return the batch's tensors to the requests."""
     counts = [one.num_patches for one in served]
     for one, patches in zip(served, batch.latents.split(counts), strict=True):
         one.latents = joined(patches, one.latents.shape)
@@ -192,7 +192,7 @@ def unpack(batch: SamplerBatch, served: Sequence[Served]) -> None:
 
 
 def advance(batch: SamplerBatch, served: Sequence[Served]) -> None:
-    """One step of the batch, with the prediction and the noise that are each request's own."""
+    """Take one step of the batch, with each request's own prediction and noise."""
     predictions = [one.predictions[one.state.steps_done] for one in served]
 
     def draw_noise() -> torch.Tensor:
@@ -205,7 +205,7 @@ def advance(batch: SamplerBatch, served: Sequence[Served]) -> None:
 def serve(case: str, arrivals: dict[int, int]) -> Iterator[tuple[SamplerBatch, list[Served]]]:
     """Serve the requests `arrivals` (index -> step at which it joins); yield before every step of the batch.
 
-    The batch is built anew only when a request joins or leaves.
+    The batch is rebuilt only when a request joins or leaves.
     """
     sampler = BatchedSampler(make_scheduler(case), pass_step_kwargs=True)
     active: list[Served] = []

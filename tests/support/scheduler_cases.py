@@ -1,4 +1,4 @@
-"""Requests, a policy and a predictor for tests of the scheduler, and steps of a driver in one word."""
+"""Requests, a policy and a predictor for tests of the scheduler, and shorthands for the steps of a driver."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ S, L = Resolution(128, 128), Resolution(256, 256)
 
 
 class Learning:
-    """A step takes 1 s for each image; it remembers what it is told."""
+    """Predicts 1 s a step for each image, and records its observations."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[tuple[Resolution, ...], float]] = []
@@ -42,7 +42,7 @@ def request(request_id: int, steps: int = 2, size: Resolution = S, **fields: Any
 
 
 def admitting(*orders: Sequence[int]) -> FunctionPolicy:
-    """At each decision, admits the waiting requests of the next of these ids, and those alone."""
+    """Return a policy that admits at each decision only the waiting requests of the next of these lists of ids."""
     left = list(orders)
 
     def choose(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
@@ -64,7 +64,10 @@ def ids(states: Sequence[RequestState]) -> list[int]:
 
 
 def whole_scheduler() -> Scheduler:
-    """0 is decoding, 1 and 2 are active, 4 and 5 joining (4 is ready), 3 and 6 waiting (3 is prepared ahead)."""
+    """Return a scheduler with a request in each stage.
+
+    0 is decoding, 1 and 2 are active, 4 and 5 joining (4 is ready), 3 and 6 waiting (3 is prepared ahead).
+    """
     scheduler = Scheduler(admitting([0, 1, 2], [4, 5]), max_batch_size=4, max_prepared_ahead=3)
     for request_id, steps in enumerate((1, 2, 4, 2, 2, 2, 2)):
         scheduler.add(request(request_id, steps, L if request_id == 2 else S))

@@ -1,4 +1,4 @@
-"""Checks that all that a scheduler knows of the open requests agrees."""
+"""Consistency check of a scheduler's state."""
 
 from typing import get_args
 
@@ -7,14 +7,14 @@ from patchedserve.serving.scheduling.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Look at every open request. Raises AssertionError where the scheduler contradicts itself."""
+    """Check the state of every open request. Raises AssertionError if the scheduler is inconsistent."""
     of = {stage: {one for one in scheduler._open.values() if one.stage == stage} for stage in get_args(Stage)}
     for room, yields in ((scheduler._waiting, False), (scheduler._yielding, True)):
         waiting = {one.request.request_id: one for one in of["waiting"] if one.request.yields == yields}
         assert {view.request_id for view in room.queue} == set(waiting)
         ahead = {i for i, one in waiting.items() if one.is_prepared or one is scheduler._preparing}
         assert set(room.untouched) == set(waiting) - ahead
-        # Of those that yield, a whole batch may have to wait again.
+        # A whole batch of requests that yield may be waiting again.
         assert room.num_ahead == len(ahead) <= scheduler._max_ahead + yields * scheduler._max_batch_size
     assert set(scheduler._joining.values()) == of["joining"]
     assert set(scheduler._ready) == {one for one in of["joining"] if one.is_prepared}

@@ -1,4 +1,4 @@
-"""How the commands that README and docs print become small: options that are appended to each, and what pages need."""
+"""Options that make the commands in README and docs small, and files that pages need."""
 
 SIZES = "64,128"  # the cache's patches are 64 px wide
 DRAWING = {"--num-prompts": "2", "--num-inference-steps": "2", "--resolutions": SIZES}
@@ -61,11 +61,11 @@ TINY: dict[str, dict[str, str]] = {
     "models card": {"--num-pairs": "15"},
     "models train": {"--steps": "2"},
 }  # fmt: skip
-"""By command; one that is missing here is not executed, and so may not be printed."""
+"""Options by command. A command that is missing here is not executed, and so must not be printed."""
 CASCADES = {"train-predictor discriminator", "profile cascade", "bench cascade", "eval discriminators"}
-"""Commands of two models, which are a tiny one with one step and with two."""
+"""Commands with two models, for which a tiny one is used with one step and with two."""
 THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--thresholds"}
-"""Options that get the median change of the profile: random weights change by other amounts than trained ones."""
+"""Options set to the median change of the profile: the changes of random weights differ from those of trained ones."""
 PREDICTORS = {
     "cache.safetensors": ({"--trained"}, ("profile blocks", "train-predictor cache")),
     "cache-schedule.json": ({"patched-schedule"}, ("train-predictor schedule --target-ssim 0.05",)),
@@ -74,7 +74,7 @@ PREDICTORS = {
         ("profile latency", "train-predictor latency"),
     ),
 }
-"""Files that pages take for granted, which other pages make: the words that need them, and what makes them."""
+"""Files that pages need and other pages make: the words that need them, and the command that makes them."""
 SCRIPTS = {
     "tests/benchmarks/bench_adapters.py": ["--repeats", "1", "--model", "emoji-xl"],
     "tests/benchmarks/bench_cache_shapes.py": ["--widths", "1", "--sides", "64", "--repeats", "1"],
@@ -91,7 +91,7 @@ SCRIPTS = {
         "--num-prompts", "20", "--minutes", "0.02", "--real-minutes", "0.01", "--steps", "2",
         "--output-file", "scale.json",
     ],
-    # Bundled models and servers under load for minutes; the suite tests what they are made of.
+    # Commands that load bundled models, or servers for minutes; the suite tests their parts.
     **{
         f"tests/benchmarks/{name}.py": ["--help"]
         for name in (

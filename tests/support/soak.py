@@ -1,4 +1,4 @@
-"""Load of all kinds on a running server, for long: clients that leave, that are wrong or slow, and the others."""
+"""Long mixed load on a running server: clients that disconnect, send errors or are slow, and well-behaved ones."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ _SETTLE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process holds."""
+    """Resources that a process holds."""
 
     rss_mb: float
     files: int
@@ -36,13 +36,13 @@ class Usage:
 
 @dataclass(slots=True)
 class SoakResult:
-    """What became of the load.
+    """Result of the load.
 
     Attributes:
-        ended: how often each kind ended how.
-        usage: of the server's process at the start, after half of the requests, and at the end.
-        num_open: images that were still open at the end.
-        duration_s: of all.
+        ended: counts of outcomes by kind of client.
+        usage: resources of the server's process at the start, after half of the requests, and at the end.
+        num_open: number of images that were still open at the end.
+        duration_s: duration of the whole load.
     """
 
     ended: Counter[str] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ async def soak(
     seed: int = 0,
     rate: float | None = None,
 ) -> SoakResult:
-    """Send the load: as fast as `at_once` clients do, or at a rate (requests per second, open loop)."""
+    """Send the load: as fast as `at_once` clients can, or at a rate (requests per second, open loop)."""
     result, draws, start_s = SoakResult(), random.Random(seed), time.monotonic()
     kinds = draws.choices(list(KINDS), list(KINDS.values()), k=num_requests)
     bodies = [
@@ -121,7 +121,7 @@ async def _one(
 
 
 async def _slowly(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
-    """Read a stream bit by bit."""
+    """Read a stream slowly, piece by piece."""
     async with client.stream("POST", GENERATIONS, json={**body, "stream": True, "partial_images": 2}) as answer:
         size = 0
         async for part in answer.aiter_raw(4096):

@@ -1,4 +1,4 @@
-"""Which sockets a process listens on, as the kernel has them."""
+"""Sockets that a process listens on, as reported by the kernel."""
 
 import contextlib
 import ipaddress
@@ -11,7 +11,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def listening(pid: int) -> dict[str, tuple[Address, int]]:
-    """The addresses and ports of the TCP sockets that a process listens on, by inode."""
+    """Return the addresses and ports of the TCP sockets that a process listens on, by inode."""
     own: set[str] = set()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -22,7 +22,7 @@ def listening(pid: int) -> dict[str, tuple[Address, int]]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == _LISTENS and f"socket:[{inode}]" in own:
                 address, _, port = local.partition(":")
-                # In words of four bytes, each of which begins with its last.
+                # Words of four bytes, each in little-endian order.
                 words = (bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
                 known = ipaddress.ip_address(b"".join(words))
                 found[inode] = (getattr(known, "ipv4_mapped", None) or known, int(port, 16))
@@ -30,7 +30,7 @@ def listening(pid: int) -> dict[str, tuple[Address, int]]:
 
 
 def started_by(pid: int) -> list[int]:
-    """A process, and all that it and those have started and that are running."""
+    """Return a process and all its running descendants."""
     found = [pid]
     for process in found:
         for children in Path(f"/proc/{process}/task").glob("*/children"):

@@ -1,4 +1,4 @@
-"""A steady load on an engine: requests of mixed sizes, so many open at a time, for as long as one likes."""
+"""A steady load on an engine: requests of mixed sizes, with a constant number of them open, of any duration."""
 
 import gc
 import random
@@ -24,21 +24,21 @@ from .tiny_models import smallest_sd
 
 SIZES = tuple(Resolution(*size) for size in ((16, 16), (32, 16), (16, 32), (32, 32), (48, 16), (16, 48)))
 NUM_IDS = 500
-"""Ids are used again after so many requests."""
+"""Number of requests after which ids are reused."""
 NUM_OPEN = 48
 
 
 class SteadyLoad:
-    """An engine that runs in a thread of its own until the `with` block ends, and what feeds it.
+    """An engine that runs in a thread of its own until the `with` block ends, and the feeder of its requests.
 
-    Most requests are completed; one in 50 is late from the start and discarded, one in 100 cannot be saved and fails.
+    Most requests are completed; one in 50 is late from the start and dropped, one in 100 cannot be saved and fails.
 
     Args:
-        collector: of the engine.
+        collector: collector of the engine.
         with_cache: whether a patch cache is on. Requests then have up to four steps, so that two may be reused.
-        sizes: of the requests, at random.
-        max_batch_size: of the engine.
-        on_finish: told each record, before it is forgotten.
+        sizes: sizes of the requests, chosen at random.
+        max_batch_size: largest batch of the engine.
+        on_finish: called with each record before it is discarded.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SteadyLoad:
             predictor=OnlineCorrection(MemoisedLatency(table)),
             max_batch_size=max_batch_size,
             collector=collector,
-            # A folder that is a file: the image cannot be saved.
+            # The folder is a file, so the image cannot be saved.
             image_path=lambda request: Path(__file__) / "image.png" if request.prompt.endswith("00") else None,
             on_finish=self._ended,
         )
@@ -81,7 +81,7 @@ class SteadyLoad:
         self._thread.join()
 
     def feed(self, count: int) -> None:
-        """Submit so many requests, and return when they have ended."""
+        """Submit `count` requests, and return when they have ended."""
         for number in range(self._count, self._count + count):
             self._wait_for_places(1)
             late = number % 50 == 1
@@ -114,8 +114,8 @@ class SteadyLoad:
 
 
 def num_blocks() -> int:
-    """Blocks of memory that Python objects take now; one that is kept for each request shows, however small."""
+    """Return the number of memory blocks that Python objects occupy; even a small leak per request shows in it."""
     gc.collect()
-    # It keeps names of up to 4,096 attributes that were looked up, also those that C code has made for it.
+    # This cache keeps up to 4,096 names of attributes that were looked up, including those that C code has created.
     sys._clear_type_cache()
     return sys.getallocatedblocks()

@@ -1,4 +1,4 @@
-"""What takes the place of CUDA graphs on a CPU: a tape of everything that a pass has launched."""
+"""A replacement for CUDA graphs on a CPU: a tape of everything that a pass has launched."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ class Tape:
     """A recorder for any device. Playing back launches the operators and Triton kernels of the recorded work again.
 
     As in a CUDA graph, Python does not run again: numbers, shapes and choices are those of the recording, and every
-    result lies where it lay. What was made outside of the work is read where it is, and is not kept alive.
+    result is written to the same memory. Tensors made outside of the work are read in place, and are not kept alive.
 
     Raises AssertionError:
         while recording: the work reads a value on the host, or copies from host memory;
@@ -40,7 +40,7 @@ class Tape:
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         self.recorded += 1
         recording = _Recording()
-        # A compiled function launches kernels that no dispatch mode sees.
+        # A compiled function launches kernels without passing through a dispatch mode.
         with torch.compiler.set_stance("force_eager"), _device_only(recording), recording:
             result = work()
         calls = recording.calls
@@ -57,11 +57,11 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class _Outside:
-    """A tensor over a storage that the tape does not own."""
+    """Description of a tensor whose storage the tape does not own."""
 
     storage: StorageWeakRef
     like: Tensor
-    """Empty, of its dtype and device."""
+    """An empty tensor of the same dtype and device."""
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -79,13 +79,13 @@ class _Outside:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A function to run again, where its arguments lie, and where its results belong."""
+    """A function to run again, its arguments, and the tensors that receive its results."""
 
     function: Callable[..., Any]
     arguments: Sequence[Any]
     spec: Any
     results: Sequence[tuple[int, Tensor]]
-    """Place among the results, and the tensor that it is copied to; none of results that are views of arguments."""
+    """Index of each result and the tensor that it is copied to; results that are views of arguments are left out."""
 
     def run(self) -> None:
         given = [each.tensor() if isinstance(each, _Outside) else each for each in self.arguments]
@@ -96,7 +96,7 @@ class _Call:
 
 
 class _Recording(TorchDispatchMode):
-    """Logs calls; one thread."""
+    """Records the calls of one thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,12 +116,12 @@ class _Recording(TorchDispatchMode):
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         waits = bool(_WAITS & set(func.tags))
         if func._schema.name.startswith("aten::index"):
-            # By numbers nothing is looked at; a mask is turned into numbers.
+            # Indexing with integers reads no values; a mask must be converted to integers.
             waits = any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
         assert not waits, f"{func} cannot be recorded: it waits for the device"
         found = func(*args, **kwargs)
         known = {_storage_of(each) for each in given}
-        # What is made of numbers lies on the host, and so does what is computed of it alone, once.
+        # A tensor made from Python numbers is on the host, and so is one computed, once, from such tensors only.
         if func is torch.ops.aten.lift_fresh.default or (known and known <= self._on_host):
             self._own |= {_storage_of(each) for each in tree_leaves(found) if isinstance(each, Tensor)}
             self._on_host |= {_storage_of(each) for each in tree_leaves(found) if isinstance(each, Tensor)}
@@ -173,7 +173,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 @contextmanager
 def _device_only(recording: _Recording) -> Iterator[None]:
-    """Log launches of Triton and refuse what the host does, in this thread; others encode and decode meanwhile."""
+    """Record Triton launches and refuse operations of the host in this thread; other threads may encode and decode."""
     own = threading.get_ident()
 
     def refusal(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:

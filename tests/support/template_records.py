@@ -1,4 +1,4 @@
-"""Edits with templates, models that have their records, and an engine that serves them."""
+"""Edits with templates, models with their records, and an engine that serves them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,19 +26,19 @@ TEMPLATE = TemplateSpec("a picture", 5)
 
 
 def build_tiny(pipe: Any, options: EngineOptions | None = None) -> ServedModel:
-    """A model whose texts are short."""
+    """Build a model with short texts."""
     return build_model(pipe, name="tiny", options=options, defaults=ModelDefaults(**short_texts(pipe)))
 
 
 def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = (), keep: Keep = "all") -> ServedModel:
-    """With the records of these edits' templates."""
+    """Build a model with the records of these edits' templates."""
     return with_records(build_tiny(pipe), TemplateStore(folder), requests, keep)
 
 
 def with_records(
     model: ServedModel, store: TemplateStore, requests: Sequence[Request] = (), keep: Keep = "all"
 ) -> ServedModel:
-    """The model, which reads these records whatever the mask, and the store with those of these edits' templates."""
+    """Record these edits' templates in the store, which the model then reads whatever the mask; returns the model."""
     model.reuse.use_keep(keep)
     model.reuse.store, model.reuse.masked_up_to = store, 1.0
     for request in requests:

@@ -1,4 +1,4 @@
-"""Tiny diffusers pipelines with random weights of the families beside Stable Diffusion, see `tiny_models`."""
+"""Tiny diffusers pipelines with random weights, of the families other than Stable Diffusion (`tiny_models`)."""
 
 from typing import Any
 
@@ -76,8 +76,8 @@ def tiny_t5(width: int, *, is_umt5: bool = False) -> tuple[Any, T5Tokenizer]:
 
 
 def tiny_flux(seed: int = 0, *, is_dev: bool = True, num_channels: int = 4) -> FluxPipeline:
-    """Return FLUX.1's architecture, small: CLIP and T5, two joint blocks and two of one stream, heads and scheduler as
-    published; dev embeds the guidance scale and shifts its schedule by the size, schnell does neither.
+    """Return a small pipeline of FLUX.1's architecture: CLIP and T5, two joint and two single-stream blocks, heads and
+    scheduler as published; dev embeds the guidance scale and shifts its schedule by the size, schnell does neither.
     """
     schedule: dict[str, Any] = {"shift": 3.0, "use_dynamic_shifting": True} if is_dev else {"shift": 1.0}
     with torch.random.fork_rng(devices=[]):
@@ -106,7 +106,7 @@ def tiny_schnell(seed: int = 0) -> FluxPipeline:
 
 
 def tiny_autoencoder_flux2() -> AutoencoderKLFlux2:
-    """Return a small autoencoder of FLUX.2, whose statistics of latents are not those of new layers."""
+    """Return a small autoencoder of FLUX.2, whose latent statistics differ from those of new layers."""
     vae = AutoencoderKLFlux2(
         block_out_channels=(8, 8, 16, 16), latent_channels=2, norm_num_groups=4, sample_size=64, layers_per_block=1
     )
@@ -117,8 +117,8 @@ def tiny_autoencoder_flux2() -> AutoencoderKLFlux2:
 
 
 def tiny_flux2(seed: int = 0) -> Flux2Pipeline:
-    """Return FLUX.2 dev's architecture, small: as many layers of Mistral 3 as are read, two joint blocks and two of one
-    stream. The tokenizer is one of text alone: the published one reads images, too, and needs torchvision for it.
+    """Return a small pipeline of FLUX.2 dev's architecture: the layers of Mistral 3 that are read, two joint and two
+    single-stream blocks. The tokenizer is for text only: the published one also reads images, which needs torchvision.
     """
     layers: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 30, "head_dim": 8}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -142,7 +142,7 @@ def tiny_flux2(seed: int = 0) -> Flux2Pipeline:
 
 
 def tiny_klein(seed: int = 0, *, is_distilled: bool = True) -> Flux2KleinPipeline:
-    """Return FLUX.2 Klein's architecture, small: Qwen 3 in place of Mistral 3, and no scale of guidance as an input."""
+    """Return a small pipeline of FLUX.2 Klein's architecture: Qwen 3 instead of Mistral 3, no guidance scale input."""
     tokenizer = tiny_chat_tokenizer()
     layers: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 27, "head_dim": 8}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -159,12 +159,12 @@ def tiny_klein(seed: int = 0, *, is_distilled: bool = True) -> Flux2KleinPipelin
 
 
 def tiny_klein_base(seed: int = 0) -> Flux2KleinPipeline:
-    """Return `tiny_klein` as the base model, whose guidance is true."""
+    """Return `tiny_klein` as the base model, which uses real guidance."""
     return tiny_klein(seed, is_distilled=False)
 
 
 def tiny_aura(seed: int = 0) -> AuraFlowPipeline:
-    """Return AuraFlow's architecture, small: a UMT5 encoder, two joint blocks and two of one stream."""
+    """Return a small pipeline of AuraFlow's architecture: a UMT5 encoder, two joint and two single-stream blocks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder, tokenizer = tiny_t5(24, is_umt5=True)
@@ -178,7 +178,7 @@ def tiny_aura(seed: int = 0) -> AuraFlowPipeline:
 
 
 def tiny_chroma(seed: int = 0, *, num_channels: int = 4) -> ChromaPipeline:
-    """Return Chroma's architecture, small: T5, two joint blocks and two of one stream."""
+    """Return a small pipeline of Chroma's architecture: T5, two joint and two single-stream blocks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder, tokenizer = tiny_t5(24)
@@ -192,7 +192,7 @@ def tiny_chroma(seed: int = 0, *, num_channels: int = 4) -> ChromaPipeline:
 
 
 def tiny_pixart(seed: int = 0) -> PixArtSigmaPipeline:
-    """Return PixArt-Sigma's architecture, small: T5, three blocks, and DPM-Solver++ as published."""
+    """Return a small pipeline of PixArt-Sigma's architecture: T5, three blocks, and DPM-Solver++ as published."""
     scheduler: Any = DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -207,8 +207,9 @@ def tiny_pixart(seed: int = 0) -> PixArtSigmaPipeline:
 
 
 def tiny_gemma(width: int) -> tuple[Gemma2Model, GemmaTokenizer]:
-    """Return a Gemma 2 whose states have this width, and a tokenizer that knows single letters, digits and signs; and
-    Lumina 2's system prompt, so that it does not drown the others.
+    """Return a Gemma 2 whose states have this width, and a tokenizer that knows single letters, digits and signs.
+
+    Lumina 2's system prompt is a single token, so that it does not dominate the text.
     """
     words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *map(chr, range(33, 127))]
     tokenizer = GemmaTokenizer({word: number for number, word in enumerate(words)}, [], add_bos_token=True)
@@ -226,8 +227,8 @@ def tiny_gemma(width: int) -> tuple[Gemma2Model, GemmaTokenizer]:
 
 
 def tiny_lumina2(seed: int = 0) -> Lumina2Pipeline:
-    """Return Lumina 2's architecture, small: Gemma 2, a block that refines the text, one that refines the image, two
-    that take both.
+    """Return a small pipeline of Lumina 2's architecture: Gemma 2, a block that refines the text, one that refines the
+    image, and two for both.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -242,8 +243,9 @@ def tiny_lumina2(seed: int = 0) -> Lumina2Pipeline:
 
 
 def tiny_chat_tokenizer(*system_prompts: str) -> Qwen2Tokenizer:
-    """Return a Qwen tokenizer that knows single letters, digits and signs; a chat is the texts of its messages, and a
-    system prompt one token, so that it does not drown the others.
+    """Return a Qwen tokenizer that knows single letters, digits and signs.
+
+    A chat is the texts of its messages, and a system prompt is one token, so that it does not dominate the text.
     """
     words = ["<|endoftext|>", "Ġ", "Ċ", *map(chr, range(33, 127))]
     tokenizer = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
@@ -256,7 +258,9 @@ def tiny_chat_tokenizer(*system_prompts: str) -> Qwen2Tokenizer:
 
 
 def tiny_z_image(seed: int = 0) -> ZImagePipeline:
-    """Return Z-Image's architecture, small: Qwen 3, a block that refines the text, one for the image, two for both."""
+    """Return a small pipeline of Z-Image's architecture: Qwen 3, a block that refines the text, one for the image, and
+    two for both.
+    """
     tokenizer = tiny_chat_tokenizer()
     layers: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -272,7 +276,7 @@ def tiny_z_image(seed: int = 0) -> ZImagePipeline:
 
 
 def tiny_qwen(seed: int = 0) -> QwenImagePipeline:
-    """Return Qwen-Image's architecture, small: Qwen 2.5 VL, two joint blocks, an autoencoder of videos."""
+    """Return a small pipeline of Qwen-Image's architecture: Qwen 2.5 VL, two joint blocks, a video autoencoder."""
     tokenizer = tiny_chat_tokenizer(_QWEN_SYSTEM_PROMPT)
     layers: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -1,6 +1,6 @@
 """Tiny diffusers pipelines with random weights, built in code: the real architectures at a size for tests.
 
-Those of Stable Diffusion are here, the other families' in `tiny_families`.
+Pipelines of Stable Diffusion are here, those of the other families in `tiny_families`.
 """
 
 import json
@@ -54,7 +54,7 @@ SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "lcm": lambda config: LCMScheduler.from_config(config, clip_sample=False),
     "tcd": TCDScheduler.from_config,
 }
-"""Samplers of the pipelines with a U-Net, made of the configuration of another."""
+"""Samplers for pipelines with a U-Net, each made from the configuration of another one."""
 OWN_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "heun": HeunDiscreteScheduler.from_config,
     "heun-karras": lambda config: HeunDiscreteScheduler.from_config(config, use_karras_sigmas=True),
@@ -70,7 +70,7 @@ OWN_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "ddpm": lambda config: DDPMScheduler.from_config(config, clip_sample=False),
     "sa-solver": SASolverScheduler.from_config,
 }
-"""The same, of those that are not batched."""
+"""Samplers that cannot be batched, made in the same way."""
 _TEXT_POSITIONS = 16
 _UNET: dict[str, Any] = {
     "block_out_channels": (16, 32, 32),
@@ -89,7 +89,7 @@ _UNET: dict[str, Any] = {
 
 
 def tiny_tokenizer(length: int = _TEXT_POSITIONS) -> CLIPTokenizer:
-    """Return a CLIP tokenizer that knows single letters, digits and signs only, for texts of so many tokens."""
+    """Return a CLIP tokenizer that knows single letters, digits and signs only, for texts of `length` tokens."""
     letters = [chr(code) for code in range(33, 127)]
     words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
     vocabulary = {word: index for index, word in enumerate(words)}
@@ -113,7 +113,7 @@ def clip_config(num_layers: int = 3, width: int = 32) -> CLIPTextConfig:
 
 
 def tiny_autoencoder(**config: Any) -> AutoencoderKL:
-    """Return a small autoencoder that makes pictures 8 times smaller, with these settings."""
+    """Return a small autoencoder with these settings that reduces pictures by a factor of 8."""
     usual: dict[str, Any] = {
         "block_out_channels": (8, 8, 16, 16),
         "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -126,8 +126,8 @@ def tiny_autoencoder(**config: Any) -> AutoencoderKL:
 
 
 def tiny_sdxl(seed: int = 0, widths: tuple[int, int] = (32, 32)) -> StableDiffusionXLPipeline:
-    """Return SDXL's architecture, small: two text encoders of these widths, which add up to 64, three down blocks, 8x
-    autoencoder, Euler.
+    """Return a small pipeline of SDXL's architecture: two text encoders of these widths, which add up to 64, three down
+    blocks, 8x autoencoder, Euler.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -146,7 +146,7 @@ def tiny_sdxl(seed: int = 0, widths: tuple[int, int] = (32, 32)) -> StableDiffus
 
 
 def tiny_sd(seed: int = 0) -> StableDiffusionPipeline:
-    """Return Stable Diffusion 1.5's architecture, small: one text encoder, proj_in by convolution, DDIM."""
+    """Return a small pipeline of Stable Diffusion 1.5's architecture: one text encoder, convolutional proj_in, DDIM."""
     config: dict[str, Any] = {
         name: value for name, value in _UNET.items() if "addition" not in name and "projection" not in name
     }
@@ -170,7 +170,7 @@ def tiny_sd(seed: int = 0) -> StableDiffusionPipeline:
 
 
 def smallest_sd() -> StableDiffusionPipeline:
-    """Return Stable Diffusion's architecture with as few layers as it can have, for runs of very many requests."""
+    """Return Stable Diffusion's architecture with as few layers as possible, for runs with very many requests."""
     pipe = tiny_sd()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -190,7 +190,7 @@ def smallest_sd() -> StableDiffusionPipeline:
 
 
 def tiny_sd3(seed: int = 0, num_channels: int = 4, **scheduler: Any) -> StableDiffusion3Pipeline:
-    """Return SD3's architecture, small: two CLIP encoders, no T5, two joint blocks, flow-match Euler."""
+    """Return a small pipeline of SD3's architecture: two CLIP encoders, no T5, two joint blocks, flow-match Euler."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer = SD3Transformer2DModel(
@@ -228,19 +228,20 @@ def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
 
 
 def short_texts(pipe: Any) -> dict[str, Any]:
-    """Options of a pipeline, and defaults of a model, with which texts are cut or padded to a few tokens. Some families
-    have 512 otherwise, more than tiny images have, and most of what a step takes.
+    """Return options of a pipeline, and defaults of a model, that truncate or pad texts to a few tokens.
+
+    Otherwise some families use 512 tokens, more than tiny images have, which take most of the time of a step.
     """
     return {"max_sequence_length": 40} if hasattr(pipe, "transformer") else {}
 
 
 def plain_latents(pipe: Any, request: Any, **options: Any) -> torch.Tensor:
-    """Return what the plain pipeline, called with these options, gives for one request alone: its final latents."""
+    """Return the final latents of the plain pipeline, called with these options, for one request alone."""
     return _plain(pipe, request, "latent", **options)
 
 
 def plain_image(pipe: Any, request: Any) -> Any:
-    """Return what the plain pipeline gives for one request alone: its PIL image."""
+    """Return the PIL image of the plain pipeline for one request alone."""
     return _plain(pipe, request, "pil")
 
 
@@ -248,11 +249,11 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
     negative = request.negative_prompt
     if type(pipe).__name__ == "PixArtSigmaPipeline":
-        options = {"use_resolution_binning": False, **options}  # draws other sizes than asked for, and scales them
-        negative = negative or ""  # its default; None is none of a batch
+        options = {"use_resolution_binning": False, **options}  # it draws at other sizes and scales the images
+        negative = negative or ""  # its default; None is invalid in a batch
     if type(pipe).__name__ == "QwenImagePipeline":
         options = {"true_cfg_scale": request.guidance_scale, **options}
-        negative = negative or ""  # None is no guidance
+        negative = negative or ""  # None disables guidance
     if not type(pipe).__name__.startswith("Flux2"):
         options = {"negative_prompt": negative, **options}
     elif type(pipe).__name__ == "Flux2KleinPipeline":
@@ -271,12 +272,12 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     if output_type == "latent" and isinstance(pipe, FluxPipeline | ChromaPipeline | QwenImagePipeline):
         drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
     if output_type == "latent" and type(pipe).__name__ == "QwenImagePipeline":
-        drawn = drawn[:, :, 0]  # of frames, the only one
+        drawn = drawn[:, :, 0]  # the only frame
     if output_type == "latent" and type(pipe).__name__ == "Flux2Pipeline":
         height, width = (side // pipe.vae_scale_factor // 2 for side in request.resolution[::-1])
         drawn = drawn.transpose(1, 2).unflatten(2, (height, width))
     if output_type == "latent" and type(pipe).__name__ == "Flux2KleinPipeline":
-        # It gives what its autoencoder takes.
+        # The pipeline returns the input of its autoencoder.
         norm = pipe.vae.bn
         scale = torch.sqrt(norm.running_var + norm.eps)
         drawn = (pipe._patchify_latents(drawn) - norm.running_mean.view(1, -1, 1, 1)) / scale.view(1, -1, 1, 1)

@@ -1,4 +1,4 @@
-"""What some tests need beside Python. Without it, those are skipped; `TESTS_NEED_TOOLS=1` fails them."""
+"""Programs that some tests need. Without them, the tests are skipped; `TESTS_NEED_TOOLS=1` fails them instead."""
 
 import os
 import shutil
@@ -6,19 +6,19 @@ import shutil
 import pytest
 
 NEED_TOOLS = "TESTS_NEED_TOOLS"
-"""Not one of psctl's variables, which the tests do not see."""
+"""Not one of psctl's own variables, which tests do not see."""
 _PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver", "g++": "g++", "mount": "mount"}
 
 
 def lacking(told: str) -> str:
-    """Why a test is skipped. Fails it if `TESTS_NEED_TOOLS` is set."""
+    """Return the reason for skipping a test. Fails the test if `TESTS_NEED_TOOLS` is set."""
     if os.environ.get(NEED_TOOLS):
         pytest.fail(told)
     return told
 
 
 def missing_tools(*names: str) -> str | None:
-    """What to install for these programs; None where all are there. Fails as `lacking`."""
+    """Return which of these programs to install; None if all are installed. Fails the test as `lacking` does."""
     packages = [_PACKAGES[name] for name in names if shutil.which(name) is None]
     if not packages:
         return None
@@ -26,6 +26,6 @@ def missing_tools(*names: str) -> str | None:
 
 
 def need_tools(*names: str) -> None:
-    """Skip the test where one of these programs is missing, see `missing_tools`."""
+    """Skip the test, or fail it as `lacking` does, if one of these programs is missing."""
     if (told := missing_tools(*names)) is not None:
         pytest.skip(told)

@@ -1,4 +1,4 @@
-"""Compiled blocks that are traced into graphs which run as they are: code for them takes a minute to generate."""
+"""Compiled blocks that are only traced into graphs, as generating code for them takes a minute."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from patchedserve.serving.patched.patched_model import PatchedModel
 
 @contextmanager
 def traced_only() -> Iterator[None]:
-    """Meanwhile no code is generated for blocks that are to be compiled."""
+    """Run the traced graphs of compiled blocks as they are inside the block, without generating code."""
     blocks = partial(compile_blocks, backend="eager")
     patched = partialmethod(PatchedModel.compile, backend="eager")
     with (

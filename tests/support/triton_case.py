@@ -1,4 +1,4 @@
-"""A small case for the Triton kernels; run as a module it is the worker of their test, see `main`."""
+"""A small case for the Triton kernels; run as a module, it is the worker process of their test."""
 
 import sys
 from pathlib import Path
@@ -12,13 +12,13 @@ from .random_models import small_unet
 
 
 def triton_case() -> tuple[UNet2DConditionModel, list[Row]]:
-    """A model and a batch of two resolutions, small enough for Triton's interpreter."""
+    """Return a model and a batch of two resolutions, small enough for Triton's interpreter."""
     model = small_unet(seed=5)
     return model, draw_rows(model, [(8, 4), (8, 8), (4, 8)], seed=5)
 
 
 def run_triton_case() -> list[Tensor]:
-    """`triton_case` through the Triton kernels, which must run in the interpreter."""
+    """Run `triton_case` with the Triton kernels, which must run in the interpreter."""
     model, rows = triton_case()
     return run_patched(Way("patch", None, "stitch").build(model, kernels="triton"), rows)
 

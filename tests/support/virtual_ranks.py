@@ -16,7 +16,7 @@ Found = TypeVar("Found")
 
 
 def on_ranks(size: int, run: Callable[[VirtualEnd], Found], timeout_s: float = 60) -> list[Found]:
-    """What the function gives on each rank. Raises what it has raised on the first that failed."""
+    """Return the function's result on each rank. Raises the error of the first rank that failed."""
     group = VirtualGroup(size)
 
     def held(rank: int) -> Found:
@@ -38,7 +38,7 @@ Leaf = Callable[[Tensor], Tensor]
 def on_strips(
     whole: Tensor, strips: Strips, make: Callable[[StripContext], Leaf], *, halo: int = 0, **norms: Any
 ) -> Tensor:
-    """What leaves give for an image [rows, channels, height, width] that is cut into strips, put together again."""
+    """Cut an image [rows, channels, height, width] into strips, run leaf modules on them, and join their results."""
     return in_calls([whole], strips, make, [()], halo=halo, **norms)[0]
 
 
@@ -51,7 +51,7 @@ def in_calls(
     halo: int = 0,
     **norms: Any,
 ) -> list[Tensor]:
-    """The same for one image after the other; `displaced` says which rows go by the call before."""
+    """Do the same for one image after another; `displaced` contains the rows that use data of the previous call."""
     rows = tuple((row, 0) for row in range(len(images[0])))
 
     def run(end: VirtualEnd) -> list[Tensor]:
@@ -72,7 +72,7 @@ def in_calls(
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference over largest magnitude."""
+    """Return the largest difference over the largest magnitude."""
     assert found.shape == wanted.shape
     found, wanted = found.detach(), wanted.detach()
     return float((found - wanted).abs().max() / wanted.abs().max())

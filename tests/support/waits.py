@@ -1,4 +1,4 @@
-"""Waiting for what other processes bring about."""
+"""Waiting for effects of other processes."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from .psctl_process import PsctlProcess
 
 
 def until(is_so: Callable[[], bool], timeout_s: float = 30.0, every_s: float = 0.05) -> None:
-    """Wait for something that another process brings about. Raises AssertionError: it has not come in time."""
+    """Wait until a condition is true that another process brings about. Raises AssertionError: it is not in time."""
     end = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < end, f"not so after {timeout_s:g} s"
@@ -20,7 +20,7 @@ def until(is_so: Callable[[], bool], timeout_s: float = 30.0, every_s: float = 0
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process of this number is running: one that has ended may wait for a while to be reaped."""
+    """Whether a process with this id is running; one that has ended but is not reaped yet does not count."""
     try:
         os.kill(process, 0)
         stat = Path(f"/proc/{process}/stat")
@@ -30,8 +30,9 @@ def is_alive(process: int) -> bool:
 
 
 def killed_with_others(code: str, *arguments: str) -> list[int]:
-    """Run Python code that prints the numbers of processes that it has started, and kill it; returns these. Raises
-    AssertionError: one of them is not there before that, or outlives it by 5 s.
+    """Run Python code that prints the ids of processes that it has started, and kill it; returns these ids.
+
+    Raises AssertionError: one of them does not run before the kill, or outlives it by 5 s.
     """
     command = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -46,8 +47,9 @@ def killed_with_others(code: str, *arguments: str) -> list[int]:
 def interrupted_when(
     process: PsctlProcess, is_so: Callable[[], bool], timeout_s: float = 240.0, every_s: float = 0.05
 ) -> tuple[str, str]:
-    """Press Ctrl-C as soon as something is so, or the command has ended; returns its outputs. It is killed if it is
-    not over in time, which raises AssertionError or `subprocess.TimeoutExpired`.
+    """Send Ctrl-C as soon as a condition is true or the command has ended; returns its outputs.
+
+    A command that does not end in time is killed, which raises AssertionError or `subprocess.TimeoutExpired`.
     """
     try:
         until(lambda: is_so() or process.poll() is not None, timeout_s, every_s)
