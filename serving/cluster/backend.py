@@ -158,7 +158,7 @@ class ClusterBackend:
                     break
         except asyncio.CancelledError:
             end = _closed(request, "cancelled", entry.reason or "the server is shutting down")
-        except Exception as error:  # noqa: BLE001  whatever Ray says, its client must not wait for ever
+        except Exception as error:  # noqa: BLE001  on any error of Ray the client must get an end
             end = _closed(request, "failed", last_line_of(error))
         finally:
             self._book.release(request.request_id)
@@ -185,35 +185,35 @@ class ClusterBackend:
         entry.steps_done, entry.refused, entry.is_moving = 0, None, False
         has_it = False
         try:
-            async for told in events:
+            async for message in events:
                 self._seen_s = asyncio.get_running_loop().time()
-                if isinstance(told, Accepted):
+                if isinstance(message, Accepted):
                     has_it = True
                     if not entry.accepted.done():
                         entry.accepted.set_result(None)
-                elif isinstance(told, Refused):
-                    if told.is_busy:
-                        entry.refused = ApiError(503, told.reason, code="not_ready", headers={"Retry-After": "5"})
+                elif isinstance(message, Refused):
+                    if message.is_busy:
+                        entry.refused = ApiError(503, message.reason, code="not_ready", headers={"Retry-After": "5"})
                         await asyncio.sleep(_BUSY_S)
                         break
-                    entry.refused = UsageError(told.reason)
-                    return _closed(request, "failed", told.reason)
-                elif isinstance(told, Stepped):
-                    entry.steps_done = told.steps_done
-                    self._book.stepped(number, min(told.steps_done, request.num_steps), request.num_steps)
+                    entry.refused = UsageError(message.reason)
+                    return _closed(request, "failed", message.reason)
+                elif isinstance(message, Stepped):
+                    entry.steps_done = message.steps_done
+                    self._book.stepped(number, min(message.steps_done, request.num_steps), request.num_steps)
                     # Steps that another replica has reported already are not reported again.
-                    if told.steps_done > entry.most_steps:
-                        entry.most_steps = told.steps_done
-                        entry.follower.on_step(number, told.steps_done)
-                elif isinstance(told, PartialImage):
-                    if told.index >= entry.next_partial:
-                        entry.next_partial = told.index + 1
-                        entry.follower.on_partial(number, told.index, told.image)
-                elif told.record.status == "cancelled" and entry.reason is None:
+                    if message.steps_done > entry.most_steps:
+                        entry.most_steps = message.steps_done
+                        entry.follower.on_step(number, message.steps_done)
+                elif isinstance(message, PartialImage):
+                    if message.index >= entry.next_partial:
+                        entry.next_partial = message.index + 1
+                        entry.follower.on_partial(number, message.index, message.image)
+                elif message.record.status == "cancelled" and entry.reason is None:
                     entry.num_died += 1  # its engine has crashed
                     break
                 else:
-                    return _with_times_of(told, request)
+                    return _with_times_of(message, request)
         except asyncio.CancelledError:
             events.cancel()
             if not entry.is_moving or entry.reason is not None or entry.task is None:
@@ -306,12 +306,12 @@ def _closed(request: Request, status: Status, reason: str) -> Ended:
     return Ended(record, None)
 
 
-def _with_times_of(told: Ended, request: Request) -> Ended:
+def _with_times_of(message: Ended, request: Request) -> Ended:
     """Move a record's times to the clock of this process: it ends now, and arrived when the front end received it."""
-    record = told.record
+    record = message.record
     later_s = asyncio.get_running_loop().time() - (record.finish_s or 0.0)
     for name in ("prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s"):
         if (time_s := getattr(record, name)) is not None:
             setattr(record, name, time_s + later_s)
     record.arrival_s, record.slo_s = request.arrival_s, request.slo_s
-    return told
+    return message

@@ -53,7 +53,7 @@ class Ended:
     image: "Image | None"
 
 
-Told = Accepted | Refused | Stepped | PartialImage | Ended
+ReplicaMessage = Accepted | Refused | Stepped | PartialImage | Ended
 
 
 @dataclass(frozen=True, slots=True)

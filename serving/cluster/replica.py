@@ -14,7 +14,7 @@ from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
 from ..server.backend import FIRST_ID, Follower, Health, ReplicaState
 from ..server.errors import ApiError
-from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped, Told
+from .messages import Accepted, Ended, PartialImage, Refused, ReplicaMessage, ReplicaStatus, Stepped
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,7 +55,7 @@ class Replica:
 
     async def draw(
         self, request: Request, waited_s: float, num_partials: int, follows_steps: bool
-    ) -> AsyncIterator[Told]:
+    ) -> AsyncIterator[ReplicaMessage]:
         """Draw a request and yield messages about it; closing the iterator cancels the request.
 
         Args:
@@ -64,12 +64,12 @@ class Replica:
             num_partials: number of partial images to send.
             follows_steps: whether every step is reported, instead of a few per second.
         """
-        number, box = next(self._numbers), _Box()
+        number, queue = next(self._numbers), _MessageQueue()
         arrival_s = asyncio.get_running_loop().time() - waited_s
         try:
             await self._backend.submit(
                 replace(request, request_id=number, arrival_s=arrival_s),
-                box,
+                queue,
                 num_partials=num_partials,
                 follows_steps=follows_steps,
             )
@@ -78,11 +78,11 @@ class Replica:
             return
         try:
             yield Accepted(self._name)
-            while not isinstance(told := await box.told.get(), Ended):
-                yield told
-            self._num_drawn += told.record.status == "completed"
-            told.record.request_id = request.request_id
-            yield told
+            while not isinstance(message := await queue.messages.get(), Ended):
+                yield message
+            self._num_drawn += message.record.status == "completed"
+            message.record.request_id = request.request_id
+            yield message
         finally:
             # Does nothing if the request has ended.
             self._backend.cancel(number, "its client has left")
@@ -129,17 +129,17 @@ def _listen_like_ray() -> None:
         replica.add_port_to_grpc_server = lambda server, address: add_port_to_grpc_server(server, f"{host}:0")
 
 
-class _Box(Follower):
+class _MessageQueue(Follower):
     """Queue of the messages about one request, until they are sent."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[Told] = asyncio.Queue()
+        self.messages: asyncio.Queue[ReplicaMessage] = asyncio.Queue()
 
     def on_step(self, request_id: int, steps_done: int) -> None:
-        self.told.put_nowait(Stepped(steps_done))
+        self.messages.put_nowait(Stepped(steps_done))
 
     def on_partial(self, request_id: int, index: int, image: "Image") -> None:
-        self.told.put_nowait(PartialImage(index, image))
+        self.messages.put_nowait(PartialImage(index, image))
 
     def on_end(self, record: RequestRecord, image: "Image | None") -> None:
-        self.told.put_nowait(Ended(record, image))
+        self.messages.put_nowait(Ended(record, image))

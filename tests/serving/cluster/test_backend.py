@@ -14,7 +14,15 @@ from patchedserve.serving.cluster import backend as backend_module
 from patchedserve.serving.cluster.backend import MOST_DEATHS, MOST_TRIES, ClusterBackend
 from patchedserve.serving.cluster.deployment import ReplicaPlan
 from patchedserve.serving.cluster.load_book import LoadBook
-from patchedserve.serving.cluster.messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped, Told
+from patchedserve.serving.cluster.messages import (
+    Accepted,
+    Ended,
+    PartialImage,
+    Refused,
+    ReplicaMessage,
+    ReplicaStatus,
+    Stepped,
+)
 from patchedserve.serving.core.request_state import RequestRecord, RequestView, Status
 from patchedserve.serving.scheduling.policies import StepLatencyPredictor
 from patchedserve.serving.scheduling.routers import DEFAULT_ROUTER
@@ -24,7 +32,7 @@ from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.tickets import error_of
 
 exceptions = pytest.importorskip("ray.exceptions", reason="the extra `ray` is not installed")
-Script = list["Told | BaseException | Status"]
+Script = list["ReplicaMessage | BaseException | Status"]
 STANDS_STILL: Any = object()
 """In a script: nothing more is told."""
 
@@ -50,7 +58,7 @@ class Scripted:
         def __init__(self, request: Request, script: Script) -> None:
             self.request, self.script = request, script
 
-        async def __aiter__(self) -> AsyncIterator[Told]:
+        async def __aiter__(self) -> AsyncIterator[ReplicaMessage]:
             for told in self.script:
                 await asyncio.sleep(0)
                 if isinstance(told, BaseException):
