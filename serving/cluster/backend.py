@@ -22,15 +22,15 @@ from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Ste
 if TYPE_CHECKING:
     from ..server.local import LocalSetup
 
-MOST_TRIES, MOST_DEATHS = 3, 2
+MAX_ATTEMPTS, MAX_DEATHS = 3, 2
 """Limits on the attempts for one request: replicas that it is sent to, and replicas that die (or whose engine crashes)
 while they draw it, as the request itself may be the cause.
 """
 _STATUS_EVERY_S = 0.5
-_BUSY_S = 0.5
-_SILENT_S = 10.0
+_BUSY_RETRY_S = 0.5
+_REASSIGN_AFTER_S = 10.0
 """Requests of a replica that has not answered for this long are sent to another one."""
-_ALL_GONE_S = 60.0
+_UNREADY_AFTER_S = 60.0
 """After this long without any replica, the server reports that it is not ready; until then, new requests wait."""
 
 
@@ -58,8 +58,8 @@ class ClusterBackend:
         self._trouble = ""
         self._answered_s: dict[str, float] = {}
         self._is_stopped = self._has_begun = False
-        self._seen_s = 0.0
-        self._open: dict[int, _Open] = {}
+        self._last_answer_s = 0.0
+        self._open: dict[int, _OpenRequest] = {}
         self._watching: asyncio.Task[None] | None = None
 
     def deploy(self) -> Any:
@@ -76,13 +76,15 @@ class ClusterBackend:
             return Health.STOPPED
         if not self._has_begun:
             return Health.STARTING
-        gone_s = asyncio.get_running_loop().time() - self._seen_s
-        return Health.READY if gone_s < _ALL_GONE_S else Health.RESTARTING
+        gone_s = asyncio.get_running_loop().time() - self._last_answer_s
+        return Health.READY if gone_s < _UNREADY_AFTER_S else Health.RESTARTING
 
     @property
     def trouble(self) -> str:
         """Reason why no replica draws, or why one of them does not draw as it should; "" if there is none."""
-        return f"no replica has answered for {_ALL_GONE_S:g} s" if self.health is Health.RESTARTING else self._trouble
+        return (
+            f"no replica has answered for {_UNREADY_AFTER_S:g} s" if self.health is Health.RESTARTING else self._trouble
+        )
 
     @property
     def load(self) -> Load:
@@ -105,7 +107,7 @@ class ClusterBackend:
 
     async def start(self) -> None:
         """Start to poll the replicas."""
-        self._seen_s, self._has_begun = asyncio.get_running_loop().time(), True
+        self._last_answer_s, self._has_begun = asyncio.get_running_loop().time(), True
         self._watching = asyncio.ensure_future(self._watch())
 
     async def submit(
@@ -116,7 +118,7 @@ class ClusterBackend:
             raise ApiError(503, "no replica is there now", code="not_ready", headers={"Retry-After": "5"})
         loop = asyncio.get_running_loop()
         view = await loop.run_in_executor(None, self._book.view_of, request)
-        entry = self._open[request.request_id] = _Open(
+        entry = self._open[request.request_id] = _OpenRequest(
             request, view, follower, num_partials, follows_steps, loop.create_future()
         )
         entry.task = loop.create_task(self._follow(entry))
@@ -124,7 +126,7 @@ class ClusterBackend:
             await entry.accepted
         except BaseException:
             # The request was refused, or the submitting task was cancelled: its follower receives nothing.
-            entry.is_mute = True
+            entry.is_detached = True
             entry.task.cancel()
             raise
 
@@ -145,36 +147,36 @@ class ClusterBackend:
         await asyncio.gather(*(entry.task for entry in self._open.values() if entry.task), return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(None, self._deployment.end)
 
-    async def _follow(self, entry: "_Open") -> None:
+    async def _follow(self, entry: "_OpenRequest") -> None:
         """Have a request drawn, retrying when its replica dies, and report its end to the follower."""
         request, end = entry.request, None
         try:
-            for _ in range(MOST_TRIES):
+            for _ in range(MAX_ATTEMPTS):
                 # Regardless of its deadline: the next replica's policy drops a request that is late, or serves it late.
                 end = await self._attempt(entry)
-                if end is None and entry.num_died == MOST_DEATHS:
-                    end = _closed(request, "failed", f"{MOST_DEATHS} replicas have died while they drew it")
+                if end is None and entry.num_deaths == MAX_DEATHS:
+                    end = _end_with(request, "failed", f"{MAX_DEATHS} replicas have died while they drew it")
                 if end is not None:
                     break
         except asyncio.CancelledError:
-            end = _closed(request, "cancelled", entry.reason or "the server is shutting down")
+            end = _end_with(request, "cancelled", entry.reason or "the server is shutting down")
         except Exception as error:  # noqa: BLE001  on any error of Ray the client must get an end
-            end = _closed(request, "failed", last_line_of(error))
+            end = _end_with(request, "failed", last_line_of(error))
         finally:
             self._book.release(request.request_id)
             self._open.pop(request.request_id, None)
         if end is None:
             # Not "failed": the request is not the cause.
-            end = _closed(request, "cancelled", f"none of {MOST_TRIES} replicas in a row has drawn it")
+            end = _end_with(request, "cancelled", f"none of {MAX_ATTEMPTS} replicas in a row has drawn it")
         if not entry.accepted.done():
             if entry.refused is not None:
                 entry.accepted.set_exception(entry.refused)
                 return
             entry.accepted.set_result(None)
-        if not entry.is_mute:
+        if not entry.is_detached:
             entry.follower.on_end(end.record, end.image)
 
-    async def _attempt(self, entry: "_Open") -> Ended | None:
+    async def _attempt(self, entry: "_OpenRequest") -> Ended | None:
         """Have one replica draw a request; returns None if it died, does not answer, or has no engine now."""
         from ray.exceptions import RayError, RayTaskError
 
@@ -182,11 +184,11 @@ class ClusterBackend:
         waited_s = max(0.0, asyncio.get_running_loop().time() - request.arrival_s)
         self._book.begin(entry.view)
         events = self._deployment.draw(request, waited_s, entry.num_partials, entry.follows_steps)
-        entry.steps_done, entry.refused, entry.is_moving = 0, None, False
+        entry.steps_done, entry.refused, entry.is_reassigned = 0, None, False
         has_it = False
         try:
             async for message in events:
-                self._seen_s = asyncio.get_running_loop().time()
+                self._last_answer_s = asyncio.get_running_loop().time()
                 if isinstance(message, Accepted):
                     has_it = True
                     if not entry.accepted.done():
@@ -194,10 +196,10 @@ class ClusterBackend:
                 elif isinstance(message, Refused):
                     if message.is_busy:
                         entry.refused = ApiError(503, message.reason, code="not_ready", headers={"Retry-After": "5"})
-                        await asyncio.sleep(_BUSY_S)
+                        await asyncio.sleep(_BUSY_RETRY_S)
                         break
                     entry.refused = UsageError(message.reason)
-                    return _closed(request, "failed", message.reason)
+                    return _end_with(request, "failed", message.reason)
                 elif isinstance(message, Stepped):
                     entry.steps_done = message.steps_done
                     self._book.stepped(number, min(message.steps_done, request.num_steps), request.num_steps)
@@ -210,20 +212,20 @@ class ClusterBackend:
                         entry.next_partial = message.index + 1
                         entry.follower.on_partial(number, message.index, message.image)
                 elif message.record.status == "cancelled" and entry.reason is None:
-                    entry.num_died += 1  # its engine has crashed
+                    entry.num_deaths += 1  # its engine has crashed
                     break
                 else:
-                    return _with_times_of(message, request)
+                    return _on_local_clock(message, request)
         except asyncio.CancelledError:
             events.cancel()
-            if not entry.is_moving or entry.reason is not None or entry.task is None:
+            if not entry.is_reassigned or entry.reason is not None or entry.task is None:
                 raise
             entry.task.uncancel()
         except RayTaskError as error:
             raise RunError(str(error)) from error
         except RayError:
             # The replica, its node or its output is lost.
-            entry.num_died += has_it
+            entry.num_deaths += has_it
         self._book.release(number)
         return None
 
@@ -236,12 +238,12 @@ class ClusterBackend:
                 found, num_silent = await loop.run_in_executor(None, self._deployment.statuses)
             except Exception:  # noqa: BLE001  no replica is running; there may be some at the next poll
                 found, num_silent = (), 0
-            self._note(found, num_silent)
+            self._update_states(found, num_silent)
             for each in found:
                 for row in each.rows:
                     self.on_row(row)
 
-    def _note(self, found: Sequence[ReplicaStatus], num_silent: int) -> None:
+    def _update_states(self, found: Sequence[ReplicaStatus], num_silent: int) -> None:
         """Update the replicas' states after a poll.
 
         The `num_silent` replicas that did not answer are taken to be those of the earlier ones that answered last.
@@ -249,7 +251,7 @@ class ClusterBackend:
         now_s = asyncio.get_running_loop().time()
         answering = {each.state.name for each in found}
         if answering:
-            self._seen_s = now_s
+            self._last_answer_s = now_s
         self._book.note_answering(answering)
         before = [each for each in self._replicas if each.name not in answering]
         before.sort(key=lambda each: self._answered_s[each.name], reverse=True)
@@ -259,16 +261,16 @@ class ClusterBackend:
         self._answered_s = {each.name: self._answered_s.get(each.name, now_s) for each in silent} | dict.fromkeys(
             answering, now_s
         )
-        lost = {each.name for each in silent if now_s - self._answered_s[each.name] > _SILENT_S}
+        lost = {each.name for each in silent if now_s - self._answered_s[each.name] > _REASSIGN_AFTER_S}
         for number, entry in self._open.items():
             is_lost = self._book.replica_of(number) in lost
-            if is_lost and answering and entry.task is not None and not entry.is_moving:
-                entry.is_moving = True
+            if is_lost and answering and entry.task is not None and not entry.is_reassigned:
+                entry.is_reassigned = True
                 entry.task.cancel()
 
 
 @dataclass(eq=False, slots=True)
-class _Open:
+class _OpenRequest:
     """An open request.
 
     Attributes:
@@ -276,9 +278,9 @@ class _Open:
         accepted: done when a replica has accepted the request, or all have refused it.
         reason: why it is cancelled; None if it is not.
         refused: error of the last replica that refused it.
-        is_mute: its end is not reported to the follower.
-        is_moving: its replica does not answer, and the request is sent to another one.
-        num_died: replicas that have died while they drew it.
+        is_detached: its end is not reported to the follower.
+        is_reassigned: its replica does not answer, and the request is sent to another one.
+        num_deaths: replicas that have died while they drew it.
         steps_done, most_steps: steps taken by the current replica, and the most that any replica has reported.
         next_partial: index of the first partial image that was not shown yet.
     """
@@ -292,21 +294,21 @@ class _Open:
     task: "asyncio.Task[None] | None" = None
     reason: str | None = None
     refused: Exception | None = None
-    is_mute: bool = False
-    is_moving: bool = False
-    num_died: int = 0
+    is_detached: bool = False
+    is_reassigned: bool = False
+    num_deaths: int = 0
     steps_done: int = 0
     most_steps: int = 0
     next_partial: int = 0
 
 
-def _closed(request: Request, status: Status, reason: str) -> Ended:
+def _end_with(request: Request, status: Status, reason: str) -> Ended:
     record = RequestRecord.of(request)
     record.close(status, asyncio.get_running_loop().time(), reason)
     return Ended(record, None)
 
 
-def _with_times_of(message: Ended, request: Request) -> Ended:
+def _on_local_clock(message: Ended, request: Request) -> Ended:
     """Move a record's times to the clock of this process: it ends now, and arrived when the front end received it."""
     record = message.record
     later_s = asyncio.get_running_loop().time() - (record.finish_s or 0.0)

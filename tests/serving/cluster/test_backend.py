@@ -11,7 +11,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cluster import backend as backend_module
-from patchedserve.serving.cluster.backend import MOST_DEATHS, MOST_TRIES, ClusterBackend
+from patchedserve.serving.cluster.backend import MAX_ATTEMPTS, MAX_DEATHS, ClusterBackend
 from patchedserve.serving.cluster.deployment import ReplicaPlan
 from patchedserve.serving.cluster.load_book import LoadBook
 from patchedserve.serving.cluster.messages import (
@@ -155,7 +155,7 @@ def test_what_kills_replicas_is_drawn_by_two_at_most() -> None:
     dies: Script = [Accepted("a"), Stepped(1), died()]
     crashes: Script = [Accepted("a"), "cancelled"]
     # One that was dead before it had the request has not died of it.
-    runs = [[dies] * MOST_DEATHS, [dies, [died()], crashes], [crashes, [Refused("it restarts", is_busy=True)], dies]]
+    runs = [[dies] * MAX_DEATHS, [dies, [died()], crashes], [crashes, [Refused("it restarts", is_busy=True)], dies]]
     run(work, *(script for each in runs for script in each), dies, [Accepted("b"), "completed"])
 
 
@@ -165,17 +165,17 @@ def test_where_no_replica_has_it_it_may_be_sent_again() -> None:
         await backend.submit(request(), heard)
         record = await heard.ended
         # Not failed: it is nothing that the request has done.
-        assert (record.status, deployment.num_asked) == ("cancelled", MOST_TRIES)
+        assert (record.status, deployment.num_asked) == ("cancelled", MAX_ATTEMPTS)
         assert record.reason == "none of 3 replicas in a row has drawn it"
         assert error_of(record).code == "engine_error"
 
     dead: Script = [died()]
-    run(work, *[dead] * MOST_TRIES)
+    run(work, *[dead] * MAX_ATTEMPTS)
 
 
 def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "_STATUS_EVERY_S", 0.01)
-    monkeypatch.setattr(backend_module, "_SILENT_S", 0.05)
+    monkeypatch.setattr(backend_module, "_REASSIGN_AFTER_S", 0.05)
 
     def status(name: str) -> ReplicaStatus:
         return ReplicaStatus(ReplicaState(name, 1, Health.READY, Load(rate=100.0)), ())
@@ -212,7 +212,7 @@ def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest
 
 
 def test_a_busy_replica_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchedserve.serving.cluster.backend._BUSY_S", 0.01)
+    monkeypatch.setattr("patchedserve.serving.cluster.backend._BUSY_RETRY_S", 0.01)
 
     async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
         heard = Heard()
