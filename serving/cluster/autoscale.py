@@ -32,7 +32,7 @@ def replicas_needed(
     return min(max(wanted, least), most)
 
 
-class ByPixelSteps:
+class PixelStepsPolicy:
     """Autoscaling policy for Ray Serve, by pending pixel steps.
 
     Args:

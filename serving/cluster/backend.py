@@ -252,7 +252,7 @@ class ClusterBackend:
         answering = {each.state.name for each in found}
         if answering:
             self._last_answer_s = now_s
-        self._book.note_answering(answering)
+        self._book.set_answering(answering)
         before = [each for each in self._replicas if each.name not in answering]
         before.sort(key=lambda each: self._answered_s[each.name], reverse=True)
         silent = [replace(each, health=Health.STALLED) for each in before[:num_silent]]

@@ -21,7 +21,7 @@ _DEPLOYMENT = "engine"
 _STATUS_WITHIN_S = 3.0
 _HEALTH_EVERY_S, _HEALTH_WITHIN_S = 2.0, 30.0
 _LONGEST_START_S = 1800.0
-_LOADED_S = 2.0
+_UPSCALE_DELAY_S = 2.0
 """Seconds for which more replicas must have been needed before one is started."""
 
 
@@ -84,9 +84,9 @@ class Deployment:
             from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
         except ImportError as error:
             raise MissingExtraError(error.name or "ray", "ray") from error
-        from .autoscale import ByPixelSteps
+        from .autoscale import PixelStepsPolicy
         from .replica import Replica
-        from .router import ByLoadBook
+        from .router import LoadBookRouter
 
         plan = self._plan
         # Ray reports actors that die on stdout, which is for results.
@@ -97,14 +97,14 @@ class Deployment:
             options: dict[str, Any] = {}
             if not os.environ.get("RAY_ADDRESS"):
                 self._owns_ray, options = True, {"address": "local", "include_dashboard": False}
-                _close_to_others()
+                _restrict_to_loopback()
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-        self._check_room(ray.cluster_resources())
+        self._check_resources(ray.cluster_resources())
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         replicas: dict[str, Any] = {"num_replicas": plan.least}
         if plan.most > plan.least:
             policy = AutoscalingPolicy(
-                policy_function=_path_of(ByPixelSteps, ":"),
+                policy_function=_path_of(PixelStepsPolicy, ":"),
                 policy_kwargs={"target_s": plan.target_s},
             )
             replicas = {
@@ -113,14 +113,14 @@ class Deployment:
                     max_replicas=plan.most,
                     metrics_interval_s=1.0,
                     look_back_period_s=2.0,
-                    upscale_delay_s=_LOADED_S,
+                    upscale_delay_s=_UPSCALE_DELAY_S,
                     downscale_delay_s=plan.calm_s,
                     policy=policy,
                 )
             }
         BOOKS[self._app] = self._book
         router: dict[str, Any] = {
-            "request_router_class": _path_of(ByLoadBook, "."),
+            "request_router_class": _path_of(LoadBookRouter, "."),
             "request_router_kwargs": {"book": self._app},
         }
         deployment = serve.deployment(Replica).options(
@@ -176,7 +176,7 @@ class Deployment:
             serve.shutdown()
             ray.shutdown()
 
-    def _check_room(self, resources: Mapping[str, float]) -> None:
+    def _check_resources(self, resources: Mapping[str, float]) -> None:
         kind = "GPU" if self._plan.takes_gpu else "CPU"
         found = int(resources.get(kind, 0))
         if found < self._plan.most:
@@ -184,7 +184,7 @@ class Deployment:
             raise UsageError(f"{self._plan.most} replicas take one {kind} each, but the cluster has {found}")
 
 
-def _close_to_others() -> None:
+def _restrict_to_loopback() -> None:
     """Make the Ray instance that this process starts listen on loopback only, and require a token of its own."""
     from ray._private import ray_constants
 

@@ -111,7 +111,7 @@ class LoadBook:
             self._drop(view.request_id)
             self._entries[view.request_id] = _Entry(view)
 
-    def note_answering(self, replicas: Iterable[str]) -> None:
+    def set_answering(self, replicas: Iterable[str]) -> None:
         """Set the replicas that answer; while there are any, others are chosen only if these have no room."""
         with self._lock:
             self._answering = frozenset(replicas)

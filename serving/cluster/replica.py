@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..server.local import LocalSetup
 
 _MOST_ROWS = 2000
-_ALONE_S = 900.0
+_ORPHANED_AFTER_S = 900.0
 
 
 class Replica:
@@ -37,21 +37,21 @@ class Replica:
 
         from ..server.local import LocalBackend, engine_thread
 
-        _listen_like_ray()
+        _bind_to_loopback()
         self._name = serve.get_replica_context().replica_id.unique_id
         thread = engine_thread()
-        setup, self._described = await asyncio.get_running_loop().run_in_executor(thread, build)
+        setup, self._description = await asyncio.get_running_loop().run_in_executor(thread, build)
         self._rows: deque[StepRow] = deque(maxlen=_MOST_ROWS)
         self._backend = LocalBackend(setup, thread=thread, on_row=self._rows.append)
         self._numbers = itertools.count(FIRST_ID)
         self._num_drawn = 0
         await self._backend.start()
-        self._asked_s = asyncio.get_running_loop().time()
-        self._ending = asyncio.ensure_future(self._end_when_alone(serve.get_replica_context().app_name))
+        self._last_poll_s = asyncio.get_running_loop().time()
+        self._ending = asyncio.ensure_future(self._end_when_orphaned(serve.get_replica_context().app_name))
 
     async def describe(self) -> object:
         """Return `build`'s description of the engine."""
-        return self._described
+        return self._description
 
     async def draw(
         self, request: Request, waited_s: float, num_partials: int, follows_steps: bool
@@ -89,23 +89,23 @@ class Replica:
 
     async def status(self) -> ReplicaStatus:
         """Return the state of the replica and its steps since the last call."""
-        self._asked_s = asyncio.get_running_loop().time()
+        self._last_poll_s = asyncio.get_running_loop().time()
         rows = tuple(self._rows)
         self._rows.clear()
         backend = self._backend
         state = ReplicaState(self._name, os.getpid(), backend.health, backend.load, self._num_drawn)
         return ReplicaStatus(state, rows, backend.trouble)
 
-    async def _end_when_alone(self, app_name: str) -> None:
+    async def _end_when_orphaned(self, app_name: str) -> None:
         """End the application once its status has not been polled for 15 minutes: its front end was killed."""
         from ray import serve
 
-        while asyncio.get_running_loop().time() - self._asked_s < _ALONE_S:
-            await asyncio.sleep(_ALONE_S / 10)
+        while asyncio.get_running_loop().time() - self._last_poll_s < _ORPHANED_AFTER_S:
+            await asyncio.sleep(_ORPHANED_AFTER_S / 10)
         serve.delete(app_name, _blocking=False)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the figures that `autoscale.ByPixelSteps` reads."""
+        """Return the figures that `autoscale.PixelStepsPolicy` reads."""
         load = self._backend.load
         return {"pixel_steps": float(load.pixel_steps), "rate": load.rate or 0.0}
 
@@ -116,7 +116,7 @@ class Replica:
             raise RuntimeError(f"the engine is {health.value}")
 
 
-def _listen_like_ray() -> None:
+def _bind_to_loopback() -> None:
     """Where Ray runs on loopback only, open this replica's port there, too.
 
     Serve opens it on all addresses and lets the caller choose only the port.

@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 
-class ByLoadBook(RequestRouter):
+class LoadBookRouter(RequestRouter):
     """Ranks replicas in the order of a load book; Ray tries the next rank if a replica has no room."""
 
     def initialize_state(self, *, book: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
