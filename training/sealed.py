@@ -58,7 +58,7 @@ class Sealed(NamedTuple):
             raise UsageError(f"{path}: is damaged or was edited; fit it again: {self.again}")
         return arrays, json.loads(text)
 
-    def of_another_version(self, path: Path, error: Exception) -> UsageError:
+    def version_error(self, path: Path, error: Exception) -> UsageError:
         """Return the error for a file with a valid checksum whose content this version does not understand."""
         return UsageError(f"{path}: is of another version of psctl ({first_line(error)}); fit it again: {self.again}")
 

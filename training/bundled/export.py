@@ -101,13 +101,13 @@ def export_emoji_3(
         tokenizer=tokenizer,
         text_encoder_2=encoders[1],
         tokenizer_2=tokenizer,
-        text_encoder_3=silent_t5(int(transformer.config["joint_attention_dim"])),
+        text_encoder_3=zero_t5(int(transformer.config["joint_attention_dim"])),
         tokenizer_3=T5Tokenizer(vocab=T5_VOCABULARY, extra_ids=0),
     )
     _save(pipe, folder, {"num_inference_steps": 30, "guidance_scale": 4.0, "resolutions": SERVED_SIZES})
 
 
-def silent_t5(width: int) -> T5EncoderModel:
+def zero_t5(width: int) -> T5EncoderModel:
     """Return a T5 encoder whose states [n, tokens, width] are all zero, as its last norm has zero gain."""
     config = T5Config(
         vocab_size=len(T5_VOCABULARY), d_model=width, d_kv=8, num_heads=1, d_ff=8, num_layers=1, dropout_rate=0.0

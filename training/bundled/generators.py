@@ -144,7 +144,7 @@ def new_unet() -> UNet2DConditionModel:
         use_linear_projection=True,
         norm_num_groups=16,
     )
-    silence(module for name, module in model.named_modules() if name.endswith(("conv2", "proj_out", "conv_out")))
+    zero_weights(module for name, module in model.named_modules() if name.endswith(("conv2", "proj_out", "conv_out")))
     return model
 
 
@@ -167,12 +167,12 @@ def new_transformer() -> SD3Transformer2DModel:
         pos_embed_max_size=32,
     )
     modulations = ("norm1.linear", "norm1_context.linear", "norm_out.linear")
-    silence(module for name, module in model.named_modules() if name.endswith(modulations) or name == "proj_out")
+    zero_weights(module for name, module in model.named_modules() if name.endswith(modulations) or name == "proj_out")
     return model
 
 
 @torch.no_grad()
-def silence(modules: Iterable[nn.Module]) -> None:
+def zero_weights(modules: Iterable[nn.Module]) -> None:
     """Set weights and biases of linear and convolution layers to zero."""
     for module in modules:
         assert isinstance(module, nn.Linear | nn.Conv2d)

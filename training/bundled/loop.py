@@ -130,7 +130,7 @@ class TrainingRun:
         if self._is_cut_short and self.step > self.config.decay_start:
             # The run resumes after the point at which this checkpoint would have been saved.
             self.save("stable")
-        with _interrupts_noted() as interrupts:
+        with _recorded_interrupts() as interrupts:
             try:
                 while self.step < self.config.steps and not interrupts:
                     if self.step == self.config.decay_start:
@@ -259,7 +259,7 @@ def train(
 
 
 @contextmanager
-def _interrupts_noted() -> Iterator[list[int]]:
+def _recorded_interrupts() -> Iterator[list[int]]:
     """Record Ctrl-C instead of raising KeyboardInterrupt, which could interrupt an update half-way.
 
     There is one handler for the whole run: swapping handlers around every update has lost a Ctrl-C, twice in whole test

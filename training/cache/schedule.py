@@ -104,7 +104,7 @@ class StepPlan:
         ratio = (num_steps - 1) / max(1, self.num_steps - 1)
         return StepPlan(num_steps, tuple(sorted({round(step * ratio) for step in self.steps})))
 
-    def begun_at(self, first: int) -> "StepPlan":
+    def starting_at(self, first: int) -> "StepPlan":
         """Return the plan of a request that leaves out its `first` steps: it computes the next two, then as planned."""
         if not first:
             return self
@@ -142,7 +142,7 @@ class CacheSchedule:
         If no plan was searched for this number, the plan of the nearest number is scaled.
         """
         nearest = min(self.plans, key=lambda known: (abs(math.log(known / num_steps)), known))
-        return self.plans[nearest].scaled(num_steps).begun_at(first)
+        return self.plans[nearest].scaled(num_steps).starting_at(first)
 
     def skips(self, request: Request) -> bool:
         """Whether steps of a request are skipped. None are if it disables the cache, or if it edits a template, whose

@@ -105,7 +105,7 @@ class Discriminator:
         for leg, own, other in (("light", self.about.light, light), ("heavy", self.about.heavy, heavy)):
             if dict(own) != dict(other):
                 raise UsageError(
-                    f"the discriminator has learnt from images of {_words(own)} as {leg} model, but {_words(other)} is "
+                    f"the discriminator has learnt from images of {_label(own)} as {leg} model, but {_label(other)} is "
                     "served: psctl train-predictor discriminator"
                 )
 
@@ -121,7 +121,7 @@ def load_discriminator(path: Path) -> Discriminator:
         net = new_net(about.net)
         net.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise _FILE.of_another_version(path, error) from error
+        raise _FILE.version_error(path, error) from error
     found = Discriminator(net, about)
     found.digest = sha256_of(path)
     return found
@@ -157,5 +157,5 @@ def calibration_error(confidences: Tensor, is_real: Tensor, num_bins: int = 15) 
     return error
 
 
-def _words(model: Mapping[str, Any]) -> str:
+def _label(model: Mapping[str, Any]) -> str:
     return f"{model.get('model')} in {model.get('num_steps')} steps ({str(model.get('fingerprint'))[:12]})"

@@ -155,7 +155,7 @@ def _loss_of(
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng([seed, 2, step])
         sides = [images[rng.integers(0, len(images), _BATCH // 2)] for images in (examples.drawn, examples.real)]
-        batch = normalised(_moved(torch.cat(sides), rng)).to(device)
+        batch = normalised(_augmented(torch.cat(sides), rng)).to(device)
         wanted = torch.arange(2, device=device).repeat_interleave(_BATCH // 2)
         with mixed_precision(device):
             logits = net(batch).float()
@@ -165,7 +165,7 @@ def _loss_of(
     return loss
 
 
-def _moved(images: Tensor, rng: np.random.Generator) -> Tensor:
+def _augmented(images: Tensor, rng: np.random.Generator) -> Tensor:
     """Shift each image, replicating its border, and mirror it at random."""
     side = images.shape[-1]
     padded = F.pad(images.float(), [_MAX_SHIFT] * 4, mode="replicate")

@@ -148,4 +148,4 @@ def read_predictor(path: Path) -> tuple[StepModel, PredictorAbout]:
         weights = arrays.pop("weights")
         return StepModel(weights, SupportVectors(**arrays) if arrays else None), about
     except (ValueError, KeyError, TypeError) as error:
-        raise _FILE.of_another_version(path, error) from error
+        raise _FILE.version_error(path, error) from error

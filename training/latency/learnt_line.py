@@ -18,7 +18,7 @@ from ...data.work import Work, resolution_of
 
 FORGETTING = 0.995
 """Factor by which all earlier steps are discounted at every new one; their weight halves in 138 steps."""
-LEAST_SEEN = 20.0
+MIN_OBSERVATIONS = 20.0
 """Recent steps with requests of a resolution that are needed before the line predicts batches with it."""
 _RIDGE = 1e-3
 """Ridge as a share of each column's sum of squares; it determines weights that the steps alone cannot separate."""
@@ -90,12 +90,15 @@ class LearntLine:
         weights, known = self._weights
         key = tuple(active)
         if key not in known:
-            known[key] = self._asked(weights, key)
+            known[key] = self._predict(weights, key)
         return known[key]
 
-    def _asked(self, weights: np.ndarray, active: Sequence[Resolution | Work]) -> float | None:
+    def _predict(self, weights: np.ndarray, active: Sequence[Resolution | Work]) -> float | None:
         columns = [self._columns.get(resolution_of(work), len(weights)) for work in active]
-        if max(columns) >= len(weights) or min(self._seen[column - _NUM_COMMON] for column in columns) < LEAST_SEEN:
+        if (
+            max(columns) >= len(weights)
+            or min(self._seen[column - _NUM_COMMON] for column in columns) < MIN_OBSERVATIONS
+        ):
             return None
         return float(weights @ self._features(active, self._first / self._steps, len(weights))) or None
 

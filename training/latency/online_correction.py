@@ -47,7 +47,7 @@ MOST_PACE = 4.0
 """Upper bound of the pace, the time from one step to the next over the duration of the step."""
 MOST_OFF_TABLE = 4.0
 """The line's prediction is limited to within this factor of the table's, as corrected by the scale."""
-_NO_MATTER = 1e-4
+_NEGLIGIBLE_ERROR = 1e-4
 """Square of a relative error that does not matter: one per cent."""
 LEAST_SCALE, MOST_SCALE = 0.05, 4.0
 """Bounds of the factor. With the cache, steps take a quarter of the time, and a table that was measured beside other
@@ -61,7 +61,7 @@ def bounded(scale: float) -> float:
     return min(max(scale, LEAST_SCALE), MOST_SCALE)
 
 
-class PredictsSteps(Protocol):
+class StepPredictor(Protocol):
     """The predictor that is corrected (as `serving.scheduling.policies.base.StepLatencyPredictor`)."""
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float: ...
@@ -112,7 +112,7 @@ class OnlineCorrection:
 
     def __init__(
         self,
-        predictor: PredictsSteps,
+        predictor: StepPredictor,
         *,
         scale: float = 1.0,
         pace: float = 1.0,
@@ -185,8 +185,8 @@ class OnlineCorrection:
         counted_s = min(measured_s, LONGEST * corrected_s)
         if (line_s := self.line.step_latency_s(active)) is not None:
             off_table, off_line = counted_s / table_s - 1, counted_s / table_s - _bounded_line(line_s / table_s)
-            self._off_table = LINE_FADING * self._off_table + off_table**2 + _NO_MATTER
-            self._off_line = LINE_FADING * self._off_line + off_line**2 + _NO_MATTER
+            self._off_table = LINE_FADING * self._off_table + off_table**2 + _NEGLIGIBLE_ERROR
+            self._off_line = LINE_FADING * self._off_line + off_line**2 + _NEGLIGIBLE_ERROR
         self.line.observe(active, counted_s, corrected_s, is_first=is_first)
         self._measured_s += WEIGHT * (counted_s - self._measured_s)
         self._predicted_s += WEIGHT * (predicted_s - self._predicted_s)

@@ -23,7 +23,7 @@ from ...data.workspace import ModelWorkspace
 from .file import PredictorAbout, StepModel, read_predictor, write_predictor
 
 PREDICTOR_FILE = "latency.safetensors"
-_MOST_REMEMBERED = 200_000
+_MAX_CACHED = 200_000
 
 Warn = Callable[[str], None]
 
@@ -73,7 +73,7 @@ class LatencyPredictor:
         if len(active) > self.about.max_batch_size or any(map(int.__gt__, counts, self.about.largest_counts)):
             return self._predict_outside(active)
         latency_s = self.predict_ms([key])[0] / 1e3 if active else 0.0
-        _remember(self._known, key, latency_s)
+        _cache_prediction(self._known, key, latency_s)
         return latency_s
 
     def predict_ms(self, counts: Sequence[Sequence[float]], num_distinct: int | None = None) -> list[float]:
@@ -98,7 +98,7 @@ class LatencyPredictor:
             num_distinct = min(len(counts), len(self._index))
             ms = self.predict_ms([[share / times for share in shares]], num_distinct)[0] * times
             is_between = not counts.keys() <= self._index.keys()
-            _remember(self._outside, key, (ms / 1e3, times > 1, is_between))
+            _cache_prediction(self._outside, key, (ms / 1e3, times > 1, is_between))
         latency_s, is_too_large, is_between = self._outside[key]
         if is_too_large and not self.num_too_large:
             self._warn(
@@ -178,8 +178,8 @@ def load_workspace_predictor(
     return LatencyPredictor.load(path, expect=expect, on_warning=on_warning)
 
 
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+def _cache_prediction(known: dict[Any, Any], key: Any, value: Any) -> None:
     """Cache a prediction; a full cache is cleared first, as predicting again is better than growing without bound."""
-    if len(known) >= _MOST_REMEMBERED:
+    if len(known) >= _MAX_CACHED:
         known.clear()
     known[key] = value

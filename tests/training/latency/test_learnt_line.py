@@ -11,7 +11,7 @@ import pytest
 
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.work import Work, resolution_of, work_of
-from patchedserve.training.latency.learnt_line import LEAST_SEEN, LearntLine, LineState
+from patchedserve.training.latency.learnt_line import MIN_OBSERVATIONS, LearntLine, LineState
 from patchedserve.training.latency.online_correction import OnlineCorrection
 
 S, M, L = (Resolution(side, side) for side in (128, 192, 256))
@@ -53,8 +53,8 @@ def test_finds_what_steps_cost(times: float) -> None:
 def test_says_nothing_of_what_it_has_not_seen() -> None:
     line = LearntLine()
     assert line.step_latency_s([S]) is None
-    for number in range(int(LEAST_SEEN) + 20):
-        assert number >= LEAST_SEEN or line.step_latency_s([S, S]) is None
+    for number in range(int(MIN_OBSERVATIONS) + 20):
+        assert number >= MIN_OBSERVATIONS or line.step_latency_s([S, S]) is None
         line.observe([S] * (1 + number % 3), 0.01 * (1 + number % 3), 0.01, is_first=False)
     assert line.step_latency_s([S, S]) == pytest.approx(0.02, rel=0.02)
     assert line.step_latency_s([S, L]) is None

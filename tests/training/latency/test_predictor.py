@@ -174,7 +174,7 @@ def test_order_does_not_matter_and_predictions_are_remembered(predictor: Latency
 
 
 def test_memory_is_bounded(predictor: LatencyPredictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchedserve.training.latency.predictor._MOST_REMEMBERED", 5)
+    monkeypatch.setattr("patchedserve.training.latency.predictor._MAX_CACHED", 5)
     for count in range(1, 17):
         predictor.step_latency_s([S] * count)
     assert len(predictor._known) <= 5
