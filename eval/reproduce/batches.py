@@ -20,7 +20,7 @@ from ..cache.quality import QualityOptions
 from ..cache.sides import Setting, settings_of
 from ..metrics.judges import Judges
 from .lab import Lab, finish
-from .paper import SDXL, Found
+from .paper import SDXL, Measurement
 from .serving import scheduling_shares
 from .statement import Statement
 
@@ -29,12 +29,12 @@ _TINY = 0.05
 """Maximum share of a request's time that counts as tiny, the paper's word for the overhead of splitting."""
 
 
-def block_savings(lab: Lab, settings: _Settings) -> Found:
+def block_savings(lab: Lab, settings: _Settings) -> Measurement:
     """Measure figure 4: the share of blocks whose output changes by less than a threshold, by resolution."""
     summary = summarize_block_changes(lab.block_profile())
     whole = summary["whole_blocks"]
     ours = {**whole, "patches_by_threshold": summary["by_resolution"], "thresholds": summary["thresholds"]}
-    return Found(ours, [savings_differ(whole["by_request"]["mse"])])
+    return Measurement(ours, [savings_differ(whole["by_request"]["mse"])])
 
 
 def savings_differ(by_request: Mapping[str, Sequence[float]]) -> Statement:
@@ -54,28 +54,28 @@ def savings_differ(by_request: Mapping[str, Sequence[float]]) -> Statement:
     return Statement(text, Estimate(abs(found.value), low, high, found.n), (), "points", 1)
 
 
-def step_latencies(lab: Lab, settings: _Settings) -> Found:
+def step_latencies(lab: Lab, settings: _Settings) -> Measurement:
     """Measure figure 5: step latencies of all batches of three requests."""
     counts = [each for each in product(range(4), repeat=len(lab.sizes)) if sum(each) == 3]
     batches = sorted((Combination(lab.sizes, each) for each in counts), key=lambda each: each.num_pixels)
     result = _step_bench(lab, settings, STEPS, batches)
     rows = {row["label"]: row for row in result["rows"]}
     small, *_, large = rows
-    said = [Statement(f"{large} against {small}", _times_as_long(rows[large], rows[small]), (1.68,))]
+    said = [Statement(f"{large} against {small}", _latency_ratio(rows[large], rows[small]), (1.68,))]
     if {"SML", "MML"} <= set(rows):
         text = "SML against MML, which has more pixels"
-        said.append(Statement(text, _times_as_long(rows["SML"], rows["MML"])))
-    return Found({name: result[name] for name in ("rows", "letters", "run_dir")}, said)
+        said.append(Statement(text, _latency_ratio(rows["SML"], rows["MML"])))
+    return Measurement({name: result[name] for name in ("rows", "letters", "run_dir")}, said)
 
 
-def _times_as_long(own: Row, other: Row) -> Estimate:
+def _latency_ratio(own: Row, other: Row) -> Estimate:
     """Return the median of the repeats' ratios of two independent batches, whose pairing does not matter."""
     ratios = ratios_of(own["patched_samples_ms"], other["patched_samples_ms"])
     low, high = median_interval(ratios) or (None, None)
     return Estimate(median(ratios), low, high, len(ratios))
 
 
-def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Found:
+def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Measurement:
     """Measure figure 14: latency and throughput of mixed batches on plain diffusers, patched, and patched with the
     cache, and the shares of a request's time that splitting, the cache and the scheduler take.
     """
@@ -119,7 +119,7 @@ def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Found:
             is_more=False,
         ),
     ]
-    return Found(ours, [*gains_by_round(found), *overheads])
+    return Measurement(ours, [*gains_by_round(found), *overheads])
 
 
 def gains_by_round(rows: Sequence[Mapping[str, Any]]) -> list[Statement]:
@@ -174,7 +174,7 @@ def splitting_shares(row: Row, num_steps: int) -> list[float]:
     ]
 
 
-def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
+def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Measurement:
     """Measure figure 15: savings and latency of a request if single patches, or only whole batches, may be reused."""
     size = settings["requests"]
     places = range(len(lab.sizes))
@@ -203,7 +203,7 @@ def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
             for side in row["sides"]
         }
     statements = savings_by_round(found, is_sdxl=type(lab.model.pipe).__name__ == SDXL)
-    return Found({"threshold": threshold, "requests": size, "by_resolution": found}, statements)
+    return Measurement({"threshold": threshold, "requests": size, "by_resolution": found}, statements)
 
 
 def savings_by_round(by_resolution: Mapping[str, Mapping[str, Any]], *, is_sdxl: bool) -> list[Statement]:

@@ -8,17 +8,19 @@ from ..options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, plan_eval
 from ..run import draw_set
 from ..sets.drawers import EngineDrawer
 from .lab import Lab
-from .paper import Found
+from .paper import Measurement
 from .statement import Statement
 
 
-def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[float, ...], *, is_more: bool) -> Found:
+def compare_quality(
+    lab: Lab, settings: Mapping[str, Any], metric: str, printed: tuple[float, ...], *, is_more: bool
+) -> Measurement:
     """Measure a metric on images of plain diffusers and on ours with the cache, for every data set.
 
     Args:
         lab, settings: as for `Measure`.
         metric: `clip` or `fid`.
-        said: smallest and largest change that the paper prints.
+        printed: smallest and largest change that the paper prints.
         is_more: whether a higher value is better.
     """
     found, statements = {}, []
@@ -58,6 +60,6 @@ def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[flo
         }
         text = f"{name}, PatchedServe against the original, {dataset}"
         # The paper's "similar" is taken as no worse than the worst change that it prints.
-        neutral = min(0, *said) if is_more else max(0, *said)
-        statements.append(Statement(text, change.estimate, said, "score", neutral, is_more))
-    return Found({"datasets": found}, statements)
+        neutral = min(0, *printed) if is_more else max(0, *printed)
+        statements.append(Statement(text, change.estimate, printed, "score", neutral, is_more))
+    return Measurement({"datasets": found}, statements)

@@ -33,14 +33,14 @@ SDXL, SD3 = "StableDiffusionXLPipeline", "StableDiffusion3Pipeline"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Measurement:
     """Measurements for an exhibit: the data of its picture, as JSON, and the paper's statements beside ours."""
 
     ours: Mapping[str, Any]
     statements: Sequence[Statement]
 
 
-Measure = Callable[["Lab", Mapping[str, Any]], Found]
+Measure = Callable[["Lab", Mapping[str, Any]], Measurement]
 """Measures an exhibit with its settings."""
 
 
@@ -76,7 +76,7 @@ class Exhibit:
         """Name of its files, without a suffix."""
         return f"{self.kind}-{self.number}"
 
-    def suits(self, pipeline: str) -> bool:
+    def applies_to(self, pipeline: str) -> bool:
         """Whether it applies to models with this class of pipeline."""
         return not self.pipelines or pipeline in self.pipelines
 
@@ -110,10 +110,10 @@ class Paper:
                 if number not in known:
                     raise UsageError(f"--{kind} is {number}, but it must be one of {', '.join(map(str, known))}")
         if not figures and not tables:
-            return [each for each in self.exhibits if each.suits(pipeline)]
+            return [each for each in self.exhibits if each.applies_to(pipeline)]
         found = [each for each in self.exhibits if each.number in wanted[each.kind]]
         for each in found:
-            if not each.suits(pipeline):
+            if not each.applies_to(pipeline):
                 suited = " or ".join(each.pipelines)
                 raise UsageError(
                     f"--{each.kind} {each.number} is of models with a {suited}, but the model has a {pipeline}"
@@ -162,7 +162,7 @@ def reproduce(
         KeyboardInterrupt: on Ctrl-C before the first exhibit was finished.
         OSError: results cannot be written.
     """
-    kept = {exhibit.key: _kept(folder / f"{exhibit.key}.json", settings) for exhibit, settings in wanted}
+    kept = {exhibit.key: _finished_result(folder / f"{exhibit.key}.json", settings) for exhibit, settings in wanted}
     results, measured, lab = [], [], None
     was_interrupted = False
     try:
@@ -183,7 +183,7 @@ def reproduce(
     return Outcome(results, measured, folder.parent / INDEX_FILE, verdicts, was_interrupted)
 
 
-def _kept(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def _finished_result(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the finished result of an exhibit, or None. Raises UsageError if it was made with other settings."""
     if not path.is_file():
         return None

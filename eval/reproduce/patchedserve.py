@@ -14,7 +14,7 @@ from .paper import SD3, SDXL, Exhibit, Measure, Paper
 _Settings = Mapping[str, Any]
 
 
-def _from(module: str, name: str, **given: Any) -> Measure:
+def _lazy(module: str, name: str, **given: Any) -> Measure:
     """Return a function of a module of this package, which is imported when the function is first called."""
     return lambda lab, settings: getattr(import_module(f".{module}", __package__), name)(lab, settings, **given)
 
@@ -33,7 +33,7 @@ def _table(number: int, metric: str, title: str, about: str, printed: Mapping[st
         number,
         title,
         about,
-        _from("images", "compared", metric=metric, said=(min(changes), max(changes)), is_more=is_more),
+        _lazy("images", "compare_quality", metric=metric, printed=(min(changes), max(changes)), is_more=is_more),
         plots.quality_table,
         full={"num_prompts": 256},
         quick={"num_prompts": 4},
@@ -77,7 +77,7 @@ PATCHEDSERVE = Paper(
             "savings from skipped computations",
             "the share of blocks that one could skip, because their output changes by a mean square error of less than "
             "0.1 from one step to the next, by resolution; 1,000 requests each (section 3).",
-            _from("batches", "block_savings"),
+            _lazy("batches", "block_savings"),
             plots.block_savings,
             full={},
             quick={},
@@ -88,7 +88,7 @@ PATCHEDSERVE = Paper(
             "latency of one batch size, in different combinations",
             "three requests, S, M and L being the three resolutions; three large ones take 68 % longer than three "
             "small ones, and SML may take longer than MML although it has fewer pixels (section 3).",
-            _from("batches", "step_latencies"),
+            _lazy("batches", "step_latencies"),
             plots.step_latencies,
             full={"repeats": 15, "warmup": 3},
             quick={"repeats": 2, "warmup": 1},
@@ -100,7 +100,7 @@ PATCHEDSERVE = Paper(
             "the share of requests in time over the request rate on one H100, SLO 5 times the latency alone: 30.1 % "
             "above NIRVANA on average, more than 99 % in time, and 1.5, 1.12 and 1.1 times as tight a workload with "
             "99, 95 and 90 % in time (section 8.1).",
-            _from("serving", "served_on_one_gpu"),
+            _lazy("serving", "served_on_one_gpu"),
             plots.attainment,
             full={**_SERVED, "slo_scales": [3, 10]},
             quick={**_QUICK_SERVED, "slo_scales": [3]},
@@ -112,7 +112,7 @@ PATCHEDSERVE = Paper(
                 f"{name} with different numbers of GPUs",
                 "the same on 2, 4 and 8 H100s in data parallel: PatchedServe is the highest everywhere, NIRVANA is "
                 "better under heavy and DistriFusion under light load (section 8.1).",
-                _from("serving", "served_on_many_gpus"),
+                _lazy("serving", "served_on_many_gpus"),
                 plots.attainment_by_gpus,
                 full={**_SERVED, **_GPUS},
                 quick={**_QUICK_SERVED, **_QUICK_GPUS},
@@ -128,7 +128,7 @@ PATCHEDSERVE = Paper(
             "average, and gains less in larger batches; the cache gains more in SDXL than in SD3. Splitting takes next "
             "to nothing, managing the cache no more for each request of a large batch, and the scheduler is not "
             "counted, as it works beside the model (section 8.2).",
-            _from("batches", "batched_with_and_without_cache"),
+            _lazy("batches", "batched_with_and_without_cache"),
             plots.batches,
             full={**_SERVED, "of_each": [1, 2, 3, 4], "rounds": 5, "repeats": 7, "warmup": 3},
             quick={**_QUICK_SERVED, "of_each": [1, 2], "rounds": 2, "repeats": 2, "warmup": 1},
@@ -139,7 +139,7 @@ PATCHEDSERVE = Paper(
             "computation savings of patches and of full images",
             "patch by patch saves more than whole images in both models; in SDXL 512 px saves more computation than "
             "1024 px, which saves more time (section 8.2).",
-            _from("batches", "savings_of_patches_and_images"),
+            _lazy("batches", "savings_of_patches_and_images"),
             plots.savings,
             full={"requests": 6, "rounds": 5},
             quick={"requests": 2, "rounds": 2},

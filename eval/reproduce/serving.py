@@ -17,7 +17,7 @@ from ...profiling.sweep.settings import SweepEngine, SweepSettings
 from ...profiling.sweep.simulator_side import CALIBRATION_FILE, SimulatorFiles, SimulatorSide
 from ...training.latency.predictor import PREDICTOR_FILE
 from .lab import Lab, finish
-from .paper import Found
+from .paper import Measurement
 from .statement import Statement
 
 _Settings = Mapping[str, Any]
@@ -28,7 +28,7 @@ _BATCH = 16
 """Largest batch of all systems, section 8."""
 
 
-def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
+def served_on_one_gpu(lab: Lab, settings: _Settings) -> Measurement:
     """Measure figure 11: SLO attainment over the request rate, on the engine and in the simulator.
 
     Beside the paper's systems are `patched-slack`, which has no cache, and `patched-schedule`, which differs from it in
@@ -38,8 +38,8 @@ def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
     systems = (*_BASELINES, *_SYSTEMS, "patched-slack", _SCHEDULED)
     result = _served(lab, settings, systems, rates, settings["num_seeds"])
     figures = result["engines"]["real"]
-    ours = _served_json(result) | {"by_slo_scale": _by_slo_scale(lab, settings, systems, median_low(rates), figures)}
-    return Found(ours, attainment_statements(figures))
+    ours = _kept_parts(result) | {"by_slo_scale": _by_slo_scale(lab, settings, systems, median_low(rates), figures)}
+    return Measurement(ours, attainment_statements(figures))
 
 
 def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
@@ -124,7 +124,7 @@ def _by_slo_scale(
     return {"request_rate": rate, "points": of_rate}
 
 
-def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
+def served_on_many_gpus(lab: Lab, settings: _Settings) -> Measurement:
     """Measure figures 12 and 13: SLO attainment on 2, 4 and 8 GPUs, in the simulator.
 
     A request is sent to the GPU with the fewest pixels left to draw; DistriFusion spans all GPUs. Steps and stages last
@@ -143,7 +143,7 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
     for num_gpus in settings["gpus"]:
         names = ("distrifusion-fcfs", *_SYSTEMS)
         scaled = [float(f"{rate * num_gpus:.3g}") for rate in rates]
-        asked = _sweep_settings(
+        sweep_settings = _sweep_settings(
             lab,
             settings,
             names,
@@ -153,15 +153,15 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
             "simulator",
             num_gpus,
         )
-        side = SimulatorSide(asked, engines, lab.model.name, files.sources())
-        result = _sweep(lab, asked, side, lab.folder("gpus", asked.fixed(), files.sources()))
+        side = SimulatorSide(sweep_settings, engines, lab.model.name, files.sources())
+        result = _sweep(lab, sweep_settings, side, lab.folder("gpus", sweep_settings.fixed(), files.sources()))
         figures = result["engines"]["simulator"]
-        ours["gpus"][str(num_gpus)] = _served_json(result)
-        statements += statements_on_many(figures, num_gpus)
-    return Found(ours, statements)
+        ours["gpus"][str(num_gpus)] = _kept_parts(result)
+        statements += many_gpu_statements(figures, num_gpus)
+    return Measurement(ours, statements)
 
 
-def statements_on_many(figures: Mapping[str, Any], num_gpus: int) -> list[Statement]:
+def many_gpu_statements(figures: Mapping[str, Any], num_gpus: int) -> list[Statement]:
     """Return the statements of figures 12 and 13 beside a sweep on `num_gpus` GPUs, with intervals over its seeds."""
     mean = {each["policy"]: each["mean_attainment"] for each in figures["policies"] if each["policy"] != "patchedserve"}
     gain = _gain(figures, "patchedserve", max(mean, key=mean.__getitem__))
@@ -195,13 +195,13 @@ def _served(
     Runs share a folder only if their systems have the same caches, so `_SCHEDULED` is always among them.
     """
     lab.require_schedule(settings["served_steps"])
-    asked = _sweep_settings(
+    sweep_settings = _sweep_settings(
         lab, settings, systems, rates, num_seeds, settings["num_prompts"], engine, slo_scale=slo_scale
     )
     model = lab.cached_model()
     warm_up = WarmUp(settings["warmup_requests"], settings["tables"], settings["table_repeats"])
     side = EngineSide(
-        asked,
+        sweep_settings,
         model,
         lab.place,
         predictor=lab.latency_predictor(_BATCH),
@@ -209,7 +209,7 @@ def _served(
         warm_up=warm_up,
         on_note=lab.on_note,
     )
-    return _sweep(lab, asked, side, lab.folder("served", asked.fixed()))
+    return _sweep(lab, sweep_settings, side, lab.folder("served", sweep_settings.fixed()))
 
 
 def _sweep_settings(
@@ -236,6 +236,6 @@ def _sweep(lab: Lab, settings: SweepSettings, side: Side, folder: Path) -> dict[
     return outcome.result
 
 
-def _served_json(result: Mapping[str, Any]) -> dict[str, Any]:
+def _kept_parts(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a sweep's result that are kept."""
     return {name: result[name] for name in ("engines", "agreement", "standalone_s", "run_dir")}

@@ -11,7 +11,7 @@ import pytest
 
 from patchedserve.data.statistics import Estimate
 from patchedserve.eval.reproduce.batches import gains_by_round, savings_by_round, savings_differ, splitting_shares
-from patchedserve.eval.reproduce.serving import attainment_statements, statements_on_many
+from patchedserve.eval.reproduce.serving import attainment_statements, many_gpu_statements
 from patchedserve.profiling.sweep.figures import FinishedRun, sweep_figures
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
@@ -85,12 +85,12 @@ def test_a_bound_and_a_single_trace_tell_nothing_of_held_rates(first: float) -> 
 
 def test_one_seed_tells_nothing() -> None:
     figures = served(**{name: seeds[:1] for name, seeds in SERVED.items()})
-    found = [*attainment_statements(figures), *statements_on_many(figures, 2)]
+    found = [*attainment_statements(figures), *many_gpu_statements(figures, 2)]
     assert {each.verdict for each in found} == {"cannot be told"}
 
 
 def test_on_many_gpus_the_best_other_is_that_of_all_seeds() -> None:
-    best, at_lowest, at_highest = statements_on_many(served(**SERVED), 8)
+    best, at_lowest, at_highest = many_gpu_statements(served(**SERVED), 8)
     gains = [100 * float(np.mean(np.subtract(SERVED["patchedserve"][s], SERVED["patched_fcfs"][s]))) for s in range(3)]
     assert ends(best.ours) == pytest.approx(student(gains), rel=1e-4)
     assert ends(at_lowest.ours) == pytest.approx(student([-4, 0, -2]), rel=1e-4)
@@ -104,7 +104,7 @@ def test_committed_sweeps_give_the_same_numbers_and_intervals(path: Path) -> Non
     result = json.loads(path.read_text())
     if "gpus" in result["ours"]:
         by_gpus = result["ours"]["gpus"].items()
-        found = [each for n, own in by_gpus for each in statements_on_many(own["engines"]["simulator"], int(n))]
+        found = [each for n, own in by_gpus for each in many_gpu_statements(own["engines"]["simulator"], int(n))]
     else:
         found = attainment_statements(result["ours"]["engines"]["real"])
     assert [each.text for each in found] == [each["text"] for each in result["statements"]]

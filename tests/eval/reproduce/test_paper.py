@@ -15,7 +15,7 @@ from PIL import Image
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.statistics import Estimate
-from patchedserve.eval.reproduce.paper import INDEX_FILE, SD3, SDXL, Exhibit, Found, Paper, reproduce, write_index
+from patchedserve.eval.reproduce.paper import INDEX_FILE, SD3, SDXL, Exhibit, Measurement, Paper, reproduce, write_index
 from patchedserve.eval.reproduce.patchedserve import PATCHEDSERVE
 from patchedserve.eval.reproduce.statement import Statement
 from patchedserve.profiling.report.table import Table
@@ -35,12 +35,12 @@ class Room:
 
 
 def exhibit(number: int, kind: Any = "figure", pipelines: tuple[str, ...] = ()) -> Exhibit:
-    def measure(lab: Any, settings: Mapping[str, Any]) -> Found:
+    def measure(lab: Any, settings: Mapping[str, Any]) -> Measurement:
         if lab.stop_at == number:
             raise KeyboardInterrupt
         lab.measured.append(number)
         ours = Estimate(1 + number / 10, 1 + number / 20, 1 + number / 5)
-        return Found({"bar": number}, [Statement("ours against theirs", ours, (1.1, 1.5))])
+        return Measurement({"bar": number}, [Statement("ours against theirs", ours, (1.1, 1.5))])
 
     def draw(result: Mapping[str, Any]) -> Figure:
         figure = new_figure(2, 1)
