@@ -132,7 +132,7 @@ class ReplicaDrawer:
         from ...serving.cluster.backend import ClusterBackend
 
         self._backend = ClusterBackend(plan, partial(build_for_replica, recipe))
-        self._at_once = plan.most * plan.max_ongoing
+        self._max_open = plan.most * plan.max_ongoing
         self.identity: ModelIdentity = self._backend.deploy().identity
 
     def prepare(self, sizes: Sequence[Resolution], tables: Path) -> None:
@@ -152,11 +152,11 @@ class ReplicaDrawer:
         yield Drawing(asyncio.run(self._draw_all(requests, on_step)))
 
     async def _draw_all(self, requests: Mapping[Path, Request], on_step: OnStep | None) -> list[RequestRecord]:
-        places = asyncio.Semaphore(self._at_once)
+        places = asyncio.Semaphore(self._max_open)
 
         async def one(path: Path, request: Request) -> RequestRecord:
             async with places:
-                saved = _Saved(request, path, on_step)
+                saved = _SavingFollower(request, path, on_step)
                 try:
                     await self._backend.submit(saved.request, saved)
                 except ApiError as error:
@@ -170,19 +170,19 @@ class ReplicaDrawer:
             await self._backend.stop()
 
 
-class _Saved:
+class _SavingFollower:
     """Follower of a request that a replica draws; saves its image."""
 
     def __init__(self, request: Request, path: Path, on_step: OnStep | None) -> None:
         loop = asyncio.get_running_loop()
         self.request = replace(request, arrival_s=loop.time())
         self.record: asyncio.Future[RequestRecord] = loop.create_future()
-        self._path, self._tell, self._steps_done = path, on_step, 0
+        self._path, self._report_steps, self._steps_done = path, on_step, 0
 
     def on_step(self, request_id: int, steps_done: int) -> None:
         """Report the steps since the last call."""
-        if self._tell is not None:
-            self._tell(steps_done - self._steps_done)
+        if self._report_steps is not None:
+            self._report_steps(steps_done - self._steps_done)
         self._steps_done = steps_done
 
     def on_partial(self, request_id: int, index: int, image: "Image") -> None:

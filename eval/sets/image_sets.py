@@ -16,7 +16,7 @@ from .generate import Manifest
 
 
 @dataclass(frozen=True)
-class GivenImages:
+class MappedImages:
     """An `ImageSource` that presents another source's images under different ids or in different sizes."""
 
     name: str
@@ -26,10 +26,10 @@ class GivenImages:
     content: Callable[[str], bytes]
 
 
-def named_files(folder: ImageFolder, files: Mapping[str, str]) -> GivenImages:
+def named_files(folder: ImageFolder, files: Mapping[str, str]) -> MappedImages:
     """Return images of a folder under new ids; `files` maps each new id to the id in `folder`."""
     ids = tuple(files)
-    return GivenImages(
+    return MappedImages(
         folder.name,
         ids,
         ids,
@@ -38,13 +38,13 @@ def named_files(folder: ImageFolder, files: Mapping[str, str]) -> GivenImages:
     )
 
 
-def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> GivenImages:
+def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> MappedImages:
     """Return the real images of a sample, each cropped and scaled to the size of the generated one.
 
     Metrics of pairs need equal sizes, and a set of small generated images would otherwise differ from a set of large
     real ones by its blur alone.
     """
-    return GivenImages(
+    return MappedImages(
         sample.name,
         sample.ids,
         sample.reading_order,
@@ -54,7 +54,7 @@ def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> GivenImage
     )
 
 
-def set_of(root: Path, manifest: Manifest) -> GivenImages:
+def set_of(root: Path, manifest: Manifest) -> MappedImages:
     """Return the images of a generated set under the ids of their text-image pairs.
 
     A missing file is noticed when it is read, and then counts as bad.
@@ -63,7 +63,7 @@ def set_of(root: Path, manifest: Manifest) -> GivenImages:
     return named_files(folder, {item.id: item.file for item in manifest.items})
 
 
-def ground_truth_of(manifest: Manifest, *, max_bad: int = 0, cache_dir: Path | None = None) -> GivenImages:
+def ground_truth_of(manifest: Manifest, *, max_bad: int = 0, cache_dir: Path | None = None) -> MappedImages:
     """Return the real images under the ids of a set, each cropped and scaled to the size of the generated one.
 
     Args:
@@ -89,7 +89,7 @@ def ground_truth_of(manifest: Manifest, *, max_bad: int = 0, cache_dir: Path | N
     return fitted_sample(sample, {item.id: Resolution(item.width, item.height) for item in items})
 
 
-def sources_of_pairs(pairs: FolderPairs) -> tuple[GivenImages, GivenImages]:
+def sources_of_pairs(pairs: FolderPairs) -> tuple[MappedImages, MappedImages]:
     """Return the generated and the reference images of two folders under the stems that they share."""
     return (
         named_files(pairs.generated, dict(zip(pairs.stems, pairs.generated_ids, strict=True))),
