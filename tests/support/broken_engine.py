@@ -32,7 +32,7 @@ Fault = Literal[
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
-class Acted:
+class FaultCounter:
     """Counts how often a fault has had an effect; without any, a test would prove nothing."""
 
     def __init__(self) -> None:
@@ -40,25 +40,25 @@ class Acted:
 
 
 @contextmanager
-def broken_engine(fault: Fault) -> Iterator[Acted]:
+def broken_engine(fault: Fault) -> Iterator[FaultCounter]:
     """Inject a fault into the patch engine inside the block; models may be loaded before it or in it.
 
     Faults of norms, halos and neighbours need `order="patch"` and `strategy="stitch"`: only then do patches have their
     own. Faults that mix up requests take the value of the next request in the batch, and need several requests, which
     must be at different steps or of different sizes to differ at all.
     """
-    acted = Acted()
+    counter = FaultCounter()
     # Cached packings of other blocks contain right or wrong neighbours.
     packing._pack_rows.cache_clear()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            _SWITCHES[fault](patch, acted)
-            yield acted
+            _SWITCHES[fault](patch, counter)
+            yield counter
     finally:
         packing._pack_rows.cache_clear()
 
 
-def _group_norm_per_patch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+def _group_norm_per_patch(patch: pytest.MonkeyPatch, counter: FaultCounter) -> None:
     """Normalise every patch by its own mean and deviation, as an engine that takes patches for images would."""
     stats, apply, stitch = leaves.group_norm_stats, leaves.group_norm_apply, leaves.group_norm_silu_stitch
 
@@ -66,7 +66,7 @@ def _group_norm_per_patch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
         return torch.arange(len(x), device=x.device)
 
     def wrong_stats(x: torch.Tensor, index: torch.Tensor, num_rows: int, *rest: Any, **options: Any) -> Any:
-        acted.times += len(x) > num_rows
+        counter.times += len(x) > num_rows
         return stats(x, each(x), len(x), *rest, **options)
 
     def wrong_apply(x: torch.Tensor, mean: Any, rstd: Any, weight: Any, bias: Any, index: Any, **options: Any) -> Any:
@@ -81,12 +81,12 @@ def _group_norm_per_patch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
     patch.setattr(leaves, "group_norm_silu_stitch", wrong_stitch)
 
 
-def _zeroed_halos(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+def _zeroed_halos(patch: pytest.MonkeyPatch, counter: FaultCounter) -> None:
     """Make every convolution read zeros beyond its patch, as at the edge of an image."""
     gather, stitch = leaves.halo_gather, leaves.group_norm_silu_stitch
 
     def alone(neighbours: torch.Tensor) -> torch.Tensor:
-        acted.times += bool((neighbours >= 0).any())
+        counter.times += bool((neighbours >= 0).any())
         return torch.full_like(neighbours, -1)
 
     def wrong_gather(x: torch.Tensor, neighbours: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -100,17 +100,19 @@ def _zeroed_halos(patch: pytest.MonkeyPatch, acted: Acted) -> None:
     patch.setattr(leaves, "group_norm_silu_stitch", wrong_stitch)
 
 
-def _wrong_neighbours(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch, Acted], None]:
+def _wrong_neighbours(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[pytest.MonkeyPatch, FaultCounter], None]:
     """Return a fault that changes the neighbour table of every level."""
 
-    def switch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+    def switch(patch: pytest.MonkeyPatch, counter: FaultCounter) -> None:
         build = packing._patch_level
 
         def wrong(*known: Any) -> packing.Level:
             level = build(*known)
             assert level.neighbours is not None
             changed = change(level.neighbours)
-            acted.times += not torch.equal(changed, level.neighbours)
+            counter.times += not torch.equal(changed, level.neighbours)
             level.neighbours = changed
             return level
 
@@ -131,44 +133,44 @@ def _without_east(neighbours: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _statistics_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+def _statistics_of_another(patch: pytest.MonkeyPatch, counter: FaultCounter) -> None:
     """Normalise each image by the mean and deviation of the next request's image."""
     stats = leaves.group_norm_stats
 
     def wrong(*known: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         mean, rstd = stats(*known, **options)
-        acted.times += len(mean) > 2
+        counter.times += len(mean) > 2
         # With guidance a request has two rows.
         return mean.roll(2, 0), rstd.roll(2, 0)
 
     patch.setattr(leaves, "group_norm_stats", wrong)
 
 
-def _wrong_timestep(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+def _wrong_timestep(patch: pytest.MonkeyPatch, counter: FaultCounter) -> None:
     """Pass the denoiser the timestep of the previous step, from the second step of a request on."""
 
     def wrong(batch: SamplerBatch) -> torch.Tensor:
         late = [int(state.steps_done > 0) for state in batch._states]
-        acted.times += any(late)
+        counter.times += any(late)
         rows = batch._request_rows - torch.tensor(late, device=batch._request_rows.device)
         return batch._timesteps.index_select(0, rows)
 
     patch.setattr(SamplerBatch, "timesteps", wrong)
 
 
-def _timestep_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+def _timestep_of_another(patch: pytest.MonkeyPatch, counter: FaultCounter) -> None:
     """Pass the denoiser the timestep of the next request."""
     right = SamplerBatch.timesteps
 
     def wrong(batch: SamplerBatch) -> torch.Tensor:
         found = right(batch)
-        acted.times += not torch.equal(found, found.roll(1))
+        counter.times += not torch.equal(found, found.roll(1))
         return found.roll(1)
 
     patch.setattr(SamplerBatch, "timesteps", wrong)
 
 
-def _sigma_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+def _sigma_of_another(patch: pytest.MonkeyPatch, counter: FaultCounter) -> None:
     """Make the sampler take the next request's step, from that request's noise level to its next."""
     right = SamplerBatch._current
 
@@ -177,7 +179,7 @@ def _sigma_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
         request = (batch._patch_rows[:, None] == rows).int().argmax(1)
         patch_rows, batch._patch_rows = batch._patch_rows, rows.roll(1)[request]
         steps_done = [state.steps_done for state in batch._states]
-        acted.times += len(set(steps_done)) > 1
+        counter.times += len(set(steps_done)) > 1
         try:
             return right(batch)
         finally:
@@ -186,16 +188,16 @@ def _sigma_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
     patch.setattr(SamplerBatch, "_current", wrong)
 
 
-def _condition_of_another(key: str) -> Callable[[pytest.MonkeyPatch, Acted], None]:
+def _condition_of_another(key: str) -> Callable[[pytest.MonkeyPatch, FaultCounter], None]:
     """Return a fault that replaces this condition of each request in the batch by that of the next request."""
 
-    def switch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+    def switch(patch: pytest.MonkeyPatch, counter: FaultCounter) -> None:
         build = PackedBatch.__init__
 
         def wrong(batch: PackedBatch, stepper: Any, active: Any, **options: Any) -> None:
             own = [prepared.conditioning for prepared in active]
             for prepared, mine, other in zip(active, own, [*own[1:], own[0]], strict=True):
-                acted.times += not torch.equal(mine[key], other[key])
+                counter.times += not torch.equal(mine[key], other[key])
                 prepared.conditioning = mine | {key: other[key]}
             try:
                 build(batch, stepper, active, **options)
@@ -208,7 +210,7 @@ def _condition_of_another(key: str) -> Callable[[pytest.MonkeyPatch, Acted], Non
     return switch
 
 
-_SWITCHES: dict[Fault, Callable[[pytest.MonkeyPatch, Acted], None]] = {
+_SWITCHES: dict[Fault, Callable[[pytest.MonkeyPatch, FaultCounter], None]] = {
     "group norm per patch": _group_norm_per_patch,
     "zeroed halos": _zeroed_halos,
     "shuffled neighbours": _wrong_neighbours(_shuffled),

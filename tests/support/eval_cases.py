@@ -67,7 +67,7 @@ class Colours(nn.Module):
         return images.float().mean((2, 3))
 
 
-class _Given(nn.Module):
+class _FixedFeatures(nn.Module):
     """A feature network that returns given features."""
 
     def __init__(self, num_features: int) -> None:
@@ -82,7 +82,7 @@ def torchmetrics_fid(real: torch.Tensor, generated: torch.Tensor) -> float:
     """Compute the FID of features with a third-party library, through the square root of a matrix."""
     from torchmetrics.image.fid import FrechetInceptionDistance
 
-    metric = FrechetInceptionDistance(feature=_Given(real.shape[1]))
+    metric = FrechetInceptionDistance(feature=_FixedFeatures(real.shape[1]))
     metric.update(real, real=True)
     metric.update(generated, real=False)
     return float(metric.compute())

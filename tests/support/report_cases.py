@@ -118,7 +118,7 @@ def values(row: dict[str, Any]) -> dict[str, Any]:
     return {name: cell.value if isinstance(cell, Figure) else cell for name, cell in row.items()}
 
 
-class MadeUpJudges(Judges):
+class FakeJudges(Judges):
     """The bundled CLIP, and instead of Inception a network whose features can be computed by hand."""
 
     inception_sha256 = "made up"  # type: ignore[assignment]

@@ -10,22 +10,22 @@ NEED_TOOLS = "TESTS_NEED_TOOLS"
 _PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver", "g++": "g++", "mount": "mount"}
 
 
-def lacking(told: str) -> str:
+def skip_reason(reason: str) -> str:
     """Return the reason for skipping a test. Fails the test if `TESTS_NEED_TOOLS` is set."""
     if os.environ.get(NEED_TOOLS):
-        pytest.fail(told)
-    return told
+        pytest.fail(reason)
+    return reason
 
 
 def missing_tools(*names: str) -> str | None:
-    """Return which of these programs to install; None if all are installed. Fails the test as `lacking` does."""
+    """Return which of these programs to install; None if all are installed. Fails the test as `skip_reason` does."""
     packages = [_PACKAGES[name] for name in names if shutil.which(name) is None]
     if not packages:
         return None
-    return lacking(f"install {' and '.join(packages)} (Debian's names) for this test")
+    return skip_reason(f"install {' and '.join(packages)} (Debian's names) for this test")
 
 
 def need_tools(*names: str) -> None:
-    """Skip the test, or fail it as `lacking` does, if one of these programs is missing."""
-    if (told := missing_tools(*names)) is not None:
-        pytest.skip(told)
+    """Skip the test, or fail it as `skip_reason` does, if one of these programs is missing."""
+    if (reason := missing_tools(*names)) is not None:
+        pytest.skip(reason)

@@ -29,7 +29,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def killed_with_others(code: str, *arguments: str) -> list[int]:
+def kill_parent(code: str, *arguments: str) -> list[int]:
     """Run Python code that prints the ids of processes that it has started, and kill it; returns these ids.
 
     Raises AssertionError: one of them does not run before the kill, or outlives it by 5 s.

@@ -17,7 +17,7 @@ from patchedserve.eval.sets.generate import Manifest, make_items
 from patchedserve.eval.sets.image_sets import ground_truth_of
 from patchedserve.serving.cache.options import CacheOptions
 
-from ...support.report_cases import CLIP, DRAWN, MadeUpJudges, image_set, settings_of
+from ...support.report_cases import CLIP, DRAWN, FakeJudges, image_set, settings_of
 
 
 def features_of_folder(folder: Path) -> torch.Tensor:
@@ -33,7 +33,7 @@ def test_a_comparison_holds_what_a_report_needs(tmp_path: Path) -> None:
     real = image_set(tmp_path / "real", settings_of("plain"), shift=9, count=6)
     (real / "manifest.json").unlink()
     write_json(other / "cache-use.json", {"num_images": 4, "by_block": {"mid": [8, 2]}})
-    found = compare(one, other, ("psnr", "clip", "fid"), MadeUpJudges(), reference=real)
+    found = compare(one, other, ("psnr", "clip", "fid"), FakeJudges(), reference=real)
     features = {folder.name: features_of_folder(folder) for folder in (one, other, real)}
     for side, name in ((found.first, "one"), (found.second, "other")):
         assert side.metrics["fid"].value == pytest.approx(frechet_distance(features["real"], features[name]), rel=1e-3)
@@ -70,10 +70,10 @@ def test_bad_images_cost_their_pairs_and_not_the_comparison(tmp_path: Path) -> N
         (folder / "006.png").write_bytes(b"")
     (real / "000.png").write_bytes(b"")
     with pytest.raises(UsageError, match=r"2 bad entries so far, but at most 1 allowed \(--max-bad\)"):
-        compare(one, other, ("fid",), MadeUpJudges(), reference=real, max_bad=1)
+        compare(one, other, ("fid",), FakeJudges(), reference=real, max_bad=1)
     with pytest.raises(UsageError, match=r"3 bad entries so far, but at most 2 allowed \(--max-bad\)"):
-        compare(one, other, ("fid",), MadeUpJudges(), reference=real, max_bad=2)
-    found = compare(one, other, ("psnr", "clip", "fid"), MadeUpJudges(), reference=real, max_bad=3)
+        compare(one, other, ("fid",), FakeJudges(), reference=real, max_bad=2)
+    found = compare(one, other, ("psnr", "clip", "fid"), FakeJudges(), reference=real, max_bad=3)
     kept = [0, 2, 3, 5]
     truth = features["real"][1:]
     for side, name in ((found.first, "one"), (found.second, "other")):

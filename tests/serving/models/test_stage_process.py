@@ -45,7 +45,7 @@ from ...support.tiny_families import (
     tiny_z_image,
 )
 from ...support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
-from ...support.waits import is_alive, killed_with_others
+from ...support.waits import is_alive, kill_parent
 
 BUILDS = (
     tiny_sd,
@@ -246,7 +246,7 @@ time.sleep(600)
 
 @pytest.mark.exhaustive
 def test_no_process_outlives_the_engine(folder: Path) -> None:
-    assert len(killed_with_others(_ENGINE, str(folder))) == 2
+    assert len(kill_parent(_ENGINE, str(folder))) == 2
 
 
 @pytest.mark.parametrize(("stages", "is_main"), [("threads", False), ("inline", True)])

@@ -38,7 +38,7 @@ from ...support.patched_models import Row, draw_rows, run_plain, stack_condition
 from ...support.sockets import listening
 from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import relative
-from ...support.waits import is_alive, killed_with_others
+from ...support.waits import is_alive, kill_parent
 
 pytestmark = pytest.mark.slow
 MODELS = {"sdxl": tiny_sdxl, "sd3": tiny_sd3}
@@ -233,7 +233,7 @@ time.sleep(600)
 @pytest.mark.exhaustive
 def test_no_rank_outlives_rank_0(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
-    assert len(killed_with_others(_RANK_0, str(folder))) == 2
+    assert len(kill_parent(_RANK_0, str(folder))) == 2
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
