@@ -34,10 +34,10 @@ from patchedserve.serving.server.protocol import ModelFacts
 SIZE = Resolution(32, 32)
 
 
-Bomb = Callable[[Sequence[RequestState]], bool]
+CrashCondition = Callable[[Sequence[RequestState]], bool]
 
 
-class Ending(Follower):
+class EndFollower(Follower):
     """Waits for the end of a request."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Ending(Follower):
         self.ended.set_result((record, image))
 
 
-class Quick:
+class ConstantSteps:
     """Constant step latencies, for policies that need a predictor."""
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
@@ -58,7 +58,7 @@ def request(number: int, steps: int = 6, size: Resolution = SIZE) -> Request:
     return Request(FIRST_ID + number, "a cat", size, steps, 3.0, arrival_s=time.monotonic())
 
 
-async def is_taken(backend: LocalBackend, asked: Request, ending: Ending) -> bool:
+async def try_submit(backend: LocalBackend, asked: Request, ending: EndFollower) -> bool:
     """Submit a request; returns False if there is no engine at the moment."""
     try:
         await backend.submit(asked, ending)
@@ -105,8 +105,8 @@ def run(work: Callable[[LocalBackend], Coroutine[Any, Any, None]], model: Served
     asyncio.run(whole())
 
 
-def bombed(monkeypatch: pytest.MonkeyPatch, goes_off: Bomb) -> list[str]:
-    """Make the engine's loop crash when `goes_off` is true of the open requests.
+def crash_when(monkeypatch: pytest.MonkeyPatch, condition: CrashCondition) -> list[str]:
+    """Make the engine's loop crash when `condition` is true of the open requests.
 
     Returns a list of the crashes' threads, which grows with each crash.
     """
@@ -116,7 +116,7 @@ def bombed(monkeypatch: pytest.MonkeyPatch, goes_off: Bomb) -> list[str]:
     def look(scheduler: Scheduler) -> None:
         # The warm-up, which has a single step, is exempt.
         states = [state for state in list(scheduler._open.values()) if state.num_iterations > 1]
-        if states and goes_off(states):
+        if states and condition(states):
             crashes.append(threading.current_thread().name)
             raise RuntimeError("a fault in the loop")
 
@@ -134,21 +134,21 @@ def bombed(monkeypatch: pytest.MonkeyPatch, goes_off: Bomb) -> list[str]:
     return crashes
 
 
-def once_at(stage: str) -> Bomb:
+def first_time_at(stage: str) -> CrashCondition:
     """Return a condition that is true the first time that a request is at this stage."""
     has_gone = False
 
-    def goes_off(states: Sequence[RequestState]) -> bool:
+    def condition(states: Sequence[RequestState]) -> bool:
         nonlocal has_gone
         if has_gone or all(state.stage != stage for state in states):
             return False
         has_gone = True
         return True
 
-    return goes_off
+    return condition
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, model: ServedModel, stage: str, fails: Callable[[], bool]) -> None:
+def fail_stage(monkeypatch: pytest.MonkeyPatch, model: ServedModel, stage: str, fails: Callable[[], bool]) -> None:
     """Make a stage's part of the model fail, as after a CUDA error, whenever `fails` returns True."""
     parts = {
         "preparing": model.pipe.text_encoder,
@@ -168,13 +168,13 @@ def failing(monkeypatch: pytest.MonkeyPatch, model: ServedModel, stage: str, fai
 
 async def status_of(backend: LocalBackend, number: int) -> str | None:
     """Submit a request and return its final status; None if it is refused."""
-    ending = Ending()
-    if not await is_taken(backend, request(number), ending):
+    ending = EndFollower()
+    if not await try_submit(backend, request(number), ending):
         return None
     return (await ending.ended)[0].status
 
 
-def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+def pause_engine(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Make the engine wait while requests are active.
 
     Returns an event that is set once it waits, and one that lets it continue.
@@ -187,5 +187,5 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Ev
             assert goes_on.wait(30)
         return False
 
-    bombed(monkeypatch, waits)
+    crash_when(monkeypatch, waits)
     return is_held, goes_on

@@ -22,10 +22,10 @@ from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
 
 from ...support.local_backends import (
-    Ending,
+    EndFollower,
     answers,
-    failing,
-    held,
+    fail_stage,
+    pause_engine,
     probes,
     request,
     run,
@@ -55,7 +55,7 @@ def test_an_engine_whose_model_always_fails_takes_nothing_more(
     async def work(backend: LocalBackend) -> None:
         told: list[str] = []
         backend.on_stopped = told.append
-        failing(monkeypatch, model, stage, lambda: True)
+        fail_stage(monkeypatch, model, stage, lambda: True)
         statuses = [await status_of(backend, number) for number in range(MOST_FAILED)]
         assert statuses == ["failed"] * MOST_FAILED
         while backend.health is Health.READY:
@@ -63,7 +63,7 @@ def test_an_engine_whose_model_always_fails_takes_nothing_more(
         # From here on nobody gets an error of the model: not from the engines that are tried in its place either.
         while not told:
             with pytest.raises(ApiError) as refused:
-                await backend.submit(request(100), Ending())
+                await backend.submit(request(100), EndFollower())
             assert (refused.value.status, refused.value.code) == (503, "not_ready")
             await asyncio.sleep(0)
         assert f"has crashed {MAX_RESTARTS + 1} times" in told[0]
@@ -92,8 +92,8 @@ def test_batches_that_are_too_large_are_told(
             has_failed = has_failed or is_first
             return is_first
 
-        failing(monkeypatch, model, "denoising", fails)
-        endings = [Ending(), Ending()]
+        fail_stage(monkeypatch, model, "denoising", fails)
+        endings = [EndFollower(), EndFollower()]
         for number, ending in enumerate(endings):
             await backend.submit(request(number, 100), ending)
         assert [(await ending.ended)[0].status for ending in endings] == ["completed"] * 2
@@ -120,7 +120,7 @@ def test_while_an_engine_is_restarted_probes_say_why(
 
         monkeypatch.setattr(LocalBackend, "_prove", waiting_prove)
         is_broken = True
-        failing(monkeypatch, model, "denoising", lambda: is_broken)
+        fail_stage(monkeypatch, model, "denoising", lambda: is_broken)
         for number in range(MOST_FAILED):
             assert await status_of(backend, number) == "failed"
         while backend.health is Health.READY:
@@ -149,7 +149,7 @@ def test_requests_that_fail_by_themselves_do_not_end_the_service(
         nonlocal is_poison
         told: list[str] = []
         backend.on_stopped = told.append
-        failing(monkeypatch, model, "denoising", lambda: is_poison)
+        fail_stage(monkeypatch, model, "denoising", lambda: is_poison)
         # One that is drawn between them begins the count anew.
         for number in range(2 * MOST_FAILED + 1):
             is_poison = number % MOST_FAILED != 0
@@ -180,10 +180,10 @@ def test_a_model_that_loads_is_alive_and_not_ready(model: ServedModel, tmp_path:
 
 
 def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    is_held, goes_on = held(monkeypatch)
+    is_held, goes_on = pause_engine(monkeypatch)
 
     async def work(backend: LocalBackend) -> None:
-        ending = Ending()
+        ending = EndFollower()
         await backend.submit(request(0), ending)
         await asyncio.to_thread(is_held.wait, 30)
         assert backend.health is Health.READY
@@ -207,7 +207,7 @@ def test_a_stage_that_stands_still_is_a_stall(part: Part, folder: str, monkeypat
     async def work(backend: LocalBackend) -> None:
         monkeypatch.setattr(stages, "STALLED_S", 0.2)
         os.kill(process, signal.SIGSTOP)
-        ending = Ending()
+        ending = EndFollower()
         await backend.submit(request(0), ending)
         while backend.health is not Health.STALLED:
             await asyncio.sleep(0.02)
@@ -220,12 +220,12 @@ def test_a_stage_that_stands_still_is_a_stall(part: Part, folder: str, monkeypat
 
 
 def test_idling_is_no_stall(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_held, goes_on = held(monkeypatch)
+    is_held, goes_on = pause_engine(monkeypatch)
 
     async def work(backend: LocalBackend) -> None:
         assert backend._engine is not None
         backend._engine._progress_s -= 1000
-        ending = Ending()
+        ending = EndFollower()
         await backend.submit(request(0, 2), ending)
         await asyncio.to_thread(is_held.wait, 30)
         assert backend.health is Health.READY

@@ -29,18 +29,18 @@ from patchedserve.serving.server.protocol import parse_generation
 from patchedserve.serving.server.tickets import metrics_of
 
 from ...support.local_backends import (
-    Ending,
-    Quick,
+    ConstantSteps,
+    EndFollower,
     app_of,
-    bombed,
-    failing,
+    crash_when,
+    fail_stage,
+    first_time_at,
     front_end_of,
-    is_taken,
-    once_at,
     probes,
     request,
     run,
     status_of,
+    try_submit,
 )
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
@@ -69,13 +69,13 @@ def test_after_a_crash_the_next_engine_serves(
     stages: Literal["inline", "threads"], stage: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(folder, "cpu", "float32", EngineOptions(stages=stages))
-    crashes = bombed(monkeypatch, once_at(stage))
+    crashes = crash_when(monkeypatch, first_time_at(stage))
 
     async def work(backend: LocalBackend) -> None:
         endings = []
         for number, steps in enumerate((3, 6, 30)):
-            ending = Ending()
-            if await is_taken(backend, request(number, steps), ending):
+            ending = EndFollower()
+            if await try_submit(backend, request(number, steps), ending):
                 endings.append(ending)
         records = [(await ending.ended)[0] for ending in endings]
         assert len(crashes) == 1, "or the test shows nothing"
@@ -83,8 +83,8 @@ def test_after_a_crash_the_next_engine_serves(
         assert {record.status for record in records} <= {"completed", "cancelled"}
         assert "cancelled" in {record.status for record in records}
         start_s = time.monotonic()
-        again = Ending()
-        while not await is_taken(backend, request(9), again):
+        again = EndFollower()
+        while not await try_submit(backend, request(9), again):
             await asyncio.sleep(0.02)
         record, image = await again.ended
         assert record.status == "completed"
@@ -104,10 +104,10 @@ def test_however_a_request_ends_its_times_make_sense(
     records: list[RequestRecord] = []
 
     async def one(backend: LocalBackend, number: int) -> None:
-        asked, ending = request(number, random.randint(1, 8)), Ending()
+        asked, ending = request(number, random.randint(1, 8)), EndFollower()
         if is_late := number % 4 == 0:
             asked = replace(asked, slo_s=1e-9)
-        if not await is_taken(backend, asked, ending):
+        if not await try_submit(backend, asked, ending):
             return
         if not is_late and random.random() < 0.4:
             await asyncio.sleep(random.expovariate(50))
@@ -116,12 +116,12 @@ def test_however_a_request_ends_its_times_make_sense(
 
     async def whole() -> None:
         system = replace(get_system("patched-fcfs"), policy="continuous-drop")
-        backend = LocalBackend(LocalSetup(model, system, Quick()))
+        backend = LocalBackend(LocalSetup(model, system, ConstantSteps()))
         await backend.start()
         try:
             for stage in ("preparing", "denoising", "postprocessing"):
                 with monkeypatch.context() as broken:
-                    failing(broken, model, stage, lambda: random.random() < 0.05)
+                    fail_stage(broken, model, stage, lambda: random.random() < 0.05)
                     await asyncio.gather(*(one(backend, number) for number in range(40)))
         finally:
             await backend.stop()
@@ -153,7 +153,7 @@ def test_who_leaves_while_a_request_is_handed_in_has_it_cancelled(
 
     async def work(backend: LocalBackend) -> None:
         monkeypatch.setattr(ServedModel, "check_request", slow_check)
-        long, waiting = Ending(), Ending()
+        long, waiting = EndFollower(), EndFollower()
         # Longer than anybody waits for; the other one has not come to the thread that hands in.
         handing_in = [
             asyncio.ensure_future(backend.submit(request(number, 1_000_000), ending))
@@ -220,14 +220,14 @@ def test_who_leaves_before_a_stream_begins_has_it_cancelled(model: ServedModel, 
 
 
 def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    crashes = bombed(monkeypatch, lambda states: True)
+    crashes = crash_when(monkeypatch, lambda states: True)
 
     async def work(backend: LocalBackend) -> None:
         told: list[str] = []
         backend.on_stopped = told.append
         while not told:
-            ending = Ending()
-            if await is_taken(backend, request(len(crashes)), ending):
+            ending = EndFollower()
+            if await try_submit(backend, request(len(crashes)), ending):
                 assert (await ending.ended)[0].status == "cancelled"
             else:
                 await asyncio.sleep(0.02)
@@ -272,8 +272,8 @@ def test_a_ticket_ends_whatever_its_backend_does(model: ServedModel, monkeypatch
 def test_what_the_model_cannot_serve_is_refused_at_once(model: ServedModel) -> None:
     async def work(backend: LocalBackend) -> None:
         with pytest.raises(UsageError, match="it may have at most"):
-            await backend.submit(request(0, size=Resolution(8000, 8000)), Ending())
-        ending = Ending()
+            await backend.submit(request(0, size=Resolution(8000, 8000)), EndFollower())
+        ending = EndFollower()
         await backend.submit(request(1, steps=200), ending)
         backend.cancel(FIRST_ID + 1, "its client has left")
         record, image = await ending.ended
@@ -287,7 +287,7 @@ def test_what_the_model_cannot_serve_is_refused_at_once(model: ServedModel) -> N
 
 def test_the_unit_of_time_is_shared(model: ServedModel, tmp_path: Path) -> None:
     async def work(backend: LocalBackend) -> None:
-        early, ending = request(0), Ending()
+        early, ending = request(0), EndFollower()
         await asyncio.sleep(0.3)
         await backend.submit(early, ending)
         record, _ = await ending.ended
