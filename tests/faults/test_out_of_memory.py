@@ -16,7 +16,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 
-from ..support.engine_runs import drawn
+from ..support.engine_runs import serve_in_memory
 from ..support.http_server import small_model
 
 pytestmark = pytest.mark.slow
@@ -56,14 +56,14 @@ class Failing:
 def test_requests_end_once_and_the_engine_goes_on(part: str, model: ServedModel) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counted = Failing(patch, PARTS[part](model), 0, MemoryError())
-        whole = drawn(model, REQUESTS)
+        whole = serve_in_memory(model, REQUESTS)
         num_calls = counted.num_calls
     assert num_calls >= 3
     for call in range(1, num_calls + 1):
         for error in ERRORS:
             with pytest.MonkeyPatch.context() as patch:
                 Failing(patch, PARTS[part](model), call, error)
-                found = drawn(model, REQUESTS)
+                found = serve_in_memory(model, REQUESTS)
             ended = {record.request_id: record for record in found.records}
             assert len(found.records) == len(ended) == len(REQUESTS)
             failed = [record for record in ended.values() if record.status == "failed"]
@@ -73,5 +73,5 @@ def test_requests_end_once_and_the_engine_goes_on(part: str, model: ServedModel)
             for number in ended.keys() - {record.request_id for record in failed}:
                 ours, theirs = (np.asarray(each.images[number], int) for each in (found, whole))
                 assert np.abs(ours - theirs).max() <= 1
-    again = drawn(model, REQUESTS)
+    again = serve_in_memory(model, REQUESTS)
     assert {record.status for record in again.records} == {"completed"}

@@ -81,7 +81,7 @@ def _main() -> None:
     whole = _one(runs, 0, "", "count")
     calls = calls_in(log)
     found = [whole]
-    for turn, call in enumerate(_that_differ(calls)[:: runs.one_in]):
+    for turn, call in enumerate(_distinct_calls(calls)[:: runs.one_in]):
         mode: Mode = ("eio", "enospc", "torn")[turn % 3]
         found.append(_one(runs, call, calls[call - 1], mode))
     json.dump([asdict(each) for each in found], sys.stdout)
@@ -105,7 +105,7 @@ def _one(runs: DiskRuns, call: int, what: str, mode: Mode) -> DiskRun:
     return DiskRun(call, what, mode, code, err.getvalue(), str(folder))
 
 
-def _that_differ(calls: Sequence[str]) -> list[int]:
+def _distinct_calls(calls: Sequence[str]) -> list[int]:
     """Return the numbers of calls, leaving out those between the first and the last of a series of equal ones."""
     changes = [number for number, (one, other) in enumerate(pairwise(calls), 1) if one != other]
     return sorted({1, *changes, *(number + 1 for number in changes), len(calls)})

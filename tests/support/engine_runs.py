@@ -22,7 +22,7 @@ def serve(model: ServedModel, requests: Sequence[Request], policy: Any = None, *
     return _run(Engine(model, policy or get_policy("continuous"), **options), requests)
 
 
-def drawn(model: ServedModel, requests: Sequence[Request]) -> InMemory:
+def serve_in_memory(model: ServedModel, requests: Sequence[Request]) -> InMemory:
     """Serve requests together; returns the collector with their records and images."""
     collector = InMemory(keep_images=True)
     engine = Engine(model, get_policy("continuous"), collector=collector)

@@ -141,7 +141,7 @@ def bfloat16_is_as_accurate_as_the_pipeline(build: Build) -> None:
     inputs = [model.prepare(request) for request in requests]
 
     def run(other: ServedModel) -> list[Tensor]:
-        active = [_given(other, prepared) for prepared in inputs]
+        active = [_first_step_of(other, prepared) for prepared in inputs]
         while not active[0].state.is_finished:
             assert other.stepper.step(active) == {}
         return [prepared.latents[0] for prepared in active]
@@ -160,7 +160,7 @@ def images_are_those_of_the_pipeline(build: Build) -> None:
     assert np.abs(found - np.asarray(plain_image(pipe, request))).max() <= 1
 
 
-def what_is_asked_for_matters(build: Build) -> None:
+def parameters_have_an_effect(build: Build) -> None:
     """Otherwise equality would not show that two requests were mixed up."""
     pipe, first = build(), mixed([2] * 4)[0]
     model = served(pipe)
@@ -182,7 +182,7 @@ def the_cache_is_exact_where_nothing_is_reused(build: Build) -> None:
         assert tuple(cache.stats.by_block) == model.block_facts(None).blocks
 
 
-def the_cache_reuses_what_a_request_had_itself(build: Build) -> None:
+def the_cache_reuses_a_requests_own_outputs(build: Build) -> None:
     """Independent of the other requests in the batch and of the lengths of their texts.
 
     Checked patch by patch, and for the whole model as one block.
@@ -199,7 +199,7 @@ def the_cache_reuses_what_a_request_had_itself(build: Build) -> None:
         assert relative_error(found, alone) <= STEPS
 
 
-def texts_are_as_long_as_the_model_says(build: Build) -> None:
+def text_lengths_are_those_of_the_model(build: Build) -> None:
     pipe, request = build(), mixed([2] * 4)[0]
     if not hasattr(pipe, "transformer"):
         with pytest.raises(UsageError, match="max_sequence_length is 24"):
@@ -223,7 +223,7 @@ def a_saved_folder_loads(build: Build) -> None:
                 load_model(folder, "cpu", "float32", OPTIONS[option])
 
 
-def what_it_lacks_is_refused(build: Build) -> None:
+def unsupported_options_are_refused(build: Build) -> None:
     pipe = build()
     name = type(pipe).__name__
     for option in FAMILIES[name].lacks:
@@ -239,12 +239,12 @@ PROMISES: tuple[Callable[[Build], None], ...] = (
     the_plain_engine_serves_it,
     bfloat16_is_as_accurate_as_the_pipeline,
     images_are_those_of_the_pipeline,
-    what_is_asked_for_matters,
+    parameters_have_an_effect,
     the_cache_is_exact_where_nothing_is_reused,
-    the_cache_reuses_what_a_request_had_itself,
-    texts_are_as_long_as_the_model_says,
+    the_cache_reuses_a_requests_own_outputs,
+    text_lengths_are_those_of_the_model,
     a_saved_folder_loads,
-    what_it_lacks_is_refused,
+    unsupported_options_are_refused,
 )
 
 
@@ -270,7 +270,7 @@ def _cached(pipe: Any, options: CacheOptions) -> tuple[ServedModel, PatchCache]:
     return model, cache
 
 
-def _given(model: ServedModel, prepared: PreparedRequest) -> PreparedRequest:
+def _first_step_of(model: ServedModel, prepared: PreparedRequest) -> PreparedRequest:
     """Return the same request at its first step, for a model of another dtype."""
     own = model.prepare(prepared.request)
     own.latents = prepared.latents.clone()

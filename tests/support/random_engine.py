@@ -89,7 +89,7 @@ class RandomEngine:
             self._cancelled.append((state, reason))
             self._changed()
 
-    def give_up_and_have_again(self) -> None:
+    def withdraw_and_add_again(self) -> None:
         """Withdraw the waiting requests from the scheduler and add them again."""
         taken = self.scheduler.take_back()
         self._world.seen["taken back"] += len(taken)

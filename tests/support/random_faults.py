@@ -82,7 +82,7 @@ class KilledError(BaseException):
     """Raised where the process is killed."""
 
 
-class Ends(RequestLog):
+class CountingLog(RequestLog):
     """Request log that also counts how often each request was accepted and has ended."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Process:
         self.backend = RandomBackend(world, policy, self.predictor)
         pricing = Pricing(5.0, lambda request: 0.05 + STEP_S * request.num_steps, lambda _: None)
         self.front_end = FrontEnd(facts, limits, self.backend, pricing)
-        self.metrics, self.live, self.ends = Metrics(SIZES, self.backend), Live(self.front_end), Ends()
+        self.metrics, self.live, self.ends = Metrics(SIZES, self.backend), Live(self.front_end), CountingLog()
         self.front_end.watchers += [self.metrics, self.live, self.ends]
         self.backend.on_row = lambda row: (self.metrics.on_row(row), self.live.on_row(row))[0]
         self.batches = Batches(folder, self.front_end, world.rng.randint(1, 4))
@@ -175,8 +175,8 @@ class RandomRun:
         """Run a process until its work is done or it is killed; returns the time."""
         loop, log = FastLoop(self.rng, now_s), io.StringIO()
         self._loop = loop
-        told: list[dict[str, Any]] = []
-        loop.set_exception_handler(lambda _, context: told.append(context))
+        reported: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, context: reported.append(context))
         self._clients = set()
         process = Process(self.world, self.folder, self.policy)
         loop.after_turn = process.check
@@ -185,7 +185,7 @@ class RandomRun:
                 loop.run_until_complete(work(process))
             except KilledError:
                 self.seen["kills"] += 1
-                _vanish(loop, process)
+                _abandon(loop, process)
             else:
                 left = [task for task in asyncio.all_tasks(loop) if not task.done()]
                 assert not left, f"these go on for ever: {left}"
@@ -195,7 +195,7 @@ class RandomRun:
             finally:
                 self.disk.fail_at(0, "count")
                 loop.close()
-        bad = [each for each in told if not isinstance(each.get("exception"), (KilledError, OSError))]
+        bad = [each for each in reported if not isinstance(each.get("exception"), (KilledError, OSError))]
         assert not bad, f"the event loop met {bad}"
         return loop.now_s
 
@@ -265,11 +265,11 @@ class RandomRun:
             found = Counter[str]()
             for name in ("output.jsonl", "errors.jsonl"):
                 for line in (where / name).read_text().splitlines() if (where / name).exists() else []:
-                    told = json.loads(line)
-                    found[told["custom_id"]] += 1
-                    for image in told["response"]["body"].get("data", ()):
+                    reported = json.loads(line)
+                    found[reported["custom_id"]] += 1
+                    for image in reported["response"]["body"].get("data", ()):
                         with Image.open(where / "images" / image["file"]) as drawn:
-                            seed = int(told["custom_id"].rpartition("-")[2])
+                            seed = int(reported["custom_id"].rpartition("-")[2])
                             assert drawn.getpixel((0, 0))[:2] == (seed % 256, seed // 256 % 256)  # type: ignore[index]
             assert not found or max(found.values()) == 1, f"a line has two answers: {batch}, {found}"
             counts = batch["request_counts"]
@@ -310,7 +310,7 @@ class RandomRun:
         elif what == "crash" and engine is not None:
             engine.crash(rng.choice((RunError("everything fails"), MemoryError())))
         elif what == "take back" and engine is not None:
-            engine.give_up_and_have_again()
+            engine.withdraw_and_add_again()
         elif what == "disk":
             self.disk.fail_at(rng.randint(1, 30), rng.choice(_MODES))
         elif what == "look":
@@ -363,8 +363,8 @@ class RandomRun:
                 seed = wanted.seeds[index]
                 assert image.getpixel((0, 0)) == (seed % 256, seed // 256 % 256, wanted.resolution.width)
         if ticket.events is not None:
-            told = [ticket.events.get_nowait() for _ in range(ticket.events.qsize())]
-            assert told.index(None) == len(told) - 1
+            reported = [ticket.events.get_nowait() for _ in range(ticket.events.qsize())]
+            assert reported.index(None) == len(reported) - 1
 
     async def _begin_batch(self, process: Process) -> None:
         rng, key, batches = self.rng, self.rng.choice(_KEYS), process.batches
@@ -402,7 +402,7 @@ class RandomRun:
             process.batches.cancel(chosen, key)
 
 
-def _vanish(loop: FastLoop, process: Process) -> None:
+def _abandon(loop: FastLoop, process: Process) -> None:
     """Abandon all work of a killed process, without writing anything."""
     loop.after_turn = lambda: None
     for task in asyncio.all_tasks(loop):

@@ -32,7 +32,7 @@ from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import edit_request
-from ...support.engine_runs import drawn
+from ...support.engine_runs import serve_in_memory
 from ...support.tiny_families import (
     tiny_aura,
     tiny_chroma,
@@ -102,9 +102,9 @@ def test_processes_prepare_and_decode_the_same_to_the_bit(model: ServedModel) ->
 
 
 def test_images_of_all_stages_are_the_same(model: ServedModel) -> None:
-    usual = drawn(with_engine(model, replace(model.options, stages="threads")), mixed())
-    assert same_images(drawn(model, mixed()), usual)
-    assert same_images(drawn(with_engine(model, replace(model.options, stages="inline")), mixed()), usual)
+    usual = serve_in_memory(with_engine(model, replace(model.options, stages="threads")), mixed())
+    assert same_images(serve_in_memory(model, mixed()), usual)
+    assert same_images(serve_in_memory(with_engine(model, replace(model.options, stages="inline")), mixed()), usual)
 
 
 @pytest.mark.product(most=4)
@@ -162,10 +162,11 @@ def test_a_killed_process_fails_its_request_and_another_takes_over(model: Served
     process = model.stages.of[part]
     before = process.process_id
     os.kill(before, signal.SIGKILL)
-    assert "has died (SIGKILL)" in reason_of_the_failed(drawn(model, mixed()), stage)
+    assert "has died (SIGKILL)" in reason_of_the_failed(serve_in_memory(model, mixed()), stage)
     assert process.process_id != before
     assert same_images(
-        drawn(model, mixed()), drawn(with_engine(model, replace(model.options, stages="threads")), mixed())
+        serve_in_memory(model, mixed()),
+        serve_in_memory(with_engine(model, replace(model.options, stages="threads")), mixed()),
     )
 
 
@@ -174,15 +175,15 @@ def test_a_process_that_stands_still_fails_its_request_and_another_takes_over(
     model: ServedModel, part: Any, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert model.stages is not None
-    drawn(model, mixed())  # from here on it is known how long calls take
+    serve_in_memory(model, mixed())  # from here on it is known how long calls take
     monkeypatch.setattr(stage_process, "CALL_S", 5.0)
     process = model.stages.of[part]
     before = process.process_id
     os.kill(before, signal.SIGSTOP)
-    assert reason_of_the_failed(drawn(model, mixed()), stage).endswith("does not answer and was ended")
+    assert reason_of_the_failed(serve_in_memory(model, mixed()), stage).endswith("does not answer and was ended")
     assert not is_alive(before)
     assert process.process_id != before
-    assert {record.status for record in drawn(model, mixed()).records} == {"completed"}
+    assert {record.status for record in serve_in_memory(model, mixed()).records} == {"completed"}
 
 
 def test_who_waits_for_a_process_that_is_ended_waits_no_longer(folder: Path) -> None:
