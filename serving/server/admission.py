@@ -1,4 +1,4 @@
-"""Whether there is room for a request: checked and reserved in one step, before any work is done for it. No torch."""
+"""Admission control: checks and reserves room for a request in one step, before any work is done for it. No torch."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ _FULL_AFTER_S = 60.0
 
 @dataclass(slots=True)
 class Place:
-    """What a request has reserved; given back once, whatever becomes of it."""
+    """Places that a request has reserved. They are released once, however the request ends."""
 
     num_images: int
     key: str
@@ -22,13 +22,13 @@ class Place:
 
 @dataclass(slots=True)
 class Allowance:
-    """An amount that grows at a rate, up to a minute's worth, and is taken from. More than that is taken when it is
-    full, and is owed then.
+    """Token bucket that holds up to one minute of its rate. A larger amount is granted when the bucket is full, and
+    leaves it negative.
 
     Attributes:
-        per_s: the rate, above 0.
-        amount: that was there at some time.
-        at_s: the time.
+        per_s: rate at which it fills, above 0.
+        amount: amount in it at `at_s`.
+        at_s: time of the last update, in seconds.
     """
 
     per_s: float
@@ -37,11 +37,11 @@ class Allowance:
 
     @classmethod
     def full(cls, per_s: float, now_s: float) -> "Allowance":
-        """One of which nothing was taken."""
+        """Return a full bucket."""
         return cls(per_s, per_s * _FULL_AFTER_S, now_s)
 
     def wait_s(self, wanted: float, now_s: float) -> float:
-        """Seconds until so much may be taken; 0 for now."""
+        """Return the seconds until `wanted` may be taken; 0 if it may be taken now."""
         most = self.per_s * _FULL_AFTER_S
         self.amount = min(most, self.amount + (now_s - self.at_s) * self.per_s)
         self.at_s = now_s
@@ -50,17 +50,19 @@ class Allowance:
 
 @dataclass(slots=True)
 class Admission:
-    """Counts what is open. One thread (that of the event loop) calls it.
+    """Counts open images and refuses requests beyond the limits. Only the event loop's thread calls it.
 
-    With several owners of keys, half of the queue is divided among them: what one of them has not taken of its share
-    is kept free for it, and what takes long to draw is no reason to refuse it.
+    With several owners of keys, half of the queue is divided among them. The unused part of an owner's share is kept
+    free for it, and an owner that waits for less than its share of `max_queue_time_s` is not refused for the time that
+    the whole queue takes.
 
     Attributes:
-        limits: of the server.
-        rate: pixel steps per second that the server takes, as far as is known; None: not yet.
-        pending: pixel steps that the clients with a key wait for, from the moment they are let in; of None, all.
-        num_images: that are open.
-        clock: seconds that never go back.
+        limits: limits of the server.
+        rate: returns the pixel steps per second that the server takes; None if they are not known yet.
+        pending: returns the pixel steps that the clients of a key wait for, counted from admission; for None, those of
+            all clients.
+        num_images: number of open images.
+        clock: monotonic clock, in seconds.
     """
 
     limits: Limits
@@ -72,10 +74,10 @@ class Admission:
     _allowances: dict[str, tuple[Allowance | None, Allowance | None]] = field(default_factory=dict)
 
     def reserve(self, num_images: int, key: str, pixel_steps: float = 0.0) -> Place:
-        """Take the places of a request, and of what its key may ask for in time.
+        """Reserve places for a request, and charge it to the rate limits of its key.
 
         Raises:
-            ApiError: 429, with `Retry-After` of when there may be room.
+            ApiError: a limit is reached (429); `Retry-After` estimates when there may be room.
         """
         limits, wait_s = self.limits, self.drain_s
         num_left = limits.max_queue - self.num_images - num_images
@@ -124,7 +126,7 @@ class Admission:
                 allowance.amount -= wanted
 
     def release(self, place: Place) -> None:
-        """Give the places back; again does nothing."""
+        """Release the places. A second call has no effect."""
         if place.is_held:
             place.is_held = False
             self.num_images -= place.num_images
@@ -134,7 +136,7 @@ class Admission:
 
     @property
     def drain_s(self) -> float:
-        """Seconds until all that clients wait for is drawn."""
+        """Seconds until all requests that clients wait for are drawn, at the current rate; 0 if it is not known yet."""
         return self._seconds_of(None)
 
     @property
@@ -143,12 +145,12 @@ class Admission:
         return max(1, self.limits.max_queue // (2 * num_owners)) if num_owners > 1 else 0
 
     def _num_kept_from(self, key: str) -> int:
-        """Places that are kept for others; where there are more of these than places, half of all."""
+        """Return the number of places that are kept free for other owners, at most half of all places."""
         others = sum(max(0, self._share - self._of_key[each]) for each in self.limits.keys if each != key)
         return min(others, self.limits.max_queue // 2)
 
     def _is_behind(self, key: str) -> bool:
-        """Whether a key waits for less than its share of the time that the queue may take."""
+        """Return whether a key waits for less than its share of the time that the queue may take."""
         num_owners = len(self.limits.keys)
         return num_owners > 1 and self._seconds_of(key) < self.limits.max_queue_time_s / (2 * num_owners)
 

@@ -1,4 +1,4 @@
-"""The HTTP API: what is where. Bodies are read and checked by `guards`, `json_body` and `protocol`. No torch."""
+"""Routes of the HTTP API. `guards`, `json_body` and `protocol` read and check the bodies. No torch."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 
 def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches, edits: EditProcesses) -> FastAPI:
-    """The API over a front end."""
+    """Return the application that serves a front end over HTTP."""
     app = FastAPI(title="psctl", summary="OpenAI's images API over the patch engine", docs_url=None, redoc_url=None)
 
     @app.exception_handler(ApiError)
@@ -87,7 +87,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         parts = await form_in(request, front_end.limits)
         wanted = await _unless_left(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
         if wanted.edit is not None and wanted.edit.template is not None:
-            # What one key has edited is nothing that another could find out.
+            # Records of templates are kept by key: another key must not find out what this one has edited.
             template = replace(wanted.edit.template, owner=caller_of(request.scope).key)
             wanted = replace(wanted, edit=replace(wanted.edit, template=template))
         await caller_of(request.scope).leave_room()
@@ -159,7 +159,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
         return JSONResponse(told_of_all(state), 200 if front_end.is_ready else 503)
 
     def told_of_all(status: str) -> dict[str, Any]:
-        """A status, with what is wrong, and of several replicas how many are ready."""
+        """Return a status with the reason for any trouble, and the number of ready replicas if there are several."""
         replicas, trouble = front_end.backend.replicas, front_end.backend.trouble
         num_ready = sum(each.health is Health.READY for each in replicas)
         told: dict[str, Any] = {"status": status}
@@ -192,10 +192,10 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
 
 
 async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """What comes out of work, which is cancelled if the client leaves meanwhile. Raises ApiError: it has."""
+    """Return the result of `work`. If the client disconnects first, cancel it and raise ApiError."""
 
     async def leave() -> None:
-        # Waiting to be told: asking some times a second, for every open request, takes time from the engine.
+        # Waits for the event: polling several times a second, for every open request, takes time from the engine.
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
@@ -211,7 +211,7 @@ async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> R
 
 
 class _Stream(StreamingResponse):
-    """The events of a ticket, which is cancelled where the client leaves: also before the first of them is sent."""
+    """Event stream of a ticket. Disconnecting cancels the ticket, even before the first event is sent."""
 
     def __init__(self, front_end: FrontEnd, ticket: Ticket) -> None:
         self._ticket = ticket

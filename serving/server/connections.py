@@ -1,4 +1,4 @@
-"""Connections that do not wait for ever for a request's head, and whose errors are JSON; else they are uvicorn's."""
+"""uvicorn's connections with time limits for a request's head and for reading responses, and with errors in JSON."""
 
 import asyncio
 import json
@@ -11,12 +11,12 @@ from .errors import invalid
 
 HEAD_WITHIN_S, READ_WITHIN_S = 10.0, 30.0
 LEAST_READ = 65_536
-"""Bytes that a client takes in `READ_WITHIN_S`, of those that wait for it."""
+"""Bytes of its response that a client must read within `READ_WITHIN_S`."""
 
 
 class TimedConnection(H11Protocol):
-    """Closes a connection whose next request has begun and whose head is not there in time, or that sends nothing; and
-    one that does not take what it is sent.
+    """Closes a new connection that sends nothing, one whose request's head is not complete in time, and one that does
+    not read its response.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -24,18 +24,18 @@ class TimedConnection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # Tell as soon as the client does not take all of it, and when it has.
+        # Calls `pause_writing` as soon as the client does not read everything, and `resume_writing` when it has.
         transport.set_write_buffer_limits(0)
         self._await_head()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is sent. Closing would wait until it has."""
+        """Start the timer: the client reads more slowly than it is sent data. Closing would wait until it has read."""
         super().pause_writing()
         if self._send_timer is None:
             self._await_reading()
 
     def resume_writing(self) -> None:
-        """It has read everything."""
+        """Stop the timer: the client has read everything."""
         super().resume_writing()
         self._stop_sending()
 
@@ -47,7 +47,7 @@ class TimedConnection(H11Protocol):
             self._stop_waiting()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, and close the connection: nobody knows where its next request would begin."""
+        """Answer a request that is not HTTP, and close the connection, as the start of a next request is unknown."""
         body = json.dumps(invalid("what was sent is not valid HTTP", code="invalid_http").to_json()).encode()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             headers = [

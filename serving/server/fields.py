@@ -1,4 +1,4 @@
-"""The fields of a body, taken one by one: each is checked, and what is left is refused by name."""
+"""Fields of a body: each is checked as it is read, and the fields left over are refused by name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from ...data.errors import UsageError
 from .errors import ApiError, invalid
 
 LORA = "lora"
+"""Field in which requests name adapters (LoRA)."""
 MAX_USER = 256
 _ADAPTERS = (LORA, "loras", "adapter", "adapters")
 NOT_HERE = {
@@ -18,12 +19,12 @@ NOT_HERE = {
     "svg": "images are made of pixels: output_format is png, jpeg or webp",
     "markup": "a mask says what is edited",
 }
-"""OpenAI's fields that are refused, and why."""
+"""OpenAI's fields that are refused, with the reason."""
 _MAX_SHOWN = 60
 
 
 def unsupported(name: str) -> ApiError | None:
-    """The refusal of a field that is one of `NOT_HERE`, or a part of one as forms name it (`svg[model]`); else None."""
+    """Return the error for a field of `NOT_HERE`, or for a part of one as forms name it (`svg[model]`); else None."""
     field = name.partition("[")[0]
     if field not in NOT_HERE:
         return None
@@ -31,19 +32,22 @@ def unsupported(name: str) -> ApiError | None:
 
 
 def shown(value: object) -> str:
-    """A value as an error repeats it: on one line, and short."""
+    """Return a value as error messages show it: on one line, and short."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class Fields:
-    """Takes the fields of a body one by one; null is as good as none. What nobody took is unknown."""
+    """Reads the fields of a body one by one; null counts as missing. Fields that were not read are unknown.
+
+    Methods raise ApiError (400) if the field that they read has another type or range.
+    """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._left = dict(body)
 
     def has(self, name: str) -> bool:
-        """Whether a field is given and not null."""
+        """Return whether a field is given and not null."""
         return self._left.get(name) is not None
 
     def end(self) -> None:
@@ -61,14 +65,14 @@ class Fields:
             raise invalid(told, name[:MAX_USER], code="unknown_parameter")
 
     def required(self, name: str, *, most: int) -> str:
-        """Text that must be there."""
+        """Read a text that must be given."""
         value = self.text(name, most=most)
         if value is None:
             raise invalid(f"{name} is missing", name, code="missing_required_parameter")
         return value
 
     def prompt(self, name: str, *, most: int) -> str:
-        """Text that says what to draw."""
+        """Read a text that says what to draw, and may not be blank."""
         value = self.required(name, most=most)
         try:
             require_prompt(name, value)
@@ -77,7 +81,7 @@ class Fields:
         return value
 
     def text(self, name: str, *, most: int) -> str | None:
-        """Text of at most so many characters."""
+        """Read a text of at most `most` characters."""
         value = self._left.pop(name, None)
         if value is None:
             return None
@@ -92,7 +96,7 @@ class Fields:
         return value
 
     def whole(self, name: str, default: int, low: int, high: int) -> int:
-        """A whole number in a range."""
+        """Read a whole number from `low` to `high`."""
         value = self._left.pop(name, None)
         if value is None:
             return default
@@ -101,7 +105,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A number in a range."""
+        """Read a number from `low` to `high`."""
         value = self._left.pop(name, None)
         if value is None:
             return default
@@ -110,11 +114,11 @@ class Fields:
         return float(value)
 
     def seconds(self, name: str) -> float | None:
-        """A number of seconds above 0."""
+        """Read a number of seconds above 0."""
         return checked_seconds(self._left.pop(name, None), name)
 
     def word(self, name: str, default: str, allowed: Sequence[str]) -> str:
-        """One of a few words."""
+        """Read one of the `allowed` words."""
         value = self._left.pop(name, None)
         if value is None:
             return default
@@ -123,7 +127,7 @@ class Fields:
         return value
 
     def adapters(self, name: str, served: Sequence[str]) -> Adapters:
-        """Adapters that are served, see `read_adapters`."""
+        """Read adapters in the form of `read_adapters`, all of which must be served."""
         value = self._left.pop(name, None)
         try:
             found = read_adapters("" if value is None else value)
@@ -133,7 +137,7 @@ class Fields:
         return found
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """Read true or false."""
         value = self._left.pop(name, None)
         if value is None:
             return default
@@ -143,7 +147,7 @@ class Fields:
 
 
 def checked_seconds(value: object, name: str) -> float | None:
-    """A number of seconds above 0, or None as it is given. Raises ApiError: it is anything else."""
+    """Return a number of seconds above 0, or None if that is given. Raises ApiError for any other value."""
     if value is None:
         return None
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:

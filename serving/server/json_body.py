@@ -1,4 +1,4 @@
-"""JSON as strict as clients may expect it to be: what two parsers could read differently is refused."""
+"""Strict parsing of JSON bodies: whatever two parsers could read differently is refused."""
 
 import json
 from typing import Any
@@ -9,9 +9,9 @@ from .errors import invalid, wrong_type
 
 
 async def object_in(request: Request) -> dict[str, Any]:
-    """The object that a request has as its body. Raises as `parse_object`, and ApiError: it is not said to be JSON.
+    """Return the object in the body of a request. Raises ApiError as `parse_object` does, or if its type is not JSON.
 
-    Pages of others cannot send this type without asking first.
+    Pages of other sites cannot send this content type without a CORS preflight.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -20,11 +20,11 @@ async def object_in(request: Request) -> dict[str, Any]:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The object in the body of a request.
+    """Parse a body that must be a JSON object.
 
     Raises:
-        ApiError: it is not valid UTF-8 or JSON (NaN and Infinity are not, and no key may come twice), too deeply
-            nested, or no object.
+        ApiError: the body is not valid UTF-8 or JSON (NaN, Infinity and repeated keys are refused), is nested too
+            deeply, or is no object.
     """
     if body.startswith(b"\xef\xbb\xbf"):
         raise invalid("the body begins with a byte order mark, but it must be plain UTF-8", code="invalid_json")

@@ -1,4 +1,4 @@
-"""The backend of one process: an engine in a thread of its own, made anew when it crashes."""
+"""Backend with one engine in this process, in a thread of its own. It replaces the engine after a crash."""
 
 import asyncio
 import itertools
@@ -39,23 +39,24 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 TOLD_FOR_S = 600.0
-"""How long probes report that steps of batches have failed, as where memory is full."""
+"""Seconds after the last failed step of a batch (e.g. out of memory) during which probes report it."""
 _LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSetup:
-    """What an engine of the server is made of.
+    """Parts from which the backend makes its engines.
 
     Attributes:
-        model: loaded and tuned.
-        system: whose policy and share of steps requests get.
+        model: the loaded and tuned model.
+        system: system that sets the policy, and the share of their steps that requests take.
         predictor: step latencies, for policies that look ahead.
         max_batch_size: largest number of requests in the batch.
-        standalone_s: latency of a request alone, for policies that ask for it; called where requests are handed in.
-        records_templates: as of `Engine`.
-        warm_up: served before the backend is ready, one batch after the other. The first of them proves that an engine
-            can draw, after one for which everything failed.
+        standalone_s: returns the standalone latency of a request in seconds, for policies that use it; called in the
+            thread that submits requests.
+        records_templates: whether missing templates of edits are recorded, in free places of the batch.
+        warm_up: batches that are served, one after the other, before the backend is ready. After an engine for which
+            everything failed, the first batch also proves that the next engine can draw.
     """
 
     model: "ServedModel"
@@ -68,25 +69,26 @@ class LocalSetup:
 
 
 def engine_thread() -> ThreadPoolExecutor:
-    """The one thread of a process that computes with torch: it loads the model, measures, and runs the engine.
+    """Return an executor of the one thread that computes with torch: it loads the model, measures, and runs the engine.
 
-    OpenMP keeps workers for each thread that computes. Where these are more than there are processors, they no longer
-    spin from one parallel region to the next but sleep (libgomp): with a model loaded in the main thread, steps of a
-    second one took 2.4 times as long on 2 cores.
+    OpenMP keeps workers for each thread that computes. If there are more workers than processors, they sleep between
+    parallel regions instead of spinning (libgomp): with a model loaded in the main thread, steps of a second one took
+    2.4 times as long on 2 cores.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="psctl-engine")
 
 
 class LocalBackend:
-    """See `Backend`. A crash of the engine ends the requests that are open; the next engine has the same model.
+    """`Backend` that runs an engine in this process. A crash of the engine ends its open requests; the next engine
+    uses the same model.
 
     Args:
-        setup: what the engine is made of.
-        thread: in which the model was loaded.
-        on_row: told of every step, on the event loop.
+        setup: parts of the engine.
+        thread: executor in whose thread the model was loaded; None makes a new one.
+        on_row: called with every step, on the event loop.
 
     Attributes:
-        on_stopped: see `Backend`.
+        on_stopped: called with the reason when the engine has crashed too often and is not restarted.
     """
 
     def __init__(
@@ -109,18 +111,18 @@ class LocalBackend:
         self._rate = DrainRate()
         self._preview = Preview()
         self._num_failed, self._failed_s = 0, -math.inf
-        # `check_request` may run torch: not on the event loop.
+        # `check_request` may run torch, which must not block the event loop.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=compute_alone)
         self._has_begun = threading.Event()
         self._followers: dict[int, Follower] = {}
-        # Filled by the engine's thread, emptied by the event loop: see `_look`.
+        # Filled by the engine's thread, emptied by the event loop in `_look`.
         self._rows: deque[StepRow] = deque()
         self._steps: dict[int, int] = {}
         self._looking: asyncio.Task[None] | None = None
 
     @property
     def health(self) -> Health:
-        """See `Backend`."""
+        """State of the engine; `stalled` if it is ready but makes no progress."""
         engine = self._engine
         if self._health is not Health.READY or engine is None:
             return self._health
@@ -128,7 +130,7 @@ class LocalBackend:
 
     @property
     def trouble(self) -> str:
-        """Error that has stopped the engine, or failures of batches in the last minutes; "" if there is none."""
+        """Error that stopped the engine, or failures of batches in the last minutes; "" if there are none."""
         error = self._error
         if error is not None and self._health in (Health.RESTARTING, Health.STOPPED):
             return str(error) if isinstance(error, PsctlError) else f"{type(error).__name__}: {error}".splitlines()[0]
@@ -139,7 +141,7 @@ class LocalBackend:
 
     @property
     def load(self) -> Load:
-        """See `Backend`."""
+        """Current load of the engine."""
         engine = self._engine
         if engine is None:
             return Load(rate=self._rate.value)
@@ -147,16 +149,16 @@ class LocalBackend:
 
     @property
     def plan(self) -> str:
-        """See `Backend`."""
+        """Empty, as nothing is routed."""
         return ""
 
     @property
     def replicas(self) -> Sequence[ReplicaState]:
-        """See `Backend`: this process."""
+        """State of the only replica, this process."""
         return (ReplicaState("local", os.getpid(), self.health, self.load),)
 
     async def start(self) -> None:
-        """See `Backend`. Raises RunError if a request of the warm-up fails."""
+        """Start the engine and serve the warm-up. Raises RunError if a request of the warm-up fails."""
         self._loop = asyncio.get_running_loop()
         self._begin()
         await self._loop.run_in_executor(None, self._has_begun.wait)
@@ -164,7 +166,7 @@ class LocalBackend:
         self._health = Health.READY
 
     async def _draw(self, batches: Sequence[Sequence[Request]]) -> None:
-        """Draw one batch after the other, and drop the images. Raises RunError: a request has no image."""
+        """Serve one batch after the other and discard the images. Raises RunError if a request has no image."""
         numbers = itertools.count()
         for batch in batches:
             waiting = [_Awaited(self._loop) for _ in batch]
@@ -179,7 +181,7 @@ class LocalBackend:
     async def submit(
         self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
-        """See `Backend`."""
+        """Submit a request to the engine. Raises ApiError (503) unless the engine runs."""
         if self._health not in (Health.READY, Health.STALLED):
             reason = f"the engine is {self._health.value}" + (f": {self.trouble}" if self.trouble else "")
             raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "5"})
@@ -204,7 +206,7 @@ class LocalBackend:
         except BaseException as error:
             self._followers.pop(number, None)
             if isinstance(error, asyncio.CancelledError):
-                # The thread goes on: only once the engine has it can the engine give it up.
+                # The thread continues, and the engine can cancel only a request that was submitted.
                 handing_in.add_done_callback(lambda _: self.cancel(number, "its client has left"))
             raise
 
@@ -213,12 +215,12 @@ class LocalBackend:
         if engine is None:
             raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
         if setup.predictor is not None:
-            # A size that it does not know would end the engine where the policy asks about it.
+            # A size that the predictor does not know would crash the engine when the policy asks for it.
             try:
                 setup.predictor.step_latency_s((request.resolution,))
             except UsageError as error:
                 raise invalid(str(error), "size") from error
-        # The engine's clock is another one; both run alike.
+        # The engine has a clock of its own, which runs at the same rate.
         arrival_s = max(0.0, engine.now_s() - (time.monotonic() - request.arrival_s))
         own = setup.system.adapt(replace(request, arrival_s=arrival_s))
         try:
@@ -227,17 +229,17 @@ class LocalBackend:
             raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"}) from None
 
     def cancel(self, request_id: int, reason: str) -> None:
-        """See `Backend`."""
+        """Cancel an open request before the engine's next step."""
         if self._engine is not None:
             self._engine.cancel(request_id, reason)
 
     async def stop(self) -> None:
-        """See `Backend`."""
+        """Abort the engine, wait for its end, and close the model."""
         self._is_stopping = True
         self._health = Health.STOPPED
         if self._engine is not None:
             self._engine.abort()
-        # One that stands still would be waited for.
+        # Otherwise we would wait for a stage that hangs.
         self._setup.model.abort_stages()
         if self._running is not None:
             await asyncio.wait([asyncio.wrap_future(self._running)])
@@ -280,7 +282,7 @@ class LocalBackend:
             self._post(self._crashed)
 
     def _crashed(self) -> None:
-        """Begin anew, unless that has been tried too often."""
+        """Restart the engine, unless it has crashed too often."""
         now_s = time.monotonic()
         self._crashes.append(now_s)
         self._engine, self._health = None, Health.RESTARTING
@@ -300,8 +302,10 @@ class LocalBackend:
             self._health = Health.READY
 
     async def _prove(self, engine: Engine | None) -> None:
-        """Serve again if the engine can draw, as it has the model of the one before, for which everything failed; if it
-        cannot, it has crashed, too.
+        """Become ready once the new engine has drawn the first batch of the warm-up.
+
+        It uses the model of the previous engine, for which everything failed. If it cannot draw either, that is another
+        crash.
         """
         assert engine is not None
         ended_by = self._error
@@ -314,24 +318,24 @@ class LocalBackend:
             return
         if engine is not self._engine:
             return
-        # It was the requests' own fault.
+        # The requests were at fault, so the crash does not count.
         self._crashes.pop()
         self._health = Health.READY
 
     def _post(self, call: Callable[..., None], *given: Any) -> None:
-        """Have something called on the event loop, from any thread."""
+        """Schedule a call on the event loop. Thread-safe; does nothing once the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(call, *given)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+        except RuntimeError:  # the loop is closed
             return
 
     def _note(self, on_step: Callable[[int, int], None], number: int, steps_done: int) -> None:
         self._steps[number] = steps_done
 
     async def _look(self) -> None:
-        """Take what steps have left, some times a second, while any request is open.
+        """Process the steps of the engine several times a second, while any request is open.
 
-        Waking the event loop for each of them takes a core from a step: single requests took a fifth longer on 2 cores.
+        Waking the event loop for each step takes a core from it: single requests took a fifth longer on 2 cores.
         """
         while self._followers:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -358,7 +362,7 @@ class LocalBackend:
 
 
 class _Posts(Collector):
-    """Hands on what an engine tells, to the event loop."""
+    """Collector that forwards records and steps of an engine to the event loop."""
 
     def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
@@ -375,7 +379,7 @@ class _Posts(Collector):
 
 
 class _Awaited(Follower):
-    """Waits for the end of a request of the warm-up."""
+    """Follower that waits for the end of a request of the warm-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.ended: asyncio.Future[RequestRecord] = loop.create_future()

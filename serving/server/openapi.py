@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of bodies, which `protocol` checks by hand, and of errors. No torch."""
+"""Schemas in `/openapi.json` of bodies, which `protocol` checks by hand, and of errors. No torch."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -13,7 +13,7 @@ from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, QUALITIES, ModelFac
 
 MAX_LISTED = 100
 LEAST_FILE_S, MOST_FILE_S = 3600, 30 * 24 * 3600
-"""How long a client may want a file to be kept; if it does not say it, the longest."""
+"""Shortest and longest time for which a client may have a file kept; the longest is the default."""
 _ERROR = {
     "description": "an error",
     "content": {
@@ -40,12 +40,12 @@ _ERROR = {
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route, in the one form that they all have."""
+    """Return the error responses of a route, which share one schema."""
     return dict.fromkeys(statuses, _ERROR)
 
 
 def generation_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    """The body of `POST /v1/images/generations`, for `openapi_extra`."""
+    """Return the body of `POST /v1/images/generations`, for `openapi_extra`."""
     sizes = ["auto", *map(str, model.defaults.resolutions)]
     properties: dict[str, Any] = {
         **_shared(model, limits),
@@ -58,7 +58,7 @@ def generation_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
 
 
 def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    """The body of `POST /v1/images/edits`; several clients call the image `image[]`."""
+    """Return the body of `POST /v1/images/edits`, for `openapi_extra`. Some clients call the image `image[]`."""
     file = {"type": "string", "format": "binary"}
     properties: dict[str, Any] = {
         "image": file,
@@ -127,7 +127,7 @@ def _lora(served: Sequence[str]) -> dict[str, Any]:
 
 
 def batch_body() -> dict[str, Any]:
-    """The body of `POST /v1/batches`."""
+    """Return the body of `POST /v1/batches`, for `openapi_extra`."""
     properties: dict[str, Any] = {
         "input_file_id": {"type": "string"},
         "endpoint": {"enum": [GENERATIONS]},
@@ -144,7 +144,7 @@ def batch_body() -> dict[str, Any]:
 
 
 def file_body() -> dict[str, Any]:
-    """The body of `POST /v1/files`."""
+    """Return the body of `POST /v1/files`, for `openapi_extra`."""
     properties: dict[str, Any] = {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"enum": ["batch"]},
@@ -156,14 +156,14 @@ def file_body() -> dict[str, Any]:
 
 
 def page_query() -> dict[str, Any]:
-    """The query of lists."""
+    """Return the query parameters of lists, for `openapi_extra`."""
     limit, after = _whole(1, MAX_LISTED), {"type": "string"}
     fields = (("limit", limit), ("after", after))
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in fields]}
 
 
 def body_of(schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:
-    """A schema as the body of a route, for `openapi_extra`."""
+    """Return a schema as the body of a route, for `openapi_extra`."""
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 

@@ -1,7 +1,7 @@
-"""What `POST /v1/images/generations` takes, checked field by field; the answers are made elsewhere.
+"""Request parameters of `POST /v1/images/generations`, checked field by field.
 
 Names and meanings are those of OpenAI's images API; `seed`, `num_inference_steps`, `guidance_scale`, `negative_prompt`,
-`progress`, `slo`, `lora`, `cache` and (of cascades) `fallback` are ours. Edits take most of it, too: see `edits`.
+`progress`, `slo`, `lora`, `cache` and (for cascades) `fallback` are ours. Edits share most of them: see `edits`.
 """
 
 import math
@@ -36,23 +36,24 @@ QUALITIES = {
     "xhigh": 3.0,
     "max": 4.0,
 }
-"""Share of the model's own number of steps."""
+"""Number of steps by quality, as a multiple of the model's default."""
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What requests are checked against.
+    """Properties of the served model that requests are checked against.
 
     Attributes:
-        name: of the served model.
-        aliases: other names that clients may ask for.
-        defaults: what a request gets that does not say.
+        name: name of the model.
+        aliases: other names under which clients may request it.
+        defaults: values of parameters that a request does not set.
         size_multiple: width and height must be multiples of it.
-        dtype: for clients that ask about the model.
-        reuses_templates: whether edits read the records of their templates, unless they say that they do not.
-        adapters: that requests may name.
-        cascade: of a light and a heavy model: their names, each of which takes its own steps and guidance.
+        dtype: dtype of the model, which `/v1/models` reports.
+        reuses_templates: whether edits read the records of their templates by default.
+        adapters: adapters that requests may name.
+        cascade: names of the light and the heavy model of a cascade, which use their own steps and guidance; empty for
+            a single model.
     """
 
     name: str
@@ -70,21 +71,18 @@ class ModelFacts:
         return self.name, *self.aliases
 
 
-"""What clients call adapters (LoRA) of a request."""
-
-
 @dataclass(frozen=True, slots=True)
 class Generation:
     """A checked request for images.
 
     Attributes:
-        seeds: one for each image: the one that was given or drawn, counting up.
-        slo_s: how long it may take; None: as long as the server's own SLO.
-        progress: whether a stream tells of every step.
+        seeds: one seed for each image, counting up from the one that was given or drawn.
+        slo_s: seconds that it may take; None for the server's default SLO.
+        progress: whether a stream reports every step.
         edit: the image to start from, and what may change in it; None for new images.
-        fallback: of a cascade: whether the light model's image may be the answer.
-        adapters: that change the model for these images.
-        cache: whether steps may reuse what earlier ones have computed, where the server has a cache.
+        fallback: whether the light model's image may be the answer, for a cascade.
+        adapters: adapters that change the model for these images.
+        cache: whether steps may reuse results of earlier steps, if the server has a cache.
     """
 
     prompt: str
@@ -108,12 +106,12 @@ class Generation:
 
     @property
     def kind(self) -> str:
-        """What OpenAI's names of its events begin with."""
+        """Prefix of OpenAI's names of its events."""
         return "image_generation" if self.edit is None else "image_edit"
 
     @property
     def num_steps(self) -> int:
-        """How many steps each image takes."""
+        """Number of steps that each image takes."""
         steps = self.num_inference_steps
         return steps if self.edit is None else steps_taken(steps, self.edit.strength)
 
@@ -126,13 +124,13 @@ class Generation:
 def parse_generation(
     body: Mapping[str, Any], model: ModelFacts, limits: Limits, *, header_slo: str | None = None
 ) -> Generation:
-    """Check a request.
+    """Check the body of a request for images.
 
     Args:
-        body: as JSON gave it.
-        model: that is served.
-        limits: of the server.
-        header_slo: `X-SLO-Seconds`; the smaller SLO counts.
+        body: the parsed JSON object.
+        model: the served model.
+        limits: limits of the server.
+        header_slo: value of the header `X-SLO-Seconds`; the smaller SLO counts.
 
     Raises:
         ApiError: a field is unknown, missing or not allowed (400), or the model is not served (404).
@@ -148,7 +146,7 @@ def parse_generation(
 def take_generation(
     fields: Fields, resolution: Resolution, model: ModelFacts, limits: Limits, header_slo: str | None
 ) -> Generation:
-    """Check the fields that generations and edits share, which must be all that are left. Raises ApiError."""
+    """Check the fields that generations and edits share. Raises ApiError, also if any other field is left."""
     check_model(fields.text("model", most=MAX_USER), model)
     prompt = fields.prompt("prompt", most=limits.max_prompt)
     num_images = fields.whole("n", 1, 1, MAX_IMAGES)
@@ -185,7 +183,7 @@ def take_generation(
         progress=progress,
         slo_s=_smaller(fields.seconds("slo"), _header_seconds(header_slo)),
         quality=quality,
-        # Of a single model the field is unknown.
+        # Without a cascade, the field is unknown.
         fallback=fields.word("fallback", "light", get_args(Fallback)) if model.cascade else "light",  # type: ignore[arg-type]
         adapters=fields.adapters(LORA, model.adapters) if model.adapters else (),
         cache=fields.flag("cache", True),
@@ -201,7 +199,7 @@ def take_generation(
 
 
 def check_model(name: str | None, model: ModelFacts) -> None:
-    """Raise ApiError (404) unless a model is served; None is whichever there is."""
+    """Raise ApiError (404) unless a model of this name is served; None accepts any."""
     if name is not None and name not in model.names:
         raise ApiError(
             404,
@@ -212,7 +210,7 @@ def check_model(name: str | None, model: ModelFacts) -> None:
 
 
 def parse_size(text: str, model: ModelFacts, limits: Limits) -> Resolution:
-    """The size of an image as `WIDTHxHEIGHT`, or `auto` for the model's own. Raises ApiError."""
+    """Parse the size of an image, `WIDTHxHEIGHT`, or `auto` for the model's default. Raises ApiError."""
     if text == "auto":
         return model.defaults.default_resolution
     match = _SIZE.fullmatch(text)
@@ -222,7 +220,7 @@ def parse_size(text: str, model: ModelFacts, limits: Limits) -> Resolution:
 
 
 def check_size(size: Resolution, name: str, model: ModelFacts, limits: Limits) -> Resolution:
-    """The size, which the field of this name has, if images may have it. Raises ApiError."""
+    """Return the size, the value of the field `name`. Raises ApiError if images may not have it."""
     multiple = model.size_multiple
     if size.width % multiple or size.height % multiple:
         raise invalid(f"{name} is {size}, but width and height must be multiples of {multiple}", name)

@@ -1,4 +1,4 @@
-"""Server-sent events: what a stream tells, and a comment where nothing is told for a while. No torch."""
+"""Server-sent events of a stream, with a comment whenever there is no event for a while. No torch."""
 
 import asyncio
 import json
@@ -15,20 +15,20 @@ _COMMENT = b": waiting\n\n"
 
 
 def event(content: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One event."""
+    """Encode one event."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
 
 
 async def events_of(ticket: Ticket, timeout_s: float) -> AsyncIterator[bytes]:
-    """All that a ticket tells, until it has ended, which is after so many seconds at the latest."""
+    """Yield the events of a ticket until it has ended, for at most `timeout_s` seconds."""
     assert ticket.events is not None
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
     while True:
         left_s = end_s - loop.time()
         if left_s <= 0:
-            # Not waiting until the engine has let go of it.
+            # Without waiting until the engine has released it.
             gone = took_too_long(timeout_s)
             ticket.cancel("it took too long", gone)
             yield event(gone.to_json(), "error")
@@ -48,7 +48,7 @@ async def events_of(ticket: Ticket, timeout_s: float) -> AsyncIterator[bytes]:
 
 
 def usage_of(generation: Generation, num_images: int) -> dict[str, Any]:
-    """What OpenAI's clients want to be told of tokens: there are none, so it is images and pixels."""
+    """Return the token counts that OpenAI's clients expect. There are no tokens: pixels count as output tokens."""
     pixels = generation.resolution.pixels * num_images
     return {
         "input_tokens": 0,

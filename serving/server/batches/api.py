@@ -1,4 +1,4 @@
-"""The routes of Files and Batches, as the client of OpenAI asks for them. No torch."""
+"""Routes of Files and Batches, as OpenAI's client calls them. No torch."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ FILES, BATCHES = "/v1/files", "/v1/batches"
 
 
 def batch_routes(batches: Batches) -> APIRouter:
-    """The routes over a folder of batches."""
+    """Return the routes over a folder of batches."""
     routes = APIRouter()
 
     @routes.post(FILES, openapi_extra=file_body(), responses=errors(400, 401, 403, 408, 413, 507))
@@ -75,7 +75,7 @@ def batch_routes(batches: Batches) -> APIRouter:
 
 
 def _lasts_s(form: FormData) -> int:
-    """How long a file is to be kept, as OpenAI's client says it. Raises ApiError."""
+    """Return the seconds for which a file is kept, from OpenAI's fields `expires_after[...]`. Raises ApiError."""
     anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
     if anchor is None and seconds is None:
         return MOST_FILE_S
@@ -94,7 +94,10 @@ def _page(
     key: str,
     query: QueryParams,
 ) -> dict[str, Any]:
-    """A page of them: `limit`, and the id `after` which it begins. It waits for the disk."""
+    """Return a page of a list, for the query parameters `limit` and `after` (an id). It waits for the disk.
+
+    Raises ApiError if a parameter is invalid.
+    """
     limit, after = query.get("limit", str(MAX_LISTED)), query.get("after")
     if not re.fullmatch(r"[0-9]{1,3}", limit, re.ASCII) or not 1 <= int(limit) <= MAX_LISTED:
         raise invalid(f"limit is {shown(limit)}, but it must be a whole number from 1 to {MAX_LISTED}", "limit")

@@ -1,4 +1,4 @@
-"""Files that clients send, and outputs of their batches: limits, expiry, and what clients see of them. No torch."""
+"""Files of clients, and outputs of their batches: limits, expiry, and the descriptions that clients see. No torch."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from .folder import ENDED, EXPIRES, OWNER, BatchFolder
 from .quota import DiskUse
 
 _OUTPUT = "batch_output"
-"""Purpose of a file that no client has sent."""
+"""Purpose of outputs of batches, which no client has sent."""
 _NAME_LENGTH = 200
 
 
@@ -28,7 +28,7 @@ class ClientFiles:
 
     Args:
         disk: folder of files and batches.
-        use: bytes that owners take in it.
+        use: disk use of the owners in it.
     """
 
     def __init__(self, disk: BatchFolder, use: DiskUse) -> None:
@@ -135,7 +135,7 @@ class ClientFiles:
 
 
 def expires_at(about: Mapping[str, Any]) -> float:
-    """Return when a file or a batch expires; infinity if it is of an earlier version, which set no time."""
+    """Return when a file or a batch expires; infinity if it is from an earlier version, which set no time."""
     at_s = about.get(EXPIRES)
     return at_s if isinstance(at_s, int) else math.inf
 

@@ -1,4 +1,4 @@
-"""What files and batches of each owner take on the disk. No torch."""
+"""Disk use of the files and batches of each owner. No torch."""
 
 import math
 import threading
@@ -13,10 +13,10 @@ _LEAST_BYTES = 4096
 
 
 class DiskUse:
-    """Bytes on the disk by owner. Any thread may use it.
+    """Bytes on the disk by owner. Thread-safe.
 
-    Of a batch its outputs count, and three quarters of the one with images again: they lie beside it as they are, and
-    in it in base64.
+    The outputs of a batch count, and three quarters of the one with images a second time: it holds the images in
+    base64, and they are stored as files beside it.
 
     Args:
         disk: folder of files and batches.
@@ -29,7 +29,10 @@ class DiskUse:
         self._coming: dict[str, tuple[str, int]] = {}
 
     def count(self, owner: str) -> int:
-        """Look at all that an owner has, which other processes may have changed; waits for the disk."""
+        """Measure everything that an owner has, as other processes may have changed it, and return the total in bytes.
+
+        Waits for the disk.
+        """
         found = {each: _size_of(self._disk.file(each)) for each in self._disk.files_of(owner)}
         found |= {each: self._size_of_batch(each) for each in self._disk.batches_of(owner)}
         with self._lock:
@@ -37,7 +40,7 @@ class DiskUse:
             return self._total(owner)
 
     def note(self, owner: str, batch_id: str) -> int:
-        """Look at one batch again; of all else what was known."""
+        """Measure one batch again, and return the owner's total with the known sizes of everything else."""
         size = self._size_of_batch(batch_id)
         with self._lock:
             self._known.setdefault(owner, {})[batch_id] = size
@@ -49,8 +52,8 @@ class DiskUse:
         return math.inf if most_mb is None else most_mb * 1e6
 
     def expect(self, owner: str, file_id: str, size: int) -> None:
-        """Count a file that is about to be written, until `settle`. Waits for the disk. Raises ApiError if it does not
-        fit into the limit.
+        """Reserve room for a file that is about to be written, until `settle`. Waits for the disk. Raises ApiError if
+        it does not fit into the owner's limit.
         """
         self.count(owner)
         most_bytes = self.most_bytes(owner)
@@ -60,7 +63,7 @@ class DiskUse:
             self._coming[file_id] = owner, size
 
     def settle(self, file_id: str) -> None:
-        """It is there now, or never will be."""
+        """Release the reservation of a file, which was written or has failed."""
         with self._lock:
             self._coming.pop(file_id, None)
 
@@ -74,7 +77,7 @@ class DiskUse:
 
 
 def too_much(used: int, most_bytes: float) -> ApiError:
-    """The owner of a key has more on the disk than it may have."""
+    """Return the error for an owner that has reached its disk limit (507)."""
     return ApiError(
         507,
         f"files and batches of this key take {used / 1e6:,.1f} MB, and they may take {most_bytes / 1e6:,.1f} MB: "

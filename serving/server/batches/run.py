@@ -1,4 +1,4 @@
-"""Draws the lines of a batch with a front end, some at a time, and writes down what becomes of them. No torch."""
+"""Draws the lines of a batch with a front end, several at a time, and writes their outputs. No torch."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -22,20 +22,20 @@ from .places import FairPlaces
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 _FULL_RETRY_S = 2.0
 _MOST_CRASHES = 5
-"""Of the engine, while it drew one line: that is its own fault then. As long as there is no engine a line waits."""
+"""Crashes of the engine while it draws one line after which the line itself fails. While no engine runs, lines wait."""
 
 
 Result = TypeVar("Result")
 OnFull = Callable[[OSError | None], bool]
-"""Told each time that the disk is found to be full, and returns whether to wait for room; told None when something was
-written.
+"""Called with the error whenever the disk is full, and returns whether to wait for room; called with None after a
+successful write.
 """
 
 
 async def when_there_is_room(write: Callable[[], Result], on_full: OnFull, pool: Executor | None = None) -> Result:
-    """What `write` returns, which is called in a thread of `pool`, again and again while the disk is full.
+    """Call `write` in a thread of `pool`, again while the disk is full, and return its result.
 
-    Raises as `write`; that the disk is full only if `on_full` does not want to wait.
+    Raises the errors of `write`; that of a full disk only if `on_full` returns False.
     """
     while True:
         try:
@@ -50,26 +50,28 @@ async def when_there_is_room(write: Callable[[], Result], on_full: OnFull, pool:
 
 
 class May(Protocol):
-    """Says when the next line may begin."""
+    """Returns, once awaited, when the next line may begin."""
 
     async def __call__(self) -> None: ...
 
 
 @dataclass(eq=False)
 class BatchRun:
-    """Draws what is left of a batch.
+    """Draws the remaining lines of a batch.
 
     Attributes:
-        front_end: draws.
-        lines: of the batch.
-        output: where it goes; lines that are done there are left out.
-        places: in which lines are drawn.
-        key: whose it is.
-        has_room: waited for before every line asks for a place.
-        may_begin: waited for when it has one.
-        writes_b64: whether output lines hold the images, as a server's do, or only the names of their files.
-        on_line: told after each line whether it has its images.
-        on_full: lines that are drawn wait for room on a full disk, and this is told; None: a full disk ends the run.
+        front_end: front end that draws them.
+        lines: all lines of the batch.
+        output: outputs of the batch; lines that have one are skipped.
+        places: places in which lines are drawn.
+        key: owner of the batch.
+        has_room: awaited before each line requests a place.
+        may_begin: awaited when it has a place.
+        writes_b64: whether output lines hold the images, as those of a server do, or only the names of their files.
+        on_line: called after each line with whether it has its images.
+        on_full: called when the disk is full and lines wait for room; None: a full disk ends the run.
+        is_cancelled: whether the run was cancelled.
+        is_expired: whether it was cancelled because the batch has expired.
     """
 
     front_end: FrontEnd
@@ -88,7 +90,7 @@ class BatchRun:
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="psctl-batch"))
 
     async def run(self) -> None:
-        """Draw; returns when every line has its answer, or the run was cancelled. It runs once.
+        """Draw until every line has an answer, or the run is cancelled. A run is used once.
 
         Raises:
             OSError: an answer cannot be written.
@@ -102,10 +104,10 @@ class BatchRun:
             self._writer.shutdown()
 
     async def run_alone(self) -> None:
-        """The same without a server: starts the backend, and ends it.
+        """Run without a server: start the backend, draw, and stop it.
 
         Raises:
-            RunError: the backend has given up, or it cannot start.
+            RunError: the backend cannot start, or has stopped for good.
             OSError: as `run`.
         """
         backend, stopped = self.front_end.backend, list[str]()
@@ -125,13 +127,13 @@ class BatchRun:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many lines there are, and how many of them have images, or an error."""
+        """Number of all lines, of those with images, and of those with an error."""
         completed, failed = self.output.counts
         return {"total": len(self.lines), "completed": completed, "failed": failed}
 
     @property
     def is_done(self) -> bool:
-        """Whether every line has its answer."""
+        """Whether every line has an answer."""
         return all(line.custom_id in self.output.done for line in self.lines)
 
     async def _begin_all(self, tasks: asyncio.TaskGroup) -> None:
@@ -154,7 +156,7 @@ class BatchRun:
             if drawing is None:
                 self.places.release()
                 return
-            # Also where it ends before it has begun.
+            # Also if the task ends before it has begun.
             drawing.add_done_callback(lambda _: self.places.release())
 
     def _wanted(self, line: BatchLine) -> Generation | ApiError:
@@ -164,13 +166,13 @@ class BatchRun:
             return error
 
     def cancel(self) -> None:
-        """Begin no further line, and give up those that are open; they have no answer then."""
+        """Start no further line, and cancel the open ones, which then have no answer."""
         self.is_cancelled = True
         for ticket in list(self._open):
             ticket.cancel("the batch was cancelled")
 
     def expire(self) -> None:
-        """The same, as its time is over."""
+        """Cancel the run because its batch has expired."""
         self.is_expired = not self.is_cancelled
         self.cancel()
 
@@ -184,7 +186,7 @@ class BatchRun:
             await self._write(self._complete, line, answer)
 
     async def _answer(self, wanted: Generation) -> Ticket | ApiError | None:
-        """What becomes of a line; None: nothing yet, as the run ends before."""
+        """Return the answer to a line; None if the run ends before there is one."""
         crashes, wait_s = 0, _RETRY_S
         while not self.is_cancelled:
             try:
@@ -200,7 +202,7 @@ class BatchRun:
         return None
 
     async def _write(self, write: Callable[[BatchLine, Any, str], None], line: BatchLine, answer: Any) -> None:
-        """Write an answer, one after the other, and not on the event loop: it waits for the disk."""
+        """Write answers one after the other, outside the event loop, as this waits for the disk."""
         now = partial(write, line, answer, f"line-{line.number}")
         try:
             await when_there_is_room(now, self._on_full, self._writer)
