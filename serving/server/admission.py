@@ -21,7 +21,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Allowance:
+class TokenBucket:
     """Token bucket that holds up to one minute of its rate. A larger amount is granted when the bucket is full, and
     leaves it negative.
 
@@ -36,7 +36,7 @@ class Allowance:
     at_s: float
 
     @classmethod
-    def full(cls, per_s: float, now_s: float) -> "Allowance":
+    def full(cls, per_s: float, now_s: float) -> "TokenBucket":
         """Return a full bucket."""
         return cls(per_s, per_s * _FULL_AFTER_S, now_s)
 
@@ -71,7 +71,7 @@ class Admission:
     num_images: int = 0
     clock: Callable[[], float] = time.monotonic
     _of_key: Counter[str] = field(default_factory=Counter)
-    _allowances: dict[str, tuple[Allowance | None, Allowance | None]] = field(default_factory=dict)
+    _buckets: dict[str, tuple[TokenBucket | None, TokenBucket | None]] = field(default_factory=dict)
 
     def reserve(self, num_images: int, key: str, pixel_steps: float = 0.0) -> Place:
         """Reserve places for a request, and charge it to the rate limits of its key.
@@ -111,19 +111,19 @@ class Admission:
     def _take(self, key: str, of_key: KeyLimits, pixel_steps: float) -> None:
         now_s = self.clock()
         requests, work = of_key.requests_per_minute, of_key.pixel_steps_per_second
-        if key not in self._allowances:
-            self._allowances[key] = (
-                None if requests is None else Allowance.full(requests / 60, now_s),
-                None if work is None else Allowance.full(work, now_s),
+        if key not in self._buckets:
+            self._buckets[key] = (
+                None if requests is None else TokenBucket.full(requests / 60, now_s),
+                None if work is None else TokenBucket.full(work, now_s),
             )
-        allowances = list(zip(self._allowances[key], (1.0, pixel_steps), strict=True))
+        buckets = list(zip(self._buckets[key], (1.0, pixel_steps), strict=True))
         told = f"{requests or 0:g} requests per minute", f"{work or 0:g} pixels times steps per second"
-        for (allowance, wanted), what in zip(allowances, told, strict=True):
-            if allowance is not None and (wait_s := allowance.wait_s(wanted, now_s)):
+        for (bucket, wanted), what in zip(buckets, told, strict=True):
+            if bucket is not None and (wait_s := bucket.wait_s(wanted, now_s)):
                 raise overloaded(f"this key may ask for {what}", "rate_limit_exceeded", wait_s)
-        for allowance, wanted in allowances:
-            if allowance is not None:
-                allowance.amount -= wanted
+        for bucket, wanted in buckets:
+            if bucket is not None:
+                bucket.amount -= wanted
 
     def release(self, place: Place) -> None:
         """Release the places. A second call has no effect."""
