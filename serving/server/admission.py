@@ -90,7 +90,7 @@ class Admission:
             )
         of_key = limits.keys.get(key, KeyLimits())
         most = limits.max_per_key if of_key.max_open is None else of_key.max_open
-        if limits.max_per_key is None and num_own > self._share and num_left < (kept := self._num_kept_from(key)):
+        if limits.max_per_key is None and num_own > self._share and num_left < (kept := self._num_kept_for_others(key)):
             left_to_it = max(self._share, num_own + num_left - kept)
             most = left_to_it if most is None else min(most, left_to_it)
         if most is not None and num_own > most:
@@ -103,12 +103,12 @@ class Admission:
                 "queue_too_long",
                 wait_s - limits.max_queue_time_s,
             )
-        self._take(key, of_key, pixel_steps)
+        self._charge(key, of_key, pixel_steps)
         self.num_images += num_images
         self._of_key[key] += num_images
         return Place(num_images, key)
 
-    def _take(self, key: str, of_key: KeyLimits, pixel_steps: float) -> None:
+    def _charge(self, key: str, of_key: KeyLimits, pixel_steps: float) -> None:
         now_s = self.clock()
         requests, work = of_key.requests_per_minute, of_key.pixel_steps_per_second
         if key not in self._buckets:
@@ -117,8 +117,8 @@ class Admission:
                 None if work is None else TokenBucket.full(work, now_s),
             )
         buckets = list(zip(self._buckets[key], (1.0, pixel_steps), strict=True))
-        told = f"{requests or 0:g} requests per minute", f"{work or 0:g} pixels times steps per second"
-        for (bucket, wanted), what in zip(buckets, told, strict=True):
+        units = f"{requests or 0:g} requests per minute", f"{work or 0:g} pixels times steps per second"
+        for (bucket, wanted), what in zip(buckets, units, strict=True):
             if bucket is not None and (wait_s := bucket.wait_s(wanted, now_s)):
                 raise overloaded(f"this key may ask for {what}", "rate_limit_exceeded", wait_s)
         for bucket, wanted in buckets:
@@ -144,7 +144,7 @@ class Admission:
         num_owners = len(self.limits.keys)
         return max(1, self.limits.max_queue // (2 * num_owners)) if num_owners > 1 else 0
 
-    def _num_kept_from(self, key: str) -> int:
+    def _num_kept_for_others(self, key: str) -> int:
         """Return the number of places that are kept free for other owners, at most half of all places."""
         others = sum(max(0, self._share - self._of_key[each]) for each in self.limits.keys if each != key)
         return min(others, self.limits.max_queue // 2)
