@@ -40,25 +40,25 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     app = FastAPI(title="psctl", summary="OpenAI's images API over the patch engine", docs_url=None, redoc_url=None)
 
     @app.exception_handler(ApiError)
-    async def told(request: Request, error: ApiError) -> Response:
+    async def on_api_error(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.to_json(), error.status, error.headers)
 
     @app.exception_handler(HTTPException)
-    async def not_here(request: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         codes = {404: "unknown_url", 405: "method_not_allowed"}
         told = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", code="http_error")
         told.code = codes.get(error.status_code, told.code)
         return JSONResponse(told.to_json(), error.status_code, error.headers)
 
     @app.exception_handler(OSError)
-    async def no_room(request: Request, error: OSError) -> Response:
+    async def on_disk_error(request: Request, error: OSError) -> Response:
         if not is_disk_full(error):
             raise error
         told = ApiError(507, "the server's disk is full", code="disk_full")
         return JSONResponse(told.to_json(), told.status)
 
     @app.exception_handler(Exception)
-    async def our_fault(request: Request, error: Exception) -> Response:
+    async def on_internal_error(request: Request, error: Exception) -> Response:
         told = ApiError(500, "the server has made a mistake; its log says which", code="internal_error")
         return JSONResponse(told.to_json(), 500)
 
