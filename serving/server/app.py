@@ -46,21 +46,21 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         codes = {404: "unknown_url", 405: "method_not_allowed"}
-        told = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", code="http_error")
-        told.code = codes.get(error.status_code, told.code)
-        return JSONResponse(told.to_json(), error.status_code, error.headers)
+        answer = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", code="http_error")
+        answer.code = codes.get(error.status_code, answer.code)
+        return JSONResponse(answer.to_json(), error.status_code, error.headers)
 
     @app.exception_handler(OSError)
     async def on_disk_error(request: Request, error: OSError) -> Response:
         if not is_disk_full(error):
             raise error
-        told = ApiError(507, "the server's disk is full", code="disk_full")
-        return JSONResponse(told.to_json(), told.status)
+        answer = ApiError(507, "the server's disk is full", code="disk_full")
+        return JSONResponse(answer.to_json(), answer.status)
 
     @app.exception_handler(Exception)
     async def on_internal_error(request: Request, error: Exception) -> Response:
-        told = ApiError(500, "the server has made a mistake; its log says which", code="internal_error")
-        return JSONResponse(told.to_json(), 500)
+        answer = ApiError(500, "the server has made a mistake; its log says which", code="internal_error")
+        return JSONResponse(answer.to_json(), 500)
 
     @app.post(
         GENERATIONS,
