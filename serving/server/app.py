@@ -149,25 +149,25 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
 
     @app.get("/health")
     async def health() -> Response:
-        is_well = front_end.backend.health.value in ("ready", "starting")
-        return JSONResponse(told_of_all(front_end.backend.health.value), 200 if is_well else 503)
+        is_healthy = front_end.backend.health.value in ("ready", "starting")
+        return JSONResponse(probe_body(front_end.backend.health.value), 200 if is_healthy else 503)
 
     @app.get("/readyz")
     @app.get("/ready")
     async def ready() -> Response:
         state = "draining" if front_end.is_draining else front_end.backend.health.value
-        return JSONResponse(told_of_all(state), 200 if front_end.is_ready else 503)
+        return JSONResponse(probe_body(state), 200 if front_end.is_ready else 503)
 
-    def told_of_all(status: str) -> dict[str, Any]:
+    def probe_body(status: str) -> dict[str, Any]:
         """Return a status with the reason for any trouble, and the number of ready replicas if there are several."""
         replicas, trouble = front_end.backend.replicas, front_end.backend.trouble
         num_ready = sum(each.health is Health.READY for each in replicas)
-        told: dict[str, Any] = {"status": status}
+        body: dict[str, Any] = {"status": status}
         if trouble:
-            told["reason"] = trouble
+            body["reason"] = trouble
         if len(replicas) > 1:
-            told["replicas"] = {"ready": num_ready, "all": len(replicas)}
-        return told
+            body["replicas"] = {"ready": num_ready, "all": len(replicas)}
+        return body
 
     @app.get("/v1/state")
     async def state(request: Request) -> Response:
