@@ -85,7 +85,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     async def edit(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
         parts = await form_in(request, front_end.limits)
-        wanted = await _unless_left(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
+        wanted = await _until_disconnect(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
         if wanted.edit is not None and wanted.edit.template is not None:
             # Records of templates are kept by key: another key must not find out what this one has edited.
             template = replace(wanted.edit.template, owner=caller_of(request.scope).key)
@@ -108,7 +108,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
                     raise
             return ticket
 
-        ticket = await _unless_left(request, drawn())
+        ticket = await _until_disconnect(request, drawn())
         if wanted.stream:
             return _Stream(front_end, ticket)
         return JSONResponse(_images_of(ticket, str(request.base_url)))
@@ -191,22 +191,22 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     return app
 
 
-async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of `work`. If the client disconnects first, cancel it and raise ApiError."""
 
-    async def leave() -> None:
+    async def disconnect() -> None:
         # Waits for the event: polling several times a second, for every open request, takes time from the engine.
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise cancelled("its client has left")
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnecting):
             task.cancel()
 
 
