@@ -75,7 +75,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
             front_end.limits,
             header_slo=request.headers.get("x-slo-seconds"),
         )
-        return await answered(request, wanted, arrival_s)
+        return await respond(request, wanted, arrival_s)
 
     @app.post(
         EDITS,
@@ -91,12 +91,12 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
             template = replace(wanted.edit.template, owner=caller_of(request.scope).key)
             wanted = replace(wanted, edit=replace(wanted.edit, template=template))
         await caller_of(request.scope).leave_room()
-        return await answered(request, wanted, arrival_s)
+        return await respond(request, wanted, arrival_s)
 
-    async def answered(request: Request, wanted: Generation, arrival_s: float) -> Response:
+    async def respond(request: Request, wanted: Generation, arrival_s: float) -> Response:
         caller = caller_of(request.scope)
 
-        async def drawn() -> Ticket:
+        async def draw() -> Ticket:
             ticket = await front_end.generate(
                 wanted, key=caller.key, request_id=caller.request_id, arrival_s=arrival_s, streams=wanted.stream
             )
@@ -108,7 +108,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
                     raise
             return ticket
 
-        ticket = await _until_disconnect(request, drawn())
+        ticket = await _until_disconnect(request, draw())
         if wanted.stream:
             return _Stream(front_end, ticket)
         return JSONResponse(_images_of(ticket, str(request.base_url)))
