@@ -8,7 +8,7 @@ from typing import Any
 from .errors import ApiError, took_too_long
 from .images import base64_of
 from .protocol import Generation
-from .tickets import Drawn, Partial, Progress, Ticket, facts_of, metrics_of
+from .tickets import FinishedImage, PartialImage, Progress, Ticket, facts_of, metrics_of
 
 COMMENT_EVERY_S = 10.0
 _COMMENT = b": waiting\n\n"
@@ -58,7 +58,7 @@ def usage_of(generation: Generation, num_images: int) -> dict[str, Any]:
     }
 
 
-def _content_of(told: Partial | Progress | Drawn, ticket: Ticket) -> dict[str, Any]:
+def _content_of(told: PartialImage | Progress | FinishedImage, ticket: Ticket) -> dict[str, Any]:
     wanted = ticket.generation
     if isinstance(told, Progress):
         return {
@@ -74,7 +74,7 @@ def _content_of(told: Partial | Progress | Drawn, ticket: Ticket) -> dict[str, A
         "background": "opaque",
         "output_format": wanted.output_format,
     }
-    if isinstance(told, Partial):
+    if isinstance(told, PartialImage):
         return {
             "type": f"{wanted.kind}.partial_image",
             "b64_json": base64_of(told.content),

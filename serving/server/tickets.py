@@ -25,7 +25,7 @@ TicketStatus = Literal["queued", "in_progress", "completed", "failed", "cancelle
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class FinishedImage:
     """Finished image: its encoded file, and the record of its request."""
 
     content: bytes
@@ -33,7 +33,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class PartialImage:
     """Partial image of the image `image_index`, from 0. Those of one image come in the order of `index`."""
 
     image_index: int
@@ -50,7 +50,7 @@ class Progress:
     num_steps: int
 
 
-Event = Partial | Progress | Drawn | ApiError | None
+Event = PartialImage | Progress | FinishedImage | ApiError | None
 """Event of a stream; None is the last one."""
 
 
@@ -93,7 +93,7 @@ class Ticket(Follower):
     id: str = field(default_factory=lambda: f"img_{secrets.token_hex(16)}")
     created_s: float = field(default_factory=time.time)
     numbers: list[int] = field(default_factory=list)
-    drawn: dict[int, Drawn] = field(default_factory=dict)
+    drawn: dict[int, FinishedImage] = field(default_factory=dict)
     records: list[RequestRecord] = field(default_factory=list)
     steps_done: dict[int, int] = field(default_factory=dict)
     first_image_s: float | None = None
@@ -209,7 +209,7 @@ class Ticket(Follower):
         if self.events is not None and not self.over.is_set():
             content = await self._encoded(image)
             self._has_shown()
-            await self._say(Partial(image_index, index, content))
+            await self._say(PartialImage(image_index, index, content))
 
     async def _end_one(self, index: int, record: RequestRecord, image: "Image | None") -> None:
         error = None
@@ -217,7 +217,7 @@ class Ticket(Follower):
             error = error_of(record)
         else:
             try:
-                drawn = Drawn(await self._encoded(image), record)
+                drawn = FinishedImage(await self._encoded(image), record)
                 if self.over.is_set():
                     return
                 self.drawn[index] = drawn
