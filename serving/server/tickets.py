@@ -135,18 +135,18 @@ class Ticket(Follower):
         steps_done = min(steps_done, self.generation.num_steps)
         self.steps_done[index] = steps_done
         if self.generation.progress:
-            self._in_turn(self._say(Progress(index, steps_done, self.generation.num_steps)))
+            self._run_in_order(self._emit(Progress(index, steps_done, self.generation.num_steps)))
 
     def on_partial(self, request_id: int, index: int, image: "Image") -> None:
         """Encode a partial image and queue it for the stream."""
-        self._in_turn(self._say_partial(self.numbers.index(request_id), index, image))
+        self._run_in_order(self._emit_partial(self.numbers.index(request_id), index, image))
 
     def on_end(self, record: RequestRecord, image: "Image | None") -> None:
         """Record the end of a request, and encode its image; the last one ends the ticket."""
         if self.over.is_set():  # the backend took too long to end it
             return
         self.records.append(record)
-        self._in_turn(self._end_one(self.numbers.index(record.request_id), record, image))
+        self._run_in_order(self._end_one(self.numbers.index(record.request_id), record, image))
 
     def cancel(self, reason: str, error: ApiError | None = None) -> None:
         """Cancel its open requests, which end at once or as soon as the backend can.
@@ -167,7 +167,7 @@ class Ticket(Follower):
     def _give_up(self) -> None:
         """End the ticket although the backend has not reported the end of all its requests."""
         self._num_ended = len(self.generation.seeds)
-        self._end_if_all_have()
+        self._end_if_complete()
 
     def fail(self, error: ApiError | None, num_missing: int) -> None:
         """Count `num_missing` requests as ended that were never submitted.
@@ -179,9 +179,9 @@ class Ticket(Follower):
             self.error = self.error or error
         if self.error is not None:
             self.cancel("another image of the request could not be handed in", self.error)
-        self._end_if_all_have()
+        self._end_if_complete()
 
-    def _in_turn(self, work: Any) -> None:
+    def _run_in_order(self, work: Any) -> None:
         """Run the coroutines of events one after the other: a partial image must not follow the final one."""
         before = self._tail
 
@@ -192,24 +192,24 @@ class Ticket(Follower):
 
         self._tail = asyncio.ensure_future(after())
 
-    def _has_shown(self) -> None:
+    def _note_first_image(self) -> None:
         if self.first_image_s is None:
             self.first_image_s = asyncio.get_running_loop().time() - self.arrival_s
 
-    async def _say(self, event: Event) -> None:
+    async def _emit(self, event: Event) -> None:
         if self.events is not None:
             self.events.put_nowait(event)
 
-    async def _encoded(self, image: "Image") -> bytes:
+    async def _encode(self, image: "Image") -> bytes:
         wanted = self.generation
         work = partial(encode, image, wanted.output_format, wanted.output_compression)
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
-    async def _say_partial(self, image_index: int, index: int, image: "Image") -> None:
+    async def _emit_partial(self, image_index: int, index: int, image: "Image") -> None:
         if self.events is not None and not self.over.is_set():
-            content = await self._encoded(image)
-            self._has_shown()
-            await self._say(PartialImage(image_index, index, content))
+            content = await self._encode(image)
+            self._note_first_image()
+            await self._emit(PartialImage(image_index, index, content))
 
     async def _end_one(self, index: int, record: RequestRecord, image: "Image | None") -> None:
         error = None
@@ -217,20 +217,20 @@ class Ticket(Follower):
             error = error_of(record)
         else:
             try:
-                drawn = FinishedImage(await self._encoded(image), record)
+                drawn = FinishedImage(await self._encode(image), record)
                 if self.over.is_set():
                     return
                 self.drawn[index] = drawn
-                self._has_shown()
-                await self._say(drawn)
+                self._note_first_image()
+                await self._emit(drawn)
             except Exception as failure:  # noqa: BLE001  whatever it is, its client must get an answer
                 error = ApiError(500, f"the image could not be encoded: {failure}", code="generation_failed")
         if error is not None and self.error is None and not self.is_cancelled:
             self.cancel("another image of the request has failed", error)
         self._num_ended += 1
-        self._end_if_all_have()
+        self._end_if_complete()
 
-    def _end_if_all_have(self) -> None:
+    def _end_if_complete(self) -> None:
         if self._num_ended < len(self.generation.seeds) or self.over.is_set():
             return
         if self.events is not None:
