@@ -19,7 +19,7 @@ from .protocol import Generation
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-GIVEN_UP_S = 10.0
+CANCEL_TIMEOUT_S = 10.0
 """Seconds after which a cancelled ticket ends, even if its backend has not ended its requests."""
 TicketStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
@@ -102,7 +102,7 @@ class Ticket(Follower):
     over: asyncio.Event = field(default_factory=asyncio.Event)
     events: "asyncio.Queue[Event] | None" = None
     _num_ended: int = 0
-    _giving_up: asyncio.TimerHandle | None = None
+    _cancel_timer: asyncio.TimerHandle | None = None
     _tail: "asyncio.Future[None] | None" = None
 
     @property
@@ -161,10 +161,10 @@ class Ticket(Follower):
         for index, number in enumerate(self.numbers):
             if index not in self.drawn:
                 self.cancel_one(number, reason)
-        if self._giving_up is None:
-            self._giving_up = asyncio.get_running_loop().call_later(GIVEN_UP_S, self._give_up)
+        if self._cancel_timer is None:
+            self._cancel_timer = asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self._force_end)
 
-    def _give_up(self) -> None:
+    def _force_end(self) -> None:
         """End the ticket although the backend has not reported the end of all its requests."""
         self._num_ended = len(self.generation.seeds)
         self._end_if_complete()
@@ -238,8 +238,8 @@ class Ticket(Follower):
             if error is not None:
                 self.events.put_nowait(error)
             self.events.put_nowait(None)
-        if self._giving_up is not None:
-            self._giving_up.cancel()
+        if self._cancel_timer is not None:
+            self._cancel_timer.cancel()
         self.over.set()
         self.on_over(self)
 
