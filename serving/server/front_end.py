@@ -125,7 +125,7 @@ class FrontEnd:
                 serve the request (400), one with this id is open (409), or it could not be submitted in time (504).
         """
         try:
-            ticket = self._let_in(wanted, key, request_id, arrival_s, is_batch)
+            ticket = self._admit(wanted, key, request_id, arrival_s, is_batch)
         except ApiError as error:
             for watcher in self.watchers:
                 watcher.on_rejected(error, request_id, key)
@@ -137,12 +137,12 @@ class FrontEnd:
         limit_s = self.limits.request_timeout_s
         try:
             async with asyncio.timeout(None if is_batch else limit_s):
-                await self._hand_in(ticket)
+                await self._submit(ticket)
         except TimeoutError:
             raise took_too_long(limit_s) from None
         return ticket
 
-    def _let_in(self, wanted: Generation, key: str, request_id: str, arrival_s: float, is_batch: bool) -> Ticket:
+    def _admit(self, wanted: Generation, key: str, request_id: str, arrival_s: float, is_batch: bool) -> Ticket:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"})
         if request_id and any(each.request_id == request_id and each.key == key for each in self.open.values()):
@@ -153,7 +153,9 @@ class FrontEnd:
                 headers={"x-should-retry": "false"},
             )
         place = None if is_batch else self.admission.reserve(len(wanted.seeds), key, wanted.pixel_steps)
-        ticket = Ticket(wanted, place, self.backend.cancel, self._pool, self._over, key, request_id, arrival_s)
+        ticket = Ticket(
+            wanted, place, self.backend.cancel, self._pool, self._on_ticket_ended, key, request_id, arrival_s
+        )
         ticket.numbers = [next(self._numbers) for _ in wanted.seeds]
         self.open[ticket.id] = ticket
         return ticket
@@ -165,8 +167,8 @@ class FrontEnd:
             if ticket.place is not None and key in (None, ticket.key)
         )
 
-    async def _hand_in(self, ticket: Ticket) -> None:
-        wanted, num_in = ticket.generation, 0
+    async def _submit(self, ticket: Ticket) -> None:
+        wanted, num_submitted = ticket.generation, 0
         is_batch = ticket.place is None
         try:
             for number, seed in zip(ticket.numbers, wanted.seeds, strict=True):
@@ -197,26 +199,26 @@ class FrontEnd:
                     num_partials=0 if ticket.events is None else wanted.partial_images,
                     follows_steps=wanted.progress,
                 )
-                num_in += 1
+                num_submitted += 1
                 if ticket.error is not None or ticket.is_cancelled:
                     # It ended during `submit`, when the backend did not know it yet.
                     self.backend.cancel(number, "the request was cancelled")
-            if num_in < len(wanted.seeds):
-                ticket.fail(None, len(wanted.seeds) - num_in)
+            if num_submitted < len(wanted.seeds):
+                ticket.fail(None, len(wanted.seeds) - num_submitted)
         except (UsageError, ApiError) as error:
-            told = error if isinstance(error, ApiError) else invalid(str(error))
-            ticket.fail(told, len(wanted.seeds) - num_in)
-            raise told from None
+            refusal = error if isinstance(error, ApiError) else invalid(str(error))
+            ticket.fail(refusal, len(wanted.seeds) - num_submitted)
+            raise refusal from None
         except asyncio.CancelledError:
             ticket.cancel("its client has left, or it took too long")
-            ticket.fail(None, len(wanted.seeds) - num_in)
+            ticket.fail(None, len(wanted.seeds) - num_submitted)
             raise
         except BaseException:
-            gone = ApiError(500, "the request was given up", code="engine_error")
-            ticket.fail(gone, len(wanted.seeds) - num_in)
+            aborted = ApiError(500, "the request was given up", code="engine_error")
+            ticket.fail(aborted, len(wanted.seeds) - num_submitted)
             raise
 
-    def _over(self, ticket: Ticket) -> None:
+    def _on_ticket_ended(self, ticket: Ticket) -> None:
         if ticket.place is not None:
             self.admission.release(ticket.place)
         self.open.pop(ticket.id, None)
@@ -258,9 +260,9 @@ class FrontEnd:
         try:
             await asyncio.wait_for(ticket.over.wait(), None if ticket.place is None else limit_s)
         except TimeoutError:
-            gone = took_too_long(limit_s)
-            ticket.cancel("it took too long", gone)
-            raise gone from None
+            aborted = took_too_long(limit_s)
+            ticket.cancel("it took too long", aborted)
+            raise aborted from None
         if ticket.error is not None:
             raise ticket.error
         if ticket.is_cancelled:
@@ -270,9 +272,9 @@ class FrontEnd:
         """Refuse new requests, wait up to `timeout_s` for the open ones, cancel the rest, and stop the backend."""
         self.is_draining = True
         await self._wait_for_open(timeout_s)
-        gone = ApiError(503, "the server is shutting down", code="draining")
+        aborted = ApiError(503, "the server is shutting down", code="draining")
         for ticket in list(self.open.values()):
-            ticket.cancel("the server is shutting down", gone)
+            ticket.cancel("the server is shutting down", aborted)
         await self._wait_for_open(_CANCELLED_WITHIN_S)
         await self.backend.stop()
         self._pool.shutdown(wait=False)
