@@ -169,12 +169,12 @@ class LocalBackend:
         """Serve one batch after the other and discard the images. Raises RunError if a request has no image."""
         numbers = itertools.count()
         for batch in batches:
-            waiting = [_Awaited(self._loop) for _ in batch]
-            for request, awaited in zip(batch, waiting, strict=True):
+            waiting = [_EndFollower(self._loop) for _ in batch]
+            for request, follower in zip(batch, waiting, strict=True):
                 own = replace(request, request_id=next(numbers), arrival_s=self._loop.time(), slo_s=None)
-                await self._submit(own, awaited)
-            for awaited in waiting:
-                record = await awaited.ended
+                await self._submit(own, follower)
+            for follower in waiting:
+                record = await follower.ended
                 if record.status != "completed":
                     raise RunError(f"warming up: {record.reason}")
 
@@ -259,7 +259,7 @@ class LocalBackend:
                 get_policy(setup.system.policy),
                 predictor=setup.predictor,
                 max_batch_size=setup.max_batch_size,
-                collector=_Posts(self),
+                collector=_LoopCollector(self),
                 preview=self._preview,
                 records_templates=setup.records_templates,
                 most_failed=MOST_FAILED,
@@ -361,7 +361,7 @@ class LocalBackend:
         self.on_row(row)
 
 
-class _Posts(Collector):
+class _LoopCollector(Collector):
     """Collector that forwards records and steps of an engine to the event loop."""
 
     def __init__(self, backend: LocalBackend) -> None:
@@ -378,7 +378,7 @@ class _Posts(Collector):
         backend._rows.append(row)
 
 
-class _Awaited(Follower):
+class _EndFollower(Follower):
     """Follower that waits for the end of a request of the warm-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
