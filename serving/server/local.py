@@ -200,17 +200,17 @@ class LocalBackend:
             may_lag=not follows_steps,
             on_partial=partial(self._post, follower.on_partial, number),
         )
-        handing_in = self._pool.submit(self._hand_in, request, watch)
+        submitting = self._pool.submit(self._submit_to_engine, request, watch)
         try:
-            await asyncio.wrap_future(handing_in)
+            await asyncio.wrap_future(submitting)
         except BaseException as error:
             self._followers.pop(number, None)
             if isinstance(error, asyncio.CancelledError):
                 # The thread continues, and the engine can cancel only a request that was submitted.
-                handing_in.add_done_callback(lambda _: self.cancel(number, "its client has left"))
+                submitting.add_done_callback(lambda _: self.cancel(number, "its client has left"))
             raise
 
-    def _hand_in(self, request: Request, watch: Watch | None) -> None:
+    def _submit_to_engine(self, request: Request, watch: Watch | None) -> None:
         engine, setup = self._engine, self._setup
         if engine is None:
             raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
