@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 TOLD_FOR_S = 600.0
 """Seconds after the last failed step of a batch (e.g. out of memory) during which probes report it."""
-_LOOK_EVERY_S = 0.1
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,10 @@ class LocalBackend:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=compute_alone)
         self._has_begun = threading.Event()
         self._followers: dict[int, Follower] = {}
-        # Filled by the engine's thread, emptied by the event loop in `_look`.
+        # Filled by the engine's thread, emptied by the event loop in `_poll`.
         self._rows: deque[StepRow] = deque()
         self._steps: dict[int, int] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
 
     @property
     def health(self) -> Health:
@@ -192,11 +192,11 @@ class LocalBackend:
     ) -> None:
         number = request.request_id
         self._followers[number] = follower
-        if self._looking is None or self._looking.done():
-            self._looking = self._loop.create_task(self._look())
+        if self._polling is None or self._polling.done():
+            self._polling = self._loop.create_task(self._poll())
         watch = Watch(
             num_partials=num_partials,
-            on_step=partial(self._post if follows_steps else self._note, follower.on_step, number),
+            on_step=partial(self._post if follows_steps else self._note_steps, follower.on_step, number),
             may_lag=not follows_steps,
             on_partial=partial(self._post, follower.on_partial, number),
         )
@@ -329,33 +329,33 @@ class LocalBackend:
         except RuntimeError:  # the loop is closed
             return
 
-    def _note(self, on_step: Callable[[int, int], None], number: int, steps_done: int) -> None:
+    def _note_steps(self, on_step: Callable[[int, int], None], number: int, steps_done: int) -> None:
         self._steps[number] = steps_done
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Process the steps of the engine several times a second, while any request is open.
 
         Waking the event loop for each step takes a core from it: single requests took a fifth longer on 2 cores.
         """
         while self._followers:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            self._take()
+            await asyncio.sleep(_POLL_S)
+            self._process_steps()
 
-    def _take(self) -> None:
+    def _process_steps(self) -> None:
         while self._rows:
-            self._stepped(self._rows.popleft())
+            self._on_step_row(self._rows.popleft())
         for number in list(self._steps):
             steps_done = self._steps.pop(number)
             if (follower := self._followers.get(number)) is not None:
                 follower.on_step(number, steps_done)
 
-    def _ended(self, record: RequestRecord, image: "Image | None") -> None:
-        self._take()
+    def _on_end(self, record: RequestRecord, image: "Image | None") -> None:
+        self._process_steps()
         follower = self._followers.pop(record.request_id, None)
         if follower is not None:
             follower.on_end(record, image)
 
-    def _stepped(self, row: StepRow) -> None:
+    def _on_step_row(self, row: StepRow) -> None:
         pixels = sum(parse(name).pixels * count for name, count in row.resolutions.items())
         self._rate.note(pixels, row.duration_s + row.schedule_s)
         self.on_row(row)
@@ -368,7 +368,7 @@ class _LoopCollector(Collector):
         self._backend = backend
 
     def on_finish(self, record: RequestRecord, image: "Image | None", latents: Any) -> None:
-        self._backend._post(self._backend._ended, record, image)
+        self._backend._post(self._backend._on_end, record, image)
 
     def on_step(self, row: StepRow) -> None:
         backend = self._backend
