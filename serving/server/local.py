@@ -107,13 +107,13 @@ class LocalBackend:
         self._is_stopping = False
         self._crashes: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
         self._error: BaseException | None = None
-        self._proving: asyncio.Task[None] | None = None
+        self._proof: asyncio.Task[None] | None = None
         self._rate = DrainRate()
         self._preview = Preview()
         self._num_failed, self._failed_s = 0, -math.inf
         # `check_request` may run torch, which must not block the event loop.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=compute_alone)
-        self._has_begun = threading.Event()
+        self._has_started = threading.Event()
         self._followers: dict[int, Follower] = {}
         # Filled by the engine's thread, emptied by the event loop in `_poll`.
         self._rows: deque[StepRow] = deque()
@@ -160,8 +160,8 @@ class LocalBackend:
     async def start(self) -> None:
         """Start the engine and serve the warm-up. Raises RunError if a request of the warm-up fails."""
         self._loop = asyncio.get_running_loop()
-        self._begin()
-        await self._loop.run_in_executor(None, self._has_begun.wait)
+        self._start_engine()
+        await self._loop.run_in_executor(None, self._has_started.wait)
         await self._draw(self._setup.warm_up)
         self._health = Health.READY
 
@@ -247,8 +247,8 @@ class LocalBackend:
         self._thread.shutdown(wait=False)
         self._pool.shutdown(wait=False)
 
-    def _begin(self) -> None:
-        self._has_begun.clear()
+    def _start_engine(self) -> None:
+        self._has_started.clear()
         self._running = self._thread.submit(self._run)
 
     def _run(self) -> None:
@@ -268,8 +268,8 @@ class LocalBackend:
             self._engine = engine
             if self._is_stopping:  # `stop` found no engine to abort
                 engine.abort()
-            self._has_begun.set()
-            self._post(self._began)
+            self._has_started.set()
+            self._post(self._on_started)
             engine.run()
         except BaseException as error:  # noqa: BLE001  whatever it is, the server goes on
             self._error = error
@@ -277,11 +277,11 @@ class LocalBackend:
                 sys.stderr.write(f"The engine has stopped: {error}\n")
             else:
                 traceback.print_exc()
-        self._has_begun.set()
+        self._has_started.set()
         if not self._is_stopping:
-            self._post(self._crashed)
+            self._post(self._on_crash)
 
-    def _crashed(self) -> None:
+    def _on_crash(self) -> None:
         """Restart the engine, unless it has crashed too often."""
         now_s = time.monotonic()
         self._crashes.append(now_s)
@@ -291,13 +291,13 @@ class LocalBackend:
             times = f"{len(self._crashes)} times within {RESTARTS_WITHIN_S / 60:g} min"
             self.on_stopped(f"the engine has crashed {times}, the last time with {self.trouble}")
             return
-        self._begin()
+        self._start_engine()
 
-    def _began(self) -> None:
+    def _on_started(self) -> None:
         if self._health is not Health.RESTARTING:
             return
         if isinstance(self._error, RunError):
-            self._proving = self._loop.create_task(self._prove(self._engine))
+            self._proof = self._loop.create_task(self._prove(self._engine))
         else:
             self._health = Health.READY
 
@@ -308,11 +308,11 @@ class LocalBackend:
         crash.
         """
         assert engine is not None
-        ended_by = self._error
+        previous_error = self._error
         try:
             await self._draw(self._setup.warm_up[:1])
         except (RunError, ApiError) as error:
-            if self._error is ended_by:
+            if self._error is previous_error:
                 self._error = error
             engine.abort()
             return
@@ -322,10 +322,10 @@ class LocalBackend:
         self._crashes.pop()
         self._health = Health.READY
 
-    def _post(self, call: Callable[..., None], *given: Any) -> None:
+    def _post(self, call: Callable[..., None], *args: Any) -> None:
         """Schedule a call on the event loop. Thread-safe; does nothing once the loop is closed."""
         try:
-            self._loop.call_soon_threadsafe(call, *given)
+            self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:  # the loop is closed
             return
 
