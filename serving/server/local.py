@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..models.served import ServedModel
 
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
-TOLD_FOR_S = 600.0
+FAILURES_REPORTED_S = 600.0
 """Seconds after the last failed step of a batch (e.g. out of memory) during which probes report it."""
 _POLL_S = 0.1
 
@@ -134,7 +134,7 @@ class LocalBackend:
         error = self._error
         if error is not None and self._health in (Health.RESTARTING, Health.STOPPED):
             return str(error) if isinstance(error, PsctlError) else f"{type(error).__name__}: {error}".splitlines()[0]
-        if self._health is Health.READY and time.monotonic() - self._failed_s < TOLD_FOR_S:
+        if self._health is Health.READY and time.monotonic() - self._failed_s < FAILURES_REPORTED_S:
             found = self._setup.model.stepper.batch_failures
             return f"steps of batches fail and are repeated in halves: {found.count} so far, the first by {found.first}"
         return ""
