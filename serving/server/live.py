@@ -86,18 +86,18 @@ class Live(Watcher):
     _last_row: StepRow | None = None
     _state: _State = field(default_factory=lambda: _State(-math.inf, False, b""))
     _is_stale: bool = True
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _viewers: set[asyncio.Event] = field(default_factory=set)
-    _showing: "asyncio.Task[None] | None" = None
+    _update_task: "asyncio.Task[None] | None" = None
 
     def on_row(self, row: StepRow) -> None:
         """Record the latest step."""
         self._last_row = row
-        self._tell()
+        self._mark_changed()
 
     def on_accepted(self, ticket: Ticket) -> None:
         """Mark the state as changed."""
-        self._tell()
+        self._mark_changed()
 
     def on_rejected(self, error: ApiError, request_id: str, key: str) -> None:
         """Do nothing: the page does not show rejected requests."""
@@ -125,11 +125,11 @@ class Live(Watcher):
                 "slo_met": drawn.record.slo_met,
             }
             self._images[ticket.key].appendleft(image)
-        self._tell()
+        self._mark_changed()
 
-    def _tell(self) -> None:
+    def _mark_changed(self) -> None:
         self._is_stale = True
-        self._news.set()
+        self._has_changed.set()
 
     def check_viewers(self) -> None:
         """Raise ApiError if there are too many viewers."""
@@ -138,18 +138,18 @@ class Live(Watcher):
 
     def state(self, key: str) -> bytes:
         """Return the state for a key, as JSON: the requests of all keys, but the images of this key only."""
-        return self._of(key, self._newest())
+        return self._state_for(key, self._current_state())
 
     async def stream(self, key: str) -> AsyncIterator[bytes]:
         """Yield the state as server-sent events whenever it has changed, at most `UPDATES_PER_S` times a second."""
         changed = asyncio.Event()
         self._viewers.add(changed)
-        if self._showing is None or self._showing.done():
-            self._showing = asyncio.ensure_future(self._show())
+        if self._update_task is None or self._update_task.done():
+            self._update_task = asyncio.ensure_future(self._update_viewers())
         try:
-            state = self._newest()
+            state = self._current_state()
             while True:
-                yield b"data: " + self._of(key, state) + b"\n\n"
+                yield b"data: " + self._state_for(key, state) + b"\n\n"
                 if state.is_last:
                     return
                 await changed.wait()
@@ -158,22 +158,22 @@ class Live(Watcher):
         finally:
             self._viewers.discard(changed)
 
-    async def _show(self) -> None:
+    async def _update_viewers(self) -> None:
         """Update the state for all viewers, while there are any."""
         while self._viewers:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), _IDLE_S)
-            self._news.clear()
-            self._look()
+                await asyncio.wait_for(self._has_changed.wait(), _IDLE_S)
+            self._has_changed.clear()
+            self._build_state()
             for changed in self._viewers:
                 changed.set()
             await asyncio.sleep(1 / UPDATES_PER_S)
 
-    def _newest(self) -> _State:
+    def _current_state(self) -> _State:
         age_s = asyncio.get_running_loop().time() - self._state.at_s
-        return self._look() if self._is_stale or age_s > 1 / UPDATES_PER_S else self._state
+        return self._build_state() if self._is_stale or age_s > 1 / UPDATES_PER_S else self._state
 
-    def _look(self) -> _State:
+    def _build_state(self) -> _State:
         self._is_stale = False
         front_end, now_s = self.front_end, asyncio.get_running_loop().time()
         load = front_end.backend.load
@@ -205,7 +205,7 @@ class Live(Watcher):
         self._state = _State(now_s, front_end.is_draining, _json(shared))
         return self._state
 
-    def _of(self, key: str, state: _State) -> bytes:
+    def _state_for(self, key: str, state: _State) -> bytes:
         if key not in state.by_key:
             images = _json(list(self._images[key]))
             state.by_key[key] = state.shared.removesuffix(b"}") + b', "images": ' + images + b"}"
