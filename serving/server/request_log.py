@@ -11,7 +11,7 @@ from .errors import ApiError
 from .front_end import Watcher
 from .tickets import Ticket, metrics_of
 
-_NEVER_LET_IN = frozenset({400, 401, 403, 404, 405, 408, 413, 415})
+_REFUSED = frozenset({400, 401, 403, 404, 405, 408, 413, 415})
 _SHOWN = 12
 """Number of characters shown of the SHA-256 digest of an id."""
 
@@ -32,7 +32,7 @@ class RequestLog(Watcher):
 
     def on_answer(self, route: str, status: int, request_id: str) -> None:
         """Log a request that was refused before it reached the front end, which logs all others."""
-        if status in _NEVER_LET_IN:
+        if status in _REFUSED:
             self._write({"event": "refused", "request_id": request_id, "route": route, "status": status})
 
     def on_over(self, ticket: Ticket) -> None:
