@@ -32,33 +32,33 @@ class ImageStore:
     max_bytes: int = DEFAULT_BYTES
     max_age_s: float = DEFAULT_AGE_S
     clock: Callable[[], float] = time.monotonic
-    _kept: FairStore[StoredImage] = field(init=False)
+    _files: FairStore[StoredImage] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._kept = FairStore(self.max_bytes)
+        self._files = FairStore(self.max_bytes)
 
     def put(self, name: str, content: bytes, media_type: str, owner: str = "") -> None:
         """Store a file."""
-        self._let_go()
-        self._kept.put(owner, name, StoredImage(content, media_type, self.clock()), len(content))
+        self._evict_expired()
+        self._files.put(owner, name, StoredImage(content, media_type, self.clock()), len(content))
 
     def get(self, name: str) -> StoredImage | None:
         """Return a file; None if it is not stored, or no longer."""
-        self._let_go()
-        return self._kept.get(name)
+        self._evict_expired()
+        return self._files.get(name)
 
     def drop(self, name: str) -> None:
         """Remove a file."""
-        self._kept.pop(name)
+        self._files.pop(name)
 
     @property
     def num_bytes(self) -> int:
         """Total size of the stored files."""
-        return int(self._kept.size)
+        return int(self._files.size)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._files)
 
-    def _let_go(self) -> None:
+    def _evict_expired(self) -> None:
         oldest_s = self.clock() - self.max_age_s
-        self._kept.pop_first(lambda image: image.stored_s < oldest_s)
+        self._files.pop_first(lambda image: image.stored_s < oldest_s)
