@@ -90,7 +90,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
             # Records of templates are kept by key: another key must not find out what this one has edited.
             template = replace(wanted.edit.template, owner=caller_of(request.scope).key)
             wanted = replace(wanted, edit=replace(wanted.edit, template=template))
-        await caller_of(request.scope).leave_room()
+        await caller_of(request.scope).release_room()
         return await respond(request, wanted, arrival_s)
 
     async def respond(request: Request, wanted: Generation, arrival_s: float) -> Response:

@@ -44,12 +44,12 @@ class Caller:
     Attributes:
         request_id: id of the request.
         key: owner of its key: a name, or a digest of a key without a name.
-        leave_room: releases the room of a large body once it is parsed; otherwise the end of the response does.
+        release_room: releases the room of a large body once it is parsed; otherwise the end of the response does.
     """
 
     request_id: str
     key: str
-    leave_room: Callable[[], Awaitable[None]]
+    release_room: Callable[[], Awaitable[None]]
 
 
 class Guards:
