@@ -101,7 +101,7 @@ class Guards:
                 self._on_answer(scope, message["status"], request_id)
             elif is_head and message.get("more_body", False):
                 await send({"type": "http.response.body"})
-                raise _GoneError
+                raise _DisconnectedError
             # A client that does not read its response would keep it in memory indefinitely.
             await asyncio.wait_for(send(message), SEND_WITHIN_S)
 
@@ -122,7 +122,7 @@ class Guards:
             if has_begun:
                 raise
             await answer(error, guarded_send)
-        except (TimeoutError, _GoneError):
+        except (TimeoutError, _DisconnectedError):
             # The client does not read any more; uvicorn closes the connection.
             return
 
@@ -196,7 +196,7 @@ async def _parts(receive: Receive, least: int | None) -> AsyncIterator[bytes]:
             until_s, size = loop.time() + SENT_WITHIN_S, 0
             continue
         if message["type"] == "http.disconnect":
-            raise _GoneError
+            raise _DisconnectedError
         part, has_more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         yield part
@@ -218,7 +218,7 @@ async def answer(error: ApiError, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class _GoneError(Exception):
+class _DisconnectedError(Exception):
     """The client has disconnected before its request was read, or it needs no more of the response."""
 
 
