@@ -16,12 +16,12 @@ from .backend import Health
 from .batches.api import batch_routes
 from .batches.store import Batches
 from .edit_processes import EditProcesses
-from .edits import EDITS, form_in
+from .edits import EDITS, read_form
 from .errors import ApiError, cancelled
 from .front_end import FrontEnd
 from .guards import caller_of
 from .images import base64_of
-from .json_body import object_in
+from .json_body import read_object
 from .live import Live
 from .metrics import CONTENT_TYPE, Metrics
 from .openapi import edit_body, errors, generation_body
@@ -70,7 +70,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     async def generate(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
         wanted = parse_generation(
-            await object_in(request),
+            await read_object(request),
             front_end.model,
             front_end.limits,
             header_slo=request.headers.get("x-slo-seconds"),
@@ -84,7 +84,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     )
     async def edit(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
-        parts = await form_in(request, front_end.limits)
+        parts = await read_form(request, front_end.limits)
         wanted = await _until_disconnect(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
         if wanted.edit is not None and wanted.edit.template is not None:
             # Records of templates are kept by key: another key must not find out what this one has edited.

@@ -56,7 +56,7 @@ Part = str | bytes
 """A part of a form: text, or the bytes of a file."""
 
 
-async def form_in(request: Request, limits: Limits) -> list[tuple[str, Part]]:
+async def read_form(request: Request, limits: Limits) -> list[tuple[str, Part]]:
     """Return the parts of the form in a request, with their names.
 
     Raises:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from .errors import invalid, wrong_type
 
 
-async def object_in(request: Request) -> dict[str, Any]:
+async def read_object(request: Request) -> dict[str, Any]:
     """Return the object in the body of a request. Raises ApiError as `parse_object` does, or if its type is not JSON.
 
     Pages of other sites cannot send this content type without a CORS preflight.

@@ -13,7 +13,7 @@ from starlette.datastructures import FormData, QueryParams, UploadFile
 from ..errors import ApiError, invalid
 from ..fields import shown
 from ..guards import caller_of
-from ..json_body import object_in
+from ..json_body import read_object
 from ..openapi import LEAST_FILE_S, MAX_LISTED, MOST_FILE_S, batch_body, errors, file_body, page_query
 from .store import Batches
 
@@ -56,7 +56,7 @@ def batch_routes(batches: Batches) -> APIRouter:
 
     @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415, 429, 507))
     async def create(request: Request) -> dict[str, Any]:
-        return batches.create(await object_in(request), caller_of(request.scope).key)
+        return batches.create(await read_object(request), caller_of(request.scope).key)
 
     @routes.get(BATCHES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def all_batches(request: Request) -> dict[str, Any]:
