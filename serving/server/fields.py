@@ -12,7 +12,7 @@ LORA = "lora"
 """Field in which requests name adapters (LoRA)."""
 MAX_USER = 256
 _ADAPTERS = (LORA, "loras", "adapter", "adapters")
-NOT_HERE = {
+UNSUPPORTED_FIELDS = {
     "complexity": "nothing is planned before an image is drawn; quality says how many steps it takes",
     "frame_count": "images are not animated",
     "frame_duration_ms": "images are not animated",
@@ -24,11 +24,13 @@ _MAX_SHOWN = 60
 
 
 def unsupported(name: str) -> ApiError | None:
-    """Return the error for a field of `NOT_HERE`, or for a part of one as forms name it (`svg[model]`); else None."""
+    """Return the error for a field of OpenAI's that is refused, or for a part of one (`svg[model]` in forms); else None."""
     field = name.partition("[")[0]
-    if field not in NOT_HERE:
+    if field not in UNSUPPORTED_FIELDS:
         return None
-    return invalid(f"the field {field} is not supported: {NOT_HERE[field]}", field, code="unsupported_parameter")
+    return invalid(
+        f"the field {field} is not supported: {UNSUPPORTED_FIELDS[field]}", field, code="unsupported_parameter"
+    )
 
 
 def shown(value: object) -> str:
