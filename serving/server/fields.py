@@ -59,12 +59,12 @@ class Fields:
                 if value is None:
                     continue
                 raise refusal
-            told = f"the field {shown(name)} is unknown"
+            message = f"the field {shown(name)} is unknown"
             if name == LORA:
-                told += ": no adapters are served here; psctl serve --adapter NAME=PATH lets requests name them"
+                message += ": no adapters are served here; psctl serve --adapter NAME=PATH lets requests name them"
             elif name in _ADAPTERS:
-                told += f": requests name their adapters in the field {LORA}"
-            raise invalid(told, name[:MAX_USER], code="unknown_parameter")
+                message += f": requests name their adapters in the field {LORA}"
+            raise invalid(message, name[:MAX_USER], code="unknown_parameter")
 
     def required(self, name: str, *, most: int) -> str:
         """Read a text that must be given."""
