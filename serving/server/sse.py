@@ -29,21 +29,21 @@ async def events_of(ticket: Ticket, timeout_s: float) -> AsyncIterator[bytes]:
         left_s = end_s - loop.time()
         if left_s <= 0:
             # Without waiting until the engine has released it.
-            gone = took_too_long(timeout_s)
-            ticket.cancel("it took too long", gone)
-            yield event(gone.to_json(), "error")
+            aborted = took_too_long(timeout_s)
+            ticket.cancel("it took too long", aborted)
+            yield event(aborted.to_json(), "error")
             return
         try:
-            told = await asyncio.wait_for(ticket.events.get(), min(left_s, COMMENT_EVERY_S))
+            item = await asyncio.wait_for(ticket.events.get(), min(left_s, COMMENT_EVERY_S))
         except TimeoutError:
             yield _COMMENT
             continue
-        if told is None:
+        if item is None:
             return
-        if isinstance(told, ApiError):
-            yield event(told.to_json(), "error")
+        if isinstance(item, ApiError):
+            yield event(item.to_json(), "error")
             continue
-        content = _content_of(told, ticket)
+        content = _content_of(item, ticket)
         yield event(content, content["type"])
 
 
@@ -58,14 +58,14 @@ def usage_of(generation: Generation, num_images: int) -> dict[str, Any]:
     }
 
 
-def _content_of(told: PartialImage | Progress | FinishedImage, ticket: Ticket) -> dict[str, Any]:
+def _content_of(item: PartialImage | Progress | FinishedImage, ticket: Ticket) -> dict[str, Any]:
     wanted = ticket.generation
-    if isinstance(told, Progress):
+    if isinstance(item, Progress):
         return {
             "type": f"{wanted.kind}.progress",
-            "image_index": told.image_index,
-            "steps_done": told.steps_done,
-            "num_inference_steps": told.num_steps,
+            "image_index": item.image_index,
+            "steps_done": item.steps_done,
+            "num_inference_steps": item.num_steps,
         }
     shared = {
         "created_at": int(ticket.created_s),
@@ -74,23 +74,23 @@ def _content_of(told: PartialImage | Progress | FinishedImage, ticket: Ticket) -
         "background": "opaque",
         "output_format": wanted.output_format,
     }
-    if isinstance(told, PartialImage):
+    if isinstance(item, PartialImage):
         return {
             "type": f"{wanted.kind}.partial_image",
-            "b64_json": base64_of(told.content),
-            "partial_image_index": told.index,
-            "image_index": told.image_index,
+            "b64_json": base64_of(item.content),
+            "partial_image_index": item.index,
+            "image_index": item.image_index,
             **shared,
         }
-    index = ticket.numbers.index(told.record.request_id)
+    index = ticket.numbers.index(item.record.request_id)
     return {
         "type": f"{wanted.kind}.completed",
-        "b64_json": base64_of(told.content),
+        "b64_json": base64_of(item.content),
         "image_index": index,
         "seed": wanted.seeds[index],
         "id": ticket.id,
         "usage": usage_of(wanted, 1),
-        "metrics": metrics_of([told.record]),
-        **facts_of(told.record),
+        "metrics": metrics_of([item.record]),
+        **facts_of(item.record),
         **shared,
     }
