@@ -59,14 +59,14 @@ class Metrics(Watcher):
         self.batch_failures = gauge(
             "batch_failures", "Steps of batches that failed, as where memory is full, and were repeated in halves."
         )
-        for known_here in (
+        for local_gauge in (
             self.predictor_scale,
             self.cache_reused_share,
             self.templates_recorded,
             self.batch_failures,
         ):
             # Engines in processes of their own do not report them.
-            known_here.set(float("nan"))
+            local_gauge.set(float("nan"))
         self._ended = counter("request_success", "Images that have ended, by how.", "finished_reason")
         self._met = counter("slo_met", "Images in time.", "resolution")
         self._missed = counter("slo_missed", "Images that were late, or never came.", "resolution")
@@ -97,8 +97,8 @@ class Metrics(Watcher):
         """Return the metrics that the owner of a key may see, in Prometheus's text format."""
         by_key = generate_latest(self._by_key).splitlines(keepends=True)
         own = f'key="{key}"'.encode()
-        is_told = [line for line in by_key if line.startswith(b"#") or key == self.operator or own in line]
-        return generate_latest(self._registry) + b"".join(is_told)
+        lines = [line for line in by_key if line.startswith(b"#") or key == self.operator or own in line]
+        return generate_latest(self._registry) + b"".join(lines)
 
     def on_row(self, row: StepRow) -> None:
         """Record a step."""
