@@ -42,14 +42,14 @@ class EditProcesses:
     """
 
     def __init__(self, model: ModelFacts, limits: Limits, *, decode_s: int = 10, most_bytes: int = 2 << 30) -> None:
-        self._known = model, limits, decode_s, most_bytes
+        self._args = model, limits, decode_s, most_bytes
         self._free = asyncio.Semaphore(_MOST_PROCESSES)
         self._idle: list[_Process] = []
         self._pool = ThreadPoolExecutor(_MOST_PROCESSES, thread_name_prefix="psctl-edits")
 
     async def start(self) -> None:
         """Start a process in advance, so that the first edit does not spend time until its deadline on that."""
-        process = _Process(*self._known)
+        process = _Process(*self._args)
         await asyncio.get_running_loop().run_in_executor(self._pool, process.start)
         self._idle.append(process)
 
@@ -61,7 +61,7 @@ class EditProcesses:
                 is too busy to decode them in time (429).
         """
         async with self._free:
-            process = self._idle.pop() if self._idle else _Process(*self._known)
+            process = self._idle.pop() if self._idle else _Process(*self._args)
             work = asyncio.get_running_loop().run_in_executor(self._pool, process.ask, parts, header_slo)
             try:
                 async with asyncio.timeout(ANSWER_WITHIN_S):
@@ -82,14 +82,14 @@ class _Process:
     """One process, which must not be used after an error."""
 
     def __init__(self, model: ModelFacts, limits: Limits, decode_s: int, most_bytes: int) -> None:
-        self._known = model, limits, decode_s, most_bytes
+        self._args = model, limits, decode_s, most_bytes
         self._started: tuple[BaseProcess, Connection] | None = None
 
     def start(self) -> tuple[BaseProcess, Connection]:
         """Start the process, and wait until its imports are done. Raises EOFError if it has ended at once."""
         ours, theirs = Pipe()
         with theirs:
-            process = start_process(_ENTRY, theirs, *self._known, device="none", name="psctl-edits")
+            process = start_process(_ENTRY, theirs, *self._args, device="none", name="psctl-edits")
         self._started = process, ours
         ours.recv()
         return self._started
@@ -107,7 +107,7 @@ class _Process:
             process.join()
             code = process.exitcode or 0
             if code == -signal.SIGXCPU:
-                too_long = f"the images take more than {self._known[2]} s of a processor to decode"
+                too_long = f"the images take more than {self._args[2]} s of a processor to decode"
                 raise invalid(too_long, "image") from None
             if code < 0:
                 raise invalid(f"the images end their decoder ({signal.Signals(-code).name})", "image") from None
