@@ -128,7 +128,7 @@ async def serve_forever(
 
     def on_answer(scope: Scope, status: int, request_id: str) -> None:
         found = scope.get("route")
-        route = getattr(found, "path", "other") if found is not None else _known(scope["path"], paths)
+        route = getattr(found, "path", "other") if found is not None else _route_of(scope["path"], paths)
         for watcher in front_end.watchers:
             watcher.on_answer(route, status, request_id)
 
@@ -165,10 +165,10 @@ async def serve_forever(
         await batches.start()
         on_ready(f"http://{host}:{port}/v1")
 
-    front_end.backend.on_stopped = server.give_up
+    front_end.backend.on_stopped = server.on_backend_stopped
     with lossy_stderr(metrics.log_lines_lost.inc):
         starting = asyncio.ensure_future(start())
-        starting.add_done_callback(server.backend_started)
+        starting.add_done_callback(server.on_backend_started)
         await server.serve(sockets=[listening])
         if front_end.is_draining:
             # Until the process has ended: the awaited ends of batches and the backend may never come.
@@ -200,12 +200,12 @@ class _DrainingServer(uvicorn.Server):
         self._front_end.is_draining = True
         self._loop.call_soon_threadsafe(self._begin_draining)
 
-    def give_up(self, reason: str) -> None:
+    def on_backend_stopped(self, reason: str) -> None:
         """End with an error, as the backend has stopped for good."""
         self.failure = RunError(reason)
         self.should_exit = True
 
-    def backend_started(self, starting: "asyncio.Future[Any]") -> None:
+    def on_backend_started(self, starting: "asyncio.Future[Any]") -> None:
         """End with the error of a backend that could not start."""
         error = None if starting.cancelled() else starting.exception()
         if error is not None and not self._front_end.is_draining:
@@ -234,6 +234,6 @@ def _end_at_once(*_: object) -> None:
     os._exit(_INTERRUPTED)
 
 
-def _known(path: str, paths: set[str]) -> str:
+def _route_of(path: str, paths: set[str]) -> str:
     """Return the route of a response that was sent before the request was routed."""
     return path if path in paths or path == GENERATIONS else "other"
