@@ -162,7 +162,7 @@ class Guards:
             raise ApiError(400, "Content-Length and Transfer-Encoding are both there", code="invalid_http")
         if length is not None and length.isascii() and length.isdigit() and int(length[:20]) > most:
             raise too_large
-        hold = None if large is None else room.enter_context(large.holding(owner))
+        reserve_bytes = None if large is None else room.enter_context(large.reserve(owner))
         parts, size = [], 0
         try:
             async with asyncio.timeout(within_s):
@@ -170,8 +170,8 @@ class Guards:
                     size += len(part)
                     if size > most:
                         raise too_large
-                    if hold is not None:
-                        hold(len(part))
+                    if reserve_bytes is not None:
+                        reserve_bytes(len(part))
                     parts.append(part)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {within_s:g} s", code="body_too_slow") from None

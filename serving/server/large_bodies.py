@@ -26,11 +26,11 @@ class LargeBodies:
 
     def __init__(self, most_bytes: int, within_s: float) -> None:
         self.most_bytes, self.within_s = most_bytes, within_s
-        self._held: Counter[str] = Counter()
+        self._num_bytes: Counter[str] = Counter()
         self._rooms: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @contextlib.contextmanager
-    def holding(self, key: str) -> Iterator[Callable[[int], None]]:
+    def reserve(self, key: str) -> Iterator[Callable[[int], None]]:
         """Count the bytes of a body in memory until the context ends.
 
         Yields a function that adds the size of a part. It raises ApiError if all bodies together, or those of this key,
@@ -38,20 +38,23 @@ class LargeBodies:
         """
         num_bytes = 0
 
-        def hold(more: int) -> None:
+        def reserve_bytes(more: int) -> None:
             nonlocal num_bytes
-            of_key = self._held[key] + more
-            if of_key > _MOST_OF_KEY * self.most_bytes or self._held.total() + more > _MOST_WHOLE * self.most_bytes:
+            of_key = self._num_bytes[key] + more
+            if (
+                of_key > _MOST_OF_KEY * self.most_bytes
+                or self._num_bytes.total() + more > _MOST_WHOLE * self.most_bytes
+            ):
                 raise overloaded("too much is being sent at the same time", "too_many_uploads", self.within_s)
             num_bytes += more
-            self._held[key] += more
+            self._num_bytes[key] += more
 
         try:
-            yield hold
+            yield reserve_bytes
         finally:
-            self._held[key] -= num_bytes
-            if not self._held[key]:
-                del self._held[key]
+            self._num_bytes[key] -= num_bytes
+            if not self._num_bytes[key]:
+                del self._num_bytes[key]
 
     @contextlib.asynccontextmanager
     async def room(self, key: str) -> AsyncIterator[None]:
