@@ -161,13 +161,13 @@ class BatchOutput:
             left.unlink(missing_ok=True)
         for name, is_good in ((OUTPUT_FILE, True), (ERROR_FILE, False)):
             path = folder / name
-            _cut_half_line(path)
+            _truncate_incomplete_line(path)
             for number, custom_id in enumerate(_ids_of(path), 1):
                 if custom_id is None:
                     raise RunError(f"{path}, line {number}: is damaged")
-                self._note(custom_id, is_good)
+                self._count(custom_id, is_good)
 
-    def _note(self, custom_id: str, is_good: bool) -> None:
+    def _count(self, custom_id: str, is_good: bool) -> None:
         before = self.done.get(custom_id)
         completed, failed = self.counts
         # In one assignment, as any thread may read it.
@@ -198,18 +198,18 @@ class BatchOutput:
         """Write the output of a line whose images were written before."""
         response = {"status_code": 200, "request_id": request_id, "body": body}
         self._append(OUTPUT_FILE, line, response, None)
-        self._note(line.custom_id, True)
+        self._count(line.custom_id, True)
 
     def failed(self, line: BatchLine, error: ApiError, request_id: str) -> None:
         """Write the error of a line that has no images."""
         response = {"status_code": error.status, "request_id": request_id, "body": error.to_json()}
         self._append(ERROR_FILE, line, response, {"code": error.code, "message": error.message})
-        self._note(line.custom_id, False)
+        self._count(line.custom_id, False)
 
     def _append(self, name: str, line: BatchLine, response: Mapping[str, Any], error: Mapping[str, str] | None) -> None:
         content = {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": error}
         left = memoryview(json.dumps(content).encode() + b"\n")
-        _cut_half_line(self.folder / name)
+        _truncate_incomplete_line(self.folder / name)
         # Unbuffered: after a failure, a buffer would still be written on close, after the truncation.
         with open(self.folder / name, "ab", buffering=0, opener=partial(os.open, mode=self._mode)) as file:
             whole = file.tell()
@@ -223,7 +223,7 @@ class BatchOutput:
                 raise
 
 
-def _cut_half_line(path: Path) -> None:
+def _truncate_incomplete_line(path: Path) -> None:
     """Cut off an incomplete last line, written when the process was killed or the disk was full."""
     if not path.exists():
         return
