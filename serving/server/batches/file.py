@@ -194,13 +194,13 @@ class BatchOutput:
         with atomic_write(self.folder / "images" / name, is_private=self._is_private) as temporary:
             temporary.write_bytes(content)
 
-    def completed(self, line: BatchLine, body: Mapping[str, Any], request_id: str) -> None:
+    def write_completed(self, line: BatchLine, body: Mapping[str, Any], request_id: str) -> None:
         """Write the output of a line whose images were written before."""
         response = {"status_code": 200, "request_id": request_id, "body": body}
         self._append(OUTPUT_FILE, line, response, None)
         self._count(line.custom_id, True)
 
-    def failed(self, line: BatchLine, error: ApiError, request_id: str) -> None:
+    def write_failed(self, line: BatchLine, error: ApiError, request_id: str) -> None:
         """Write the error of a line that has no images."""
         response = {"status_code": error.status, "request_id": request_id, "body": error.to_json()}
         self._append(ERROR_FILE, line, response, {"code": error.code, "message": error.message})

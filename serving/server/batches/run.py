@@ -181,7 +181,7 @@ class BatchRun:
         if answer is None:
             return  # a later run draws it
         if isinstance(answer, ApiError):
-            await self._write(self.output.failed, line, answer)
+            await self._write(self.output.write_failed, line, answer)
         else:
             await self._write(self._complete, line, answer)
 
@@ -240,4 +240,4 @@ class BatchRun:
             "size": str(wanted.resolution),
             "usage": usage_of(wanted, len(wanted.seeds)),
         }
-        self.output.completed(line, body, request_id)
+        self.output.write_completed(line, body, request_id)
