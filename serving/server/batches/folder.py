@@ -62,7 +62,7 @@ class BatchFolder:
         return {"output": folder / OUTPUT_FILE, "errors": folder / ERROR_FILE}
 
     def of_output(self, file_id: str) -> tuple[str, str]:
-        """Return the id of the batch whose output this would be, and the output's name."""
+        """Return the id of the batch entry output this would be, and the output's name."""
         batch, _, name = file_id.removeprefix(_FILE).partition("-")
         return f"{_BATCH}{batch}", name
 
@@ -159,66 +159,66 @@ class _ByOwner:
 
     def __init__(self, folder: Path, suffix: str) -> None:
         self._folder, self._suffix = folder, suffix
-        self._seen_ns = -1
+        self._listed_ns = -1
         # Time of creation and owner by id; neither changes.
-        self._whose: dict[str, tuple[int, str]] = {}
-        self._of: dict[str, list[tuple[int, str]]] = {}
+        self._entries: dict[str, tuple[int, str]] = {}
+        self._ids_by_owner: dict[str, list[tuple[int, str]]] = {}
         self._unread: set[str] = set()
         self._lock = threading.Lock()
 
     def page(self, read: _Reader, owner: str, after: str | None, limit: int) -> _Page | None:
         """Return a page of one owner, as `BatchFolder.file_page` does."""
         with self._lock:
-            self._look(read)
-            found = self._of.get(owner, [])
+            self._refresh(read)
+            found = self._ids_by_owner.get(owner, [])
             end = len(found)
             if after is not None:
-                whose = self._whose.get(after)
-                if whose is None or whose[1] != owner:
+                entry = self._entries.get(after)
+                if entry is None or entry[1] != owner:
                     return None
-                end = bisect_left(found, (whose[0], after))
+                end = bisect_left(found, (entry[0], after))
             return [each for _, each in reversed(found[max(0, end - limit) : end])], end > limit
 
     def ids(self, read: _Reader, owner: str | None) -> list[str]:
         """Return the ids of one owner, or of all, the oldest first."""
         with self._lock:
-            self._look(read)
-            found = self._of.values() if owner is None else [self._of.get(owner, [])]
+            self._refresh(read)
+            found = self._ids_by_owner.values() if owner is None else [self._ids_by_owner.get(owner, [])]
             return [each for _, each in sorted(entry for entries in found for entry in entries)]
 
     def forget(self, gone: str) -> None:
         """Remove an id; it reappears if its metadata can be read again."""
         with self._lock:
             self._remove(gone)
-            self._seen_ns = -1
+            self._listed_ns = -1
 
     def _remove(self, gone: str) -> None:
-        if (whose := self._whose.pop(gone, None)) is not None:
-            created, owner = whose
-            del self._of[owner][bisect_left(self._of[owner], (created, gone))]
+        if (entry := self._entries.pop(gone, None)) is not None:
+            created, owner = entry
+            del self._ids_by_owner[owner][bisect_left(self._ids_by_owner[owner], (created, gone))]
 
-    def _look(self, read: _Reader) -> None:
+    def _refresh(self, read: _Reader) -> None:
         changed_ns = self._folder.stat().st_mtime_ns
-        if changed_ns != self._seen_ns:
-            self._seen_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_S * 1e9 else -1
+        if changed_ns != self._listed_ns:
+            self._listed_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_S * 1e9 else -1
             with os.scandir(self._folder) as entries:
                 names = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
             ids = set(filter(_ID.fullmatch, (name.removesuffix(self._suffix) for name in names)))
-            for gone in self._whose.keys() - ids:
+            for gone in self._entries.keys() - ids:
                 self._remove(gone)
-            self._unread = ids - self._whose.keys()
+            self._unread = ids - self._entries.keys()
         owners = set[str]()
         try:
             for each in list(self._unread):
                 content = read(each)
                 if content is not None:  # else it is not complete yet, or damaged
-                    created, owner = self._whose[each] = content["created_at"], content.get(OWNER, "")
-                    self._of.setdefault(owner, []).append((created, each))
+                    created, owner = self._entries[each] = content["created_at"], content.get(OWNER, "")
+                    self._ids_by_owner.setdefault(owner, []).append((created, each))
                     self._unread.discard(each)
                     owners.add(owner)
         finally:
             for owner in owners:
-                self._of[owner].sort()
+                self._ids_by_owner[owner].sort()
 
 
 def _read(path: Path, kinds: Mapping[str, type], known_id: str | None = None) -> dict[str, Any] | None:
