@@ -24,7 +24,7 @@ _MAX_SHOWN = 60
 
 
 def unsupported(name: str) -> ApiError | None:
-    """Return the error for a field of OpenAI's that is refused, or for a part of one (`svg[model]` in forms); else None."""
+    """Return the error for an unsupported field of OpenAI, or for a part of one (`svg[model]` in forms); else None."""
     field = name.partition("[")[0]
     if field not in UNSUPPORTED_FIELDS:
         return None

@@ -62,7 +62,7 @@ class BatchFolder:
         return {"output": folder / OUTPUT_FILE, "errors": folder / ERROR_FILE}
 
     def of_output(self, file_id: str) -> tuple[str, str]:
-        """Return the id of the batch entry output this would be, and the output's name."""
+        """Return the id of the batch whose output this would be, and the output's name."""
         batch, _, name = file_id.removeprefix(_FILE).partition("-")
         return f"{_BATCH}{batch}", name
 
