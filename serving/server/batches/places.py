@@ -20,7 +20,7 @@ class FairPlaces:
         self._num_free = num_places
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
         self._ends: dict[str, float] = {}
-        self._start, self._order, self._is_giving = 0.0, itertools.count(), False
+        self._start, self._order, self._is_assigning = 0.0, itertools.count(), False
 
     async def acquire(self, owner: str, work: float) -> None:
         """Wait for a place for a line of the given work."""
@@ -28,7 +28,7 @@ class FairPlaces:
         self._ends[owner] = start + work
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (start, next(self._order), turn))
-        self._give_soon()
+        self._assign_soon()
         try:
             await turn
         except asyncio.CancelledError:
@@ -39,20 +39,20 @@ class FairPlaces:
     def release(self) -> None:
         """Release a place."""
         self._num_free += 1
-        self._give_soon()
+        self._assign_soon()
 
-    def _give_soon(self) -> None:
+    def _assign_soon(self) -> None:
         # One place per iteration of the event loop, so that the owner of the last one can request its next place.
-        if not self._is_giving:
-            self._is_giving = True
-            asyncio.get_running_loop().call_soon(self._give)
+        if not self._is_assigning:
+            self._is_assigning = True
+            asyncio.get_running_loop().call_soon(self._assign)
 
-    def _give(self) -> None:
-        self._is_giving = False
+    def _assign(self) -> None:
+        self._is_assigning = False
         while self._num_free and self._waiting:
             start, _, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 self._start, self._num_free = start, self._num_free - 1
                 turn.set_result(None)
-                self._give_soon()
+                self._assign_soon()
                 return
