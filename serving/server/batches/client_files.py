@@ -60,7 +60,7 @@ class ClientFiles:
             raise invalid(f"purpose is {shown(purpose)}, but it must be batch", "purpose")
         file_id, disk = f"file-{secrets.token_hex(12)}", self._disk
         filename = name[:_NAME_LENGTH].encode("utf-8", "backslashreplace").decode()
-        self._use.expect(key, file_id, content.seek(0, os.SEEK_END))
+        self._use.reserve(key, file_id, content.seek(0, os.SEEK_END))
         content.seek(0)
         try:
             # Before the file, which has no owner without it.
@@ -73,7 +73,7 @@ class ClientFiles:
             self._remove(file_id)
             raise
         finally:
-            self._use.settle(file_id)
+            self._use.release(file_id)
         return self.about(file_id, key)
 
     def about(self, file_id: str, key: str) -> dict[str, Any]:
