@@ -49,7 +49,7 @@ async def when_there_is_room(write: Callable[[], Result], on_full: OnFull, pool:
         await asyncio.sleep(_FULL_RETRY_S)
 
 
-class May(Protocol):
+class Gate(Protocol):
     """Returns, once awaited, when the next line may begin."""
 
     async def __call__(self) -> None: ...
@@ -65,8 +65,8 @@ class BatchRun:
         output: outputs of the batch; lines that have one are skipped.
         places: places in which lines are drawn.
         key: owner of the batch.
-        has_room: awaited before each line requests a place.
-        may_begin: awaited when it has a place.
+        wait_for_room: awaited before each line requests a place.
+        wait_for_turn: awaited when it has a place.
         writes_b64: whether output lines hold the images, as those of a server do, or only the names of their files.
         on_line: called after each line with whether it has its images.
         on_full: called when the disk is full and lines wait for room; None: a full disk ends the run.
@@ -79,8 +79,8 @@ class BatchRun:
     output: BatchOutput
     places: FairPlaces
     key: str = ""
-    has_room: May | None = None
-    may_begin: May | None = None
+    wait_for_room: Gate | None = None
+    wait_for_turn: Gate | None = None
     writes_b64: bool = False
     on_line: Callable[[bool], None] = lambda is_good: None
     on_full: OnFull | None = None
@@ -141,14 +141,14 @@ class BatchRun:
             if line.custom_id in self.output.done:
                 continue
             wanted = self._wanted(line)
-            if self.has_room is not None:
-                await self.has_room()
+            if self.wait_for_room is not None:
+                await self.wait_for_room()
             if self.is_cancelled:
                 return
             await self.places.acquire(self.key, 0 if isinstance(wanted, ApiError) else wanted.pixel_steps)
             try:
-                if self.may_begin is not None:
-                    await self.may_begin()
+                if self.wait_for_turn is not None:
+                    await self.wait_for_turn()
                 drawing = None if self.is_cancelled else tasks.create_task(self._draw(line, wanted))
             except BaseException:
                 self.places.release()
