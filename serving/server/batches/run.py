@@ -97,7 +97,7 @@ class BatchRun:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._begin_all(tasks)
+                await self._start_all(tasks)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -112,11 +112,11 @@ class BatchRun:
         """
         backend, stopped = self.front_end.backend, list[str]()
 
-        def give_up(reason: str) -> None:
+        def on_stopped(reason: str) -> None:
             stopped.append(reason)
             self.cancel()
 
-        backend.on_stopped = give_up
+        backend.on_stopped = on_stopped
         await backend.start()
         try:
             await self.run()
@@ -136,11 +136,11 @@ class BatchRun:
         """Whether every line has an answer."""
         return all(line.custom_id in self.output.done for line in self.lines)
 
-    async def _begin_all(self, tasks: asyncio.TaskGroup) -> None:
+    async def _start_all(self, tasks: asyncio.TaskGroup) -> None:
         for line in self.lines:
             if line.custom_id in self.output.done:
                 continue
-            wanted = self._wanted(line)
+            wanted = self._parse(line)
             if self.wait_for_room is not None:
                 await self.wait_for_room()
             if self.is_cancelled:
@@ -159,7 +159,7 @@ class BatchRun:
             # Also if the task ends before it has begun.
             drawing.add_done_callback(lambda _: self.places.release())
 
-    def _wanted(self, line: BatchLine) -> Generation | ApiError:
+    def _parse(self, line: BatchLine) -> Generation | ApiError:
         try:
             return line.generation(self.front_end.model, self.front_end.limits)
         except ApiError as error:
@@ -190,7 +190,7 @@ class BatchRun:
         crashes, wait_s = 0, _RETRY_S
         while not self.is_cancelled:
             try:
-                return await self._drawn(wanted)
+                return await self._draw_ticket(wanted)
             except ApiError as error:
                 crashes += error.code == "engine_error"
                 if self.is_cancelled or error.code == "draining" or self.front_end.backend.health is Health.STOPPED:
@@ -215,7 +215,7 @@ class BatchRun:
     def _on_full(self, error: OSError | None) -> bool:
         return self.on_full is not None and self.on_full(error) and not self.is_cancelled
 
-    async def _drawn(self, wanted: Generation) -> Ticket:
+    async def _draw_ticket(self, wanted: Generation) -> Ticket:
         front_end = self.front_end
         arrival_s = asyncio.get_running_loop().time()
         ticket = await front_end.generate(wanted, key=self.key, arrival_s=arrival_s, is_batch=True)
