@@ -90,7 +90,7 @@ def _lasts_s(form: FormData) -> int:
 
 def _page(
     page_of: Callable[[str, str | None, int], tuple[list[str], bool] | None],
-    told: Callable[[str, str], dict[str, Any]],
+    describe: Callable[[str, str], dict[str, Any]],
     key: str,
     query: QueryParams,
 ) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _page(
     page = []
     for each in ids:
         with contextlib.suppress(ApiError):  # deleted meanwhile
-            page.append(told(each, key))
+            page.append(describe(each, key))
     return {
         "object": "list",
         "data": page,

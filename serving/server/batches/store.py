@@ -140,7 +140,7 @@ class Batches:
             self._disk.remove_batch(batch["id"])
             raise
         self._begin(batch)
-        return self._told(batch)
+        return self._describe(batch)
 
     def _check_room(self, key: str) -> None:
         """Raise ApiError unless a key may have one more batch."""
@@ -152,7 +152,7 @@ class Batches:
 
     def batch(self, batch_id: str, key: str) -> dict[str, Any]:
         """Return the description of a batch that clients see."""
-        return self._told(self._disk.owned_batch(batch_id, key))
+        return self._describe(self._disk.owned_batch(batch_id, key))
 
     def batch_page(self, key: str, after: str | None, limit: int) -> tuple[list[str], bool] | None:
         """Return a page of the batches of a client, as `BatchFolder.batch_page` does."""
@@ -171,15 +171,15 @@ class Batches:
                     # It has not started. Lines that an earlier process has drawn are counted outside the event loop.
                     waiting.cancel()
                     self._begin(batch, self._end(batch | _ended("cancelled")))
-        return self._told(batch)
+        return self._describe(batch)
 
-    def _told(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        told = {name: value for name, value in batch.items() if name != OWNER}
+    def _describe(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        description = {name: value for name, value in batch.items() if name != OWNER}
         if (run := self._runs.get(batch["id"])) is not None:
-            told["request_counts"] = run.counts
+            description["request_counts"] = run.counts
         if (why := self._full.get(batch["id"])) is not None:
-            told["errors"] = _errors(*why)
-        return told
+            description["errors"] = _errors(*why)
+        return description
 
     def _begin(self, batch: dict[str, Any], work: Coroutine[Any, Any, None] | None = None) -> None:
         """Start the task of a batch, which runs `work`, or else draws it."""
