@@ -77,7 +77,7 @@ class Batches:
         await run_in_threadpool(self.files.load)
         for batch in await run_in_threadpool(self._disk.unfinished):
             if batch["id"] not in self._tasks:
-                self._begin(batch)
+                self._start_task(batch)
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def stop(self) -> None:
@@ -139,7 +139,7 @@ class Batches:
             # It may have been written, but its client receives an error.
             self._disk.remove_batch(batch["id"])
             raise
-        self._begin(batch)
+        self._start_task(batch)
         return self._describe(batch)
 
     def _check_room(self, key: str) -> None:
@@ -170,7 +170,7 @@ class Batches:
                 elif (waiting := self._tasks.get(batch_id)) is not None:
                     # It has not started. Lines that an earlier process has drawn are counted outside the event loop.
                     waiting.cancel()
-                    self._begin(batch, self._end(batch | _ended("cancelled")))
+                    self._start_task(batch, self._end(batch | _ended("cancelled")))
         return self._describe(batch)
 
     def _describe(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,9 +181,9 @@ class Batches:
             description["errors"] = _errors(*why)
         return description
 
-    def _begin(self, batch: dict[str, Any], work: Coroutine[Any, Any, None] | None = None) -> None:
+    def _start_task(self, batch: dict[str, Any], work: Coroutine[Any, Any, None] | None = None) -> None:
         """Start the task of a batch, which runs `work`, or else draws it."""
-        task = asyncio.get_running_loop().create_task(work or self._work(batch))
+        task = asyncio.get_running_loop().create_task(work or self._process(batch))
         self._tasks[batch["id"]], self._owners[batch["id"]] = task, batch.get(OWNER, "")
 
         def forget(done: "asyncio.Task[None]") -> None:
@@ -193,7 +193,7 @@ class Batches:
 
         task.add_done_callback(forget)
 
-    async def _work(self, batch: dict[str, Any]) -> None:
+    async def _process(self, batch: dict[str, Any]) -> None:
         # One batch of each owner at a time, in the order of their creation.
         turn = self._turns[batch.get(OWNER, "")]
         try:
@@ -203,22 +203,24 @@ class Batches:
             await self._end(batch | _ended("expired"))
             return
         try:
-            failed = await self._drawn(batch)
+            failed = await self._draw(batch)
         finally:
             turn.release()
         if failed is not None:
             await self._end(batch | failed)
 
-    async def _drawn(self, batch: dict[str, Any]) -> dict[str, Any] | None:
+    async def _draw(self, batch: dict[str, Any]) -> dict[str, Any] | None:
         """Draw a batch; return the fields that describe its failure, or None if it has not failed."""
         try:
-            output = await self._written(batch, partial(BatchOutput, self._disk.batch(batch["id"]), is_private=True))
+            output = await self._write_when_room(
+                batch, partial(BatchOutput, self._disk.batch(batch["id"]), is_private=True)
+            )
         except FolderInUseError:
             return None  # another server of this workspace draws it
         except (RunError, OSError) as error:
             return _failed(error)
         try:
-            await self._draw(batch, output)
+            await self._draw_lines(batch, output)
         except (UsageError, ApiError) as error:  # an error of its file
             return _failed(error)
         except Exception as error:  # noqa: BLE001  such as a disk that is broken
@@ -229,7 +231,7 @@ class Batches:
             output.close()
         return None
 
-    async def _draw(self, batch: dict[str, Any], output: BatchOutput) -> None:
+    async def _draw_lines(self, batch: dict[str, Any], output: BatchOutput) -> None:
         path, _ = self.files.find(batch["input_file_id"], batch.get(OWNER, ""))
         lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
         await run_in_threadpool(self._use.count, batch.get(OWNER, ""))
@@ -239,8 +241,8 @@ class Batches:
             output,
             self._places,
             batch.get(OWNER, ""),
-            partial(self._has_room, batch["id"]),
-            partial(self._nobody_waits, batch["id"]),
+            partial(self._wait_for_room, batch["id"]),
+            partial(self._wait_until_idle, batch["id"]),
             writes_b64=True,
             on_full=partial(self._on_full, batch["id"]),
         )
@@ -248,7 +250,7 @@ class Batches:
         if batch["status"] == "cancelling":
             run.cancel()
         else:
-            await self._written(batch, partial(self._disk.write_batch, batch | {"status": "in_progress"}))
+            await self._write_when_room(batch, partial(self._disk.write_batch, batch | {"status": "in_progress"}))
         left_s = _seconds_left(batch)
         expiring = None if left_s is None else asyncio.get_running_loop().call_later(left_s, run.expire)
         try:
@@ -274,7 +276,7 @@ class Batches:
 
     async def _write_end(self, batch: Mapping[str, Any]) -> None:
         """Write how a batch has ended, with the outputs that it has."""
-        await self._written(batch, partial(self._write_with_files, batch, self._runs.get(batch["id"])))
+        await self._write_when_room(batch, partial(self._write_with_files, batch, self._runs.get(batch["id"])))
 
     def _write_with_files(self, batch: Mapping[str, Any], run: BatchRun | None) -> None:
         files = self._disk.outputs(batch["id"])
@@ -289,7 +291,7 @@ class Batches:
         with self._writing:
             self._disk.write_batch({**batch, **found})
 
-    async def _written(self, batch: Mapping[str, Any], write: Callable[[], Result]) -> Result:
+    async def _write_when_room(self, batch: Mapping[str, Any], write: Callable[[], Result]) -> Result:
         return await when_there_is_room(write, partial(self._on_full, batch["id"]))
 
     def _on_full(self, batch_id: str, error: OSError | None) -> bool:
@@ -301,7 +303,7 @@ class Batches:
             warnings.warn(f"{batch_id}: {why}", stacklevel=2)
         return True
 
-    async def _has_room(self, batch_id: str) -> None:
+    async def _wait_for_room(self, batch_id: str) -> None:
         """Wait until the owner of a batch is below its disk limit, or the batch is cancelled."""
         owner = self._owners[batch_id]
         most_bytes = self._use.most_bytes(owner)
@@ -314,7 +316,7 @@ class Batches:
             await asyncio.sleep(_LOOK_AGAIN_S)
         self._full.pop(batch_id, None)
 
-    async def _nobody_waits(self, batch_id: str) -> None:
+    async def _wait_until_idle(self, batch_id: str) -> None:
         """Wait until no interactive request waits, or the batch is cancelled."""
         front_end, run = self.front_end, self._runs[batch_id]
         while (not front_end.is_ready or front_end.backend.load.num_waiting) and not run.is_cancelled:
