@@ -34,8 +34,8 @@ BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cance
 MAX_FILE_BYTES = 200_000_000
 _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 _SWEEP_S = 600.0
-_POLL_S, _LOOK_AGAIN_S, _END_RETRY_S = 0.02, 2.0, 10.0
-_LATER_S = 60.0
+_POLL_S, _QUOTA_POLL_S, _END_RETRY_S = 0.02, 2.0, 10.0
+_RETRY_AFTER_S = 60.0
 """Seconds after which an owner with too many batches should retry."""
 _WINDOW_S = 24 * 3600
 
@@ -148,7 +148,7 @@ class Batches:
         num_open = sum(owner == key for owner in self._owners.values())
         if most is not None and num_open >= most:
             message = f"{num_open} batches of this key have not ended, and it may have {most}"
-            raise overloaded(message, "too_many_batches", _LATER_S)
+            raise overloaded(message, "too_many_batches", _RETRY_AFTER_S)
 
     def batch(self, batch_id: str, key: str) -> dict[str, Any]:
         """Return the description of a batch that clients see."""
@@ -170,7 +170,7 @@ class Batches:
                 elif (waiting := self._tasks.get(batch_id)) is not None:
                     # It has not started. Lines that an earlier process has drawn are counted outside the event loop.
                     waiting.cancel()
-                    self._start_task(batch, self._end(batch | _ended("cancelled")))
+                    self._start_task(batch, self._end(batch | _end_fields("cancelled")))
         return self._describe(batch)
 
     def _describe(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Batches:
             async with asyncio.timeout(_seconds_left(batch)):
                 await turn.acquire()
         except TimeoutError:
-            await self._end(batch | _ended("expired"))
+            await self._end(batch | _end_fields("expired"))
             return
         try:
             failed = await self._draw(batch)
@@ -218,14 +218,14 @@ class Batches:
         except FolderInUseError:
             return None  # another server of this workspace draws it
         except (RunError, OSError) as error:
-            return _failed(error)
+            return _failure_fields(error)
         try:
             await self._draw_lines(batch, output)
         except (UsageError, ApiError) as error:  # an error of its file
-            return _failed(error)
+            return _failure_fields(error)
         except Exception as error:  # noqa: BLE001  such as a disk that is broken
             traceback.print_exc()
-            return _failed(error)
+            return _failure_fields(error)
         finally:
             self._runs.pop(batch["id"], None)
             output.close()
@@ -263,7 +263,7 @@ class Batches:
             if not run.is_cancelled:
                 return  # the server ends, or its engine has stopped: a later process resumes it
             ended = "expired" if run.is_expired else "cancelled"
-        await self._write_end(batch | _ended(ended))
+        await self._write_end(batch | _end_fields(ended))
 
     async def _end(self, batch: Mapping[str, Any]) -> None:
         """Write how a batch has ended, until it succeeds: otherwise its client would wait for it indefinitely."""
@@ -313,7 +313,7 @@ class Batches:
             if self._runs[batch_id].is_cancelled:
                 return
             self._full[batch_id] = "quota_exceeded", f"{too_much(used, most_bytes)}; the batch goes on then"
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(_QUOTA_POLL_S)
         self._full.pop(batch_id, None)
 
     async def _wait_until_idle(self, batch_id: str) -> None:
@@ -323,12 +323,12 @@ class Batches:
             await asyncio.sleep(_POLL_S)
 
 
-def _ended(status: BatchStatus) -> dict[str, Any]:
+def _end_fields(status: BatchStatus) -> dict[str, Any]:
     return {"status": status, f"{status}_at": int(time.time())}
 
 
-def _failed(error: Exception) -> dict[str, Any]:
-    return _ended("failed") | {"errors": _errors("invalid_batch", str(error))}
+def _failure_fields(error: Exception) -> dict[str, Any]:
+    return _end_fields("failed") | {"errors": _errors("invalid_batch", str(error))}
 
 
 def _seconds_left(batch: Mapping[str, Any]) -> float | None:
