@@ -33,7 +33,7 @@ def batch_routes(batches: Batches) -> APIRouter:
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
                 raise invalid("the fields file and purpose are needed", "file", code="missing_required_parameter")
             name, key = file.filename or "batch.jsonl", caller_of(request.scope).key
-            return await run_in_threadpool(batches.files.add, name, file.file, purpose, key, _lasts_s(form))
+            return await run_in_threadpool(batches.files.add, name, file.file, purpose, key, _lifetime_s(form))
 
     @routes.get(FILES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def files(request: Request) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def batch_routes(batches: Batches) -> APIRouter:
     return routes
 
 
-def _lasts_s(form: FormData) -> int:
+def _lifetime_s(form: FormData) -> int:
     """Return the seconds for which a file is kept, from OpenAI's fields `expires_after[...]`. Raises ApiError."""
     anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
     if anchor is None and seconds is None:

@@ -51,8 +51,10 @@ class ClientFiles:
                 if file_id not in in_use:
                     self._remove(file_id)
 
-    def add(self, name: str, content: IO[bytes], purpose: str, key: str, lasts_s: int = MOST_FILE_S) -> dict[str, Any]:
-        """Store a file for `lasts_s` seconds.
+    def add(
+        self, name: str, content: IO[bytes], purpose: str, key: str, lifetime_s: int = MOST_FILE_S
+    ) -> dict[str, Any]:
+        """Store a file for `lifetime_s` seconds.
 
         Raises ApiError: its purpose is not `batch`, or it does not fit into the owner's quota.
         """
@@ -65,8 +67,8 @@ class ClientFiles:
         try:
             # Before the file, which has no owner without it.
             now, about = int(time.time()), {"filename": filename, "purpose": purpose, OWNER: key}
-            disk.write_file(file_id, about | {"created_at": now, EXPIRES: now + lasts_s})
-            self._expires_s[file_id] = now + lasts_s
+            disk.write_file(file_id, about | {"created_at": now, EXPIRES: now + lifetime_s})
+            self._expires_s[file_id] = now + lifetime_s
             with atomic_write(disk.file(file_id), is_private=True) as temporary, temporary.open("wb") as kept:
                 shutil.copyfileobj(content, kept)
         except BaseException:
@@ -79,13 +81,13 @@ class ClientFiles:
     def about(self, file_id: str, key: str) -> dict[str, Any]:
         """Return the description of a file that clients see."""
         path, about = self._valid(file_id, key)
-        lasts = {EXPIRES: at_s} if (at_s := expires_at(about)) < math.inf else {}
+        expiry = {EXPIRES: at_s} if (at_s := expires_at(about)) < math.inf else {}
         return {
             "id": file_id,
             "object": "file",
             "bytes": path.stat().st_size,
             "created_at": about["created_at"],
-            **lasts,
+            **expiry,
             "filename": about["filename"],
             "purpose": about["purpose"],
             "status": "processed",
