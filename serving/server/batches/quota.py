@@ -39,7 +39,7 @@ class DiskUse:
             self._sizes[owner] = found
             return self._total(owner)
 
-    def note(self, owner: str, batch_id: str) -> int:
+    def measure(self, owner: str, batch_id: str) -> int:
         """Measure one batch again, and return the owner's total with the known sizes of everything else."""
         size = self._size_of_batch(batch_id)
         with self._lock:

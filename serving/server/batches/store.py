@@ -307,7 +307,7 @@ class Batches:
         """Wait until the owner of a batch is below its disk limit, or the batch is cancelled."""
         owner = self._owners[batch_id]
         most_bytes = self._use.most_bytes(owner)
-        if most_bytes == math.inf or self._use.note(owner, batch_id) < most_bytes:
+        if most_bytes == math.inf or self._use.measure(owner, batch_id) < most_bytes:
             return
         while (used := await run_in_threadpool(self._use.count, owner)) >= most_bytes:
             if self._runs[batch_id].is_cancelled:
