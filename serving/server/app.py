@@ -69,13 +69,13 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     )
     async def generate(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
-        wanted = parse_generation(
+        generation = parse_generation(
             await read_object(request),
             front_end.model,
             front_end.limits,
             header_slo=request.headers.get("x-slo-seconds"),
         )
-        return await respond(request, wanted, arrival_s)
+        return await respond(request, generation, arrival_s)
 
     @app.post(
         EDITS,
@@ -85,22 +85,22 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     async def edit(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
         parts = await read_form(request, front_end.limits)
-        wanted = await _until_disconnect(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
-        if wanted.edit is not None and wanted.edit.template is not None:
+        generation = await _until_disconnect(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
+        if generation.edit is not None and generation.edit.template is not None:
             # Records of templates are kept by key: another key must not find out what this one has edited.
-            template = replace(wanted.edit.template, owner=caller_of(request.scope).key)
-            wanted = replace(wanted, edit=replace(wanted.edit, template=template))
+            template = replace(generation.edit.template, owner=caller_of(request.scope).key)
+            generation = replace(generation, edit=replace(generation.edit, template=template))
         await caller_of(request.scope).release_room()
-        return await respond(request, wanted, arrival_s)
+        return await respond(request, generation, arrival_s)
 
-    async def respond(request: Request, wanted: Generation, arrival_s: float) -> Response:
+    async def respond(request: Request, generation: Generation, arrival_s: float) -> Response:
         caller = caller_of(request.scope)
 
         async def draw() -> Ticket:
             ticket = await front_end.generate(
-                wanted, key=caller.key, request_id=caller.request_id, arrival_s=arrival_s, streams=wanted.stream
+                generation, key=caller.key, request_id=caller.request_id, arrival_s=arrival_s, streams=generation.stream
             )
-            if not wanted.stream:
+            if not generation.stream:
                 try:
                     await front_end.wait(ticket)
                 except asyncio.CancelledError:
@@ -109,7 +109,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
             return ticket
 
         ticket = await _until_disconnect(request, draw())
-        if wanted.stream:
+        if generation.stream:
             return _Stream(front_end, ticket)
         return JSONResponse(_images_of(ticket, str(request.base_url)))
 
@@ -229,17 +229,17 @@ class _Stream(StreamingResponse):
 
 
 def _images_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
-    wanted = ticket.generation
+    generation = ticket.generation
     return {
         "created": int(ticket.created_s),
         "id": ticket.id,
-        "data": [_image_of(ticket, index, base_url) for index in range(len(wanted.seeds))],
-        "seeds": list(wanted.seeds),
-        "size": str(wanted.resolution),
-        "quality": wanted.quality,
+        "data": [_image_of(ticket, index, base_url) for index in range(len(generation.seeds))],
+        "seeds": list(generation.seeds),
+        "size": str(generation.resolution),
+        "quality": generation.quality,
         "background": "opaque",
-        "output_format": wanted.output_format,
-        "usage": usage_of(wanted, len(wanted.seeds)),
+        "output_format": generation.output_format,
+        "usage": usage_of(generation, len(generation.seeds)),
         "metrics": metrics_of(ticket.records),
     }
 
@@ -252,15 +252,15 @@ def _image_of(ticket: Ticket, index: int, base_url: str) -> dict[str, Any]:
 
 
 def _status_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
-    wanted, status = ticket.generation, ticket.status
+    generation, status = ticket.generation, ticket.status
     found: dict[str, Any] = {
         "id": ticket.id,
         "object": "image.generation",
         "status": status,
         "created": int(ticket.created_s),
-        "seeds": list(wanted.seeds),
-        "num_inference_steps": wanted.num_steps,
-        "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(wanted.seeds))],
+        "seeds": list(generation.seeds),
+        "num_inference_steps": generation.num_steps,
+        "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(generation.seeds))],
     }
     if status == "completed":
         found |= _images_of(ticket, base_url)

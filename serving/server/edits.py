@@ -105,14 +105,14 @@ def parse_edit(
         template = _template_of(fields, model, limits)
         full_steps = fields.whole("full_steps", 0, 0, limits.max_steps)
         dilate = fields.whole("dilate", 0, 0, MAX_DILATE)
-        wanted = take_generation(fields, resolution, model, limits, header_slo)
+        generation = take_generation(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
         if mask is None and not has_alpha(image):
             missing = "mask is missing, and the image has no transparent parts to take for it"
             raise invalid(missing, "mask", code="missing_required_parameter")
         may_change = read_mask(image if mask is None else mask, "mask")
         edit = EditSpec(pixels, may_change, strength, paste, feather_px, template, full_steps, dilate)
-        return replace(wanted, edit=edit)
+        return replace(generation, edit=edit)
     except UsageError as error:
         begin = _PARAM.match(str(error))
         raise invalid(str(error), begin and begin[1]) from None

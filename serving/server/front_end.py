@@ -99,7 +99,7 @@ class FrontEnd:
 
     async def generate(
         self,
-        wanted: Generation,
+        generation: Generation,
         *,
         key: str = "",
         request_id: str = "",
@@ -110,7 +110,7 @@ class FrontEnd:
         """Admit a request and submit it to the backend.
 
         Args:
-            wanted: the checked request.
+            generation: the checked request.
             key: owner of the key that it came with.
             request_id: the client's id for it; two open requests of one owner may not share an id.
             arrival_s: time of its arrival, on the event loop's clock.
@@ -125,7 +125,7 @@ class FrontEnd:
                 serve the request (400), one with this id is open (409), or it could not be submitted in time (504).
         """
         try:
-            ticket = self._admit(wanted, key, request_id, arrival_s, is_batch)
+            ticket = self._admit(generation, key, request_id, arrival_s, is_batch)
         except ApiError as error:
             for watcher in self.watchers:
                 watcher.on_rejected(error, request_id, key)
@@ -142,7 +142,7 @@ class FrontEnd:
             raise took_too_long(limit_s) from None
         return ticket
 
-    def _admit(self, wanted: Generation, key: str, request_id: str, arrival_s: float, is_batch: bool) -> Ticket:
+    def _admit(self, generation: Generation, key: str, request_id: str, arrival_s: float, is_batch: bool) -> Ticket:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"})
         if request_id and any(each.request_id == request_id and each.key == key for each in self.open.values()):
@@ -152,11 +152,11 @@ class FrontEnd:
                 code="id_in_flight",
                 headers={"x-should-retry": "false"},
             )
-        place = None if is_batch else self.admission.reserve(len(wanted.seeds), key, wanted.pixel_steps)
+        place = None if is_batch else self.admission.reserve(len(generation.seeds), key, generation.pixel_steps)
         ticket = Ticket(
-            wanted, place, self.backend.cancel, self._pool, self._on_ticket_ended, key, request_id, arrival_s
+            generation, place, self.backend.cancel, self._pool, self._on_ticket_ended, key, request_id, arrival_s
         )
-        ticket.numbers = [next(self._numbers) for _ in wanted.seeds]
+        ticket.numbers = [next(self._numbers) for _ in generation.seeds]
         self.open[ticket.id] = ticket
         return ticket
 
@@ -168,26 +168,26 @@ class FrontEnd:
         )
 
     async def _submit(self, ticket: Ticket) -> None:
-        wanted, num_submitted = ticket.generation, 0
+        generation, num_submitted = ticket.generation, 0
         is_batch = ticket.place is None
         try:
-            for number, seed in zip(ticket.numbers, wanted.seeds, strict=True):
+            for number, seed in zip(ticket.numbers, generation.seeds, strict=True):
                 if ticket.error is not None or ticket.is_cancelled:
                     break
                 request = Request(
                     number,
-                    wanted.prompt,
-                    wanted.resolution,
-                    wanted.num_inference_steps,
-                    wanted.guidance_scale,
+                    generation.prompt,
+                    generation.resolution,
+                    generation.num_inference_steps,
+                    generation.guidance_scale,
                     seed,
-                    wanted.negative_prompt,
+                    generation.negative_prompt,
                     ticket.arrival_s,
-                    None if is_batch else wanted.slo_s,
-                    wanted.edit,
-                    wanted.fallback,
-                    adapters=wanted.adapters,
-                    cache=wanted.cache,
+                    None if is_batch else generation.slo_s,
+                    generation.edit,
+                    generation.fallback,
+                    adapters=generation.adapters,
+                    cache=generation.cache,
                     yields=is_batch,
                 )
                 if request.slo_s is None and not is_batch:
@@ -196,26 +196,26 @@ class FrontEnd:
                 await self.backend.submit(
                     request,
                     ticket,
-                    num_partials=0 if ticket.events is None else wanted.partial_images,
-                    follows_steps=wanted.progress,
+                    num_partials=0 if ticket.events is None else generation.partial_images,
+                    follows_steps=generation.progress,
                 )
                 num_submitted += 1
                 if ticket.error is not None or ticket.is_cancelled:
                     # It ended during `submit`, when the backend did not know it yet.
                     self.backend.cancel(number, "the request was cancelled")
-            if num_submitted < len(wanted.seeds):
-                ticket.fail(None, len(wanted.seeds) - num_submitted)
+            if num_submitted < len(generation.seeds):
+                ticket.fail(None, len(generation.seeds) - num_submitted)
         except (UsageError, ApiError) as error:
             refusal = error if isinstance(error, ApiError) else invalid(str(error))
-            ticket.fail(refusal, len(wanted.seeds) - num_submitted)
+            ticket.fail(refusal, len(generation.seeds) - num_submitted)
             raise refusal from None
         except asyncio.CancelledError:
             ticket.cancel("its client has left, or it took too long")
-            ticket.fail(None, len(wanted.seeds) - num_submitted)
+            ticket.fail(None, len(generation.seeds) - num_submitted)
             raise
         except BaseException:
             aborted = ApiError(500, "the request was given up", code="engine_error")
-            ticket.fail(aborted, len(wanted.seeds) - num_submitted)
+            ticket.fail(aborted, len(generation.seeds) - num_submitted)
             raise
 
     def _on_ticket_ended(self, ticket: Ticket) -> None:

@@ -223,14 +223,14 @@ class Live(Watcher):
         }
 
     def _request(self, number: int, ticket: Ticket, now_s: float) -> dict[str, Any]:
-        wanted = ticket.generation
-        slo_s = wanted.slo_s if ticket.slo_s is None else ticket.slo_s
+        generation = ticket.generation
+        slo_s = generation.slo_s if ticket.slo_s is None else ticket.slo_s
         return {
             "id": ticket.numbers[0] if ticket.numbers else number,
-            "size": str(wanted.resolution),
+            "size": str(generation.resolution),
             "status": ticket.status,
-            "num_inference_steps": wanted.num_steps,
-            "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(wanted.seeds))],
+            "num_inference_steps": generation.num_steps,
+            "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(generation.seeds))],
             "waited_s": now_s - ticket.arrival_s,
             "slack_s": None if slo_s is None else ticket.arrival_s + slo_s - now_s,
         }

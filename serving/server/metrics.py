@@ -124,9 +124,9 @@ class Metrics(Watcher):
         if ticket.first_image_s is not None:
             self._first.observe(ticket.first_image_s)
         if ticket.key and ticket.drawn:
-            wanted, num_drawn = ticket.generation, len(ticket.drawn)
+            generation, num_drawn = ticket.generation, len(ticket.drawn)
             self._images_of.labels(ticket.key).inc(num_drawn)
-            self._work_of.labels(ticket.key).inc(num_drawn * wanted.resolution.pixels * wanted.num_steps)
+            self._work_of.labels(ticket.key).inc(num_drawn * generation.resolution.pixels * generation.num_steps)
         for record in ticket.records:
             self._ended.labels(record.status).inc()
             size = str(record.resolution)

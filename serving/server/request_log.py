@@ -37,25 +37,25 @@ class RequestLog(Watcher):
 
     def on_over(self, ticket: Ticket) -> None:
         """Log a request that has ended."""
-        wanted = ticket.generation
+        generation = ticket.generation
         line: dict[str, Any] = {
             "event": ticket.status,
             # The id itself would let any reader of the log fetch the images.
             "id": hashlib.sha256(ticket.id.encode()).hexdigest()[:_SHOWN],
             "request_id": ticket.request_id,
             **_owner(ticket.key),
-            "n": len(wanted.seeds),
-            "size": str(wanted.resolution),
-            "num_inference_steps": wanted.num_inference_steps,
+            "n": len(generation.seeds),
+            "size": str(generation.resolution),
+            "num_inference_steps": generation.num_inference_steps,
         }
         if ticket.records:
             line |= {name: _short(value) for name, value in metrics_of(ticket.records).items()}
-        if wanted.edit is not None:
+        if generation.edit is not None:
             line["reused"] = sum(record.reused is True for record in ticket.records)
         if ticket.error is not None:
             line |= {"code": ticket.error.code, "reason": ticket.error.message}
         if self._with_prompts:
-            line["prompt"] = wanted.prompt
+            line["prompt"] = generation.prompt
         self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:

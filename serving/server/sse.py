@@ -59,24 +59,24 @@ def usage_of(generation: Generation, num_images: int) -> dict[str, Any]:
 
 
 def _content_of(item: PartialImage | Progress | FinishedImage, ticket: Ticket) -> dict[str, Any]:
-    wanted = ticket.generation
+    generation = ticket.generation
     if isinstance(item, Progress):
         return {
-            "type": f"{wanted.kind}.progress",
+            "type": f"{generation.kind}.progress",
             "image_index": item.image_index,
             "steps_done": item.steps_done,
             "num_inference_steps": item.num_steps,
         }
     shared = {
         "created_at": int(ticket.created_s),
-        "size": str(wanted.resolution),
-        "quality": wanted.quality,
+        "size": str(generation.resolution),
+        "quality": generation.quality,
         "background": "opaque",
-        "output_format": wanted.output_format,
+        "output_format": generation.output_format,
     }
     if isinstance(item, PartialImage):
         return {
-            "type": f"{wanted.kind}.partial_image",
+            "type": f"{generation.kind}.partial_image",
             "b64_json": base64_of(item.content),
             "partial_image_index": item.index,
             "image_index": item.image_index,
@@ -84,12 +84,12 @@ def _content_of(item: PartialImage | Progress | FinishedImage, ticket: Ticket) -
         }
     index = ticket.numbers.index(item.record.request_id)
     return {
-        "type": f"{wanted.kind}.completed",
+        "type": f"{generation.kind}.completed",
         "b64_json": base64_of(item.content),
         "image_index": index,
-        "seed": wanted.seeds[index],
+        "seed": generation.seeds[index],
         "id": ticket.id,
-        "usage": usage_of(wanted, 1),
+        "usage": usage_of(generation, 1),
         "metrics": metrics_of([item.record]),
         **facts_of(item.record),
         **shared,

@@ -117,9 +117,9 @@ class Ticket(Follower):
     @property
     def pixel_steps(self) -> int:
         """Pixels times remaining steps, over all images."""
-        wanted = self.generation
-        done = sum(self.steps_done.get(index, 0) for index in range(len(wanted.seeds)))
-        return wanted.pixel_steps - done * wanted.resolution.pixels
+        generation = self.generation
+        done = sum(self.steps_done.get(index, 0) for index in range(len(generation.seeds)))
+        return generation.pixel_steps - done * generation.resolution.pixels
 
     @property
     def num_bytes(self) -> int:
@@ -201,8 +201,8 @@ class Ticket(Follower):
             self.events.put_nowait(event)
 
     async def _encode(self, image: "Image") -> bytes:
-        wanted = self.generation
-        work = partial(encode, image, wanted.output_format, wanted.output_compression)
+        generation = self.generation
+        work = partial(encode, image, generation.output_format, generation.output_compression)
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
     async def _emit_partial(self, image_index: int, index: int, image: "Image") -> None:

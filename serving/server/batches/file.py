@@ -58,10 +58,10 @@ class BatchLine:
 
     def generation(self, model: ModelFacts, limits: Limits) -> Generation:
         """Return the checked request. Raises ApiError."""
-        wanted = parse_generation(self.body, model, limits)
-        if wanted.stream:
+        generation = parse_generation(self.body, model, limits)
+        if generation.stream:
             raise invalid("stream is true, but lines of a batch are not streamed", "stream")
-        return wanted
+        return generation
 
     def image_name(self, index: int, suffix: str) -> str:
         """Return the file name of an image; no two lines share one."""

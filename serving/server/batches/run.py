@@ -140,16 +140,16 @@ class BatchRun:
         for line in self.lines:
             if line.custom_id in self.output.done:
                 continue
-            wanted = self._parse(line)
+            parsed = self._parse(line)
             if self.wait_for_room is not None:
                 await self.wait_for_room()
             if self.is_cancelled:
                 return
-            await self.places.acquire(self.key, 0 if isinstance(wanted, ApiError) else wanted.pixel_steps)
+            await self.places.acquire(self.key, 0 if isinstance(parsed, ApiError) else parsed.pixel_steps)
             try:
                 if self.wait_for_turn is not None:
                     await self.wait_for_turn()
-                drawing = None if self.is_cancelled else tasks.create_task(self._draw(line, wanted))
+                drawing = None if self.is_cancelled else tasks.create_task(self._draw(line, parsed))
             except BaseException:
                 self.places.release()
                 raise
@@ -176,8 +176,8 @@ class BatchRun:
         self.is_expired = not self.is_cancelled
         self.cancel()
 
-    async def _draw(self, line: BatchLine, wanted: Generation | ApiError) -> None:
-        answer = wanted if isinstance(wanted, ApiError) else await self._answer(wanted)
+    async def _draw(self, line: BatchLine, parsed: Generation | ApiError) -> None:
+        answer = parsed if isinstance(parsed, ApiError) else await self._answer(parsed)
         if answer is None:
             return  # a later run draws it
         if isinstance(answer, ApiError):
@@ -185,12 +185,12 @@ class BatchRun:
         else:
             await self._write(self._complete, line, answer)
 
-    async def _answer(self, wanted: Generation) -> Ticket | ApiError | None:
+    async def _answer(self, generation: Generation) -> Ticket | ApiError | None:
         """Return the answer to a line; None if the run ends before there is one."""
         crashes, wait_s = 0, _RETRY_S
         while not self.is_cancelled:
             try:
-                return await self._draw_ticket(wanted)
+                return await self._draw_ticket(generation)
             except ApiError as error:
                 crashes += error.code == "engine_error"
                 if self.is_cancelled or error.code == "draining" or self.front_end.backend.health is Health.STOPPED:
@@ -215,10 +215,10 @@ class BatchRun:
     def _on_full(self, error: OSError | None) -> bool:
         return self.on_full is not None and self.on_full(error) and not self.is_cancelled
 
-    async def _draw_ticket(self, wanted: Generation) -> Ticket:
+    async def _draw_ticket(self, generation: Generation) -> Ticket:
         front_end = self.front_end
         arrival_s = asyncio.get_running_loop().time()
-        ticket = await front_end.generate(wanted, key=self.key, arrival_s=arrival_s, is_batch=True)
+        ticket = await front_end.generate(generation, key=self.key, arrival_s=arrival_s, is_batch=True)
         self._open.add(ticket)
         try:
             await front_end.wait(ticket)
@@ -227,17 +227,17 @@ class BatchRun:
         return ticket
 
     def _complete(self, line: BatchLine, ticket: Ticket, request_id: str) -> None:
-        wanted, data = ticket.generation, []
-        for index in range(len(wanted.seeds)):
-            name = line.image_name(index, wanted.output_format)
+        generation, data = ticket.generation, []
+        for index in range(len(generation.seeds)):
+            name = line.image_name(index, generation.output_format)
             content = ticket.drawn[index].content
             self.output.write_image(name, content)
             data.append({"file": name} | ({"b64_json": base64_of(content)} if self.writes_b64 else {}))
         body = {
             "created": int(ticket.created_s),
             "data": data,
-            "seeds": list(wanted.seeds),
-            "size": str(wanted.resolution),
-            "usage": usage_of(wanted, len(wanted.seeds)),
+            "seeds": list(generation.seeds),
+            "size": str(generation.resolution),
+            "usage": usage_of(generation, len(generation.seeds)),
         }
         self.output.write_completed(line, body, request_id)
