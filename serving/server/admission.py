@@ -40,12 +40,12 @@ class TokenBucket:
         """Return a full bucket."""
         return cls(per_s, per_s * _FULL_AFTER_S, now_s)
 
-    def wait_s(self, wanted: float, now_s: float) -> float:
-        """Return the seconds until `wanted` may be taken; 0 if it may be taken now."""
+    def wait_s(self, needed: float, now_s: float) -> float:
+        """Return the seconds until `needed` may be taken; 0 if it may be taken now."""
         most = self.per_s * _FULL_AFTER_S
         self.amount = min(most, self.amount + (now_s - self.at_s) * self.per_s)
         self.at_s = now_s
-        return max(0.0, (min(wanted, most) - self.amount) / self.per_s)
+        return max(0.0, (min(needed, most) - self.amount) / self.per_s)
 
 
 @dataclass(slots=True)
@@ -91,8 +91,8 @@ class Admission:
         of_key = limits.keys.get(key, KeyLimits())
         most = limits.max_per_key if of_key.max_open is None else of_key.max_open
         if limits.max_per_key is None and num_own > self._share and num_left < (kept := self._num_kept_for_others(key)):
-            left_to_it = max(self._share, num_own + num_left - kept)
-            most = left_to_it if most is None else min(most, left_to_it)
+            most_left = max(self._share, num_own + num_left - kept)
+            most = most_left if most is None else min(most, most_left)
         if most is not None and num_own > most:
             raise overloaded(
                 f"{self._of_key[key]} images of this key are open, and it may have {most}", "too_many_in_flight", wait_s
@@ -118,12 +118,12 @@ class Admission:
             )
         buckets = list(zip(self._buckets[key], (1.0, pixel_steps), strict=True))
         units = f"{requests or 0:g} requests per minute", f"{work or 0:g} pixels times steps per second"
-        for (bucket, wanted), what in zip(buckets, units, strict=True):
-            if bucket is not None and (wait_s := bucket.wait_s(wanted, now_s)):
+        for (bucket, needed), what in zip(buckets, units, strict=True):
+            if bucket is not None and (wait_s := bucket.wait_s(needed, now_s)):
                 raise overloaded(f"this key may ask for {what}", "rate_limit_exceeded", wait_s)
-        for bucket, wanted in buckets:
+        for bucket, needed in buckets:
             if bucket is not None:
-                bucket.amount -= wanted
+                bucket.amount -= needed
 
     def release(self, place: Place) -> None:
         """Release the places. A second call has no effect."""
