@@ -99,12 +99,12 @@ def parse_edit(
         if size not in (None, "auto", str(resolution)):
             own = f"but images are edited at their own size: {resolution}, or auto"
             raise invalid(f"size is {shown(size)}, {own}", "size")
-        fields.word("input_fidelity", "low", ("low", "high"))
+        fields.choice("input_fidelity", "low", ("low", "high"))
         strength = fields.number("strength", 1.0, 0.0, 1.0)
-        paste, feather_px = fields.flag("paste", True), fields.whole("feather_px", 0, 0, MAX_FEATHER_PX)
+        paste, feather_px = fields.flag("paste", True), fields.integer("feather_px", 0, 0, MAX_FEATHER_PX)
         template = _template_of(fields, model, limits)
-        full_steps = fields.whole("full_steps", 0, 0, limits.max_steps)
-        dilate = fields.whole("dilate", 0, 0, MAX_DILATE)
+        full_steps = fields.integer("full_steps", 0, 0, limits.max_steps)
+        dilate = fields.integer("dilate", 0, 0, MAX_DILATE)
         generation = take_generation(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
         if mask is None and not has_alpha(image):
@@ -130,8 +130,8 @@ def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateS
         if fields.has(name) and not reuse:
             raise invalid(f"{name} is of the record, which only edits with reuse read", name)
     prompt = fields.text("template_prompt", most=limits.max_prompt) or ""
-    seed = fields.whole("template_seed", 0, 0, MAX_SEED)
-    kind: Any = fields.word("template_kind", "noised", TEMPLATE_KINDS)
+    seed = fields.integer("template_seed", 0, 0, MAX_SEED)
+    kind: Any = fields.choice("template_kind", "noised", TEMPLATE_KINDS)
     return TemplateSpec(prompt, seed, kind) if reuse else None
 
 

@@ -97,7 +97,7 @@ class Fields:
             raise invalid(str(error), name) from None
         return value
 
-    def whole(self, name: str, default: int, low: int, high: int) -> int:
+    def integer(self, name: str, default: int, low: int, high: int) -> int:
         """Read a whole number from `low` to `high`."""
         value = self._left.pop(name, None)
         if value is None:
@@ -119,7 +119,7 @@ class Fields:
         """Read a number of seconds above 0."""
         return checked_seconds(self._left.pop(name, None), name)
 
-    def word(self, name: str, default: str, allowed: Sequence[str]) -> str:
+    def choice(self, name: str, default: str, allowed: Sequence[str]) -> str:
         """Read one of the `allowed` words."""
         value = self._left.pop(name, None)
         if value is None:

@@ -68,16 +68,16 @@ def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         "input_fidelity": {"enum": ["low", "high"], "description": "without effect"},
         "strength": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "paste": {"type": "boolean"},
-        "feather_px": _whole(0, MAX_FEATHER_PX),
+        "feather_px": _integer(0, MAX_FEATHER_PX),
         "reuse": {"type": "boolean", "default": True} if model.reuses_templates else {"enum": [False]},
     }
     if model.reuses_templates:
         properties |= {
             "template_kind": {"enum": list(TEMPLATE_KINDS)},
             "template_prompt": {"type": "string", "maxLength": limits.max_prompt},
-            "template_seed": _whole(0, MAX_SEED),
-            "full_steps": _whole(0, limits.max_steps),
-            "dilate": _whole(0, MAX_DILATE),
+            "template_seed": _integer(0, MAX_SEED),
+            "full_steps": _integer(0, limits.max_steps),
+            "dilate": _integer(0, MAX_DILATE),
         }
     schema = {"type": "object", "required": ["image", "prompt"], "properties": properties}
     return body_of(schema, "multipart/form-data")
@@ -86,14 +86,14 @@ def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
 def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
     own: dict[str, Any] = {
         "quality": {"enum": list(QUALITIES)},
-        "num_inference_steps": _whole(1, limits.max_steps),
+        "num_inference_steps": _integer(1, limits.max_steps),
         "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
     }
     if model.cascade:
         usual = [name for name, share in QUALITIES.items() if share == 1]
         own = {
             "quality": {"enum": usual},
-            "partial_images": _whole(0, 0),
+            "partial_images": _integer(0, 0),
             "fallback": {"enum": list(get_args(Fallback))},
         }
     if model.adapters:
@@ -101,16 +101,16 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
     return {
         "prompt": {"type": "string", "pattern": r"\S", "maxLength": limits.max_prompt},
         "model": {"enum": list(model.names)},
-        "n": _whole(1, MAX_IMAGES),
+        "n": _integer(1, MAX_IMAGES),
         "response_format": {"enum": ["b64_json", "url"]},
         "output_format": {"enum": ["png", "jpeg", "webp"]},
-        "output_compression": _whole(0, 100),
+        "output_compression": _integer(0, 100),
         "background": {"enum": ["auto", "opaque"]},
         "stream": {"type": "boolean"},
-        "partial_images": _whole(0, MAX_PARTIALS),
+        "partial_images": _integer(0, MAX_PARTIALS),
         "user": {"type": "string", "maxLength": MAX_USER},
         "safety_identifier": {"type": "string", "maxLength": MAX_USER, "description": "without effect"},
-        "seed": _whole(0, MAX_SEED),
+        "seed": _integer(0, MAX_SEED),
         **own,
         "negative_prompt": {"type": "string", "maxLength": limits.max_prompt},
         "progress": {"type": "boolean"},
@@ -149,7 +149,7 @@ def file_body() -> dict[str, Any]:
         "file": {"type": "string", "format": "binary"},
         "purpose": {"enum": ["batch"]},
         "expires_after[anchor]": {"enum": ["created_at"]},
-        "expires_after[seconds]": _whole(LEAST_FILE_S, MOST_FILE_S),
+        "expires_after[seconds]": _integer(LEAST_FILE_S, MOST_FILE_S),
     }
     schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
     return body_of(schema, "multipart/form-data")
@@ -157,7 +157,7 @@ def file_body() -> dict[str, Any]:
 
 def page_query() -> dict[str, Any]:
     """Return the query parameters of lists, for `openapi_extra`."""
-    limit, after = _whole(1, MAX_LISTED), {"type": "string"}
+    limit, after = _integer(1, MAX_LISTED), {"type": "string"}
     fields = (("limit", limit), ("after", after))
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in fields]}
 
@@ -167,5 +167,5 @@ def body_of(schema: dict[str, Any], media_type: str = "application/json") -> dic
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
-def _whole(low: int, high: int) -> dict[str, Any]:
+def _integer(low: int, high: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": low, "maximum": high}

@@ -138,8 +138,8 @@ def parse_generation(
     fields = Fields(body)
     size = fields.text("size", most=32)
     resolution = parse_size("auto" if size is None else size, model, limits)
-    fields.word("moderation", "auto", ("auto", "low"))
-    fields.word("style", "vivid", ("vivid", "natural"))
+    fields.choice("moderation", "auto", ("auto", "low"))
+    fields.choice("style", "vivid", ("vivid", "natural"))
     return take_generation(fields, resolution, model, limits, header_slo)
 
 
@@ -149,8 +149,8 @@ def take_generation(
     """Check the fields that generations and edits share. Raises ApiError, also if any other field is left."""
     check_model(fields.text("model", most=MAX_USER), model)
     prompt = fields.prompt("prompt", most=limits.max_prompt)
-    num_images = fields.whole("n", 1, 1, MAX_IMAGES)
-    quality = fields.word("quality", "auto", tuple(QUALITIES))
+    num_images = fields.integer("n", 1, 1, MAX_IMAGES)
+    quality = fields.choice("quality", "auto", tuple(QUALITIES))
     if model.cascade:
         given = [name for name in ("num_inference_steps", "guidance_scale") if fields.has(name)]
         if QUALITIES[quality] != 1 or given:
@@ -158,16 +158,16 @@ def take_generation(
             own = f"each model of the cascade {model.name} takes its own steps and guidance"
             raise invalid(f"{name} is given, but {own}", name)
     usual_steps = max(1, round(model.defaults.num_inference_steps * QUALITIES[quality]))
-    steps = fields.whole("num_inference_steps", min(usual_steps, limits.max_steps), 1, limits.max_steps)
+    steps = fields.integer("num_inference_steps", min(usual_steps, limits.max_steps), 1, limits.max_steps)
     guidance_scale = fields.number("guidance_scale", model.defaults.guidance_scale, 0.0, 100.0)
     stream = fields.flag("stream")
-    partial_images = fields.whole("partial_images", 0, 0, MAX_PARTIALS)
+    partial_images = fields.integer("partial_images", 0, 0, MAX_PARTIALS)
     progress = fields.flag("progress")
     for name, is_asked in (("partial_images", partial_images > 0), ("progress", progress)):
         if is_asked and not stream:
             raise invalid(f"{name} needs stream to be true", name)
     # Seed + i is the seed of image i.
-    seed = fields.whole("seed", secrets.randbelow(MAX_SEED - MAX_IMAGES), 0, MAX_SEED - num_images + 1)
+    seed = fields.integer("seed", secrets.randbelow(MAX_SEED - MAX_IMAGES), 0, MAX_SEED - num_images + 1)
     generation = Generation(
         prompt,
         resolution,
@@ -175,20 +175,20 @@ def take_generation(
         guidance_scale,
         tuple(range(seed, seed + num_images)),
         negative_prompt=fields.text("negative_prompt", most=limits.max_prompt),
-        response_format=fields.word("response_format", "b64_json", get_args(ResponseFormat)),  # type: ignore[arg-type]
-        output_format=fields.word("output_format", "png", get_args(OutputFormat)),  # type: ignore[arg-type]
-        output_compression=fields.whole("output_compression", 100, 0, 100),
+        response_format=fields.choice("response_format", "b64_json", get_args(ResponseFormat)),  # type: ignore[arg-type]
+        output_format=fields.choice("output_format", "png", get_args(OutputFormat)),  # type: ignore[arg-type]
+        output_compression=fields.integer("output_compression", 100, 0, 100),
         stream=stream,
         partial_images=partial_images,
         progress=progress,
         slo_s=_smaller(fields.seconds("slo"), _header_seconds(header_slo)),
         quality=quality,
         # Without a cascade, the field is unknown.
-        fallback=fields.word("fallback", "light", get_args(Fallback)) if model.cascade else "light",  # type: ignore[arg-type]
+        fallback=fields.choice("fallback", "light", get_args(Fallback)) if model.cascade else "light",  # type: ignore[arg-type]
         adapters=fields.adapters(LORA, model.adapters) if model.adapters else (),
         cache=fields.flag("cache", True),
     )
-    if fields.word("background", "auto", ("auto", "opaque", "transparent")) == "transparent":
+    if fields.choice("background", "auto", ("auto", "opaque", "transparent")) == "transparent":
         raise invalid("background is 'transparent', but images have no alpha channel: auto or opaque", "background")
     for name in ("user", "safety_identifier"):
         fields.text(name, most=MAX_USER)
