@@ -29,7 +29,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if body.startswith(b"\xef\xbb\xbf"):
         raise invalid("the body begins with a byte order mark, but it must be plain UTF-8", code="invalid_json")
     try:
-        content = json.loads(body.decode(), parse_constant=_no_number, object_pairs_hook=_no_key_twice)
+        content = json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated_keys)
     except RecursionError:
         raise invalid("the body is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError:
@@ -46,11 +46,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
 _NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-def _no_number(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
