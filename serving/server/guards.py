@@ -128,13 +128,13 @@ class Guards:
 
     def _check_host(self, headers: "_Headers") -> None:
         host = headers.get("host")
-        if self._hosts is not None and (host is None or not self._is_ours(_without_port(host).lower())):
+        if self._hosts is not None and (host is None or not self._is_accepted_host(_without_port(host).lower())):
             raise ApiError(403, "the server is not asked by this name (--allowed-host)", code="host_not_allowed")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             raise ApiError(403, "pages of other sites may not ask", code="origin_not_allowed")
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_accepted_host(self, name: str) -> bool:
         assert self._hosts is not None
         if name in self._hosts:
             return True
@@ -226,12 +226,12 @@ class _Headers:
     """Headers by name; the first one counts if a header is repeated."""
 
     def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        self._found: dict[bytes, bytes] = {}
+        self._values: dict[bytes, bytes] = {}
         for name, value in pairs:
-            self._found.setdefault(name.lower(), value)
+            self._values.setdefault(name.lower(), value)
 
     def get(self, name: str) -> str | None:
-        value = self._found.get(name.encode())
+        value = self._values.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
 
