@@ -31,7 +31,7 @@ from .sse import events_of, usage_of
 from .tickets import Ticket, facts_of, metrics_of
 
 _CREATED = int(time.time())
-_OF_DRAWING = errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)
+_IMAGE_ERRORS = errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)
 Result = TypeVar("Result")
 
 
@@ -65,7 +65,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     @app.post(
         GENERATIONS,
         openapi_extra=generation_body(front_end.model, front_end.limits),
-        responses=_OF_DRAWING,
+        responses=_IMAGE_ERRORS,
     )
     async def generate(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
@@ -80,7 +80,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     @app.post(
         EDITS,
         openapi_extra=edit_body(front_end.model, front_end.limits),
-        responses=_OF_DRAWING,
+        responses=_IMAGE_ERRORS,
     )
     async def edit(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
