@@ -186,16 +186,16 @@ class _ByOwner:
             found = self._ids_by_owner.values() if owner is None else [self._ids_by_owner.get(owner, [])]
             return [each for _, each in sorted(entry for entries in found for entry in entries)]
 
-    def forget(self, gone: str) -> None:
+    def forget(self, removed_id: str) -> None:
         """Remove an id; it reappears if its metadata can be read again."""
         with self._lock:
-            self._remove(gone)
+            self._remove(removed_id)
             self._listed_ns = -1
 
-    def _remove(self, gone: str) -> None:
-        if (entry := self._entries.pop(gone, None)) is not None:
+    def _remove(self, removed_id: str) -> None:
+        if (entry := self._entries.pop(removed_id, None)) is not None:
             created, owner = entry
-            del self._ids_by_owner[owner][bisect_left(self._ids_by_owner[owner], (created, gone))]
+            del self._ids_by_owner[owner][bisect_left(self._ids_by_owner[owner], (created, removed_id))]
 
     def _refresh(self, read: _Reader) -> None:
         changed_ns = self._folder.stat().st_mtime_ns
@@ -204,8 +204,8 @@ class _ByOwner:
             with os.scandir(self._folder) as entries:
                 names = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
             ids = set(filter(_ID.fullmatch, (name.removesuffix(self._suffix) for name in names)))
-            for gone in self._entries.keys() - ids:
-                self._remove(gone)
+            for removed_id in self._entries.keys() - ids:
+                self._remove(removed_id)
             self._unread = ids - self._entries.keys()
         owners = set[str]()
         try:
