@@ -62,7 +62,7 @@ class EditProcesses:
         """
         async with self._free:
             process = self._idle.pop() if self._idle else _Process(*self._args)
-            work = asyncio.get_running_loop().run_in_executor(self._pool, process.ask, parts, header_slo)
+            work = asyncio.get_running_loop().run_in_executor(self._pool, process.parse, parts, header_slo)
             try:
                 async with asyncio.timeout(ANSWER_WITHIN_S):
                     answer = await work
@@ -94,7 +94,7 @@ class _Process:
         ours.recv()
         return self._started
 
-    def ask(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
+    def parse(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
         """Return what `parse_edit` returns or raises.
 
         Raises ApiError if the form has ended the process, and RuntimeError if a defect has.
@@ -114,7 +114,7 @@ class _Process:
             raise RuntimeError(f"the process that decodes images has ended with exit code {code}") from None
 
     def kill(self) -> None:
-        """Kill the process, which ends a call of `ask` that waits for it."""
+        """Kill the process, which ends a call of `parse` that waits for it."""
         if self._started is not None:
             self._started[0].kill()
 
