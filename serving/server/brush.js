@@ -31,7 +31,7 @@ class Brush {
     this.#mask.getContext("2d").clearRect(0, 0, this.#mask.width, this.#mask.height);
   }
 
-  leave() {
+  close() {
     this.image = null;
   }
 

@@ -216,7 +216,7 @@
     }
   }
 
-  async function learn() {
+  async function loadDefaults() {
     const response = await fetch("/v1/models", { headers: headers() });
     if (!response.ok) return;
     const card = (await response.json()).data[0];
@@ -244,7 +244,7 @@
   }
 
   function endEdit() {
-    brush.leave();
+    brush.close();
     at("edit").hidden = true;
     at("file").value = "";
     at("go").textContent = "Draw";
@@ -317,6 +317,6 @@
   at("width").addEventListener("input", () => { brush.width_px = Number(at("width").value); });
   at("erase").addEventListener("change", () => { brush.erases = at("erase").checked; });
   at("use-key").addEventListener("click", () => { key = at("key").value; sessionStorage.setItem("psctl-key", key); learn(); });
-  learn().catch(() => {});
+  loadDefaults().catch(() => {});
   follow();
 })();
