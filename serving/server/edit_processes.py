@@ -48,7 +48,7 @@ class EditProcesses:
         self._pool = ThreadPoolExecutor(_MOST_PROCESSES, thread_name_prefix="psctl-edits")
 
     async def start(self) -> None:
-        """Start a process in advance, so that the first edit does not spend time until its deadline on that."""
+        """Start a process in advance, so that the first edit does not lose time before its deadline."""
         process = _Process(*self._args)
         await asyncio.get_running_loop().run_in_executor(self._pool, process.start)
         self._idle.append(process)

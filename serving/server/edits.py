@@ -46,7 +46,7 @@ _FORMATS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF.{4}WEBP", re.DOTALL
 """First bytes of the formats that OpenAI accepts. Pillow reads many more, some of which run other programs."""
 _MOST_SCANS, _MOST_PIECES = 100, 50_000
 """Limits of the scans of a JPEG file, each of which costs a pass over the image, and of the pieces of a file (segments,
-chunks), which are read one by one. Usual programs write about ten scans, and some thousand pieces.
+chunks), which are read one by one. Ordinary programs write about ten scans, and a few thousand pieces.
 """
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _EOI, _SOS, _WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
@@ -121,7 +121,8 @@ def parse_edit(
 def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateSpec | None:
     """Return the template whose record an edit reuses; None for an exact edit.
 
-    Raises ApiError if the server or this edit reuses no records, and UsageError if the parameters do not fit together.
+    Raises ApiError if `reuse` is requested from a server without it, or parameters of templates are given without
+    `reuse`, and UsageError if these parameters contradict each other.
     """
     reuse = fields.flag("reuse", model.reuses_templates)
     if reuse and not model.reuses_templates:

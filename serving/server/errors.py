@@ -72,5 +72,5 @@ def took_too_long(limit_s: float) -> ApiError:
 
 
 def too_late(reason: str) -> ApiError:
-    """Return the error for a request whose deadline cannot be met (503), so that a retry would fail as well."""
+    """Return the error for a request whose deadline cannot be met (503). It forbids automatic retries."""
     return ApiError(503, reason, code="deadline_unreachable", headers={"x-should-retry": "false"})

@@ -26,7 +26,9 @@ BODY_WITHIN_S, SEND_WITHIN_S = 10.0, 30.0
 LEAST_SENT, SENT_WITHIN_S = 16_384, 5.0
 """Bytes of a large body that a client must send within this many seconds."""
 OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/health", "/ready", "/favicon.ico"})
-"""Paths that need no key, as they reveal nothing about requests. The page asks for the key and sends it itself."""
+"""Paths that need no key, as they reveal nothing about requests. The page asks for the key and sends it with its own
+requests.
+"""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 ANY_ADDRESS = "*"
 """Host name that stands for every numeric address. DNS rebinding needs a name, so numeric addresses are safe."""

@@ -118,7 +118,7 @@ def read_keys(path: Path | None, operator: str | None = None) -> Keys:
 
 
 def _by_name(content: Mapping[str, Any], operator: str | None) -> Keys:
-    """Raises UsageError, whose message contains no key."""
+    """Return the keys of a TOML file. Raises UsageError, whose message contains no key."""
     tables = {name: table for name, table in content.items() if isinstance(table, dict)}
     of_all = _limits_in("the top of the file", {name: content[name] for name in content if name not in tables})
     named = _named_keys(tables)

@@ -50,7 +50,7 @@ async def when_there_is_room(write: Callable[[], Result], on_full: OnFull, pool:
 
 
 class Gate(Protocol):
-    """Returns, once awaited, when the next line may begin."""
+    """Coroutine function that returns when the next line may begin."""
 
     async def __call__(self) -> None: ...
 
@@ -66,7 +66,7 @@ class BatchRun:
         places: places in which lines are drawn.
         key: owner of the batch.
         wait_for_room: awaited before each line requests a place.
-        wait_for_turn: awaited when it has a place.
+        wait_for_turn: awaited when the line has a place.
         writes_b64: whether output lines hold the images, as those of a server do, or only the names of their files.
         on_line: called after each line with whether it has its images.
         on_full: called when the disk is full and lines wait for room; None: a full disk ends the run.

@@ -48,7 +48,7 @@ class Batches:
 
     Attributes:
         folder: folder that holds `files/` and `batches/`.
-        front_end: draws the lines.
+        front_end: front end that draws the lines.
         at_once: number of lines of all batches that are drawn together.
         keys: owners of files and batches, and their limits.
         files: inputs and outputs of the batches.
@@ -182,7 +182,7 @@ class Batches:
         return description
 
     def _start_task(self, batch: dict[str, Any], work: Coroutine[Any, Any, None] | None = None) -> None:
-        """Start the task of a batch, which runs `work`, or else draws it."""
+        """Start the task of a batch: `work` if it is given, else drawing the batch."""
         task = asyncio.get_running_loop().create_task(work or self._process(batch))
         self._tasks[batch["id"]], self._owners[batch["id"]] = task, batch.get(OWNER, "")
 
@@ -266,7 +266,7 @@ class Batches:
         await self._write_end(batch | _end_fields(ended))
 
     async def _end(self, batch: Mapping[str, Any]) -> None:
-        """Write how a batch has ended, until it succeeds: otherwise its client would wait for it indefinitely."""
+        """Write how a batch has ended, retrying until this succeeds: otherwise its client would wait indefinitely."""
         while True:
             try:
                 await self._write_end(batch)
