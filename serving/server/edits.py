@@ -23,21 +23,21 @@ MAX_EDIT_BYTES = 50_000_000
 _MOST_PARTS = 64
 _VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
 _FORMATS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF.{4}WEBP", re.DOTALL)
-"""How OpenAI's formats begin. Pillow knows many more, some of which run other programs."""
+"""First bytes of the formats that OpenAI accepts. Pillow reads many more, some of which run other programs."""
 _MOST_SCANS, _MOST_PIECES = 100, 50_000
-"""Scans of a JPEG file, each of which costs a pass over the image, and pieces of a file (segments, chunks) that are
-looked at one by one; programs write some ten, and some thousands.
+"""Limits of the scans of a JPEG file, each of which costs a pass over the image, and of the pieces of a file (segments,
+chunks), which are read one by one. Ordinary programs write about ten scans, and a few thousand pieces.
 """
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _EOI, _SOS, _WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
 _PARAM = re.compile("(?:the )?(image|mask|strength|feather_px|template_kind)")
-"""How messages about edits begin: with the field."""
+"""Start of messages about edits, which names the field."""
 Part = str | bytes
 """A part of a form: text, or the bytes of a file."""
 
 
 async def read_form(request: Request, limits: Limits) -> list[tuple[str, Part]]:
-    """The parts of the form that a request brings, by name.
+    """Return the parts of the form in a request, with their names.
 
     Raises:
         ApiError: the body is no form (415), or a damaged one (400).
@@ -60,11 +60,11 @@ def parse_edit(
     """Check an edit, and decode its image and its mask.
 
     Args:
-        parts: of the form, by name.
-        model, limits, header_slo: see `protocol.parse_generation`.
+        parts: parts of the form with their names.
+        model, limits, header_slo: as for `protocol.parse_generation`.
 
     Raises:
-        ApiError: a field is unknown, missing, there twice or not allowed (400), or the model is not served (404).
+        ApiError: a field is unknown, missing, repeated or not allowed (400), or the model is not served (404).
     """
     kind = edit_fields(model, limits)
     found = _by_name(parts, kind.values)
@@ -97,8 +97,8 @@ def _template_of(fields: Any, model: ModelFacts) -> TemplateSpec | None:
     """Return the template of an edit that reads its record; None for an exact edit.
 
     Raises:
-        ApiError: records are not read here, or fields of a record are given without one.
-        UsageError: the template's parts do not go together.
+        ApiError: `reuse` is requested from a server without it, or fields of a record are given without `reuse`.
+        UsageError: the template's fields contradict each other.
     """
     if fields.reuse and not model.reuses_templates:
         raise invalid("reuse is true, but edits are exact here: the server has no --reuse-templates", "reuse")
@@ -111,7 +111,7 @@ def _template_of(fields: Any, model: ModelFacts) -> TemplateSpec | None:
 
 
 def _by_name(parts: Sequence[tuple[str, Part]], values: Container[str]) -> dict[str, Any]:
-    """Return the parts of a form as JSON would have them; those named in `values` are not text."""
+    """Return the parts of a form with the types of JSON; those named in `values` are not text. Raises ApiError."""
     images = [part for name, part in parts if name in ("image", "image[]")]
     if len(images) > 1:
         raise invalid(f"{len(images)} images were sent, but one is edited at a time", "image")
@@ -131,8 +131,10 @@ def _by_name(parts: Sequence[tuple[str, Part]], values: Container[str]) -> dict[
 
 
 def _size_of(content: bytes, name: str, model: ModelFacts, limits: Limits) -> Resolution:
-    """The size of an image file by its header. Raises ApiError: it is of no format or size that is taken, or of so many
-    pieces that decoding it takes far longer than its pixels do.
+    """Return the size of an image file from its header.
+
+    Raises ApiError if its format or size is not accepted, or if it has so many pieces that decoding takes far longer
+    than for an ordinary file of its size.
     """
     if not _FORMATS.match(content):
         raise invalid(f"{name} is no PNG, JPEG or WebP file", name)
@@ -144,9 +146,9 @@ def _size_of(content: bytes, name: str, model: ModelFacts, limits: Limits) -> Re
 
 
 def _check_jpeg(content: bytes, name: str) -> None:
-    """Raises ApiError: the file has too many segments or scans before its first image ends."""
+    """Raise ApiError if the file has too many segments or scans before its first image ends."""
     at, num_segments, num_scans = 0, 0, 0
-    # Between segments, and in a scan's own data, everything up to the next marker is passed over, as decoders do.
+    # Between segments, and in the data of a scan, everything up to the next marker is skipped, as decoders do.
     while (marker := _JPEG_MARKER.search(content, at)) and marker[1][0] != _EOI:
         kind, at = marker[1][0], marker.end()
         if kind not in _WITHOUT_LENGTH:
@@ -159,13 +161,13 @@ def _check_jpeg(content: bytes, name: str) -> None:
 
 
 def _check_chunks(content: bytes, name: str) -> None:
-    """Raises ApiError: a PNG or WebP file has too many chunks."""
+    """Raise ApiError if a PNG or WebP file has too many chunks."""
     at, order, extra = (8, "big", 12) if content.startswith(b"\x89") else (12, "little", 8)
     for _ in range(_MOST_PIECES):
         if at >= len(content):
             return
         length_at = at if order == "big" else at + 4
         length = int.from_bytes(content[length_at : length_at + 4], order)
-        # Those of WebP begin at even places.
+        # Chunks of WebP begin at even offsets.
         at += extra + length + (length % 2 if order == "little" else 0)
     raise invalid(f"{name} has more than {_MOST_PIECES:,} chunks", name)

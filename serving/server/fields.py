@@ -1,7 +1,7 @@
 """Fields of generations and edits: pydantic models from which both checks and `/openapi.json` follow. No torch.
 
 Names and meanings are those of OpenAI's images API; `seed`, `num_inference_steps`, `guidance_scale`, `negative_prompt`,
-`progress`, `slo`, `lora`, `cache`, `fallback` (cascades) and those of `edit_fields` that OpenAI lacks are ours.
+`progress`, `slo`, `lora`, `cache`, `fallback` (cascades) and the fields of edits that OpenAI lacks are ours.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +23,7 @@ from .limits import Limits
 OutputFormat = Literal["png", "jpeg", "webp"]
 ResponseFormat = Literal["b64_json", "url"]
 LORA = "lora"
+"""Field in which requests name adapters (LoRA)."""
 MAX_IMAGES, MAX_PARTIALS, MAX_USER = 10, 3, 256
 QUALITIES = {
     "low": 0.5,
@@ -34,9 +35,9 @@ QUALITIES = {
     "xhigh": 3.0,
     "max": 4.0,
 }
-"""Multiples of the model's own number of steps."""
+"""Number of steps by quality, as a multiple of the model's default."""
 _OWN_STEPS = ("num_inference_steps", "guidance_scale")
-"""Fields that a cascade does not take, because each of its models has its own."""
+"""Fields that a cascade does not accept, because each of its models has its own values."""
 OF_RECORDS = ("template_kind", "template_prompt", "template_seed", "full_steps", "dilate")
 """Fields of edits that read a record."""
 _ADAPTERS = (LORA, "loras", "adapter", "adapters")
@@ -47,13 +48,13 @@ NOT_HERE = {
     "svg": "images are made of pixels: output_format is png, jpeg or webp",
     "markup": "a mask says what is edited",
 }
-"""OpenAI's fields that are refused, and why."""
+"""OpenAI's fields that are refused, with the reason."""
 _MAX_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about the served model that requests are checked against.
+    """Properties of the served model that requests are checked against.
 
     Attributes:
         name: name of the served model.
@@ -61,9 +62,10 @@ class ModelFacts:
         defaults: values of fields that a request leaves out.
         size_multiple: width and height must be multiples of it.
         dtype: dtype of the weights, for clients that ask about the model.
-        reuses_templates: whether edits read the records of their templates unless they decline.
+        reuses_templates: whether edits read the records of their templates by default.
         adapters: names of adapters that requests may use.
-        cascade: names of the light and the heavy model of a cascade, each with its own steps and guidance.
+        cascade: names of the light and the heavy model of a cascade, each with its own steps and guidance; empty for a
+            single model.
     """
 
     name: str
@@ -85,7 +87,7 @@ class Fields:
     """Fields of one kind of body, for one model and its limits.
 
     Args:
-        model: facts about the served model.
+        model: properties of the served model.
         fields: type and default of every field, as `pydantic.create_model` takes them.
     """
 
@@ -96,7 +98,7 @@ class Fields:
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema."""
+        """JSON schema of the body."""
         schema = self._model.model_json_schema()
         for each in schema["properties"].values():
             each.pop("title", None)
@@ -114,7 +116,7 @@ class Fields:
         """Check a body; null is the same as a missing field.
 
         Returns:
-            an object with all fields as attributes; `model_fields_set` has the names of those that were given.
+            An object with all fields as attributes; `model_fields_set` has the names of those that were given.
 
         Raises:
             ApiError: a field is missing, not allowed or unknown.
@@ -142,7 +144,7 @@ class Fields:
         return invalid(f"{name} is {shown(value)}, but it must be {_allowed(schema)}", name)
 
     def _refuse(self, name: str, value: Any) -> None:
-        """Raise the ApiError of a field that is not among these; there is none if an unsupported one is null."""
+        """Raise ApiError for a field that is not among these, unless it is an unsupported one that is null."""
         if (refusal := unsupported(name)) is not None:
             if value is None:
                 return
@@ -191,7 +193,7 @@ def edit_fields(model: ModelFacts, limits: Limits) -> Fields:
 
 
 def _shared(model: ModelFacts, limits: Limits) -> dict[str, tuple[Any, Any]]:
-    """Return the fields of all bodies that ask for images."""
+    """Return the fields that generations and edits share."""
     if model.cascade:
         usual = [name for name, share in QUALITIES.items() if share == 1]
         own = {
@@ -256,7 +258,7 @@ def _text(
     check: Callable[[str, str], None] | None = None,
     schema: dict[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Return a field of text. `check` raises UsageError; `schema` is what the JSON schema says in addition."""
+    """Return a field of text. `check` may raise UsageError; `schema` has additional entries of the JSON schema."""
 
     def checked(value: object) -> object:
         if isinstance(value, str):
@@ -285,7 +287,7 @@ def _adapters(served: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
-    """Return what a value of this schema must be, in words."""
+    """Return a phrase that describes the allowed values of a schema, for error messages."""
     if "enum" in schema or "const" in schema:
         allowed = f"one of {', '.join(schema.get('enum') or [schema['const']])}"
         return f"{allowed}: {schema['description']}" if "description" in schema else allowed
@@ -303,7 +305,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 
 
 def unsupported(name: str) -> ApiError | None:
-    """Return the refusal of a field in `NOT_HERE`, or of a part of one as forms name it (`svg[model]`); else None."""
+    """Return the error for an unsupported field of OpenAI, or for a part of one (`svg[model]` in forms); else None."""
     field = name.partition("[")[0]
     if field not in NOT_HERE:
         return None
@@ -311,6 +313,6 @@ def unsupported(name: str) -> ApiError | None:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error repeats it: on one line, and short."""
+    """Return a value as error messages show it: on one line, and short."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -8,7 +8,7 @@ from .protocol import GENERATIONS
 
 MAX_LISTED = 100
 LEAST_FILE_S, MOST_FILE_S = 3600, 30 * 24 * 3600
-"""How long a client may want a file to be kept; if it does not say it, the longest."""
+"""Shortest and longest time for which a client may have a file kept; the longest is the default."""
 _ERROR = {
     "description": "an error",
     "content": {
@@ -35,17 +35,17 @@ _ERROR = {
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route, in the one form that they all have."""
+    """Return the error responses of a route, which share one schema."""
     return dict.fromkeys(statuses, _ERROR)
 
 
 def generation_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    """The body of `POST /v1/images/generations`, for `openapi_extra`."""
+    """Return the body of `POST /v1/images/generations`, for `openapi_extra`."""
     return body_of(generation_fields(model, limits).schema)
 
 
 def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    """The body of `POST /v1/images/edits`; several clients call the image `image[]`."""
+    """Return the body of `POST /v1/images/edits`, for `openapi_extra`. Some clients call the image `image[]`."""
     schema = edit_fields(model, limits).schema
     file = {"type": "string", "format": "binary"}
     properties = {"image": file, "mask": file, **schema["properties"]}
@@ -57,7 +57,7 @@ def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
 
 
 def batch_body() -> dict[str, Any]:
-    """The body of `POST /v1/batches`."""
+    """Return the body of `POST /v1/batches`, for `openapi_extra`."""
     properties: dict[str, Any] = {
         "input_file_id": {"type": "string"},
         "endpoint": {"enum": [GENERATIONS]},
@@ -74,7 +74,7 @@ def batch_body() -> dict[str, Any]:
 
 
 def file_body() -> dict[str, Any]:
-    """The body of `POST /v1/files`."""
+    """Return the body of `POST /v1/files`, for `openapi_extra`."""
     properties: dict[str, Any] = {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"enum": ["batch"]},
@@ -86,14 +86,14 @@ def file_body() -> dict[str, Any]:
 
 
 def page_query() -> dict[str, Any]:
-    """The query of lists."""
+    """Return the query parameters of lists, for `openapi_extra`."""
     limit, after = _whole(1, MAX_LISTED), {"type": "string"}
     fields = (("limit", limit), ("after", after))
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in fields]}
 
 
 def body_of(schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:
-    """A schema as the body of a route, for `openapi_extra`."""
+    """Return a schema as the body of a route, for `openapi_extra`."""
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 

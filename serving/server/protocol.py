@@ -1,4 +1,4 @@
-"""Requests for images, made from checked fields (`fields`). No torch."""
+"""Requests for images, built from checked fields (`fields`). No torch."""
 
 import math
 import re
@@ -26,13 +26,13 @@ class Generation:
     """A checked request for images.
 
     Attributes:
-        seeds: one for each image: the one that was given or drawn, counting up.
-        slo_s: how long it may take; None: as long as the server's own SLO.
-        progress: whether a stream tells of every step.
+        seeds: one seed for each image, counting up from the one that was given or drawn.
+        slo_s: seconds that it may take; None for the server's default SLO.
+        progress: whether a stream reports every step.
         edit: the image to start from, and what may change in it; None for new images.
-        fallback: of a cascade: whether the light model's image may be the answer.
-        adapters: that change the model for these images.
-        cache: whether steps may reuse what earlier ones have computed, where the server has a cache.
+        fallback: whether the light model's image may be the answer, for a cascade.
+        adapters: adapters that change the model for these images.
+        cache: whether steps may reuse results of earlier steps, if the server has a cache.
     """
 
     prompt: str
@@ -56,12 +56,12 @@ class Generation:
 
     @property
     def kind(self) -> str:
-        """What OpenAI's names of its events begin with."""
+        """Prefix of OpenAI's names of its events."""
         return "image_generation" if self.edit is None else "image_edit"
 
     @property
     def num_steps(self) -> int:
-        """How many steps each image takes."""
+        """Number of steps that each image takes."""
         steps = self.num_inference_steps
         return steps if self.edit is None else steps_taken(steps, self.edit.strength)
 
@@ -74,13 +74,13 @@ class Generation:
 def parse_generation(
     body: Mapping[str, Any], model: ModelFacts, limits: Limits, *, header_slo: str | None = None
 ) -> Generation:
-    """Check a request.
+    """Check the body of a request for images.
 
     Args:
-        body: as JSON gave it.
-        model: that is served.
-        limits: of the server.
-        header_slo: `X-SLO-Seconds`; the smaller SLO counts.
+        body: the parsed JSON object.
+        model: properties of the served model.
+        limits: limits of the server.
+        header_slo: value of the header `X-SLO-Seconds`; the smaller SLO counts.
 
     Raises:
         ApiError: a field is unknown, missing or not allowed (400), or the model is not served (404).
@@ -92,8 +92,9 @@ def parse_generation(
 def generation_of(
     fields: Any, resolution: Resolution, model: ModelFacts, limits: Limits, header_slo: str | None
 ) -> Generation:
-    """Return the request that a body's fields ask for. Raises ApiError: two of them do not go together (400), or the
-    model is not served (404).
+    """Return the request that the fields of a body describe.
+
+    Raises ApiError if two of them contradict each other (400), or the model is not served (404).
     """
     check_model(fields.model, model)
     for name in ("partial_images", "progress"):
@@ -130,7 +131,7 @@ def generation_of(
 
 
 def check_model(name: str | None, model: ModelFacts) -> None:
-    """Raise ApiError (404) unless a model is served; None is whichever there is."""
+    """Raise ApiError (404) unless a model of this name is served; None accepts any."""
     if name is not None and name not in model.names:
         raise ApiError(
             404,
@@ -141,7 +142,7 @@ def check_model(name: str | None, model: ModelFacts) -> None:
 
 
 def parse_size(text: str, model: ModelFacts, limits: Limits) -> Resolution:
-    """The size of an image as `WIDTHxHEIGHT`, or `auto` for the model's own. Raises ApiError."""
+    """Parse the size of an image, `WIDTHxHEIGHT`, or `auto` for the model's default. Raises ApiError."""
     if text == "auto":
         return model.defaults.default_resolution
     match = _SIZE.fullmatch(text)
@@ -151,7 +152,7 @@ def parse_size(text: str, model: ModelFacts, limits: Limits) -> Resolution:
 
 
 def check_size(size: Resolution, name: str, model: ModelFacts, limits: Limits) -> Resolution:
-    """The size, which the field of this name has, if images may have it. Raises ApiError."""
+    """Return the size, the value of the field `name`. Raises ApiError if images may not have it."""
     multiple = model.size_multiple
     if size.width % multiple or size.height % multiple:
         raise invalid(f"{name} is {size}, but width and height must be multiples of {multiple}", name)
