@@ -14,7 +14,7 @@ from ...data.edits import EditSpec, TemplateSpec, has_alpha, read_image, read_ma
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from .errors import invalid, wrong_type
-from .fields import MAX_USER, OF_RECORDS, ModelFacts, edit_fields, shown, unsupported
+from .fields import MAX_USER, RECORD_FIELDS, ModelFacts, edit_fields, shown, unsupported
 from .limits import Limits
 from .protocol import Generation, check_size, generation_of
 
@@ -104,7 +104,7 @@ def _template_of(fields: Any, model: ModelFacts) -> TemplateSpec | None:
         raise invalid("reuse is true, but edits are exact here: the server has no --reuse-templates", "reuse")
     if fields.reuse:
         return TemplateSpec(fields.template_prompt, fields.template_seed, fields.template_kind)
-    for name in OF_RECORDS:
+    for name in RECORD_FIELDS:
         if name in fields.model_fields_set:
             raise invalid(f"{name} is of the record, which only edits with reuse read", name)
     return None

@@ -38,10 +38,10 @@ QUALITIES = {
 """Number of steps by quality, as a multiple of the model's default."""
 _OWN_STEPS = ("num_inference_steps", "guidance_scale")
 """Fields that a cascade does not accept, because each of its models has its own values."""
-OF_RECORDS = ("template_kind", "template_prompt", "template_seed", "full_steps", "dilate")
+RECORD_FIELDS = ("template_kind", "template_prompt", "template_seed", "full_steps", "dilate")
 """Fields of edits that read a record."""
 _ADAPTERS = (LORA, "loras", "adapter", "adapters")
-NOT_HERE = {
+UNSUPPORTED_FIELDS = {
     "complexity": "nothing is planned before an image is drawn; quality says how many steps it takes",
     "frame_count": "images are not animated",
     "frame_duration_ms": "images are not animated",
@@ -307,9 +307,11 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 def unsupported(name: str) -> ApiError | None:
     """Return the error for an unsupported field of OpenAI, or for a part of one (`svg[model]` in forms); else None."""
     field = name.partition("[")[0]
-    if field not in NOT_HERE:
+    if field not in UNSUPPORTED_FIELDS:
         return None
-    return invalid(f"the field {field} is not supported: {NOT_HERE[field]}", field, code="unsupported_parameter")
+    return invalid(
+        f"the field {field} is not supported: {UNSUPPORTED_FIELDS[field]}", field, code="unsupported_parameter"
+    )
 
 
 def shown(value: object) -> str:

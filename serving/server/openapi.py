@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .fields import OF_RECORDS, ModelFacts, edit_fields, generation_fields
+from .fields import RECORD_FIELDS, ModelFacts, edit_fields, generation_fields
 from .limits import Limits
 from .protocol import GENERATIONS
 
@@ -51,7 +51,7 @@ def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
     properties = {"image": file, "mask": file, **schema["properties"]}
     if not model.reuses_templates:
         properties["reuse"] = {"enum": [False]}
-        properties = {name: each for name, each in properties.items() if name not in OF_RECORDS}
+        properties = {name: each for name, each in properties.items() if name not in RECORD_FIELDS}
     required = ["image", *schema["required"]]
     return body_of({"type": "object", "required": required, "properties": properties}, "multipart/form-data")
 
