@@ -167,8 +167,8 @@ def generation_fields(model: ModelFacts, limits: Limits) -> Fields:
     size = {"pattern": "^(auto|[1-9][0-9]{0,5}x[1-9][0-9]{0,5})$", "examples": sizes}
     own = {
         "size": _text("size", 32, default="auto", schema=size),
-        "moderation": _word("auto", "low"),
-        "style": _word("vivid", "natural"),
+        "moderation": _choice("auto", "low"),
+        "style": _choice("vivid", "natural"),
     }
     return Fields(model, _shared(model, limits) | own)
 
@@ -178,16 +178,16 @@ def edit_fields(model: ModelFacts, limits: Limits) -> Fields:
     """Return the fields of `POST /v1/images/edits`, without its files."""
     own: dict[str, tuple[Any, Any]] = {
         "size": _text("size", 32, default="auto", schema={"description": "auto, or that of the image"}),
-        "input_fidelity": _word("low", "high", description="without effect"),
+        "input_fidelity": _choice("low", "high", description="without effect"),
         "strength": _number(above=0, high=1, default=1.0),
         "paste": (bool, True),
-        "feather_px": _whole(0, MAX_FEATHER_PX, 0),
+        "feather_px": _integer(0, MAX_FEATHER_PX, 0),
         "reuse": (bool, model.reuses_templates),
-        "template_kind": _word(*TEMPLATE_KINDS),
+        "template_kind": _choice(*TEMPLATE_KINDS),
         "template_prompt": _text("template_prompt", limits.max_prompt, default=""),
-        "template_seed": _whole(0, MAX_SEED, 0),
-        "full_steps": _whole(0, limits.max_steps, 0),
-        "dilate": _whole(0, MAX_DILATE, 0),
+        "template_seed": _integer(0, MAX_SEED, 0),
+        "full_steps": _integer(0, limits.max_steps, 0),
+        "dilate": _integer(0, MAX_DILATE, 0),
     }
     return Fields(model, _shared(model, limits) | own)
 
@@ -197,15 +197,15 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, tuple[Any, Any]]:
     if model.cascade:
         usual = [name for name, share in QUALITIES.items() if share == 1]
         own = {
-            "quality": _word(*usual, description="each model of a cascade takes its own steps"),
-            "partial_images": _whole(0, 0, 0),
-            "fallback": _word(*get_args(Fallback)),
+            "quality": _choice(*usual, description="each model of a cascade takes its own steps"),
+            "partial_images": _integer(0, 0, 0),
+            "fallback": _choice(*get_args(Fallback)),
         }
     else:
         own = {
-            "quality": _word(*QUALITIES, default="auto"),
-            "partial_images": _whole(0, MAX_PARTIALS, 0),
-            "num_inference_steps": _whole(1, limits.max_steps, None),
+            "quality": _choice(*QUALITIES, default="auto"),
+            "partial_images": _integer(0, MAX_PARTIALS, 0),
+            "num_inference_steps": _integer(1, limits.max_steps, None),
             "guidance_scale": _number(low=0, high=100, default=model.defaults.guidance_scale),
         }
     if model.adapters:
@@ -213,15 +213,15 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, tuple[Any, Any]]:
     return {
         "prompt": _text("prompt", limits.max_prompt, default=..., check=require_prompt, schema={"pattern": r"\S"}),
         "model": _text("model", MAX_USER, schema={"enum": list(model.names)}),
-        "n": _whole(1, MAX_IMAGES, 1),
-        "response_format": _word(*get_args(ResponseFormat)),
-        "output_format": _word(*get_args(OutputFormat)),
-        "output_compression": _whole(0, 100, 100),
-        "background": _word("auto", "opaque", description="images have no alpha channel"),
+        "n": _integer(1, MAX_IMAGES, 1),
+        "response_format": _choice(*get_args(ResponseFormat)),
+        "output_format": _choice(*get_args(OutputFormat)),
+        "output_compression": _integer(0, 100, 100),
+        "background": _choice("auto", "opaque", description="images have no alpha channel"),
         "stream": (bool, False),
         "user": _text("user", MAX_USER),
         "safety_identifier": _text("safety_identifier", MAX_USER),
-        "seed": _whole(0, MAX_SEED, None),
+        "seed": _integer(0, MAX_SEED, None),
         "negative_prompt": _text("negative_prompt", limits.max_prompt),
         "progress": (bool, False),
         "cache": (bool, True),
@@ -230,7 +230,7 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _whole(low: int, high: int, default: int | None) -> tuple[Any, Any]:
+def _integer(low: int, high: int, default: int | None) -> tuple[Any, Any]:
     return Annotated[int, Field(ge=low, le=high)], default
 
 
@@ -245,7 +245,7 @@ def _number(
     return Annotated[float, Field(ge=low, gt=above, le=high, lt=below)], default
 
 
-def _word(*allowed: str, default: str | None = None, description: str | None = None) -> tuple[Any, Any]:
+def _choice(*allowed: str, default: str | None = None, description: str | None = None) -> tuple[Any, Any]:
     """Return a field of one of a few words; the default is the first."""
     return Annotated[Literal[allowed], Field(description=description)], default or allowed[0]  # type: ignore[valid-type]
 

@@ -79,7 +79,7 @@ def file_body() -> dict[str, Any]:
         "file": {"type": "string", "format": "binary"},
         "purpose": {"enum": ["batch"]},
         "expires_after[anchor]": {"enum": ["created_at"]},
-        "expires_after[seconds]": _whole(LEAST_FILE_S, MOST_FILE_S),
+        "expires_after[seconds]": _integer(LEAST_FILE_S, MOST_FILE_S),
     }
     schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
     return body_of(schema, "multipart/form-data")
@@ -87,7 +87,7 @@ def file_body() -> dict[str, Any]:
 
 def page_query() -> dict[str, Any]:
     """Return the query parameters of lists, for `openapi_extra`."""
-    limit, after = _whole(1, MAX_LISTED), {"type": "string"}
+    limit, after = _integer(1, MAX_LISTED), {"type": "string"}
     fields = (("limit", limit), ("after", after))
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in fields]}
 
@@ -97,5 +97,5 @@ def body_of(schema: dict[str, Any], media_type: str = "application/json") -> dic
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
-def _whole(low: int, high: int) -> dict[str, Any]:
+def _integer(low: int, high: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": low, "maximum": high}
