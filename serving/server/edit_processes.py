@@ -44,14 +44,14 @@ class EditProcesses:
     """
 
     def __init__(self, model: ModelFacts, limits: Limits, *, decode_s: int = 10, most_bytes: int = 2 << 30) -> None:
-        self._known = model, limits, decode_s, most_bytes
+        self._args = model, limits, decode_s, most_bytes
         self._free = asyncio.Semaphore(_MOST_PROCESSES)
         self._idle: list[_Process] = []
         self._pool = ThreadPoolExecutor(_MOST_PROCESSES, thread_name_prefix="psctl-edits")
 
     async def start(self) -> None:
         """Start a process in advance, so that the first edit does not lose time before its deadline."""
-        process = _Process(*self._known)
+        process = _Process(*self._args)
         await asyncio.get_running_loop().run_in_executor(self._pool, process.start)
         self._idle.append(process)
 
@@ -64,7 +64,7 @@ class EditProcesses:
         """
         async with self._free:
             process = self._next()
-            work = asyncio.get_running_loop().run_in_executor(self._pool, process.ask, parts, header_slo)
+            work = asyncio.get_running_loop().run_in_executor(self._pool, process.parse, parts, header_slo)
             try:
                 async with asyncio.timeout(ANSWER_WITHIN_S):
                     answer = await work
@@ -84,14 +84,14 @@ class EditProcesses:
         while self._idle:
             if (process := self._idle.pop()).is_alive:
                 return process
-        return _Process(*self._known)
+        return _Process(*self._args)
 
 
 class _Process:
     """One process, which must not be used after an error."""
 
     def __init__(self, model: ModelFacts, limits: Limits, decode_s: int, most_bytes: int) -> None:
-        self._known = model, limits, decode_s, most_bytes
+        self._args = model, limits, decode_s, most_bytes
         self._started: tuple[BaseProcess, Connection] | None = None
 
     @property
@@ -103,12 +103,12 @@ class _Process:
         """Start the process, and wait until its imports are done. Raises EOFError if it has ended at once."""
         ours, theirs = Pipe()
         with theirs:
-            process = start_process(_ENTRY, theirs, *self._known, device="none", name="psctl-edits")
+            process = start_process(_ENTRY, theirs, *self._args, device="none", name="psctl-edits")
         self._started = process, ours
         ours.recv()
         return self._started
 
-    def ask(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
+    def parse(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
         """Return what `parse_edit` returns or raises.
 
         Raises:
@@ -126,7 +126,7 @@ class _Process:
             process.join()
             code = process.exitcode or 0
             if code == -signal.SIGXCPU:
-                too_long = f"the images take more than {self._known[2]} s of a processor to decode"
+                too_long = f"the images take more than {self._args[2]} s of a processor to decode"
                 raise invalid(too_long, "image") from None
             if -code in _FROM_OUTSIDE:
                 message = f"the process that decodes images was killed ({signal.Signals(-code).name})"
@@ -136,7 +136,7 @@ class _Process:
             raise RuntimeError(f"the process that decodes images has ended with exit code {code}") from None
 
     def kill(self) -> None:
-        """Kill the process, which ends a call of `ask` that waits for it."""
+        """Kill the process, which ends a call of `parse` that waits for it."""
         if self._started is not None:
             self._started[0].kill()
 
