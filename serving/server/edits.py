@@ -80,14 +80,14 @@ def parse_edit(
             own = f"but images are edited at their own size: {resolution}, or auto"
             raise invalid(f"size is {shown(fields.size)}, {own}", "size")
         template = _template_of(fields, model)
-        wanted = generation_of(fields, resolution, model, limits, header_slo)
+        generation = generation_of(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
         if mask is None and not has_alpha(image):
             missing = "mask is missing, and the image has no transparent parts to take for it"
             raise invalid(missing, "mask", code="missing_required_parameter")
         may_change = read_mask(image if mask is None else mask, "mask")
         how = fields.strength, fields.paste, fields.feather_px, template, fields.full_steps, fields.dilate
-        return replace(wanted, edit=EditSpec(pixels, may_change, *how))
+        return replace(generation, edit=EditSpec(pixels, may_change, *how))
     except UsageError as error:
         begin = _PARAM.match(str(error))
         raise invalid(str(error), begin and begin[1]) from None
