@@ -25,8 +25,8 @@ from ...data.run_facts import RunFacts
 from ...data.tables.latency import TABLE_PATTERN, LatencyRow, LatencyTable, read_latencies, write_latencies
 from ...data.workspace import ModelWorkspace
 from ...serving.models.served import ServedModel
+from ...serving.runs.machine import run_facts
 from ...training.latency.predictor import LatencyPredictor, load_workspace_predictor
-from ..machine import run_facts
 from ..report.latency_plots import plot_latencies
 from ..steps.combinations import Combination, single_combinations, stratified_combinations
 from ..steps.lanes import Lane
@@ -182,6 +182,27 @@ def profile_latency(
     plot_file = table_file.with_suffix(".png")
     write_bytes(plot_file, plot_latencies(table))
     return LatencyOutcome(table, table_file, plot_file, num_visits, was_interrupted)
+
+
+def measure_latencies(
+    model: ServedModel,
+    workspace: ModelWorkspace,
+    resolutions: tuple[Resolution, ...],
+    *,
+    combinations: int,
+    max_batch_size: int,
+    budget_s: float,
+) -> LatencyTable:
+    """Profile combinations once each within a budget: the coarse table of a run whose workspace has no step latencies
+    (`MeasureLatencies`).
+
+    Raises as `profile_latency`; KeyboardInterrupt also if only a part is measured.
+    """
+    settings = LatencySettings(resolutions, combinations, max_batch_size, repeats=1)
+    outcome = profile_latency(model, settings, workspace, budget_s=budget_s)
+    if outcome.was_interrupted:
+        raise KeyboardInterrupt
+    return outcome.table
 
 
 _Samples = dict[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]

@@ -26,19 +26,19 @@ from ...serving.models.build import as_plain, with_engine, without_cache
 from ...serving.models.loading import resolve_model
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName
+from ...serving.runs.calibration import Calibration, ServedRun, calibrate, step_sources
+from ...serving.runs.machine import run_facts
+from ...serving.runs.outside_profile import predictions_outside
+from ...serving.runs.planning import at_rate
+from ...serving.runs.serve import engine_figures, what_was_learnt
+from ...serving.runs.simulate import SimulatedEngine, StepFile
+from ...serving.runs.standalone import shape_of, standalone_latencies
+from ...serving.runs.step_latencies import tables_measured_under
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.step_durations import ProfiledSteps
 from ...training.latency.online_correction import OnlineCorrection
-from ..machine import run_facts
 from ..measure.latency import LatencySettings, profile_latency
-from ..measure.standalone import shape_of, standalone_latencies
-from ..runs.calibration import Calibration, ServedRun, calibrate, step_sources
-from ..runs.outside_profile import predictions_outside
-from ..runs.planning import at_rate
-from ..runs.serve import engine_figures, what_was_learnt
-from ..runs.simulate import SimulatedEngine, StepFile
-from ..runs.step_latencies import tables_measured_under
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings

@@ -14,13 +14,13 @@ from ...data.resolution import Resolution
 from ...data.tables.latency import TABLE_PATTERN, read_latencies
 from ...data.workspace import Workspace
 from ...serving.options import EngineName
+from ...serving.runs.calibration import Calibration
+from ...serving.runs.outside_profile import warn_of_small_table
+from ...serving.runs.simulate import SimulatedEngine, StepFile, load_stage_times, load_step_file, loop_figures
+from ...serving.runs.step_latencies import measured_alone
 from ...serving.scheduling.systems import System
 from ...serving.simulator.stage_times import StageTimes
 from ...training.cache.schedule import CacheSchedule
-from ..runs.calibration import Calibration
-from ..runs.outside_profile import warn_of_small_table
-from ..runs.simulate import SimulatedEngine, StepFile, load_stage_times, load_step_file, loop_figures
-from ..runs.step_latencies import measured_alone
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone
 from .settings import Served, SweepFolder, SweepSettings

@@ -9,8 +9,8 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places
-from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.options import EngineOptions
+from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.scheduling.systems import COMPARED_SYSTEMS, SYSTEMS
 from ..flags import flag, given_flags
 from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
@@ -156,8 +156,8 @@ def bench_slo(
 
     side: Side
     if is_simulated:
-        from ...profiling.runs.step_latencies import table_for_simulation
         from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
+        from ...serving.runs.step_latencies import table_for_simulation
 
         if latency is None:
             sizes = [request.resolution for request in examples_of(settings, defaults)]
@@ -173,8 +173,8 @@ def bench_slo(
         )
         place = target.root.for_model(target.model, "simulated")
     else:
-        from ...profiling.runs.outside_profile import warn_of_small_table
-        from ...profiling.runs.simulate import load_step_file
+        from ...serving.runs.outside_profile import warn_of_small_table
+        from ...serving.runs.simulate import load_step_file
         from ...serving.scheduling.policies import get_policy
 
         step_latency = None

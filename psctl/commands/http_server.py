@@ -20,10 +20,10 @@ SloOf = Callable[[Resolution], float | None]
 """Seconds that a request may take which names none, by resolution; None where `--slo` does not say."""
 
 if TYPE_CHECKING:
-    from ...profiling.http.engine import EngineRecipe
-    from ...profiling.http.server import HttpSettings, ServerParts
     from ...serving.cluster.load_book import LoadBook
     from ...serving.options import EngineOptions, TemplateOptions
+    from ...serving.runs.http.engine import EngineRecipe
+    from ...serving.runs.http.server import HttpSettings, ServerParts
     from ...serving.scheduling.systems import System
 
 
@@ -47,7 +47,7 @@ def serve_http(
         MissingExtraError: a package of the extra `http` or `ray` is missing.
         UsageError, RunError: as `make_server` and `serve_forever`.
     """
-    from ...profiling.http.routing import load_book
+    from ...serving.runs.http.routing import load_book
 
     recipe = recipe_of(system, sizes, max_batch_size, engine, target, templates=templates)
     book = load_book(recipe, routing.router, routing.edit_profile, on_note=out.note) if replicas.is_any else None
@@ -92,7 +92,7 @@ def serve_cascade_http(
             leg.require(list(map(str, sizes)))
 
     def make(settings: "HttpSettings") -> "ServerParts":
-        from ...profiling.http.cascade_server import make_cascade_server
+        from ...serving.runs.http.cascade import make_cascade_server
 
         parts = make_cascade_server(
             deployment,
@@ -121,7 +121,7 @@ def _serve(
     out: Output,
 ) -> "ServerParts":
     """Build the server's parts once its port is open, and serve. Raises what `serve_http` raises."""
-    from ...profiling.http.server import HttpSettings
+    from ...serving.runs.http.server import HttpSettings
 
     try:
         from ...serving.server.batches.store import Batches
@@ -163,8 +163,8 @@ def recipe_of(
     templates: "TemplateOptions | None" = None,
 ) -> "EngineRecipe":
     """Return the settings from which engines are built. Raises UsageError: there is no such model or device."""
-    from ...profiling.http.engine import EngineRecipe
     from ...serving.models.placement import resolve_device
+    from ...serving.runs.http.engine import EngineRecipe
 
     cache = target.with_cache_file(engine.cache).from_anywhere()
     place = target.root.for_model(target.model, str(resolve_device(target.device)))
@@ -197,15 +197,21 @@ def make_parts(
     book: "LoadBook | None" = None,
 ) -> "ServerParts":
     """Return the server's parts: an engine in this process, or replicas. Raises what `make_server` raises."""
-    from ...profiling.http.server import make_server
+    from ...profiling.measure.latency import measure_latencies
     from ...serving.models.placement import resolve_device
+    from ...serving.runs.http.server import make_server
 
     takes_gpu = resolve_device(recipe.device).type == "cuda"
     plan = replicas.plan(takes_gpu=takes_gpu, max_ongoing=max_open, drain_s=drain_s)
     if plan is None:
         return make_server(
-            recipe, settings, load=lambda: target.load(out, recipe.options)[0], on_note=out.note, on_warning=out.warn
+            recipe,
+            settings,
+            measure_latencies,
+            load=lambda: target.load(out, recipe.options)[0],
+            on_note=out.note,
+            on_warning=out.warn,
         )
     if not takes_gpu:
         recipe = replace(recipe, threads=1)
-    return make_server(recipe, settings, plan=plan, book=book, on_note=out.note, on_warning=out.warn)
+    return make_server(recipe, settings, measure_latencies, plan=plan, book=book, on_note=out.note, on_warning=out.warn)

@@ -9,7 +9,7 @@ import typer
 from ...data.errors import RunError, UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE
+from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import Flags, flag, given_flags
 from ..options.cascade import CascadeOptions, ServedCascade
@@ -85,15 +85,17 @@ def serve(
         psctl serve --http --cascade emoji-xl-turbo:1,emoji-xl:50 --workers 2 --slo-scale 4
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ...profiling.measure.latency import measure_latencies
+    from ...profiling.report.html import write_report
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables, slo_doubt
-    from ...profiling.runs.corrections import correction_of, keep_correction
-    from ...profiling.runs.outside_profile import warn_of_small_table
-    from ...profiling.runs.serve import run_serve
-    from ...profiling.runs.simulate import load_step_file
-    from ...profiling.runs.step_latencies import latencies_for_serving
-    from ...profiling.runs.trace_settings import check_slo_scale, draw_requests, parse_slo
     from ...serving.models.loading import model_geometry
+    from ...serving.runs.corrections import correction_of, keep_correction
+    from ...serving.runs.outside_profile import warn_of_small_table
+    from ...serving.runs.serve import run_serve
+    from ...serving.runs.simulate import load_step_file
+    from ...serving.runs.step_latencies import latencies_for_serving
+    from ...serving.runs.trace_settings import check_slo_scale, draw_requests, parse_slo
     from ...serving.scheduling.policies import get_policy
 
     given = given_flags(context)
@@ -174,7 +176,7 @@ def serve(
     if step_latency is None and get_policy(chosen.policy).requires_predictor:
         sizes = [request.resolution for request in requests]
         step_latency = latencies_for_serving(
-            served, place, sizes, max_batch_size, on_note=out.note, on_warning=out.warn
+            served, place, sizes, max_batch_size, measure=measure_latencies, on_note=out.note, on_warning=out.warn
         )
     correction = None
     if step_latency is not None:
@@ -200,6 +202,7 @@ def serve(
                 "device": str(served.device),
                 "dtype": str(served.dtype).removeprefix("torch."),
             },
+            write_report=write_report,
             predictor=correction,
             slo_scale=slo_scale,
             max_batch_size=max_batch_size,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.errors import UsageError
 from ...data.files import require_places
-from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cascade.legs import parse_cascade
+from ...serving.runs.trace_settings import TraceSettings
 from ..options.cascade import CascadeOptions
 from ..options.target import Target
 from ..output import Output
@@ -15,7 +15,7 @@ from .simulate_cascade import CascadeImages, cascade_table, found_images
 
 if TYPE_CHECKING:
     from ...data.workspace import ModelWorkspace
-    from ...profiling.runs.serve_cascade import CascadeFiles
+    from ...serving.runs.serve_cascade import CascadeFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ToServe:
 
 def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
     """Look up these settings before anything is loaded. Raises UsageError: a part is missing or of other models."""
-    from ...profiling.runs.serve_cascade import CascadeFiles
+    from ...serving.runs.serve_cascade import CascadeFiles
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE
 
     images = found_images(cascade, options, target)
@@ -56,10 +56,11 @@ def serve_cascade(
 ) -> None:
     """Serve, write the run, and print its figures. The arguments are those of `serve`."""
     from ...data.traces.traces import TRACE_KINDS
-    from ...profiling.runs.cascade_folder import cascade_summary, write_cascade_run
-    from ...profiling.runs.serve_cascade import serve_cascade as run_serve
-    from ...profiling.runs.trace_settings import draw_requests
+    from ...profiling.report.cascade_page import write_cascade_report
     from ...serving.cascade.systems import get_cascade_system
+    from ...serving.runs.cascade_folder import cascade_summary, write_cascade_run
+    from ...serving.runs.serve_cascade import serve_cascade as run_serve
+    from ...serving.runs.trace_settings import draw_requests
 
     get_cascade_system(system)
     found = found_to_serve(cascade, options, target)
@@ -100,7 +101,7 @@ def serve_cascade(
     }
     summary = cascade_summary(served.run, deployment, specs, dataset=trace.trace, config=config, quality=quality)
     summary |= {"was_interrupted": served.was_interrupted, "workers_lost": result.num_lost}
-    report = write_cascade_run(run_dir, served.run, specs, summary)
+    report = write_cascade_run(run_dir, served.run, specs, summary, write_cascade_report)
     out.data(summary, table=lambda: cascade_table(summary), file=output_file)
     out.note(f"Results: {report}")
     if served.was_interrupted:

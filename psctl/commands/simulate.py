@@ -10,8 +10,8 @@ import typer
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.options import EngineOptions
+from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.scheduling.routers import DEFAULT_ROUTER, ROUTERS, check_router
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import flag
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...data.requests import Request
-    from ...profiling.runs.planning import SearchResult
+    from ...serving.runs.planning import SearchResult
 
 _DEFAULT_NUM_PROMPTS = 1000
 _MAX_REPORTED = 20_000
@@ -135,11 +135,15 @@ def simulate(
     from ...data.figures import write_figures
     from ...data.traces.traces import TRACE_KINDS
     from ...profiling.parallel.speedups import read_speedups
+    from ...profiling.report.html import write_report
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables, search_table
-    from ...profiling.runs.outside_profile import warn_of_small_table
-    from ...profiling.runs.planning import at_rate, gpus_needed, highest_rate, how_slow, with_error
-    from ...profiling.runs.simulate import (
+    from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, plain_engine, table_of
+    from ...serving.editing.costs import profiled_edits
+    from ...serving.editing.profile import EditProfile
+    from ...serving.runs.outside_profile import warn_of_small_table
+    from ...serving.runs.planning import at_rate, gpus_needed, highest_rate, how_slow, with_error
+    from ...serving.runs.simulate import (
         Deployment,
         SimulatedEngine,
         load_stage_times,
@@ -147,11 +151,8 @@ def simulate(
         simulation_summary,
         write_simulation,
     )
-    from ...profiling.runs.step_latencies import edit_profile_for_simulation, table_for_simulation
-    from ...profiling.runs.trace_settings import check_slo_scale, draw_trace
-    from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, plain_engine, table_of
-    from ...serving.editing.costs import profiled_edits
-    from ...serving.editing.profile import EditProfile
+    from ...serving.runs.step_latencies import edit_profile_for_simulation, table_for_simulation
+    from ...serving.runs.trace_settings import check_slo_scale, draw_trace
     from ...serving.simulator.stage_times import StageTimes
 
     check_cascade_flags(context, cascade, system)
@@ -320,7 +321,11 @@ def simulate(
     summary = simulation_summary(result, deployment, model=target.model, dataset=trace.trace, config=config)
     with_report = len(requests) <= _MAX_REPORTED
     run_dir = write_simulation(
-        target.root.for_model(target.model, "simulated"), promised, result, summary, with_report=with_report
+        target.root.for_model(target.model, "simulated"),
+        promised,
+        result,
+        summary,
+        write_report=write_report if with_report else None,
     )
     out.data(summary, table=lambda: to_rich(run_tables(summary)), file=output_file)
     more = "" if with_report else f" (no report for more than {_MAX_REPORTED} requests)"

@@ -11,8 +11,8 @@ from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.run_facts import describe
 from ...data.tables.published import published_cascade
-from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Side, cascade_name, parse_cascade
+from ...serving.runs.trace_settings import TraceSettings
 from ..flags import Flags, given_flags
 from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, found_place
 from ..options.http import HttpFlags
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from ...data.requests import Request
     from ...data.workspace import ModelWorkspace
     from ...profiling.cascade.bank import Bank
-    from ...profiling.runs.cascade import CascadeDeployment
     from ...serving.cascade.profile import CascadeProfile
     from ...serving.cascade.result import CascadeResult
     from ...serving.models.defaults import ModelDefaults
+    from ...serving.runs.cascade import CascadeDeployment
 
 _DEFAULT_NUM_PROMPTS = 1000
 _OWN = CASCADE.names()
@@ -86,8 +86,8 @@ class CascadeImages:
         self, options: CascadeOptions, system: str, gpus: int, slo_scale: float, seed: int
     ) -> "CascadeDeployment":
         """Return a deployment. Raises UsageError: there is no such system, or a number is out of range."""
-        from ...profiling.runs.cascade import CascadeDeployment
         from ...serving.cascade.systems import CascadeKnobs, get_cascade_system
+        from ...serving.runs.cascade import CascadeDeployment
 
         sizes = None
         if options.threshold_per_resolution:
@@ -222,9 +222,10 @@ def simulate_cascade(
     out: Output,
 ) -> None:
     """Simulate, write the run, and print its figures. The arguments are those of `simulate`."""
-    from ...profiling.runs.cascade_folder import cascade_summary, write_cascade_run
-    from ...profiling.runs.trace_settings import draw_requests
+    from ...profiling.report.cascade_page import write_cascade_report
     from ...serving.cascade.systems import get_cascade_system
+    from ...serving.runs.cascade_folder import cascade_summary, write_cascade_run
+    from ...serving.runs.trace_settings import draw_requests
 
     specs = parse_cascade(cascade)
     get_cascade_system(system)
@@ -253,7 +254,7 @@ def simulate_cascade(
     }
     summary = cascade_summary(run, deployment, specs, dataset=trace.trace, config=config, quality=quality)
     run_dir = images.place(target).new_run("simulate")
-    report = write_cascade_run(run_dir, run, specs, summary)
+    report = write_cascade_run(run_dir, run, specs, summary, write_cascade_report)
     out.data(summary, table=lambda: cascade_table(summary), file=output_file)
     out.note(f"Results: {report}")
 

@@ -34,11 +34,11 @@ from patchedserve.data.prompts.captions import load_prompts
 from patchedserve.data.requests import Request
 from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.http.load import LoadSettings, body_of, send_load
-from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.replay import replay
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.tests.support.http_server import HttpServer
 from patchedserve.tests.support.soak import Usage
