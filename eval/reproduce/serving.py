@@ -13,7 +13,8 @@ from ...profiling.sweep.engine_side import EngineSide
 from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRates
 from ...profiling.sweep.runner import Side, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
-from ...profiling.sweep.simulator_side import CALIBRATION_FILE, SimulatorFiles, SimulatorSide
+from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
+from ...serving.runs.simulator_files import CALIBRATION_FILE
 from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...training.latency.predictor import PREDICTOR_FILE
 from .lab import Lab, finish

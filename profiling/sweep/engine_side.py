@@ -27,13 +27,15 @@ from ...serving.models.loading import resolve_model
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName
 from ...serving.runs.calibration import Calibration, ServedRun, calibrate, step_sources
+from ...serving.runs.deployment import SimulatedEngine
 from ...serving.runs.machine import run_facts
 from ...serving.runs.outside_profile import predictions_outside
 from ...serving.runs.planning import at_rate
-from ...serving.runs.serve import engine_figures, what_was_learnt
-from ...serving.runs.simulate import SimulatedEngine, StepFile
+from ...serving.runs.simulator_files import CALIBRATION_FILE, read_calibrations
 from ...serving.runs.standalone import shape_of, standalone_latencies
+from ...serving.runs.step_file import StepFile
 from ...serving.runs.step_latencies import tables_measured_under
+from ...serving.runs.summary import engine_figures, what_was_learnt
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.step_durations import ProfiledSteps
@@ -42,7 +44,7 @@ from ..measure.latency import LatencySettings, profile_latency
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
-from .simulator_side import CALIBRATION_FILE, SimulatorSide, read_calibrations
+from .simulator_side import SimulatorSide
 
 _CALIBRATION_LOADS = (0.4, 0.8, 1.3)
 """Shares of an engine's capacity: almost no request waits, some wait, and the queue grows."""

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...data.errors import MissingExtraError
 from ...data.files import require_places
 from ...data.resolution import Resolution, parse, parse_list
-from ..options.cascade import CascadeOptions
+from ..options.cascade import CascadePlan
 from ..options.http import HttpFlags
 from ..options.replicas import ReplicaFlags, RouterFlags
 from ..options.target import Target
@@ -27,20 +27,33 @@ if TYPE_CHECKING:
     from ...serving.scheduling.systems import System
 
 
-def serve_http(
-    system: "System",
-    web: HttpFlags,
-    replicas: ReplicaFlags,
-    routing: RouterFlags,
-    sizes: Sequence[Resolution],
-    slo_scale: float,
-    fixed_s: SloOf,
-    max_batch_size: int,
-    engine: "EngineOptions",
-    templates: "TemplateOptions | None",
-    target: Target,
-    out: Output,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """Plan of a server with one model.
+
+    Attributes:
+        system: system that serves, with the user's choice of engine and policy.
+        sizes: sizes that are warmed up.
+        slo_scale, fixed_s: SLOs of requests that name none, as in `HttpSettings`.
+        max_batch_size: maximum number of requests in a batch of one engine.
+        engine: options of the engine.
+        templates: how edits record and read templates; None if they read none.
+        web, replicas, routing: options of the server, of its replicas, and of the router that sends requests to them.
+    """
+
+    system: "System"
+    sizes: Sequence[Resolution]
+    slo_scale: float
+    fixed_s: SloOf
+    max_batch_size: int
+    engine: "EngineOptions"
+    templates: "TemplateOptions | None"
+    web: HttpFlags
+    replicas: ReplicaFlags
+    routing: RouterFlags
+
+
+def serve_http(plan: ServerPlan, target: Target, out: Output) -> None:
     """Serve until a signal arrives. Options are checked before the model is loaded.
 
     Raises:
@@ -49,45 +62,39 @@ def serve_http(
     """
     from ...serving.runs.http.routing import load_book
 
-    recipe = recipe_of(system, sizes, max_batch_size, engine, target, templates=templates)
-    book = load_book(recipe, routing.router, routing.edit_profile, on_note=out.note) if replicas.is_any else None
+    recipe = recipe_of(plan.system, plan.sizes, plan.max_batch_size, plan.engine, target, templates=plan.templates)
+    replicas, book = plan.replicas, None
+    if replicas.is_any:
+        book = load_book(recipe, plan.routing.router, plan.routing.edit_profile, on_note=out.note)
 
     def make(settings: "HttpSettings") -> "ServerParts":
         limits = settings.limits
-        max_open = limits.max_queue + max_batch_size
+        max_open = limits.max_queue + plan.max_batch_size
         parts = make_parts(recipe, settings, replicas, max_open, limits.request_timeout_s, target, out, book=book)
         if parts.engine is not None:
             out.note("Warming up ...")
         return parts
 
-    most = max_batch_size * replicas.most
-    parts = _serve(make, web, sizes, slo_scale, fixed_s, recipe.workspace.root, most, target, out)
+    most = plan.max_batch_size * replicas.most
+    slos = plan.slo_scale, plan.fixed_s
+    parts = _serve(make, plan.web, plan.sizes, slos, recipe.workspace.root, most, target, out)
     if parts.engine is not None:
         parts.engine.keep_correction(recipe.workspace, on_note=out.note)
 
 
-def serve_cascade_http(
-    cascade: str,
-    system: str,
-    web: HttpFlags,
-    options: CascadeOptions,
-    *,
-    num_workers: int,
-    resolutions: str | None,
-    slo_scale: float,
-    fixed_s: SloOf,
-    seed: int,
-    target: Target,
-    out: Output,
-) -> None:
+def serve_cascade_http(plan: CascadePlan, web: HttpFlags, target: Target, out: Output) -> None:
     """Serve with a light and a heavy model until a signal arrives. Raises what `serve_http` raises."""
-    served = found_to_serve(cascade, options, target)
-    deployment = served.images.deployment(options, system, num_workers, slo_scale, seed)
+    from ...serving.runs.trace_settings import check_slo_scale, parse_slo
+
+    check_slo_scale(plan.slo_scale)
+    slos = plan.slo_scale, parse_slo(plan.trace.slo)
+    served = found_to_serve(plan.cascade, plan.options, target)
+    deployment = served.images.deployment(plan.options, plan.system, plan.num_workers, plan.slo_scale, plan.trace.seed)
     profiled = served.images.profile.legs
-    if resolutions is None:
+    if plan.trace.resolutions is None:
         sizes = [parse(name) for name in profiled["heavy"].sizes if name in profiled["light"].sizes]
     else:
-        sizes = parse_list(resolutions)
+        sizes = parse_list(plan.trace.resolutions)
         for leg in profiled.values():
             leg.require(list(map(str, sizes)))
 
@@ -102,19 +109,18 @@ def serve_cascade_http(
             sizes,
             on_note=out.note,
         )
-        out.note(f"Starting {num_workers} workers with both models ...")
+        out.note(f"Starting {plan.num_workers} workers with both models ...")
         return parts
 
-    most = max(deployment.profile.legs["light"].batch_sizes) * num_workers
-    _serve(make, web, sizes, slo_scale, fixed_s, served.place.root, most, target, out)
+    most = max(deployment.profile.legs["light"].batch_sizes) * plan.num_workers
+    _serve(make, web, sizes, slos, served.place.root, most, target, out)
 
 
 def _serve(
     make: "Callable[[HttpSettings], ServerParts]",
     web: HttpFlags,
     sizes: Sequence[Resolution],
-    slo_scale: float,
-    fixed_s: SloOf,
+    slos: tuple[float, SloOf],
     folder: Path,
     most_at_once: int,
     target: Target,
@@ -135,6 +141,7 @@ def _serve(
     try:
         limits = web.limits(max(size.pixels for size in sizes), address.keys)
         names = tuple(web.served_model_name or ())
+        slo_scale, fixed_s = slos
         parts = make(HttpSettings(slo_scale, limits, names, web.log_prompts, fixed_s=fixed_s))
         asyncio.run(
             serve_forever(

@@ -12,9 +12,8 @@ from ...data.files import require_places
 from ...data.run_facts import describe
 from ...data.tables.published import published_cascade
 from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Side, cascade_name, parse_cascade
-from ...serving.runs.trace_settings import TraceSettings
 from ..flags import Flags, given_flags
-from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, found_place
+from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, CascadePlan, found_place
 from ..options.http import HttpFlags
 from ..options.target import Target
 from ..output import Output
@@ -109,6 +108,20 @@ class CascadeImages:
             sizes,
             seed,
         )
+
+    def config(self, plan: CascadePlan, *, num_workers: str) -> dict[str, Any]:
+        """Return the settings of a run as JSON, for its summary; `num_workers` is the name of that setting."""
+        options = asdict(plan.options)
+        return {
+            **plan.trace.to_config(),
+            "cascade": plan.cascade,
+            "system": plan.system,
+            num_workers: plan.num_workers,
+            "slo_scale": plan.slo_scale,
+            **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
+            "cascade_profile": str(self.profile_file),
+            "bank": str(self.bank_folder),
+        }
 
     def quality_served(
         self, requests: "Sequence[Request]", places: Sequence[int], result: "CascadeResult"
@@ -208,32 +221,20 @@ def found_images(
     return images
 
 
-def simulate_cascade(
-    cascade: str,
-    system: str,
-    trace: TraceSettings,
-    options: CascadeOptions,
-    *,
-    request_rate: float | None,
-    slo_scale: float,
-    gpus: int,
-    output_file: Path | None,
-    target: Target,
-    out: Output,
-) -> None:
-    """Simulate, write the run, and print its figures. The arguments are those of `simulate`."""
+def simulate_cascade(plan: CascadePlan, output_file: Path | None, target: Target, out: Output) -> None:
+    """Simulate, write the run, and print its figures."""
     from ...profiling.report.cascade_page import write_cascade_report
     from ...serving.cascade.systems import get_cascade_system
     from ...serving.runs.cascade_folder import cascade_summary, write_cascade_run
     from ...serving.runs.trace_settings import draw_requests
 
-    specs = parse_cascade(cascade)
-    get_cascade_system(system)
-    images = found_images(cascade, options, target, on_published=out.note)
-    trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)
+    specs, trace = parse_cascade(plan.cascade), plan.trace
+    get_cascade_system(plan.system)
+    images = found_images(plan.cascade, plan.options, target, on_published=out.note)
     if trace.num_prompts is None and trace.duration_s is None and trace.trace in ("poisson", "gamma", "diurnal"):
         trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS)
-    deployment = images.deployment(options, system, gpus, slo_scale, trace.seed)
+        plan = replace(plan, trace=trace)
+    deployment = images.deployment(plan.options, plan.system, plan.num_workers, plan.slo_scale, trace.seed)
     bank = images.bank
     requests, places = bank.dealt(draw_requests(trace, images.defaults), trace.seed)
     promised = deployment.promised(requests)
@@ -242,16 +243,7 @@ def simulate_cascade(
         run = deployment.run(promised, places)
     with out.status("Measuring the images that were served ..."):
         quality = images.quality_served(promised, places, run.result)
-    config = {
-        **trace.to_config(),
-        "cascade": cascade,
-        "system": system,
-        "gpus": gpus,
-        "slo_scale": slo_scale,
-        **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()},
-        "cascade_profile": str(images.profile_file),
-        "bank": str(images.bank_folder),
-    }
+    config = images.config(plan, num_workers="gpus")
     summary = cascade_summary(run, deployment, specs, dataset=trace.trace, config=config, quality=quality)
     run_dir = images.place(target).new_run("simulate")
     report = write_cascade_run(run_dir, run, specs, summary, write_cascade_report)

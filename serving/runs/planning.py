@@ -17,7 +17,7 @@ from ...data.traces.traces import retime
 from ..options import EngineName
 from ..scheduling.systems import get_system
 from .calibration import Calibration
-from .simulate import Deployment
+from .deployment import Deployment
 
 MAX_GPUS = 4096
 """Maximum number of GPUs that a search tries."""

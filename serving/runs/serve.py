@@ -1,15 +1,14 @@
-"""One serve run from end to end: draw the trace, measure standalone latencies, replay, write the results.
+"""One serve run from end to end: draw the trace, measure step latencies and standalone latencies, replay, write the
+results.
 
 The run's folder in the workspace receives `trace.jsonl` (the requests with their SLOs), the files of `write_run`, and
 some images. An interrupted run writes all of them as well.
 """
 
-import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ...data.figures import write_figures
@@ -24,25 +23,35 @@ from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
 from ..scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ..scheduling.systems import System
+from .corrections import correction_of
+from .doubts import doubtful_alone, exact_s
 from .figures import run_figures
 from .outside_profile import predictions_outside
 from .run_folder import WriteReport, write_run
 from .standalone import RequestShape, doubt_standalone, shape_of, standalone_latencies
-from .trace_settings import DEFAULT_SLO_SCALE
+from .step_file import latencies_of_file
+from .step_latencies import MeasureLatencies, latencies_for_serving
+from .summary import engine_figures, what_was_learnt
+from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
 
 if TYPE_CHECKING:
     from ..engine.run_result import RunResult
     from ..models.served import ServedModel
 
 _MAX_REPORT_IMAGES = 24
-_MOST_TIMES_SERVED = 5.0
-"""Ratio of a request's standalone latency to its time in a run above which its SLO is in doubt."""
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOutcome:
-    """Outcome of a serve run: the summary as in `summary.json`, records, steps, the folder, and whether Ctrl-C ended
-    the run.
+    """Outcome of a serve run.
+
+    Attributes:
+        summary: figures of the run, as in `summary.json`.
+        records, steps: one per request, and one per step.
+        run_dir: folder of the run.
+        was_interrupted: whether Ctrl-C ended the run.
+        correction: what the run has learnt of step latencies; None if its predictor learns nothing.
     """
 
     summary: dict[str, Any]
@@ -50,6 +59,124 @@ class ServeOutcome:
     steps: list[StepRow]
     run_dir: Path
     was_interrupted: bool
+    correction: OnlineCorrection | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """Plan of a trace that is served.
+
+    Attributes:
+        trace: settings of the trace.
+        system: system that serves, with the user's choice of engine and policy.
+        predictor: file of step latencies for policies that look ahead; None uses those of the workspace.
+        slo_scale, max_batch_size, save_dir, remeasure: as in `run_serve`.
+    """
+
+    trace: TraceSettings
+    system: System
+    predictor: Path | None = None
+    slo_scale: float = DEFAULT_SLO_SCALE
+    max_batch_size: int = 16
+    save_dir: Path | None = None
+    remeasure: bool = False
+
+    def ready(self, model: str, *, on_warning: Tell) -> "ReadyTrace":
+        """Read the files of the plan and draw its requests, before the model is loaded.
+
+        Args:
+            model: the model as `load_model` takes it.
+            on_warning: called with a line about latencies that may be inaccurate.
+
+        Raises:
+            UsageError: there is no such model, a file is damaged, or a setting is out of its range.
+        """
+        from ..models.loading import model_defaults, model_geometry
+
+        latency = None
+        if self.predictor is not None:
+            latency = latencies_of_file(self.predictor, self.max_batch_size, on_warning=on_warning)
+        requests = draw_requests(self.trace, model_defaults(model), geometry=lambda: model_geometry(model))
+        check_slo_scale(self.slo_scale)
+        return ReadyTrace(self, requests, latency)
+
+    def to_config(self, model: "ServedModel") -> dict[str, Any]:
+        """Return the settings by the names of the options, as JSON, for the summary and the report."""
+        return {
+            **self.trace.to_config(),
+            "system": self.system.name,
+            "policy": self.system.policy,
+            "predictor": None if self.predictor is None else str(self.predictor),
+            "engine": self.system.engine,
+            "cache": model.options.cache.in_words(),
+            "slo_scale": self.slo_scale,
+            "max_batch_size": self.max_batch_size,
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyTrace:
+    """Requests of a plan, and the step latencies of its file, None without one. The model is not loaded yet."""
+
+    plan: ServePlan
+    requests: Sequence[Request]
+    latency: StepLatencyPredictor | None
+
+    def serve(
+        self,
+        model: "ServedModel",
+        workspace: ModelWorkspace,
+        *,
+        measure: MeasureLatencies,
+        write_report: WriteReport,
+        on_note: Tell,
+        on_warning: Tell,
+        on_start: Callable[[], None],
+        on_finish: Callable[[RequestRecord], None],
+    ) -> ServeOutcome:
+        """Serve the requests and write the results.
+
+        Args:
+            model, workspace: the loaded model, and its part of the workspace.
+            measure: measures step latencies, if the policy needs them and neither plan nor workspace has any.
+            write_report: writes the report of the run.
+            on_note: called with a line about each slow operation.
+            on_warning: called with a line about possible inaccuracies.
+            on_start, on_finish: as in `run_serve`.
+
+        Raises as `run_serve`.
+        """
+        plan, latency = self.plan, self.latency
+        if latency is None and get_policy(plan.system.policy).requires_predictor:
+            sizes = [request.resolution for request in self.requests]
+            latency = latencies_for_serving(
+                model, workspace, sizes, plan.max_batch_size, measure=measure, on_note=on_note, on_warning=on_warning
+            )
+        correction = None
+        if latency is not None:
+            first = [plan.system.adapt(request) for request in self.requests[: plan.max_batch_size]]
+            correction = correction_of(model, workspace, latency, first=first, on_note=on_note)
+        trace = plan.trace
+        return run_serve(
+            model,
+            self.requests,
+            plan.system,
+            workspace,
+            dataset=trace.trace if trace.prompts is None else f"{trace.trace}, {trace.prompts.name}",
+            config=plan.to_config(model),
+            write_report=write_report,
+            predictor=correction,
+            slo_scale=plan.slo_scale,
+            max_batch_size=plan.max_batch_size,
+            save_dir=plan.save_dir,
+            remeasure=plan.remeasure,
+            on_measure=lambda shape: on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+            on_doubt=on_warning,
+            on_start=on_start,
+            on_finish=on_finish,
+        )
 
 
 def run_serve(
@@ -137,13 +264,14 @@ def run_serve(
     summary["run_dir"] = str(run_dir)
     write_figures(summary, run_figures(summary, result.records))
     _write(run_dir, result, summary, save_dir, write_report)
-    served_s = _exact_s(model, adapted, result.records)
+    served_s = exact_s(model, adapted, result.records)
     for shape, known_s in doubt_standalone(model, workspace.tables, served_s).items():
         on_doubt(
             f"{shape.resolution} was served in {served_s[shape]:.3g} s, but had taken {known_s:.3g} s alone: the next "
             "run measures that again"
         )
-    return ServeOutcome(summary, result.records, result.steps, run_dir, result.was_interrupted)
+    correction = predictor if isinstance(predictor, OnlineCorrection) else None
+    return ServeOutcome(summary, result.records, result.steps, run_dir, result.was_interrupted, correction)
 
 
 def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Path) -> Callable[[Request], Path | None]:
@@ -160,102 +288,6 @@ def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Pa
         return folder / f"{request.request_id:0{digits}}.png"
 
     return path_of
-
-
-def doubtful_alone(records: Sequence[RequestRecord], alone_s: Mapping[int, float | None]) -> dict[str, float]:
-    """Return, by resolution, the ratio of the standalone latency on plain diffusers to the shortest time in which a
-    request was served, waiting excluded. Only ratios above `_MOST_TIMES_SERVED` are returned.
-
-    Steps take longer in a batch, not shorter, and neither the cache nor fewer steps save as much. Such a ratio means
-    that the standalone latencies, from which the SLOs are derived, were measured on a busy machine.
-    """
-    found: dict[str, float] = {}
-    for record in records:
-        alone, served_s = alone_s[record.request_id], _without_waiting_s(record)
-        if alone is None or served_s is None:
-            continue
-        times = alone / served_s
-        found[str(record.resolution)] = max(times, found.get(str(record.resolution), 0.0))
-    return {name: times for name, times in sorted(found.items()) if times > _MOST_TIMES_SERVED}
-
-
-def _exact_s(
-    model: "ServedModel", requests: Sequence[Request], records: Sequence[RequestRecord]
-) -> dict[RequestShape, float]:
-    """Return, by shape, the shortest time in which a new image without reused steps was served, waiting excluded.
-
-    Empty if passes were compiled or recorded, which makes them faster by more than the error of a measurement.
-    """
-    least_s: dict[RequestShape, float] = {}
-    shapes = {request.request_id: shape_of(model, request) for request in requests if request.edit is None}
-    for record in () if model.options.compile or model.options.cuda_graphs else records:
-        shape, served_s = shapes.get(record.request_id), _without_waiting_s(record)
-        if shape is not None and served_s is not None and not record.steps_reused:
-            least_s[shape] = min(served_s, least_s.get(shape, math.inf))
-    return least_s
-
-
-def _without_waiting_s(record: RequestRecord) -> float | None:
-    """Return the seconds that a request took, excluding the time it waited for others; None if it was not served."""
-    if record.latency_s is None or record.admitted_s is None:
-        return None
-    prepare_s = (record.prepare_end_s or 0.0) - (record.prepare_start_s or 0.0)
-    return (record.finish_s or 0.0) - record.admitted_s + prepare_s
-
-
-def engine_figures(result: "RunResult") -> dict[str, Any]:
-    """Return the figures of the denoise loop: number of steps, mean batch size, share of the time in which it was busy,
-    number of the policy's decisions, and the seconds that a decision took.
-    """
-    busy_s = sum(row.duration_s for row in result.steps)
-    num_steps, ranked = len(result.steps), sorted(result.decision_times_s)
-    return {
-        "num_steps": num_steps,
-        "batch_size_mean": sum(row.active for row in result.steps) / num_steps if num_steps else None,
-        "step_latency_mean": busy_s / num_steps if num_steps else None,
-        "num_decisions": len(ranked),
-        "scheduling_mean": fmean(ranked) if ranked else None,
-        # The smallest time that at least 95 % of the decisions did not exceed.
-        "scheduling_p95": ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else None,
-        "max_prepared": result.max_prepared,
-        "denoise_busy_rate": busy_s / result.duration_s if result.duration_s > 0 else None,
-        "was_interrupted": result.was_interrupted,
-    }
-
-
-def what_was_learnt(
-    model: "ServedModel", predictor: StepLatencyPredictor | None, outside_before: Mapping[str, int] | None = None
-) -> dict[str, Any]:
-    """Return the parts of a summary that not every run has.
-
-    They are the savings of the caches of prompts and patches, the memory freed by offloading text encoders, the error
-    of predicted step latencies, the predictions outside the profile, the reasons why batches failed and why passes
-    could not be recorded, and the facts of parallel ranks. `outside_before` is as in `predictions_outside`.
-    """
-    from ..parallel.stepper import ParallelStepper
-    from ..patched.stepper import PatchedStepper
-    from ..plain.stepper import PlainStepper
-
-    found: dict[str, Any] = {}
-    if model.prompts is not None:
-        found["prompt_cache"] = model.prompts.to_json()
-    if model.offload is not None:
-        found["offload"] = model.offload.to_json(model.pipe)
-    if isinstance(predictor, OnlineCorrection):
-        found["predictor_drift"] = asdict(predictor.drift())
-    outside = predictions_outside(predictor, outside_before)
-    if outside is not None:
-        found["predictions_outside"] = outside
-    if isinstance(model.stepper, PatchedStepper | PlainStepper) and model.stepper.recording_failure is not None:
-        found["recording_failure"] = model.stepper.recording_failure
-    failures = model.stepper.batch_failures
-    if failures.count:
-        found["batch_failures"] = asdict(failures)
-    if model.cache_stats is not None:
-        found["cache"] = model.cache_stats.to_json()
-    if isinstance(model.stepper, ParallelStepper):
-        found["parallel"] = model.stepper.facts()
-    return found
 
 
 def _write(

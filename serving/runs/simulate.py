@@ -1,310 +1,261 @@
-"""Simulated runs: a trace on the virtual clock. This module imports no torch.
+"""Simulated runs from end to end: the plan of a trace on the virtual clock, its deployment, and the results.
 
-A run writes the same files as a served one to its folder of the workspace; the steps are those of the first GPU.
+A run writes the same files as a served one to its folder of the workspace; the steps are those of the first GPU. A plan
+with an SLO target is searched instead (`planning`), and nothing is written. This module imports no torch.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 from ...data.errors import UsageError
 from ...data.figures import write_figures
 from ...data.requests import Request
-from ...data.run_facts import RunFacts
-from ...data.tables.latency import read_latencies
-from ...data.tables.schemas import RECORDS, read_rows
+from ...data.resolution import parse_list
 from ...data.traces.files import save_trace
-from ...data.traces.traces import assign_slos
-from ...data.workspace import ModelWorkspace
+from ...data.traces.traces import TRACE_KINDS
+from ...data.workspace import Workspace
 from ...training.cache.schedule import CacheSchedule
-from ...training.latency.online_correction import OnlineCorrection, bounded
-from ...training.latency.predictor import LatencyPredictor
-from ..core.metrics import slo_attainment_rate, summarize
-from ..core.request_state import RequestRecord
-from ..editing.costs import EditCosts
+from ..editing.costs import profiled_edits
 from ..editing.profile import EditProfile
-from ..options import EngineName
-from ..scheduling.policies import StepLatencyPredictor, get_policy
-from ..scheduling.routers import DEFAULT_ROUTER
-from ..scheduling.systems import System
-from ..simulator.distrifusion import PUBLISHED, Speedups
-from ..simulator.simulator import SimulationResult, simulate
-from ..simulator.stage_times import StageTimes, standalone_latency_s
-from ..simulator.step_durations import ProfiledSteps, StepDurations
-from .calibration import Calibration, step_sources
-from .figures import run_figures
-from .outside_profile import predictions_outside
+from ..models.defaults import ModelDefaults
+from ..models.loading import model_defaults, model_geometry
+from ..scheduling.routers import DEFAULT_ROUTER, check_router
+from ..scheduling.systems import DEFAULT_SYSTEM, System, get_system
+from ..simulator.distrifusion import Speedups
+from .calibration import Calibration
+from .deployment import Deployment, OnFinish
+from .planning import SearchResult, at_rate, gpus_needed, highest_rate, how_slow, with_error
 from .run_folder import WriteReport, write_run
-from .trace_settings import DEFAULT_SLO_SCALE
+from .simulator_files import EngineFiles
+from .step_latencies import edit_profile_for_simulation
+from .summary import simulation_summary
+from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_trace
 
-_FULL_BATCHES = 20
-OnFinish = Callable[[RequestRecord], None] | None
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedEngine:
-    """One engine as the simulator models it.
-
-    Attributes:
-        durations, times: durations of the steps and of the other stages.
-        told_scale: initial scale of the online correction of the latencies that policies receive, which are the
-            profiled ones of steady steps. The correction learns as on the engine.
-        schedule: schedule of the steps that are computed; None if all are.
-    """
-
-    durations: StepDurations
-    times: StageTimes
-    told_scale: float = 1.0
-    schedule: CacheSchedule | None = None
-
-    @classmethod
-    def of(cls, steps: ProfiledSteps, calibration: Calibration | None = None, times: StageTimes | None = None) -> Self:
-        """Return an engine with profiled steps.
-
-        Without a calibration, steps last as long as in the profile, and the other stages as long as in `times`.
-        """
-        if calibration is None:
-            return cls(StepDurations(steps), times or StageTimes())
-        return cls(calibration.durations(steps), calibration.times, calibration.told_scale)
-
-    def slowed(self, factor: float) -> Self:
-        """Return the engine with steps that last `factor` times as long."""
-        scales = {size: scale * factor for size, scale in self.durations.scales.items()}
-        reuse = self.durations.reuse
-        durations = replace(
-            self.durations,
-            scales=scales,
-            first_scale=self.durations.first_scale * factor,
-            reuse=None if reuse is None else replace(reuse, aside_s=reuse.aside_s * factor),
-        )
-        return replace(self, durations=durations, told_scale=self.told_scale * factor)
-
-    def standalone_s(self, request: Request) -> float:
-        """Return the latency in seconds of a request that is served alone."""
-        durations = self.durations
-        return standalone_latency_s(request, durations.steps.told, self.times, scale=durations.scale_of(1))
-
-    def capacity(self, system: System, requests: Sequence[Request], max_batch_size: int, num_gpus: int = 1) -> float:
-        """Return the requests per second that a system completes while such requests queue. Raises as `serve`."""
-        times = math.ceil(_FULL_BATCHES * max_batch_size * num_gpus / len(requests))
-        many = [
-            replace(request, request_id=index, arrival_s=0.0, slo_s=None)
-            for index, request in enumerate(itertools.chain.from_iterable([requests] * times))
-        ]
-        result = self.serve(system, many, self.standalone_s, max_batch_size, num_gpus)
-        return len(many) / result.duration_s
-
-    def serve(
-        self,
-        system: System,
-        requests: Sequence[Request],
-        standalone_s: Callable[[Request], float],
-        max_batch_size: int,
-        num_gpus: int,
-        *,
-        keep_steps: bool = False,
-        on_finish: OnFinish = None,
-        speedups: Speedups = PUBLISHED,
-        router: str = DEFAULT_ROUTER,
-        edits: EditCosts | None = None,
-    ) -> SimulationResult:
-        """Simulate a trace whose requests have SLOs.
-
-        Args:
-            system: system whose policy, share of steps and allocation of GPUs are simulated.
-            requests: requests as submitted, before the system adapts them.
-            standalone_s, max_batch_size, num_gpus, keep_steps, on_finish, router, edits: as in `simulate`.
-            speedups: speed-ups of all GPUs together, used if the system spans them.
-
-        Raises:
-            UsageError: the latencies do not cover a resolution, or there is no such router.
-        """
-        policy = get_policy(system.policy)
-        told = self.durations.steps.told
-        if policy.requires_predictor and not self.durations.is_as_told:
-            # A calibration on a busy machine may exceed the range that a correction can learn.
-            told = OnlineCorrection(told, scale=bounded(self.told_scale), after_s=self.times.postprocess_s)
-        alone_s = {request.request_id: standalone_s(request) for request in requests}
-        return simulate(
-            list(map(system.adapt, requests)),
-            policy,
-            told,
-            durations=self.durations,
-            max_batch_size=max_batch_size,
-            num_gpus=num_gpus,
-            speedups=speedups if system.spans_gpus else None,
-            times=self.times,
-            router=router,
-            edits=edits,
-            schedule=self.schedule,
-            standalone_s=lambda request: alone_s[request.request_id],
-            keep_steps=keep_steps,
-            on_finish=on_finish,
-        )
+DEFAULT_NUM_PROMPTS = 1000
+MAX_REPORTED = 20_000
+"""Largest number of requests of a run that gets a report."""
+_UNLIMITED = ("poisson", "gamma", "diurnal")
+"""Kinds of traces that have `DEFAULT_NUM_PROMPTS` requests unless something limits them."""
+_Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
-    """Configuration that serves a simulated trace.
+class SimulationPlan:
+    """Plan of a trace that is served on the virtual clock.
 
     Attributes:
-        system: system whose policy, engine, share of steps and allocation of GPUs are simulated; also its cache, if the
-            engine was calibrated with one.
-        engine: engine of one GPU.
-        num_gpus, max_batch_size: as in `simulate`.
-        slo_scale: SLO of each request without one, as a multiple of its standalone latency.
-        speedups: speed-ups of all GPUs together, for systems that span them.
-        slower: factor by which steps last longer than in `engine`, while SLOs stay the same.
-        alone: plain engine that provides standalone latencies; None uses `engine`.
-        router: name of the router that sends requests to GPUs (`serving.scheduling.routers`).
-        edits: costs of edits that read records; the steps of `engine` must then come from `StepFile.with_edits`.
-    """
-
-    system: System
-    engine: SimulatedEngine
-    num_gpus: int = 1
-    max_batch_size: int = 16
-    slo_scale: float = DEFAULT_SLO_SCALE
-    speedups: Speedups = PUBLISHED
-    slower: float = 1.0
-    alone: SimulatedEngine | None = None
-    router: str = DEFAULT_ROUTER
-    edits: EditCosts | None = None
-
-    def run(
-        self, requests: Sequence[Request], *, keep_steps: bool = False, on_finish: OnFinish = None
-    ) -> tuple[list[Request], SimulationResult]:
-        """Simulate a trace in order of arrival, as `simulate` does. Returns the trace with its SLOs, and the result.
-
-        Raises:
-            UsageError: the trace is empty, a number is out of its range, or the predictor does not cover a resolution.
-        """
-        if not requests:
-            raise UsageError("the trace is empty, but it must hold at least one request")
-        alone_s = (self.alone or self.engine).standalone_s
-        promised = assign_slos(requests, alone_s, self.slo_scale)
-        engine = self.engine if self.slower == 1 else self.engine.slowed(self.slower)
-        given = self.system, promised, alone_s, self.max_batch_size, self.num_gpus
-        result = engine.serve(
-            *given,
-            keep_steps=keep_steps,
-            on_finish=on_finish,
-            speedups=self.speedups,
-            router=self.router,
-            edits=self.edits,
-        )
-        return promised, result
-
-    def attainment(self, requests: Sequence[Request]) -> float:
-        """Return the SLO attainment of a trace, from 0 to 1. Raises as `run`."""
-        rate = slo_attainment_rate(self.run(requests)[1].records)
-        assert rate is not None, "every request has an SLO"
-        return rate
-
-
-class StepFile(NamedTuple):
-    """Step latencies of a file: steady steps, first steps if they were measured, and the circumstances of the
-    measurement if they are known.
-    """
-
-    steady: StepLatencyPredictor
-    first: StepLatencyPredictor | None
-    facts: RunFacts | None
-
-    def of(self, engine: EngineName) -> ProfiledSteps:
-        """Return the profiled steps of an engine; the plain engine takes a pass for each resolution."""
-        return ProfiledSteps(self.steady, self.first, by_resolution=engine == "plain")
-
-    def with_edits(self, profile: EditProfile) -> Self:
-        """Return the step latencies combined with those of edits that read records.
-
-        Raises UsageError if the file is known to be of another model, machine or engine than the profile.
-        """
-        difference = None if self.facts is None else profile.facts.difference(self.facts)
-        if difference is not None:
-            raise UsageError(
-                f"the profile of edits does not go with the step latencies: it {difference}; measure both alike (psctl "
-                "profile latency, psctl profile edits)"
-            )
-        first = None if self.first is None else profile.first_latency(self.first)
-        return self._replace(steady=profile.steady_latency(self.steady), first=first)
-
-
-def load_step_file(path: Path, *, on_warning: Callable[[str], None] | None = None) -> StepFile:
-    """Load a fitted predictor (safetensors of `psctl train-predictor latency`) or a table (parquet of `psctl profile
-    latency`, CSV or parquet of another program). `on_warning` is as in `LatencyPredictor`.
+        model, workspace: model whose defaults and files are used, and the workspace with the files.
+        system: system that is simulated, with the user's choice of engine and policy.
+        trace: settings of the trace, except for its rate.
+        request_rate: mean arrivals per second; None for 1 and, for a trace file, its own rate.
+        files: files and times from which the engine is modelled.
+        schedule: schedule of computed steps, for a system whose cache is a schedule.
+        slo_scale, gpus, router, max_batch_size: as in `Deployment`.
+        speedups: source of the speed-ups of all GPUs together, for a system that spans them.
+        slo_target: SLO attainment of a search; None to simulate the trace.
 
     Raises:
-        UsageError: the file is neither; the message states the reason.
+        UsageError: a number is out of its range, or options exclude each other.
     """
-    if path.suffix.lower() == ".safetensors":
-        predictor = LatencyPredictor.load(path, on_warning=on_warning)
-        return StepFile(predictor, None, predictor.about.circumstances)
-    table = read_latencies(path)
-    return StepFile(*step_sources(table), table.circumstances)
+
+    model: str
+    workspace: Workspace
+    system: System = field(default_factory=lambda: get_system(DEFAULT_SYSTEM))
+    trace: TraceSettings = field(default_factory=TraceSettings)
+    request_rate: float | None = None
+    files: EngineFiles = field(default_factory=EngineFiles)
+    schedule: CacheSchedule | None = None
+    slo_scale: float = DEFAULT_SLO_SCALE
+    gpus: int = 1
+    router: str = DEFAULT_ROUTER
+    max_batch_size: int = 16
+    speedups: str = "published"
+    slo_target: float | None = None
+
+    def __post_init__(self) -> None:
+        rate, system = self.request_rate, self.system
+        if self.is_file and rate is not None and not 0 < rate < math.inf:
+            raise UsageError(f"request rate is {rate:g}, but it must be more than 0 and finite for a trace file")
+        check_slo_scale(self.slo_scale)
+        if self.slo_target is not None and not 0 < self.slo_target <= 1:
+            raise UsageError(f"--slo-target is {self.slo_target:g}, but it must be more than 0 and at most 1")
+        if self.slo_target is not None and self.trace.trace == "shape":
+            raise UsageError("--trace shape has rates of its own, so that --slo-target has none to search")
+        check_router(self.router)
+        if self.router != DEFAULT_ROUTER and system.spans_gpus:
+            raise UsageError(f"--router is {self.router}, but {system.name} draws every request on all GPUs")
+        if self.speedups != "published" and not system.spans_gpus:
+            raise UsageError(f"--speedups is for systems whose GPUs share an image, and {system.name} has none that do")
+        if self.files.plain_latency is not None and system.engine == "plain":
+            raise UsageError(
+                f"{system.name} runs on the plain engine, so that --latency is its file, not --plain-latency"
+            )
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the trace is read from a file."""
+        return self.trace.trace not in TRACE_KINDS
+
+    def trace_at(self, rate: float | None, defaults: ModelDefaults) -> list[Request]:
+        """Draw or read the trace at a rate in requests per second; None as for `request_rate`. Raises UsageError."""
+        trace = replace(self.trace, request_rate=1.0 if rate is None else rate)
+        if trace.num_prompts is None and trace.duration_s is None and trace.trace in _UNLIMITED:
+            trace = replace(trace, num_prompts=DEFAULT_NUM_PROMPTS)
+        requests = draw_trace(trace, defaults)
+        return at_rate(requests, rate) if self.is_file and rate is not None else requests
+
+    def ready(
+        self, *, read_speedups: Callable[[str], Speedups], on_note: _Tell, on_warning: _Tell
+    ) -> "ReadySimulation":
+        """Draw the trace, find the files that the plan leaves to the workspace, and read all of them.
+
+        Args:
+            read_speedups: returns the speed-ups of a source.
+            on_note: called with a line about each choice of a file, and about what is not simulated.
+            on_warning: called with a line about possible inaccuracies.
+
+        Raises:
+            UsageError: there is no such model or file, a file is damaged, or does not cover the trace.
+            RunError: the run of `stage_times` has completed no request.
+        """
+        defaults = model_defaults(self.model)
+        requests = self.trace_at(self.request_rate, defaults)
+        edit_profile = edit_profile_for_simulation(
+            requests, self.system, self.files.edit_profile, self.workspace, self.model, on_note=on_note
+        )
+        edited = None if edit_profile is None else EditProfile.read(edit_profile)
+        sizes = defaults.resolutions if self.trace.resolutions is None else parse_list(self.trace.resolutions)
+        sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
+        files, calibrated = replace(self.files, edit_profile=edit_profile).found(
+            self.workspace, self.model, self.system.engine, sizes, on_note=on_note, on_warning=on_warning
+        )
+        served, alone = files.engines(
+            self.system, self.max_batch_size, sizes, calibrated, edited, on_note=on_note, on_warning=on_warning
+        )
+        deployment = Deployment(
+            self.system,
+            served if self.schedule is None else replace(served, schedule=self.schedule),
+            num_gpus=self.gpus,
+            max_batch_size=self.max_batch_size,
+            slo_scale=self.slo_scale,
+            alone=alone,
+            speedups=read_speedups(self.speedups),
+            router=self.router,
+            edits=None if edited is None else profiled_edits(edited, model_geometry(self.model)),
+        )
+        return ReadySimulation(replace(self, files=files), defaults, requests, deployment, calibrated)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the settings of a plan with files by the names of the options, as JSON."""
+        spans_gpus, files = self.system.spans_gpus, asdict(self.files)
+        text = {name: str(each) if isinstance(each, Path) else each for name, each in files.items()}
+        rate = 1.0 if self.request_rate is None else self.request_rate
+        return {
+            **replace(self.trace, request_rate=rate).to_config(),
+            **({} if self.request_rate is not None else {"request_rate": None}),
+            "system": self.system.name,
+            "policy": self.system.policy,
+            "engine": self.system.engine,
+            "latency": text["latency"],
+            "plain_latency": text["plain_latency"],
+            "slo_scale": self.slo_scale,
+            "gpus": self.gpus,
+            "router": None if spans_gpus else self.router,
+            "speedups": self.speedups if spans_gpus else None,
+            "max_batch_size": self.max_batch_size,
+            "prepare_ms": text["prepare_ms"],
+            "postprocess_ms": text["postprocess_ms"],
+            "stage_times": text["stage_times"],
+            "calibration": text["calibration"],
+            **({} if text["edit_profile"] is None else {"edit_profile": text["edit_profile"]}),
+        }
 
 
-def load_stage_times(run_dir: Path) -> StageTimes:
-    """Return the mean times of the stages of a served run. Raises UsageError if it has no records, and RunError if it
-    has no image.
+@dataclass(frozen=True, slots=True)
+class ReadySimulation:
+    """A plan whose files are read.
+
+    Attributes:
+        plan: the plan with its files.
+        defaults: default settings of the model.
+        requests: the trace.
+        deployment: deployment that serves it.
+        calibrated: calibration of the system's engine; None without one.
     """
-    rows = read_rows(run_dir / "records.parquet", RECORDS)
-    return StageTimes.measured(RequestRecord.from_row(row) for row in rows)
+
+    plan: SimulationPlan
+    defaults: ModelDefaults
+    requests: Sequence[Request]
+    deployment: Deployment
+    calibrated: Calibration | None
+
+    def run(self, *, write_report: WriteReport, on_finish: OnFinish = None) -> "SimulatedRun":
+        """Serve the trace and write the results; up to `MAX_REPORTED` requests get a report. Raises OSError, or as
+        `Deployment.run`.
+        """
+        plan, has_report = self.plan, len(self.requests) <= MAX_REPORTED
+        promised, result = self.deployment.run(self.requests, keep_steps=True, on_finish=on_finish)
+        summary = simulation_summary(
+            result, self.deployment, model=plan.model, dataset=plan.trace.trace, config=plan.to_config()
+        )
+        run_dir = plan.workspace.for_model(plan.model, "simulated").new_run("simulate")
+        summary["run_dir"] = str(run_dir)
+        save_trace(run_dir / "trace.jsonl", promised)
+        write_run(run_dir, result.records, result.steps, summary, write_report=write_report if has_report else None)
+        return SimulatedRun(summary, run_dir, has_report)
+
+    def search(self) -> dict[str, Any]:
+        """Return the highest rate that the GPUs sustain and, if the plan has a rate, the number of GPUs that it needs,
+        as JSON.
+
+        Raises:
+            UsageError: the trace has no rate, or the result of the calibration's sweep is damaged.
+            RunError: the target is met at no rate, or at every rate.
+        """
+        plan, deployment, target = self.plan, self.deployment, self.plan.slo_target
+        assert target is not None, "of a plan with a target"
+
+        def rate_of(deployment: Deployment) -> SearchResult:
+            return highest_rate(deployment, lambda rate: plan.trace_at(rate, self.defaults), target)
+
+        def gpus_of(deployment: Deployment) -> SearchResult:
+            return gpus_needed(deployment, self.requests, target)
+
+        rate = rate_of(deployment)
+        needed = None if plan.request_rate is None else gpus_of(deployment)
+        error = None
+        if self.calibrated is not None and (file := plan.files.calibration) is not None:
+            error = how_slow(self.calibrated, plan.system.engine, file)
+        figures = {"highest_request_rate": with_error(rate, rate_of, deployment, error, worst=0.0)}
+        if needed is not None:
+            figures["gpus_needed"] = with_error(needed, gpus_of, deployment, error)
+        config = plan.to_config()
+        found = {
+            "slo_target": target,
+            "gpus": plan.gpus,
+            "highest_request_rate": rate.value,
+            "attainment_at_highest_rate": rate.attainment,
+            "tried_rates": _tried(rate, "request_rate"),
+            "request_rate": config["request_rate"],
+            "gpus_needed": None if needed is None else int(needed.value),
+            "attainment_with_gpus_needed": None if needed is None else needed.attainment,
+            "tried_gpus": None if needed is None else _tried(needed, "gpus"),
+            "error_of_steps": None if error is None else asdict(error),
+            "config": config,
+        }
+        return write_figures(found, figures)
 
 
-def loop_figures(result: SimulationResult) -> dict[str, Any]:
-    """Return the figures of the simulated denoise loops of all GPUs, named as the engine's (`serve.engine_figures`)."""
-    num_steps, num_decisions = result.num_steps, result.num_decisions
-    taken = sum(record.num_inference_steps for record in result.records if record.denoise_end_s is not None)
-    return {
-        "num_steps": num_steps,
-        "batch_size_mean": taken / num_steps if num_steps else None,
-        "step_latency_mean": sum(result.busy_s) / num_steps if num_steps else None,
-        "scheduling_mean": result.decision_s / num_decisions if num_decisions else None,
-        "max_prepared": result.max_prepared,
-    }
+class SimulatedRun(NamedTuple):
+    """Summary of a simulated run, its folder, and whether the folder has a report."""
+
+    summary: dict[str, Any]
+    run_dir: Path
+    has_report: bool
 
 
-def simulation_summary(
-    result: SimulationResult, deployment: Deployment, *, model: str, dataset: str, config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the figures of a simulated run: those of a served run (`serving.core.metrics.summarize`), and those of its
-    GPUs.
-    """
-    records = result.records
-    summary = summarize(records, result.duration_s, slo_scale=deployment.slo_scale, model=model, dataset=dataset)
-    requests_of = [0] * len(result.busy_s)
-    for index in result.gpu_of.values():
-        requests_of[index] += 1
-    summary |= {
-        "num_gpus": deployment.num_gpus,
-        **loop_figures(result),
-        "denoise_busy_rate": [busy / result.duration_s if result.duration_s else None for busy in result.busy_s],
-        "requests_per_gpu": requests_of,
-        "num_decisions": result.num_decisions,
-        "predictions_outside": predictions_outside(deployment.engine.durations.steps.steady),
-        "was_interrupted": False,
-        "config": dict(config),
-    }
-    return write_figures(summary, run_figures(summary, records))
-
-
-def write_simulation(
-    workspace: ModelWorkspace,
-    requests: Sequence[Request],
-    result: SimulationResult,
-    summary: dict[str, Any],
-    *,
-    write_report: WriteReport | None,
-) -> Path:
-    """Write a simulated run into a new folder of the workspace and return the folder. Sets `run_dir` of the summary.
-    Without `write_report` the folder has no report. Raises OSError.
-    """
-    run_dir = workspace.new_run("simulate")
-    summary["run_dir"] = str(run_dir)
-    save_trace(run_dir / "trace.jsonl", requests)
-    write_run(run_dir, result.records, result.steps, summary, write_report=write_report)
-    return run_dir
+def _tried(search: SearchResult, name: Literal["request_rate", "gpus"]) -> list[dict[str, float]]:
+    return [{name: value, "slo_attainment_rate": share} for value, share in search.tried.items()]

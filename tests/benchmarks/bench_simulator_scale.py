@@ -33,7 +33,7 @@ from patchedserve.data.workspace import DEFAULT_WORKSPACE, Workspace
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.models.loading import model_defaults
 from patchedserve.serving.runs.machine import cpu_name
-from patchedserve.serving.runs.simulate import load_step_file
+from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.policies import StepLatencyPredictor, get_policy
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s

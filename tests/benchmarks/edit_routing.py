@@ -30,7 +30,7 @@ from patchedserve.serving.editing.costs import EditCosts, MaskShares, profiled_e
 from patchedserve.serving.editing.profile import EditProfile
 from patchedserve.serving.editing.step_latency import EditStepLatency
 from patchedserve.serving.models.loading import model_geometry
-from patchedserve.serving.runs.simulate import load_step_file
+from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.routers import ROUTERS
 from patchedserve.serving.scheduling.step_latency import TableLatency

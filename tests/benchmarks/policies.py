@@ -31,9 +31,9 @@ from patchedserve.data.tables.latency import read_latencies
 from patchedserve.data.tables.published import published_table
 from patchedserve.data.traces.arrivals import read_arrivals
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
-from patchedserve.profiling.sweep.simulator_side import calibration_of
 from patchedserve.serving.runs.calibration import Calibration, step_sources
-from patchedserve.serving.runs.simulate import Deployment, SimulatedEngine
+from patchedserve.serving.runs.deployment import Deployment, SimulatedEngine
+from patchedserve.serving.runs.simulator_files import calibration_of
 from patchedserve.serving.scheduling.policies import POLICY_NAMES
 from patchedserve.serving.scheduling.step_latency import TableLatency
 from patchedserve.serving.scheduling.systems import SYSTEMS

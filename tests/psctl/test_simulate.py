@@ -18,8 +18,9 @@ from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.psctl.app import main
 from patchedserve.serving.runs.calibration import Calibration
+from patchedserve.serving.runs.deployment import Deployment, SimulatedEngine
 from patchedserve.serving.runs.planning import at_rate, gpus_needed, highest_rate
-from patchedserve.serving.runs.simulate import Deployment, SimulatedEngine, load_step_file
+from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.systems import get_system
 
 S, L = Resolution(128, 128), Resolution(256, 256)

@@ -23,7 +23,7 @@ from patchedserve.serving.editing.costs import EditCosts, MaskShares, profiled_e
 from patchedserve.serving.editing.profile import EditProfile, Fit
 from patchedserve.serving.families.geometry import Geometry
 from patchedserve.serving.models.loading import model_geometry
-from patchedserve.serving.runs.simulate import StepFile, load_step_file
+from patchedserve.serving.runs.step_file import StepFile, load_step_file
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.step_latency import TableLatency
 from patchedserve.serving.simulator.simulator import simulate

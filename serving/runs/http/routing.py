@@ -12,7 +12,7 @@ from ...cluster.load_book import LoadBook
 from ...editing.costs import MaskShares, profiled_edits
 from ...editing.profile import PATTERN, EditProfile
 from ...scheduling.routers import PREDICTING_ROUTERS, check_router
-from ..simulate import load_step_file
+from ..step_file import load_step_file
 from ..step_latencies import measured_alone
 from .engine import EngineRecipe, Tell
 

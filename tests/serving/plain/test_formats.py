@@ -19,7 +19,7 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.plain.formats import PlainModels, Point, channels_last_copy
 from patchedserve.serving.plain.stepper import PlainStepper
-from patchedserve.serving.runs.serve import what_was_learnt
+from patchedserve.serving.runs.summary import what_was_learnt
 
 from ...support.family_kit import BUILDS, denoised, mixed
 from ...support.patched_cases import model_of
