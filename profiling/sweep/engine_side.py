@@ -274,7 +274,7 @@ class EngineSide:
         model.forget_cache()
         batch = self._settings.max_batch_size
         engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=batch)
-        return replay(engine, list(map(system.adapt, requests)), standalone_s=standalone_s)
+        return replay(engine, [model.checked(system.adapt(each), standalone_s(each)) for each in requests])
 
     def _model_of(self, system: System) -> ServedModel:
         return self._plain if system.engine == "plain" else self._by_cache[system.cache]

@@ -227,8 +227,7 @@ def run_serve(
     policy = get_policy(system.policy)
     if policy.requires_predictor:
         require_predictor(policy, predictor)
-    for request in requests:
-        model.check_request(system.adapt(request))
+    checked = [model.checked(system.adapt(request)) for request in requests]
     model.tune([request.resolution for request in requests], workspace.tables)
     outside_before = predictions_outside(predictor)
     # Requests with their own SLO need no measurement.
@@ -239,7 +238,10 @@ def run_serve(
     requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], slo_scale)
     run_dir = workspace.new_run("serve")
     save_trace(run_dir / "trace.jsonl", requests)
-    alone_s = {request.request_id: standalone.get(shape_of(model, request)) for request in requests}
+    checked = [
+        each.promised(request.slo_s, standalone.get(shape_of(model, request)))
+        for each, request in zip(checked, requests, strict=True)
+    ]
     if on_start is not None:
         on_start()
     engine = Engine(
@@ -250,21 +252,20 @@ def run_serve(
         image_path=_image_paths(requests, save_dir, run_dir),
         on_finish=on_finish,
     )
-    adapted = [system.adapt(request) for request in requests]
-    result = replay(engine, adapted, standalone_s=lambda request: alone_s[request.request_id])
+    result = replay(engine, checked)
     summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
     summary |= engine_figures(result)
     summary |= what_was_learnt(model, predictor, outside_before)
     summary["standalone_latency"] = {
         f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
     }
-    if doubts := doubtful_alone(result.records, alone_s):
+    if doubts := doubtful_alone(result.records, checked):
         summary["standalone_times_served"] = doubts
     summary["config"] = config
     summary["run_dir"] = str(run_dir)
     write_figures(summary, run_figures(summary, result.records))
     _write(run_dir, result, summary, save_dir, write_report)
-    served_s = exact_s(model, adapted, result.records)
+    served_s = exact_s(model, checked, result.records)
     for shape, known_s in doubt_standalone(model, workspace.tables, served_s).items():
         on_doubt(
             f"{shape.resolution} was served in {served_s[shape]:.3g} s, but had taken {known_s:.3g} s alone: the next "

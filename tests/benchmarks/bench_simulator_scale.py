@@ -186,7 +186,7 @@ def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: in
             max_batch_size=BATCH_SIZE,
             on_finish=memory.on_finish,
         )
-        result = replay(engine, requests, standalone_s=alone_s)
+        result = replay(engine, [model.checked(request, alone_s(request)) for request in requests])
         return outcome_of(result.records, memory) | {
             "request_rate": rate,
             "most_waiting": max(row.waiting for row in result.steps),

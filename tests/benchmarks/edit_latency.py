@@ -58,7 +58,8 @@ def gaps_s(result: RunResult) -> list[float]:
 
 def measured(model: ServedModel, requests: list[Request], policy: str, batch: int) -> dict[str, Any]:
     """One side's run. Raises AssertionError: an edit fails."""
-    result = replay(Engine(model, get_policy(policy), max_batch_size=batch), requests)
+    engine = Engine(model, get_policy(policy), max_batch_size=batch)
+    result = replay(engine, list(map(model.checked, requests)))
     assert all(record.status == "completed" for record in result.records), [each.reason for each in result.records]
     latencies_s = [each.finish_s - each.arrival_s for each in result.records if each.finish_s is not None]
     gaps = gaps_s(result)

@@ -129,11 +129,8 @@ def served(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         told = SIDES[side](table_of(kind, *tables))
         requests = trace(right, rate, options.minutes, options.steps, seed)
         engine = Engine(model, get_policy("slack"), predictor=told, max_batch_size=_MOST)
-        result = replay(
-            engine,
-            requests,
-            standalone_s=lambda request: options.steps * right.step_latency_s((request.resolution,)),
-        )
+        alone_s = [options.steps * right.step_latency_s((request.resolution,)) for request in requests]
+        result = replay(engine, list(map(model.checked, requests, alone_s)))
         yield row(kind, rate, seed, side, result.records, told)
 
 
