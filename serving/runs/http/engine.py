@@ -1,7 +1,7 @@
 """Engine of the batch server: the loaded model, its standalone latencies, and its warm-up."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -116,29 +116,11 @@ def build_engine(
         UsageError: the model cannot serve a size.
         RunError: the model is damaged, or a measurement fails.
     """
-    from ...models.loading import load_model
     from ...server.local import LocalSetup
-    from ...server.protocol import ModelFacts
 
-    if recipe.threads is not None:
-        import torch
-
-        torch.set_num_threads(recipe.threads)
-    if model is None:
-        model = load_model(recipe.model, recipe.device, recipe.dtype, recipe.options)
-    if recipe.templates is not None:
-        model.reuse.use_keep(recipe.templates.keep)
-        model.reuse.open_store(recipe.workspace.templates, recipe.templates)
-    defaults, place, system = model.defaults, recipe.workspace, recipe.system
-    prompts = itertools.cycle(load_prompts())
-
-    def one_of_each() -> list[Request]:
-        return [
-            Request(0, next(prompts), size, defaults.num_inference_steps, defaults.guidance_scale)
-            for size in recipe.sizes
-        ]
-
-    examples = one_of_each()
+    model, place, system = _loaded(recipe, model), recipe.workspace, recipe.system
+    one_of_each = _one_of_each(recipe, model)
+    examples = next(one_of_each)
     for request in examples:
         model.check_request(system.adapt(request))
     model.tune(recipe.sizes, place.tables)
@@ -146,31 +128,16 @@ def build_engine(
         model.reuse.plan_loads(recipe.templates.loads, model.tuning(recipe.sizes, place.tables))
     correction = None
     if get_policy(system.policy).requires_predictor:
+        sizes, largest = recipe.sizes, recipe.max_batch_size
         latency = latencies_for_serving(
-            model,
-            place,
-            recipe.sizes,
-            recipe.max_batch_size,
-            measure=measure,
-            on_note=on_note,
-            on_warning=on_warning,
+            model, place, sizes, largest, measure=measure, on_note=on_note, on_warning=on_warning
         )
-        first = [system.adapt(each) for each in (*examples, *one_of_each(), *one_of_each())][: recipe.max_batch_size]
-        correction = correction_of(model, place, latency, first=first, on_note=on_note)
-    measured: dict[Resolution, float] = {}
-    if recipe.needs_standalone:
-        of_shape = standalone_latencies(
-            model,
-            examples,
-            place.tables,
-            on_measure=lambda shape: on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
-            on_doubt=on_warning,
-        )
-        measured = {request.resolution: of_shape[shape_of(model, request)] for request in examples}
-    alone = StandaloneLatencies(measured, defaults.num_inference_steps)
-    steps = min(_WARM_UP_STEPS, defaults.num_inference_steps)
+        first = [system.adapt(each) for each in (*examples, *next(one_of_each), *next(one_of_each))]
+        correction = correction_of(model, place, latency, first=first[:largest], on_note=on_note)
+    alone = _standalone(recipe, model, examples, on_note, on_warning)
+    steps = min(_WARM_UP_STEPS, model.defaults.num_inference_steps)
     alone_first, together = (
-        [replace(each, num_inference_steps=steps) for each in chosen] for chosen in (examples, one_of_each())
+        [replace(each, num_inference_steps=steps) for each in chosen] for chosen in (examples, next(one_of_each))
     )
     setup = LocalSetup(
         model,
@@ -181,24 +148,68 @@ def build_engine(
         warm_up=[*([request] for request in alone_first), together],
         records_templates=recipe.templates is not None and recipe.templates.record == "first",
     )
-    usual = defaults.default_resolution
+    facts = EngineFacts(_model_facts(recipe, model), alone, replace(model.identity, name=recipe.name))
+    return BuiltEngine(setup, facts, model, correction)
+
+
+def _loaded(recipe: EngineRecipe, model: "ServedModel | None") -> "ServedModel":
+    """Load the model, unless it is given, and open its templates."""
+    from ...models.loading import load_model
+
+    if recipe.threads is not None:
+        import torch
+
+        torch.set_num_threads(recipe.threads)
+    if model is None:
+        model = load_model(recipe.model, recipe.device, recipe.dtype, recipe.options)
+    if recipe.templates is not None:
+        model.reuse.use_keep(recipe.templates.keep)
+        model.reuse.open_store(recipe.workspace.templates, recipe.templates)
+    return model
+
+
+def _one_of_each(recipe: EngineRecipe, model: "ServedModel") -> Iterator[list[Request]]:
+    """Yield requests of all sizes again and again, each time with other prompts."""
+    prompts, defaults = itertools.cycle(load_prompts()), model.defaults
+    while True:
+        yield [
+            Request(0, next(prompts), size, defaults.num_inference_steps, defaults.guidance_scale)
+            for size in recipe.sizes
+        ]
+
+
+def _standalone(
+    recipe: EngineRecipe, model: "ServedModel", examples: Sequence[Request], on_note: Tell, on_warning: Tell
+) -> "StandaloneLatencies":
+    """Return the standalone latencies of a request of each size, empty if SLOs do not need them."""
+    measured: dict[Resolution, float] = {}
+    if recipe.needs_standalone:
+        of_shape = standalone_latencies(
+            model,
+            examples,
+            recipe.workspace.tables,
+            on_measure=lambda shape: on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+            on_doubt=on_warning,
+        )
+        measured = {request.resolution: of_shape[shape_of(model, request)] for request in examples}
+    return StandaloneLatencies(measured, model.defaults.num_inference_steps)
+
+
+def _model_facts(recipe: EngineRecipe, model: "ServedModel") -> "ModelFacts":
+    """Return the facts of the model that requests are checked against."""
+    from ...server.protocol import ModelFacts
+
+    usual = model.defaults.default_resolution
     if usual not in recipe.sizes:
         usual = max(recipe.sizes, key=lambda size: size.pixels)
-    defaults = replace(defaults, resolutions=tuple(recipe.sizes), default_resolution=usual)
-    dtype = str(model.dtype).removeprefix("torch.")
-    facts = EngineFacts(
-        ModelFacts(
-            recipe.name,
-            defaults,
-            size_multiple=model.family.geometry.size_multiple,
-            dtype=dtype,
-            reuses_templates=recipe.templates is not None,
-            adapters=() if model.adapters is None else model.adapters.names,
-        ),
-        alone,
-        replace(model.identity, name=recipe.name),
+    return ModelFacts(
+        recipe.name,
+        replace(model.defaults, resolutions=tuple(recipe.sizes), default_resolution=usual),
+        size_multiple=model.family.geometry.size_multiple,
+        dtype=str(model.dtype).removeprefix("torch."),
+        reuses_templates=recipe.templates is not None,
+        adapters=() if model.adapters is None else model.adapters.names,
     )
-    return BuiltEngine(setup, facts, model, correction)
 
 
 def build_for_replica(recipe: EngineRecipe, measure: MeasureLatencies) -> "tuple[LocalSetup, EngineFacts]":
