@@ -54,7 +54,8 @@ _WARMUP_SYSTEM: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "pat
 
 
 class EngineSide:
-    """Serves the runs of a sweep on the wall clock. Corrections that a predictor learns carry over from run to run.
+    """Serves the runs of a sweep. Times in which an engine is idle are skipped (`replay`). Corrections that a predictor
+    learns carry over from run to run.
 
     Args:
         settings: settings of the sweep.
@@ -151,6 +152,7 @@ class EngineSide:
                 **self._settings.fixed(),
                 "cache": cache if "patched" in self._models else None,
                 "warmup_requests": self._warm_up.num_requests,
+                "idle": "skipped",
             },
             "circumstances": about,
             "standalone_s": {
@@ -274,7 +276,8 @@ class EngineSide:
         model.forget_cache()
         batch = self._settings.max_batch_size
         engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=batch)
-        return replay(engine, [model.checked(system.adapt(each), standalone_s(each)) for each in requests])
+        checked = [model.checked(system.adapt(each), standalone_s(each)) for each in requests]
+        return replay(engine, checked, skips_idle=True)
 
     def _model_of(self, system: System) -> ServedModel:
         return self._plain if system.engine == "plain" else self._by_cache[system.cache]

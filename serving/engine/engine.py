@@ -166,6 +166,20 @@ class Engine:
             raise RuntimeError("the engine has not been started")
         return time.perf_counter() - self._zero
 
+    def wait_until(self, time_s: float, *, skips_idle: bool = False) -> bool:
+        """Wait for a time on the engine's clock; return False as soon as the engine is closed. Thread-safe.
+
+        With `skips_idle` the clock is set forward to that time once no request is open and no template is recorded.
+        """
+        with self._changed:
+            while not self._is_closed and (left_s := time_s - self.now_s()) > 0:
+                if skips_idle and not self._stages.open and not self._may_record:
+                    assert self._zero is not None
+                    self._zero -= left_s
+                else:
+                    self._changed.wait(left_s)
+            return not self._is_closed
+
     def submit(self, request: Request, *, standalone_s: float | None = None, watch: Watch | None = None) -> None:
         """Check a request, and submit it as `submit_checked` does.
 

@@ -1,4 +1,4 @@
-"""Replay of a trace on the wall clock: every request is submitted to the engine at its arrival time."""
+"""Replay of a trace: every request is submitted to the engine at its arrival time."""
 
 import threading
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from .engine import Engine
 from .run_result import RunResult
 
 
-def replay(engine: Engine, requests: Sequence[CheckedRequest]) -> RunResult:
+def replay(engine: Engine, requests: Sequence[CheckedRequest], *, skips_idle: bool = False) -> RunResult:
     """Serve a trace. Each request is submitted at its `arrival_s` on the engine's clock, which starts now.
 
     A thread sleeps until each arrival and submits it. It does nothing else, so a busy denoise loop delays a submission
@@ -18,11 +18,13 @@ def replay(engine: Engine, requests: Sequence[CheckedRequest]) -> RunResult:
     Args:
         engine: a new engine.
         requests: the trace as the engine's model has checked it, in order of arrival, with unique ids.
+        skips_idle: whether the engine's clock is set forward to the next arrival when nothing is open. Latencies, steps
+            and the order of events are those of the wall clock, but a trace of light load takes no longer than its
+            work.
 
     Returns:
         The engine's result; after Ctrl-C the requests that had not arrived are "cancelled" as well.
     """
-    stop = threading.Event()
     errors: list[BaseException] = []
     num_submitted = 0
     engine.start()
@@ -31,7 +33,7 @@ def replay(engine: Engine, requests: Sequence[CheckedRequest]) -> RunResult:
         nonlocal num_submitted
         try:
             for checked in requests:
-                if stop.wait(max(0.0, checked.request.arrival_s - engine.now_s())):
+                if not engine.wait_until(checked.request.arrival_s, skips_idle=skips_idle):
                     return
                 engine.submit_checked(checked)
                 num_submitted += 1
@@ -45,8 +47,7 @@ def replay(engine: Engine, requests: Sequence[CheckedRequest]) -> RunResult:
     try:
         result = engine.run()
     finally:
-        stop.set()
-        thread.join()
+        thread.join()  # it ends as well, because the engine is closed now
     # An interrupted engine is closed, so that a submission at that very moment is refused.
     if errors and not result.was_interrupted:
         raise errors[0]

@@ -18,6 +18,7 @@ from .batches.store import Batches
 from .edit_processes import EditProcesses
 from .edits import EDITS, form_in
 from .errors import ApiError, cancelled
+from .fields import MAX_IMAGES
 from .front_end import FrontEnd
 from .guards import caller_of
 from .images import base64_of
@@ -26,7 +27,7 @@ from .live import Live
 from .metrics import CONTENT_TYPE, Metrics
 from .openapi import edit_body, errors, generation_body
 from .page import page_response
-from .protocol import GENERATIONS, MAX_IMAGES, Generation, check_model, parse_generation
+from .protocol import GENERATIONS, Generation, check_model, parse_generation
 from .sse import events_of, usage_of
 from .tickets import Ticket, facts_of, metrics_of
 

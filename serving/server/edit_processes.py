@@ -30,6 +30,8 @@ _MOST_PROCESSES = 4
 """More than bodies of one key that are taken apart at a time."""
 ANSWER_WITHIN_S = 60.0
 _NICENESS = 10
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that no image causes: an operator sends them, or a machine without memory."""
 
 
 class EditProcesses:
@@ -57,10 +59,11 @@ class EditProcesses:
         """Do what `parse_edit` does; cancelling it ends its process.
 
         Raises:
-            ApiError: as `parse_edit`, or its images take too much time or memory (400), or the machine does (429).
+            ApiError: as `parse_edit`, or its images take too much time or memory (400), or the machine does (429), or
+                the process is killed from outside (503).
         """
         async with self._free:
-            process = self._idle.pop() if self._idle else _Process(*self._known)
+            process = self._next()
             work = asyncio.get_running_loop().run_in_executor(self._pool, process.ask, parts, header_slo)
             try:
                 async with asyncio.timeout(ANSWER_WITHIN_S):
@@ -76,6 +79,13 @@ class EditProcesses:
                 raise answer
             return answer
 
+    def _next(self) -> "_Process":
+        """Return an idle process that still runs, or one that is not started yet."""
+        while self._idle:
+            if (process := self._idle.pop()).is_alive:
+                return process
+        return _Process(*self._known)
+
 
 class _Process:
     """One process; after an error it is not to be used any more."""
@@ -83,6 +93,11 @@ class _Process:
     def __init__(self, model: ModelFacts, limits: Limits, decode_s: int, most_bytes: int) -> None:
         self._known = model, limits, decode_s, most_bytes
         self._started: tuple[BaseProcess, Connection] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._started is not None and self._started[0].is_alive()
 
     def start(self) -> tuple[BaseProcess, Connection]:
         """Start it, and wait until it has imported what it needs. Raises EOFError: it has ended at once."""
@@ -94,19 +109,28 @@ class _Process:
         return self._started
 
     def ask(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
-        """What `parse_edit` returns or raises. Raises ApiError: the form has ended the process; RuntimeError: a defect
-        has.
+        """Return what `parse_edit` returns or raises.
+
+        Raises:
+            ApiError: the form has ended the process (400), or a signal from outside has (503).
+            RuntimeError: a defect has ended it.
         """
-        process, connection = self._started or self.start()
         try:
+            _, connection = self._started or self.start()
             connection.send((parts, header_slo))
             return connection.recv()
         except (EOFError, OSError):
+            if self._started is None:  # it could not be started
+                raise
+            process, _ = self._started
             process.join()
             code = process.exitcode or 0
             if code == -signal.SIGXCPU:
                 too_long = f"the images take more than {self._known[2]} s of a processor to decode"
                 raise invalid(too_long, "image") from None
+            if -code in _FROM_OUTSIDE:
+                message = f"the process that decodes images was killed ({signal.Signals(-code).name})"
+                raise ApiError(503, message, code="not_ready", headers={"Retry-After": "1"}) from None
             if code < 0:
                 raise invalid(f"the images end their decoder ({signal.Signals(-code).name})", "image") from None
             raise RuntimeError(f"the process that decodes images has ended with exit code {code}") from None

@@ -1,12 +1,8 @@
-"""What `POST /v1/images/edits` takes: a form with an image, a mask, and fields as text. No torch.
-
-Names and meanings are those of OpenAI's images API; `strength`, `paste`, `feather_px`, `reuse`, `template_kind`,
-`template_prompt`, `template_seed`, `full_steps`, `dilate` and what is ours of generations are ours.
-"""
+"""Forms of `POST /v1/images/edits`: an image, a mask, and fields as text (`fields.edit_fields`). No torch."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,33 +10,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ...data.datasets.decode import size_of
-from ...data.edits import (
-    MAX_DILATE,
-    MAX_FEATHER_PX,
-    EditSpec,
-    TemplateSpec,
-    has_alpha,
-    read_image,
-    read_mask,
-)
+from ...data.edits import EditSpec, TemplateSpec, has_alpha, read_image, read_mask
 from ...data.errors import UsageError
-from ...data.requests import MAX_SEED
 from ...data.resolution import Resolution
-from ...data.templates import TEMPLATE_KINDS
 from .errors import invalid, wrong_type
-from .fields import MAX_USER, Fields, shown, unsupported
+from .fields import MAX_USER, OF_RECORDS, ModelFacts, edit_fields, shown, unsupported
 from .limits import Limits
-from .protocol import Generation, ModelFacts, check_size, take_generation
+from .protocol import Generation, check_size, generation_of
 
 EDITS = "/v1/images/edits"
 MAX_EDIT_BYTES = 50_000_000
 _MOST_PARTS = 64
-_VALUES = (
-    *("n", "seed", "num_inference_steps", "guidance_scale", "output_compression", "partial_images", "slo"),
-    *("strength", "feather_px", "stream", "progress", "paste", "reuse", "template_seed"),
-    *("full_steps", "dilate", "cache"),
-)
-"""Fields that are numbers, true or false; all others are text, whatever they look like."""
 _VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
 _FORMATS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF.{4}WEBP", re.DOTALL)
 """How OpenAI's formats begin. Pillow knows many more, some of which run other programs."""
@@ -86,56 +66,52 @@ def parse_edit(
     Raises:
         ApiError: a field is unknown, missing, there twice or not allowed (400), or the model is not served (404).
     """
-    found = _by_name(parts)
+    kind = edit_fields(model, limits)
+    found = _by_name(parts, kind.values)
     image, mask = found.pop("image", None), found.pop("mask", None)
     if image is None:
         raise invalid("image is missing", "image", code="missing_required_parameter")
-    fields = Fields(found)
+    fields = kind.read(found)
     try:
         resolution = _size_of(image, "image", model, limits)
         if mask is not None:
             _size_of(mask, "mask", model, limits)
-        size = fields.text("size", most=32)
-        if size not in (None, "auto", str(resolution)):
+        if fields.size not in ("auto", str(resolution)):
             own = f"but images are edited at their own size: {resolution}, or auto"
-            raise invalid(f"size is {shown(size)}, {own}", "size")
-        fields.word("input_fidelity", "low", ("low", "high"))
-        strength = fields.number("strength", 1.0, 0.0, 1.0)
-        paste, feather_px = fields.flag("paste", True), fields.whole("feather_px", 0, 0, MAX_FEATHER_PX)
-        template = _template_of(fields, model, limits)
-        full_steps = fields.whole("full_steps", 0, 0, limits.max_steps)
-        dilate = fields.whole("dilate", 0, 0, MAX_DILATE)
-        wanted = take_generation(fields, resolution, model, limits, header_slo)
+            raise invalid(f"size is {shown(fields.size)}, {own}", "size")
+        template = _template_of(fields, model)
+        wanted = generation_of(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
         if mask is None and not has_alpha(image):
             missing = "mask is missing, and the image has no transparent parts to take for it"
             raise invalid(missing, "mask", code="missing_required_parameter")
         may_change = read_mask(image if mask is None else mask, "mask")
-        edit = EditSpec(pixels, may_change, strength, paste, feather_px, template, full_steps, dilate)
-        return replace(wanted, edit=edit)
+        how = fields.strength, fields.paste, fields.feather_px, template, fields.full_steps, fields.dilate
+        return replace(wanted, edit=EditSpec(pixels, may_change, *how))
     except UsageError as error:
         begin = _PARAM.match(str(error))
         raise invalid(str(error), begin and begin[1]) from None
 
 
-def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateSpec | None:
-    """What an edit's record is of; None for an exact edit. Raises ApiError: nothing is reused; UsageError: its parts do
-    not go together.
+def _template_of(fields: Any, model: ModelFacts) -> TemplateSpec | None:
+    """Return the template of an edit that reads its record; None for an exact edit.
+
+    Raises:
+        ApiError: records are not read here, or fields of a record are given without one.
+        UsageError: the template's parts do not go together.
     """
-    reuse = fields.flag("reuse", model.reuses_templates)
-    if reuse and not model.reuses_templates:
+    if fields.reuse and not model.reuses_templates:
         raise invalid("reuse is true, but edits are exact here: the server has no --reuse-templates", "reuse")
-    for name in ("template_kind", "template_prompt", "template_seed", "full_steps", "dilate"):
-        if fields.has(name) and not reuse:
+    if fields.reuse:
+        return TemplateSpec(fields.template_prompt, fields.template_seed, fields.template_kind)
+    for name in OF_RECORDS:
+        if name in fields.model_fields_set:
             raise invalid(f"{name} is of the record, which only edits with reuse read", name)
-    prompt = fields.text("template_prompt", most=limits.max_prompt) or ""
-    seed = fields.whole("template_seed", 0, 0, MAX_SEED)
-    kind: Any = fields.word("template_kind", "noised", TEMPLATE_KINDS)
-    return TemplateSpec(prompt, seed, kind) if reuse else None
+    return None
 
 
-def _by_name(parts: Sequence[tuple[str, Part]]) -> dict[str, Any]:
-    """The parts of a form as JSON would have them."""
+def _by_name(parts: Sequence[tuple[str, Part]], values: Container[str]) -> dict[str, Any]:
+    """Return the parts of a form as JSON would have them; those named in `values` are not text."""
     images = [part for name, part in parts if name in ("image", "image[]")]
     if len(images) > 1:
         raise invalid(f"{len(images)} images were sent, but one is edited at a time", "image")
@@ -149,7 +125,7 @@ def _by_name(parts: Sequence[tuple[str, Part]]) -> dict[str, Any]:
             raise unsupported(name) or invalid(
                 f"{shown(name)} is {kind}, but image and mask are files, and all else is text", name[:MAX_USER]
             )
-        is_value = isinstance(part, str) and name in _VALUES and _VALUE.fullmatch(part)
+        is_value = isinstance(part, str) and name in values and _VALUE.fullmatch(part)
         found[name] = json.loads(part) if is_value else part
     return found
 

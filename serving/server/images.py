@@ -4,7 +4,7 @@ import base64
 import io
 from typing import TYPE_CHECKING
 
-from .protocol import OutputFormat
+from .fields import OutputFormat
 
 if TYPE_CHECKING:
     from PIL.Image import Image

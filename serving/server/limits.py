@@ -43,7 +43,7 @@ class Limits:
     max_queue_time_s: float = 60.0
     max_pixels: int = 1024 * 1024
     max_steps: int = 200
-    keys: Mapping[str, KeyLimits] = field(default_factory=dict)
+    keys: Mapping[str, KeyLimits] = field(default_factory=dict, hash=False)
     max_per_key: int | None = None
     max_body_bytes: int = 256 * 1024
     max_prompt: int = 32_000

@@ -1,76 +1,24 @@
-"""What `POST /v1/images/generations` takes, checked field by field; the answers are made elsewhere.
-
-Names and meanings are those of OpenAI's images API; `seed`, `num_inference_steps`, `guidance_scale`, `negative_prompt`,
-`progress`, `slo`, `lora`, `cache` and (of cascades) `fallback` are ours. Edits take most of it, too: see `edits`.
-"""
+"""Requests for images, made from checked fields (`fields`). No torch."""
 
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from ...data.adapters import Adapters
 from ...data.requests import MAX_SEED, Fallback, steps_taken
 from ...data.resolution import Resolution
-from ..models.defaults import ModelDefaults
 from .errors import ApiError, invalid
-from .fields import LORA, MAX_USER, Fields, checked_seconds, shown
+from .fields import LORA, MAX_IMAGES, QUALITIES, ModelFacts, OutputFormat, ResponseFormat, generation_fields, shown
 from .limits import Limits
 
 if TYPE_CHECKING:
     from ...data.edits import EditSpec
 
 GENERATIONS = "/v1/images/generations"
-OutputFormat = Literal["png", "jpeg", "webp"]
-ResponseFormat = Literal["b64_json", "url"]
-MAX_IMAGES, MAX_PARTIALS = 10, 3
-QUALITIES = {
-    "low": 0.5,
-    "auto": 1.0,
-    "standard": 1.0,
-    "medium": 1.0,
-    "high": 2.0,
-    "hd": 2.0,
-    "xhigh": 3.0,
-    "max": 4.0,
-}
-"""Share of the model's own number of steps."""
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What requests are checked against.
-
-    Attributes:
-        name: of the served model.
-        aliases: other names that clients may ask for.
-        defaults: what a request gets that does not say.
-        size_multiple: width and height must be multiples of it.
-        dtype: for clients that ask about the model.
-        reuses_templates: whether edits read the records of their templates, unless they say that they do not.
-        adapters: that requests may name.
-        cascade: of a light and a heavy model: their names, each of which takes its own steps and guidance.
-    """
-
-    name: str
-    defaults: ModelDefaults
-    aliases: Sequence[str] = ()
-    size_multiple: int = 8
-    dtype: str = ""
-    reuses_templates: bool = False
-    adapters: tuple[str, ...] = ()
-    cascade: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the model, its own first."""
-        return self.name, *self.aliases
-
-
-"""What clients call adapters (LoRA) of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,67 +85,48 @@ def parse_generation(
     Raises:
         ApiError: a field is unknown, missing or not allowed (400), or the model is not served (404).
     """
-    fields = Fields(body)
-    size = fields.text("size", most=32)
-    resolution = parse_size("auto" if size is None else size, model, limits)
-    fields.word("moderation", "auto", ("auto", "low"))
-    fields.word("style", "vivid", ("vivid", "natural"))
-    return take_generation(fields, resolution, model, limits, header_slo)
+    fields = generation_fields(model, limits).read(body)
+    return generation_of(fields, parse_size(fields.size, model, limits), model, limits, header_slo)
 
 
-def take_generation(
-    fields: Fields, resolution: Resolution, model: ModelFacts, limits: Limits, header_slo: str | None
+def generation_of(
+    fields: Any, resolution: Resolution, model: ModelFacts, limits: Limits, header_slo: str | None
 ) -> Generation:
-    """Check the fields that generations and edits share, which must be all that are left. Raises ApiError."""
-    check_model(fields.text("model", most=MAX_USER), model)
-    prompt = fields.prompt("prompt", most=limits.max_prompt)
-    num_images = fields.whole("n", 1, 1, MAX_IMAGES)
-    quality = fields.word("quality", "auto", tuple(QUALITIES))
-    if model.cascade:
-        given = [name for name in ("num_inference_steps", "guidance_scale") if fields.has(name)]
-        if QUALITIES[quality] != 1 or given:
-            name = given[0] if given else "quality"
-            own = f"each model of the cascade {model.name} takes its own steps and guidance"
-            raise invalid(f"{name} is given, but {own}", name)
-    usual_steps = max(1, round(model.defaults.num_inference_steps * QUALITIES[quality]))
-    steps = fields.whole("num_inference_steps", min(usual_steps, limits.max_steps), 1, limits.max_steps)
-    guidance_scale = fields.number("guidance_scale", model.defaults.guidance_scale, 0.0, 100.0)
-    stream = fields.flag("stream")
-    partial_images = fields.whole("partial_images", 0, 0, MAX_PARTIALS)
-    progress = fields.flag("progress")
-    for name, is_asked in (("partial_images", partial_images > 0), ("progress", progress)):
-        if is_asked and not stream:
+    """Return the request that a body's fields ask for. Raises ApiError: two of them do not go together (400), or the
+    model is not served (404).
+    """
+    check_model(fields.model, model)
+    for name in ("partial_images", "progress"):
+        if getattr(fields, name) and not fields.stream:
             raise invalid(f"{name} needs stream to be true", name)
-    # Seed + i is the seed of image i.
-    seed = fields.whole("seed", secrets.randbelow(MAX_SEED - MAX_IMAGES), 0, MAX_SEED - num_images + 1)
-    generation = Generation(
-        prompt,
-        resolution,
-        steps,
-        guidance_scale,
-        tuple(range(seed, seed + num_images)),
-        negative_prompt=fields.text("negative_prompt", most=limits.max_prompt),
-        response_format=fields.word("response_format", "b64_json", get_args(ResponseFormat)),  # type: ignore[arg-type]
-        output_format=fields.word("output_format", "png", get_args(OutputFormat)),  # type: ignore[arg-type]
-        output_compression=fields.whole("output_compression", 100, 0, 100),
-        stream=stream,
-        partial_images=partial_images,
-        progress=progress,
-        slo_s=_smaller(fields.seconds("slo"), _header_seconds(header_slo)),
-        quality=quality,
-        # Of a single model the field is unknown.
-        fallback=fields.word("fallback", "light", get_args(Fallback)) if model.cascade else "light",  # type: ignore[arg-type]
-        adapters=fields.adapters(LORA, model.adapters) if model.adapters else (),
-        cache=fields.flag("cache", True),
-    )
-    if fields.word("background", "auto", ("auto", "opaque", "transparent")) == "transparent":
-        raise invalid("background is 'transparent', but images have no alpha channel: auto or opaque", "background")
-    for name in ("user", "safety_identifier"):
-        fields.text(name, most=MAX_USER)
-    if stream and generation.response_format == "url":
+    if fields.stream and fields.response_format == "url":
         raise invalid("response_format is 'url', but a stream sends b64_json", "response_format")
-    fields.end()
-    return generation
+    # Seed + i is the seed of image i.
+    highest = MAX_SEED - fields.n + 1
+    seed = secrets.randbelow(MAX_SEED - MAX_IMAGES) if fields.seed is None else fields.seed
+    if seed > highest:
+        raise invalid(f"seed is {seed}, but with n {fields.n} it must be a whole number from 0 to {highest}", "seed")
+    usual_steps = max(1, round(model.defaults.num_inference_steps * QUALITIES[fields.quality]))
+    return Generation(
+        fields.prompt,
+        resolution,
+        # A cascade has neither field.
+        getattr(fields, "num_inference_steps", None) or min(usual_steps, limits.max_steps),
+        getattr(fields, "guidance_scale", model.defaults.guidance_scale),
+        tuple(range(seed, seed + fields.n)),
+        negative_prompt=fields.negative_prompt,
+        response_format=fields.response_format,
+        output_format=fields.output_format,
+        output_compression=fields.output_compression,
+        stream=fields.stream,
+        partial_images=fields.partial_images,
+        progress=fields.progress,
+        slo_s=_smaller(fields.slo, _header_seconds(header_slo)),
+        quality=fields.quality,
+        fallback=getattr(fields, "fallback", "light"),
+        adapters=getattr(fields, LORA, ()),
+        cache=fields.cache,
+    )
 
 
 def check_model(name: str | None, model: ModelFacts) -> None:
@@ -238,7 +167,10 @@ def _header_seconds(text: str | None) -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    return checked_seconds(seconds if math.isfinite(seconds) else text, "X-SLO-Seconds")
+    if not 0 < seconds < 1e9:
+        name = "X-SLO-Seconds"
+        raise invalid(f"{name} is {shown(text)}, but it must be a number of seconds above 0", name)
+    return seconds
 
 
 def _smaller(*seconds: float | None) -> float | None:
