@@ -14,7 +14,7 @@ from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRates
 from ...profiling.sweep.runner import Side, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
 from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
-from ...serving.runs.simulator_files import CALIBRATION_FILE
+from ...serving.runs.simulated.files import CALIBRATION_FILE
 from ...serving.runs.trace_settings import TraceSettings
 from ...training.latency.predictor import PREDICTOR_FILE
 from .lab import Lab, finish

@@ -26,14 +26,14 @@ from ...serving.models.build import as_plain, with_engine, without_cache
 from ...serving.models.loading import resolve_model
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName
-from ...serving.runs.calibration import Calibration, ServedRun, calibrate, step_sources
-from ...serving.runs.deployment import SimulatedEngine
 from ...serving.runs.machine import run_facts
 from ...serving.runs.outside_profile import predictions_outside
-from ...serving.runs.planning import at_rate
-from ...serving.runs.simulator_files import CALIBRATION_FILE, read_calibrations
+from ...serving.runs.simulated.calibration import Calibration, ServedRun, calibrate
+from ...serving.runs.simulated.deployment import SimulatedEngine
+from ...serving.runs.simulated.files import CALIBRATION_FILE, read_calibrations
+from ...serving.runs.simulated.planning import at_rate
 from ...serving.runs.standalone import shape_of, standalone_latencies
-from ...serving.runs.step_file import StepFile
+from ...serving.runs.step_file import StepFile, step_sources
 from ...serving.runs.step_latencies import tables_measured_under
 from ...serving.runs.summary import engine_figures, what_was_learnt
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor

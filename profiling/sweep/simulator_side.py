@@ -9,11 +9,11 @@ from ...data.errors import UsageError
 from ...data.files import named_by_content
 from ...data.requests import Request
 from ...serving.options import EngineName
-from ...serving.runs.deployment import SimulatedEngine
 from ...serving.runs.outside_profile import warn_of_small_table
-from ...serving.runs.simulator_files import calibration_of, load_stage_times, require_engine
+from ...serving.runs.simulated.deployment import SimulatedEngine
+from ...serving.runs.simulated.files import calibration_of, load_stage_times, require_engine
+from ...serving.runs.simulated.summary import loop_figures
 from ...serving.runs.step_file import load_step_file
-from ...serving.runs.summary import loop_figures
 from ...serving.scheduling.systems import System
 from ...training.cache.schedule import CacheSchedule
 from .figures import EngineKind, steps_by_batch

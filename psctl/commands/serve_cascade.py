@@ -14,7 +14,7 @@ from .simulate_cascade import CascadeImages, cascade_table, found_images
 
 if TYPE_CHECKING:
     from ...data.workspace import ModelWorkspace
-    from ...serving.runs.serve_cascade import CascadeFiles
+    from ...serving.runs.cascade.serve import CascadeFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ToServe:
 
 def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
     """Look up these settings before anything is loaded. Raises UsageError: a part is missing or of other models."""
-    from ...serving.runs.serve_cascade import CascadeFiles
+    from ...serving.runs.cascade.serve import CascadeFiles
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE
 
     images = found_images(cascade, options, target)
@@ -46,8 +46,8 @@ def serve_cascade(plan: CascadePlan, output_file: Path | None, target: Target, o
     from ...data.traces.traces import TRACE_KINDS
     from ...profiling.report.cascade_page import write_cascade_report
     from ...serving.cascade.systems import get_cascade_system
-    from ...serving.runs.cascade_folder import cascade_summary, write_cascade_run
-    from ...serving.runs.serve_cascade import serve_cascade as run_serve
+    from ...serving.runs.cascade.folder import cascade_summary, write_cascade_run
+    from ...serving.runs.cascade.serve import serve_cascade as run_serve
     from ...serving.runs.trace_settings import draw_requests
 
     get_cascade_system(plan.system)

@@ -21,7 +21,7 @@ from ..output import Output
 from .simulate_cascade import check_cascade_flags, simulate_cascade
 
 if TYPE_CHECKING:
-    from ...serving.runs.simulate import ReadySimulation
+    from ...serving.runs.simulated.simulate import ReadySimulation
 
 _NUM_PROMPTS = flag("--num-prompts", "Number of requests. Default: 1000, or with --duration, a file or azure all.")
 
@@ -125,8 +125,8 @@ def simulate(
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
     """
     from ...profiling.parallel.speedups import read_speedups
-    from ...serving.runs.simulate import SimulationPlan
-    from ...serving.runs.simulator_files import EngineFiles
+    from ...serving.runs.simulated.files import EngineFiles
+    from ...serving.runs.simulated.simulate import SimulationPlan
 
     check_cascade_flags(context, cascade, system)
     if cascade is not None:
@@ -165,7 +165,7 @@ def _run(ready: "ReadySimulation", output_file: Path | None, out: Output) -> Non
     from ...profiling.report.html import write_report
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables
-    from ...serving.runs.simulate import MAX_REPORTED
+    from ...serving.runs.simulated.simulate import MAX_REPORTED
 
     with out.phases() as start:
         advance = start("requests", len(ready.requests))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...serving.cascade.profile import CascadeProfile
     from ...serving.cascade.result import CascadeResult
     from ...serving.models.defaults import ModelDefaults
-    from ...serving.runs.cascade import CascadeDeployment
+    from ...serving.runs.cascade.deployment import CascadeDeployment
 
 _DEFAULT_NUM_PROMPTS = 1000
 _OWN = CASCADE.names()
@@ -86,7 +86,7 @@ class CascadeImages:
     ) -> "CascadeDeployment":
         """Return a deployment. Raises UsageError: there is no such system, or a number is out of range."""
         from ...serving.cascade.systems import CascadeKnobs, get_cascade_system
-        from ...serving.runs.cascade import CascadeDeployment
+        from ...serving.runs.cascade.deployment import CascadeDeployment
 
         sizes = None
         if options.threshold_per_resolution:
@@ -225,7 +225,7 @@ def simulate_cascade(plan: CascadePlan, output_file: Path | None, target: Target
     """Simulate, write the run, and print its figures."""
     from ...profiling.report.cascade_page import write_cascade_report
     from ...serving.cascade.systems import get_cascade_system
-    from ...serving.runs.cascade_folder import cascade_summary, write_cascade_run
+    from ...serving.runs.cascade.folder import cascade_summary, write_cascade_run
     from ...serving.runs.trace_settings import draw_requests
 
     specs, trace = parse_cascade(plan.cascade), plan.trace

@@ -1,4 +1,5 @@
-"""Served and simulated runs from end to end: the trace and its SLOs, step latencies, the run itself, and its files.
+"""Runs from end to end: the trace and its SLOs, step latencies, the run itself, and its files.
 
-`http` assembles the batch server from the same parts.
+This folder serves a trace with one model. `cascade` serves with two, `simulated` on the virtual clock, and `http`
+assembles the batch server.
 """

@@ -1,18 +1,19 @@
 """Files of step latencies that a user names: fitted predictors and tables. This module imports no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from ...data.errors import UsageError
+from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts
-from ...data.tables.latency import read_latencies
+from ...data.tables.latency import LatencyTable, read_latencies
 from ...training.latency.predictor import LatencyPredictor
 from ..editing.profile import EditProfile
 from ..options import EngineName
 from ..scheduling.policies import StepLatencyPredictor
+from ..scheduling.step_latency import TableLatency
 from ..simulator.step_durations import ProfiledSteps
-from .calibration import step_sources
 from .outside_profile import warn_of_small_table
 
 
@@ -67,3 +68,17 @@ def latencies_of_file(path: Path, max_batch_size: int, *, on_warning: Callable[[
     latency = load_step_file(path, on_warning=on_warning).steady
     warn_of_small_table(latency, path, max_batch_size, on_warning)
     return latency
+
+
+def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None]:
+    """Return steady and first steps of a measured table; first steps are None if a row has none (a table of another
+    program).
+    """
+
+    def source(times: Mapping[tuple[Resolution, ...], float | None]) -> TableLatency:
+        return TableLatency({batch: ms / 1e3 for batch, ms in times.items() if ms is not None})
+
+    batches = {tuple(size for size, count in row.counts.items() for _ in range(count)): row for row in table.rows}
+    firsts = {batch: row.first_step_median_ms for batch, row in batches.items()}
+    steady = source({batch: row.median_ms for batch, row in batches.items()})
+    return steady, source(firsts) if all(ms is not None for ms in firsts.values()) else None

@@ -22,7 +22,7 @@ from ..editing.profile import PATTERN
 from ..scheduling.policies import StepLatencyPredictor
 from ..scheduling.step_latency import TableLatency
 from ..scheduling.systems import System
-from .calibration import step_sources
+from .step_file import step_sources
 
 if TYPE_CHECKING:
     from ..models.served import ServedModel

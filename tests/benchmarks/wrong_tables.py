@@ -21,7 +21,7 @@ from patchedserve.data.tables.latency import LatencyTable, read_latencies
 from patchedserve.data.tables.published import published_table
 from patchedserve.data.work import Work, resolution_of
 from patchedserve.serving.core.request_state import RequestRecord
-from patchedserve.serving.runs.calibration import step_sources
+from patchedserve.serving.runs.step_file import step_sources
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.step_latency import MemoisedLatency, TableLatency
 from patchedserve.serving.simulator.simulator import simulate

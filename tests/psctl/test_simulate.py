@@ -17,9 +17,9 @@ from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_lat
 from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.psctl.app import main
-from patchedserve.serving.runs.calibration import Calibration
-from patchedserve.serving.runs.deployment import Deployment, SimulatedEngine
-from patchedserve.serving.runs.planning import at_rate, gpus_needed, highest_rate
+from patchedserve.serving.runs.simulated.calibration import Calibration
+from patchedserve.serving.runs.simulated.deployment import Deployment, SimulatedEngine
+from patchedserve.serving.runs.simulated.planning import at_rate, gpus_needed, highest_rate
 from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.systems import get_system
 

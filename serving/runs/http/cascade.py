@@ -9,8 +9,8 @@ from ....data.resolution import Resolution
 from ....data.run_facts import usable_cores
 from ...cascade.legs import LEGS, Leg, cascade_name
 from ...models.defaults import ModelDefaults
-from ..cascade import CascadeDeployment
-from ..serve_cascade import CascadeFiles
+from ..cascade.deployment import CascadeDeployment
+from ..cascade.serve import CascadeFiles
 from .server import HttpSettings, ServerParts, assemble, require_http
 
 

@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...data.errors import RunError, UsageError
-from ...data.files import sha256_of
-from ...data.requests import Request
-from ...data.run_facts import usable_cores
-from ...data.workspace import Workspace
-from ..cascade.cluster import CascadeCluster, TraceSource, settings_for
-from ..cascade.legs import LEGS, Leg, LegSpec
-from ..cascade.profile import CascadeProfile
-from ..cascade.worker import WorkerSettings, image_file
-from .cascade import CascadeDeployment, CascadeParts, CascadeRun
-from .machine import cpu_name
+from ....data.errors import RunError, UsageError
+from ....data.files import sha256_of
+from ....data.requests import Request
+from ....data.run_facts import usable_cores
+from ....data.workspace import Workspace
+from ...cascade.cluster import CascadeCluster, TraceSource, settings_for
+from ...cascade.legs import LEGS, Leg, LegSpec
+from ...cascade.profile import CascadeProfile
+from ...cascade.worker import WorkerSettings, image_file
+from ..machine import cpu_name
+from .deployment import CascadeDeployment, CascadeParts, CascadeRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class CascadeFiles:
         """Raise UsageError unless a profile is of these models' files, this processor and this discriminator. Plans
         based on the times of others would be wrong.
         """
-        from ..models.loading import fingerprint_of
-        from ..models.placement import resolve_device
+        from ...models.loading import fingerprint_of
+        from ...models.placement import resolve_device
 
         is_cpu = resolve_device(self.device).type == "cpu"
         for leg in LEGS:
@@ -63,7 +63,7 @@ class CascadeFiles:
 
     def worker(self, parts: CascadeParts, image_dir: Path) -> WorkerSettings:
         """Return the settings of a worker that writes images to `image_dir`."""
-        from ..models.placement import resolve_device
+        from ...models.placement import resolve_device
 
         resolved = str(resolve_device(self.device))
         return WorkerSettings(

@@ -15,10 +15,10 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_latencies
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
-from patchedserve.serving.runs.calibration import Calibration, ServedRun, calibrate, step_sources
-from patchedserve.serving.runs.deployment import Deployment, SimulatedEngine
-from patchedserve.serving.runs.simulator_files import read_calibrations
-from patchedserve.serving.runs.step_file import StepFile, load_step_file
+from patchedserve.serving.runs.simulated.calibration import Calibration, ServedRun, calibrate
+from patchedserve.serving.runs.simulated.deployment import Deployment, SimulatedEngine
+from patchedserve.serving.runs.simulated.files import read_calibrations
+from patchedserve.serving.runs.step_file import StepFile, load_step_file, step_sources
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate

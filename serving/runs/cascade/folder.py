@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...data.files import write_json
-from ...data.tables.cascade import LEGS as LEGS_TABLE
-from ...data.tables.cascade import PLANS
-from ...data.tables.schemas import RECORDS, write_table
-from ..cascade.legs import Leg, LegSpec, cascade_name
-from ..cascade.result import CascadeResult
-from ..core.metrics import summarize
-from .cascade import CascadeDeployment, CascadeRun
+from ....data.files import write_json
+from ....data.tables.cascade import LEGS as LEGS_TABLE
+from ....data.tables.cascade import PLANS
+from ....data.tables.schemas import RECORDS, write_table
+from ...cascade.legs import Leg, LegSpec, cascade_name
+from ...cascade.result import CascadeResult
+from ...core.metrics import summarize
+from .deployment import CascadeDeployment, CascadeRun
 
 WriteCascadeReport = Callable[[Path, Mapping[str, Any], CascadeResult], Path]
 """Writes the report of a run with this summary into its folder, and returns the report's path."""

@@ -21,15 +21,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from ...data.errors import RunError, UsageError
-from ...data.resolution import Resolution, parse
-from ...data.tables.latency import LatencyTable
-from ...training.latency.online_correction import LONGEST
-from ..core.request_state import RequestRecord
-from ..core.step_row import StepRow
-from ..scheduling.step_latency import TableLatency
-from ..simulator.stage_times import StageTimes
-from ..simulator.step_durations import (
+from ....data.errors import RunError, UsageError
+from ....data.resolution import Resolution, parse
+from ....training.latency.online_correction import LONGEST
+from ...core.request_state import RequestRecord
+from ...core.step_row import StepRow
+from ...scheduling.step_latency import TableLatency
+from ...simulator.stage_times import StageTimes
+from ...simulator.step_durations import (
     DECODE,
     MAX_SLOWDOWN,
     PREPARE,
@@ -98,20 +97,6 @@ class Calibration:
         return StepDurations(
             steps, self.scales, self.first_scale, self.between_s, self.slowdown, self.reuse, self.is_inline
         )
-
-
-def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None]:
-    """Return steady and first steps of a measured table; first steps are None if a row has none (a table of another
-    program).
-    """
-
-    def source(times: Mapping[tuple[Resolution, ...], float | None]) -> TableLatency:
-        return TableLatency({batch: ms / 1e3 for batch, ms in times.items() if ms is not None})
-
-    batches = {tuple(size for size, count in row.counts.items() for _ in range(count)): row for row in table.rows}
-    firsts = {batch: row.first_step_median_ms for batch, row in batches.items()}
-    steady = source({batch: row.median_ms for batch, row in batches.items()})
-    return steady, source(firsts) if all(ms is not None for ms in firsts.values()) else None
 
 
 def calibrate(

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...data.errors import RunError, UsageError
-from ...data.requests import Request
-from ...data.statistics import Estimate, student_interval
-from ...data.traces.traces import retime
-from ..options import EngineName
-from ..scheduling.systems import get_system
+from ....data.errors import RunError, UsageError
+from ....data.requests import Request
+from ....data.statistics import Estimate, student_interval
+from ....data.traces.traces import retime
+from ...options import EngineName
+from ...scheduling.systems import get_system
 from .calibration import Calibration
 from .deployment import Deployment
 

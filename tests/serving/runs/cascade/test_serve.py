@@ -14,10 +14,10 @@ from patchedserve.serving.cascade.legs import LEGS, Leg, LegSpec
 from patchedserve.serving.cascade.profile import CascadeProfile
 from patchedserve.serving.models.checkpoint import fingerprint
 from patchedserve.serving.models.loading import resolve_model
+from patchedserve.serving.runs.cascade.serve import CascadeFiles
 from patchedserve.serving.runs.machine import cpu_name
-from patchedserve.serving.runs.serve_cascade import CascadeFiles
 
-from ...support.cascades import profile
+from ....support.cascades import profile
 
 _SPECS: dict[Leg, LegSpec] = {"light": LegSpec("emoji-xl", 4), "heavy": LegSpec("emoji-xl", 50)}
 

@@ -10,22 +10,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from ...data.errors import UsageError
-from ...data.parsing import parse
-from ...data.resolution import Resolution
-from ...data.tables.latency import TABLE_PATTERN, read_latencies
-from ...data.tables.schemas import RECORDS, read_rows
-from ...data.workspace import Workspace
-from ..core.request_state import RequestRecord
-from ..editing.profile import EditProfile
-from ..options import EngineName
-from ..scheduling.systems import System
-from ..simulator.stage_times import StageTimes
+from ....data.errors import UsageError
+from ....data.parsing import parse
+from ....data.resolution import Resolution
+from ....data.tables.latency import TABLE_PATTERN, read_latencies
+from ....data.tables.schemas import RECORDS, read_rows
+from ....data.workspace import Workspace
+from ...core.request_state import RequestRecord
+from ...editing.profile import EditProfile
+from ...options import EngineName
+from ...scheduling.systems import System
+from ...simulator.stage_times import StageTimes
+from ..outside_profile import warn_of_small_table
+from ..step_file import StepFile, load_step_file
+from ..step_latencies import measured_alone, table_for_simulation
 from .calibration import Calibration
 from .deployment import SimulatedEngine
-from .outside_profile import warn_of_small_table
-from .step_file import StepFile, load_step_file
-from .step_latencies import measured_alone, table_for_simulation
 
 CALIBRATION_FILE = "calibration.json"
 """File in a sweep's folder with the simulator's calibration by engine, fitted to real runs."""

@@ -8,25 +8,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ...data.checks import require_counts
-from ...data.errors import UsageError
-from ...data.requests import Request, steps_taken
-from ...data.resolution import parse
-from ...data.traces.traces import assign_slos
-from ..cascade.allocators import Allocator, Cluster
-from ..cascade.balancer import Balance, Balancer
-from ..cascade.controller import Controller
-from ..cascade.deferral import deferral_curve
-from ..cascade.dispatcher import Dispatcher, OnLate
-from ..cascade.legs import LEGS, Leg
-from ..cascade.milp import Milp
-from ..cascade.problem import OVERPROVISION
-from ..cascade.profile import CascadeProfile, LegProfile
-from ..cascade.result import CascadeResult
-from ..cascade.simulation import CascadeModel, simulate_cascade
-from ..cascade.systems import CascadeKnobs, CascadeSystem
-from ..core.request_state import RequestRecord
-from .trace_settings import check_slo_scale
+from ....data.checks import require_counts
+from ....data.errors import UsageError
+from ....data.requests import Request, steps_taken
+from ....data.resolution import parse
+from ....data.traces.traces import assign_slos
+from ...cascade.allocators import Allocator, Cluster
+from ...cascade.balancer import Balance, Balancer
+from ...cascade.controller import Controller
+from ...cascade.deferral import deferral_curve
+from ...cascade.dispatcher import Dispatcher, OnLate
+from ...cascade.legs import LEGS, Leg
+from ...cascade.milp import Milp
+from ...cascade.problem import OVERPROVISION
+from ...cascade.profile import CascadeProfile, LegProfile
+from ...cascade.result import CascadeResult
+from ...cascade.simulation import CascadeModel, simulate_cascade
+from ...cascade.systems import CascadeKnobs, CascadeSystem
+from ...core.request_state import RequestRecord
+from ..trace_settings import check_slo_scale
 
 _PEAK_WINDOW_S = 20.0
 """Length of the window, equal to that of the moving average of demand."""

@@ -9,23 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from ...data.errors import UsageError
-from ...data.requests import Request
-from ...data.traces.traces import assign_slos
-from ...training.cache.schedule import CacheSchedule
-from ...training.latency.online_correction import OnlineCorrection, bounded
-from ..core.metrics import slo_attainment_rate
-from ..core.request_state import RequestRecord
-from ..editing.costs import EditCosts
-from ..scheduling.policies import get_policy
-from ..scheduling.routers import DEFAULT_ROUTER
-from ..scheduling.systems import System
-from ..simulator.distrifusion import PUBLISHED, Speedups
-from ..simulator.simulator import SimulationResult, simulate
-from ..simulator.stage_times import StageTimes, standalone_latency_s
-from ..simulator.step_durations import ProfiledSteps, StepDurations
+from ....data.errors import UsageError
+from ....data.requests import Request
+from ....data.traces.traces import assign_slos
+from ....training.cache.schedule import CacheSchedule
+from ....training.latency.online_correction import OnlineCorrection, bounded
+from ...core.metrics import slo_attainment_rate
+from ...core.request_state import RequestRecord
+from ...editing.costs import EditCosts
+from ...scheduling.policies import get_policy
+from ...scheduling.routers import DEFAULT_ROUTER
+from ...scheduling.systems import System
+from ...simulator.distrifusion import PUBLISHED, Speedups
+from ...simulator.simulator import SimulationResult, simulate
+from ...simulator.stage_times import StageTimes, standalone_latency_s
+from ...simulator.step_durations import ProfiledSteps, StepDurations
+from ..trace_settings import DEFAULT_SLO_SCALE
 from .calibration import Calibration
-from .trace_settings import DEFAULT_SLO_SCALE
 
 _FULL_BATCHES = 20
 OnFinish = Callable[[RequestRecord], None] | None

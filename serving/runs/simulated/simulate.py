@@ -10,29 +10,29 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ...data.errors import UsageError
-from ...data.figures import write_figures
-from ...data.requests import Request
-from ...data.resolution import parse_list
-from ...data.traces.files import save_trace
-from ...data.traces.traces import TRACE_KINDS
-from ...data.workspace import Workspace
-from ...training.cache.schedule import CacheSchedule
-from ..editing.costs import profiled_edits
-from ..editing.profile import EditProfile
-from ..models.defaults import ModelDefaults
-from ..models.loading import model_defaults, model_geometry
-from ..scheduling.routers import DEFAULT_ROUTER, check_router
-from ..scheduling.systems import DEFAULT_SYSTEM, System, get_system
-from ..simulator.distrifusion import Speedups
+from ....data.errors import UsageError
+from ....data.figures import write_figures
+from ....data.requests import Request
+from ....data.resolution import parse_list
+from ....data.traces.files import save_trace
+from ....data.traces.traces import TRACE_KINDS
+from ....data.workspace import Workspace
+from ....training.cache.schedule import CacheSchedule
+from ...editing.costs import profiled_edits
+from ...editing.profile import EditProfile
+from ...models.defaults import ModelDefaults
+from ...models.loading import model_defaults, model_geometry
+from ...scheduling.routers import DEFAULT_ROUTER, check_router
+from ...scheduling.systems import DEFAULT_SYSTEM, System, get_system
+from ...simulator.distrifusion import Speedups
+from ..run_folder import WriteReport, write_run
+from ..step_latencies import edit_profile_for_simulation
+from ..trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_trace
 from .calibration import Calibration
 from .deployment import Deployment, OnFinish
+from .files import EngineFiles
 from .planning import SearchResult, at_rate, gpus_needed, highest_rate, how_slow, with_error
-from .run_folder import WriteReport, write_run
-from .simulator_files import EngineFiles
-from .step_latencies import edit_profile_for_simulation
 from .summary import simulation_summary
-from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_trace
 
 DEFAULT_NUM_PROMPTS = 1000
 MAX_REPORTED = 20_000
