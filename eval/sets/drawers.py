@@ -126,7 +126,7 @@ class ReplicaDrawer:
     """
 
     def __init__(self, recipe: "EngineRecipe", plan: "ReplicaPlan") -> None:
-        from ...profiling.measure.latency import measure_latencies
+        from ...profiling.measure.for_serving import measure_latencies
         from ...serving.cluster.backend import ClusterBackend
         from ...serving.runs.http.engine import build_for_replica
 

@@ -184,27 +184,6 @@ def profile_latency(
     return LatencyOutcome(table, table_file, plot_file, num_visits, was_interrupted)
 
 
-def measure_latencies(
-    model: ServedModel,
-    workspace: ModelWorkspace,
-    resolutions: tuple[Resolution, ...],
-    *,
-    combinations: int,
-    max_batch_size: int,
-    budget_s: float,
-) -> LatencyTable:
-    """Profile combinations once each within a budget: the coarse table of a run whose workspace has no step latencies
-    (`MeasureLatencies`).
-
-    Raises as `profile_latency`; KeyboardInterrupt also if only a part is measured.
-    """
-    settings = LatencySettings(resolutions, combinations, max_batch_size, repeats=1)
-    outcome = profile_latency(model, settings, workspace, budget_s=budget_s)
-    if outcome.was_interrupted:
-        raise KeyboardInterrupt
-    return outcome.table
-
-
 _Samples = dict[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]
 """Timings of steady and of first steps in milliseconds, by the counts of a combination."""
 

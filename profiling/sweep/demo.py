@@ -21,7 +21,7 @@ from ...serving.runs.step_latencies import latencies_for_serving, told_if_coarse
 from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
 from ...serving.scheduling.systems import System, get_system
 from ...training.latency.online_correction import OnlineCorrection
-from ..measure.latency import measure_latencies
+from ..measure.for_serving import measure_latencies
 from ..report.comparison import ComparedRun, headline, write_comparison
 from ..report.html import write_report
 from ..report.run_data import RunData

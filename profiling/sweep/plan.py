@@ -106,13 +106,13 @@ class SweepPlan:
 
         Raises UsageError: a file is damaged, or there is no predictor for a policy that looks ahead.
         """
-        from ..measure.latency import workspace_predictor
-        from .engine_side import EngineSide
-
         latency, file = None, self.predictor
         if file is not None:
             latency = latencies_of_file(file, self.settings.max_batch_size, on_warning=on_warning)
         model, place = load()
+        from ..measure.latency import workspace_predictor
+        from .engine_side import EngineSide
+
         if latency is None and any(get_policy(each.policy).requires_predictor for each in self.settings.presets):
             latency = workspace_predictor(model, place, on_warning=on_warning)
             file = place.find_predictor(PREDICTOR_FILE)

@@ -204,7 +204,7 @@ def make_parts(
     book: "LoadBook | None" = None,
 ) -> "ServerParts":
     """Return the server's parts: an engine in this process, or replicas. Raises what `make_server` raises."""
-    from ...profiling.measure.latency import measure_latencies
+    from ...profiling.measure.for_serving import measure_latencies
     from ...serving.models.placement import resolve_device
     from ...serving.runs.http.server import make_server
 

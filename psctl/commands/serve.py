@@ -138,12 +138,13 @@ def _serve_trace(
     out: Output,
 ) -> None:
     """Serve a trace, print its figures, and keep what was learnt. Raises as `ReadyTrace.serve`."""
-    from ...profiling.measure.latency import measure_latencies
+    trace = plan.ready(target.model, on_warning=out.warn)
+    require_places(plan.save_dir, target.workspace, file=output_file)
+    # Imported here, because it takes longer than what is checked above.
+    from ...profiling.measure.for_serving import measure_latencies
     from ...profiling.report.html import write_report
     from ...serving.runs.corrections import keep_correction
 
-    trace = plan.ready(target.model, on_warning=out.warn)
-    require_places(plan.save_dir, target.workspace, file=output_file)
     model, place = target.load(out, with_cache_of([plan.system], engine, given, target, out))
     with out.phases() as start:
         requests = trace.requests

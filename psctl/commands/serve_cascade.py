@@ -44,7 +44,6 @@ def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToS
 def serve_cascade(plan: CascadePlan, output_file: Path | None, target: Target, out: Output) -> None:
     """Serve, write the run, and print its figures."""
     from ...data.traces.traces import TRACE_KINDS
-    from ...profiling.report.cascade_page import write_cascade_report
     from ...serving.cascade.systems import get_cascade_system
     from ...serving.runs.cascade.folder import cascade_summary, write_cascade_run
     from ...serving.runs.cascade.serve import serve_cascade as run_serve
@@ -80,6 +79,8 @@ def serve_cascade(plan: CascadePlan, output_file: Path | None, target: Target, o
     config = images.config(plan, num_workers="workers")
     summary = cascade_summary(served.run, deployment, specs, dataset=trace.trace, config=config, quality=quality)
     summary |= {"was_interrupted": served.was_interrupted, "workers_lost": result.num_lost}
+    from ...profiling.report.cascade_page import write_cascade_report
+
     report = write_cascade_run(run_dir, served.run, specs, summary, write_cascade_report)
     out.data(summary, table=lambda: cascade_table(summary), file=output_file)
     out.note(f"Results: {report}")

@@ -223,7 +223,6 @@ def found_images(
 
 def simulate_cascade(plan: CascadePlan, output_file: Path | None, target: Target, out: Output) -> None:
     """Simulate, write the run, and print its figures."""
-    from ...profiling.report.cascade_page import write_cascade_report
     from ...serving.cascade.systems import get_cascade_system
     from ...serving.runs.cascade.folder import cascade_summary, write_cascade_run
     from ...serving.runs.trace_settings import draw_requests
@@ -246,6 +245,8 @@ def simulate_cascade(plan: CascadePlan, output_file: Path | None, target: Target
     config = images.config(plan, num_workers="gpus")
     summary = cascade_summary(run, deployment, specs, dataset=trace.trace, config=config, quality=quality)
     run_dir = images.place(target).new_run("simulate")
+    from ...profiling.report.cascade_page import write_cascade_report
+
     report = write_cascade_run(run_dir, run, specs, summary, write_cascade_report)
     out.data(summary, table=lambda: cascade_table(summary), file=output_file)
     out.note(f"Results: {report}")

@@ -33,7 +33,7 @@ _Tell = Callable[[str], None]
 
 
 class MeasureLatencies(Protocol):
-    """Function that measures step latencies, such as `profiling.measure.latency.measure_latencies`."""
+    """Function that measures step latencies, such as `profiling.measure.for_serving.measure_latencies`."""
 
     def __call__(
         self,

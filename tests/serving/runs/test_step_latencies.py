@@ -8,7 +8,8 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, read_latencies, write_latencies
 from patchedserve.data.workspace import Workspace
-from patchedserve.profiling.measure.latency import LatencySettings, measure_latencies
+from patchedserve.profiling.measure.for_serving import measure_latencies
+from patchedserve.profiling.measure.latency import LatencySettings
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.runs.step_latencies import latencies_for_serving, table_for_simulation

@@ -6,7 +6,7 @@ import pytest
 
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.measure.latency import measure_latencies
+from patchedserve.profiling.measure.for_serving import measure_latencies
 from patchedserve.serving.options import EngineOptions, LoadOptions, TemplateOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.runs.http.engine import EngineRecipe, build_engine
