@@ -9,12 +9,13 @@ import numpy as np
 
 from ...data.statistics import Estimate
 from ...data.tables.latency import TABLE_PATTERN
-from ...profiling.runs.trace_settings import TraceSettings
 from ...profiling.sweep.engine_side import EngineSide
 from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRates
 from ...profiling.sweep.runner import Side, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
-from ...profiling.sweep.simulator_side import CALIBRATION_FILE, SimulatorFiles, SimulatorSide
+from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
+from ...serving.runs.simulated.files import CALIBRATION_FILE
+from ...serving.runs.trace_settings import TraceSettings
 from ...training.latency.predictor import PREDICTOR_FILE
 from .lab import Lab, finish
 from .paper import Found

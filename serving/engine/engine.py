@@ -17,9 +17,10 @@ from functools import partial
 
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ..core.checked_request import CheckedRequest
 from ..core.failures import Failures
 from ..core.prepared import PreparedRequest
-from ..core.request_state import RequestRecord, RequestState, RequestView
+from ..core.request_state import RequestRecord, RequestState
 from ..core.step_row import StepRow
 from ..models.served import ServedModel
 from ..scheduling.policies import Policy, StepLatencyPredictor
@@ -180,10 +181,7 @@ class Engine:
             return not self._is_closed
 
     def submit(self, request: Request, *, standalone_s: float | None = None, watch: Watch | None = None) -> None:
-        """Submit a request. Thread-safe, also while the engine runs.
-
-        An id is in use until its request is reported to the collector as ended. It is free again from then on, in
-        `on_finish` already, and the engine keeps nothing about its previous use.
+        """Check a request, and submit it as `submit_checked` does.
 
         Args:
             request: the request. Its `arrival_s` is the time on the engine's clock from which its latency counts.
@@ -194,8 +192,16 @@ class Engine:
             UsageError: if the model cannot serve it, or an open request has its id.
             RuntimeError: if the engine is closed.
         """
-        self._model.check_request(request)
-        view = RequestView.of(request, standalone_s, num_computed=self._model.num_computed(request))
+        self.submit_checked(self._model.checked(request, standalone_s), watch=watch)
+
+    def submit_checked(self, checked: CheckedRequest, *, watch: Watch | None = None) -> None:
+        """Submit a request that the engine's model has checked. Thread-safe, also while the engine runs.
+
+        An id is in use until its request is reported to the collector as ended. It is free again from then on, in
+        `on_finish` already, and the engine keeps nothing about its previous use. `watch` receives its progress. Raises
+        as `submit`.
+        """
+        request, view = checked.request, checked.view
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")

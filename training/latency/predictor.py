@@ -143,7 +143,7 @@ class LatencyPredictor:
 
         Args:
             path: the file.
-            expect: what will be served (`profiling.machine.run_facts`); None takes any.
+            expect: what will be served (`serving.runs.machine.run_facts`); None takes any.
             on_warning: see the class.
 
         Raises:
