@@ -16,12 +16,12 @@ from ...data.files import atomic_write, write_bytes
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.workspace import ModelWorkspace
-from ...profiling.machine import run_facts
 from ...profiling.report.grid import image_grid
 from ...profiling.steps.combinations import Combination
 from ...profiling.steps.rows import BenchOutcome, measure_rows, name_of
 from ...serving.cache.options import CacheOptions
 from ...serving.models.served import ServedModel
+from ...serving.runs.machine import run_facts
 from ..metrics.judges import Judges
 from .plots import plot_quality, plot_saved
 from .quality import QualityOptions, compare_sides, real_features

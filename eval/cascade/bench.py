@@ -20,12 +20,12 @@ from ...data.statistics import Estimate
 from ...profiling.cascade.bank import Bank
 from ...profiling.report.page import image_tag, page
 from ...profiling.report.table import Table
-from ...profiling.runs.cascade import CascadeDeployment, CascadeRun
-from ...profiling.runs.trace_settings import TraceSettings, draw_requests
 from ...serving.cascade.legs import Side
 from ...serving.cascade.systems import get_cascade_system
 from ...serving.core.metrics import slo_attainment_rate
 from ...serving.models.defaults import ModelDefaults
+from ...serving.runs.cascade.deployment import CascadeDeployment, CascadeRun
+from ...serving.runs.trace_settings import TraceSettings, draw_requests
 from ..run import StartPhase
 from .plots import plot_over_lateness, plot_over_slo_scales, plot_side_by_side
 from .quality import compare_served, quality_curve, served_quality

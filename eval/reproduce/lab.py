@@ -16,15 +16,15 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.run_facts import describe
 from ...data.workspace import ModelWorkspace
-from ...profiling.machine import run_facts
 from ...profiling.measure.blocks import TABLE_FILE, BlockProfileSettings, run_block_profile
 from ...profiling.measure.latency import LatencySettings, profile_latency, workspace_predictor
-from ...profiling.measure.standalone import standalone_latencies
 from ...serving.cache.options import CACHE_PREDICTOR_FILE, CacheOptions
 from ...serving.models.build import with_engine
 from ...serving.models.loading import resolve_model
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineOptions
+from ...serving.runs.machine import run_facts
+from ...serving.runs.standalone import standalone_latencies
 from ...training.cache.fitting import FitSettings, fit_cache_predictor
 from ...training.cache.samples import load_samples
 from ...training.latency.fitting import fit_latency_predictor

@@ -97,16 +97,16 @@ def step_latencies(result: Mapping[str, Any]) -> Figure:
 
 
 def attainment(result: Mapping[str, Any]) -> Figure:
-    """Figure 11: SLO attainment over the rate (dotted: the simulator), and over the SLO scale at the middle rate."""
+    """Figure 11: SLO attainment over the rate (dotted: the simulator), of all requests and of the resolution with the
+    smallest share in time.
+    """
     figure, (ax, beside) = _sheet(result, 2)
-    engines, by_scale = result["ours"]["engines"], result["ours"]["by_slo_scale"]
+    engines = result["ours"]["engines"]
     _lines(ax, engines["real"]["points"])
     _lines(ax, engines["simulator"]["points"], is_dotted=True)
     _style_rates(ax, "Requests in time", "requests per second (dotted: simulator)")
-    scaled = [{**point, "slo_scale": float(scale)} for scale, points in by_scale["points"].items() for point in points]
-    _lines(beside, scaled, over="slo_scale")
-    title = f"At {by_scale['request_rate']:g} requests per second"
-    _style_rates(beside, title, "SLO, times the latency alone")
+    _lines(beside, engines["real"]["points"], is_of_worst=True)
+    _style_rates(beside, "In time of the worst resolution", "requests per second")
     add_wide_legend(figure, ax)
     return figure
 
@@ -238,24 +238,22 @@ def _label_above(ax: Axes, x: float, y: float, text: str) -> None:
 
 
 def _lines(
-    ax: Axes,
-    all_points: Sequence[Mapping[str, Any]],
-    *,
-    over: str = "request_rate",
-    is_dotted: bool = False,
+    ax: Axes, all_points: Sequence[Mapping[str, Any]], *, is_dotted: bool = False, is_of_worst: bool = False
 ) -> None:
-    """Draw the attainment of all systems over the rate or the SLO scale, with its intervals."""
+    """Draw the attainment of all systems over the rate, with its intervals, or that of the worst resolution without."""
+    key = "slo_attainment_worst" if is_of_worst else "slo_attainment_rate"
     for place, name in enumerate(dict.fromkeys(each["policy"] for each in all_points)):
         points = [each for each in all_points if each["policy"] == name]
-        places, shares = ([each[key] for each in points] for key in (over, "slo_attainment_rate"))
+        rates, shares = ([each[which] for each in points] for which in ("request_rate", key))
         if is_dotted:
-            ax.plot(places, shares, color=_COLOURS[name], linestyle=":", linewidth=1.3)
+            ax.plot(rates, shares, color=_COLOURS[name], linestyle=":", linewidth=1.3)
             continue
         ax.plot(
-            places, shares, color=_COLOURS[name], marker=MARKERS[place], markersize=5, label=_SYSTEMS[name], zorder=3
+            rates, shares, color=_COLOURS[name], marker=MARKERS[place], markersize=5, label=_SYSTEMS[name], zorder=3
         )
-        low, high = ([each[end] for each in points] for end in ("interval_low", "interval_high"))
-        ax.fill_between(places, low, high, color=_COLOURS[name], alpha=0.1, linewidth=0)
+        if not is_of_worst:
+            low, high = ([each[end] for each in points] for end in ("interval_low", "interval_high"))
+            ax.fill_between(rates, low, high, color=_COLOURS[name], alpha=0.1, linewidth=0)
 
 
 def _style_rates(ax: Axes, title: str, x_label: str) -> None:

@@ -9,12 +9,13 @@ import numpy as np
 
 from ...data.statistics import Estimate
 from ...data.tables.latency import TABLE_PATTERN
-from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...profiling.sweep.engine_side import EngineSide
 from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRates
 from ...profiling.sweep.runner import Side, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
-from ...profiling.sweep.simulator_side import CALIBRATION_FILE, SimulatorFiles, SimulatorSide
+from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
+from ...serving.runs.simulated.files import CALIBRATION_FILE
+from ...serving.runs.trace_settings import TraceSettings
 from ...training.latency.predictor import PREDICTOR_FILE
 from .lab import Lab, finish
 from .paper import Measurement
@@ -38,8 +39,7 @@ def served_on_one_gpu(lab: Lab, settings: _Settings) -> Measurement:
     systems = (*_BASELINES, *_SYSTEMS, "patched-slack", _SCHEDULED)
     result = _served(lab, settings, systems, rates, settings["num_seeds"])
     figures = result["engines"]["real"]
-    ours = _kept_parts(result) | {"by_slo_scale": _by_slo_scale(lab, settings, systems, median_low(rates), figures)}
-    return Measurement(ours, attainment_statements(figures))
+    return Measurement(_kept_parts(result), attainment_statements(figures))
 
 
 def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
@@ -110,20 +110,6 @@ def scheduling_shares(lab: Lab, settings: _Settings) -> dict[str, Estimate]:
     }
 
 
-def _by_slo_scale(
-    lab: Lab, settings: _Settings, systems: Sequence[str], rate: float, figures: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the points of one rate by SLO scale: those of `figures`, and others served on the engine only."""
-    points = {DEFAULT_SLO_SCALE: figures["points"]}
-    for scale in settings["slo_scales"]:
-        result = _served(lab, settings, systems, [rate], settings["num_seeds"], "real", scale)
-        points[scale] = result["engines"]["real"]["points"]
-    of_rate = {
-        f"{scale:g}": [each for each in points[scale] if each["request_rate"] == rate] for scale in sorted(points)
-    }
-    return {"request_rate": rate, "points": of_rate}
-
-
 def served_on_many_gpus(lab: Lab, settings: _Settings) -> Measurement:
     """Measure figures 12 and 13: SLO attainment on 2, 4 and 8 GPUs, in the simulator.
 
@@ -188,16 +174,13 @@ def _served(
     rates: Sequence[float],
     num_seeds: int,
     engine: SweepEngine = "both",
-    slo_scale: float = DEFAULT_SLO_SCALE,
 ) -> dict[str, Any]:
     """Serve traces on the engine and in the simulator; runs that other calls have finished are not repeated.
 
     Runs share a folder only if their systems have the same caches, so `_SCHEDULED` is always among them.
     """
     lab.require_schedule(settings["served_steps"])
-    sweep_settings = _sweep_settings(
-        lab, settings, systems, rates, num_seeds, settings["num_prompts"], engine, slo_scale=slo_scale
-    )
+    sweep_settings = _sweep_settings(lab, settings, systems, rates, num_seeds, settings["num_prompts"], engine)
     model = lab.cached_model()
     warm_up = WarmUp(settings["warmup_requests"], settings["tables"], settings["table_repeats"])
     side = EngineSide(
@@ -221,12 +204,16 @@ def _sweep_settings(
     num_prompts: int,
     engine: SweepEngine,
     num_gpus: int = 1,
-    slo_scale: float = DEFAULT_SLO_SCALE,
 ) -> SweepSettings:
     sizes = ",".join(map(str, lab.sizes))
-    trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=settings["served_steps"], resolutions=sizes)
+    trace = TraceSettings(
+        num_prompts=num_prompts,
+        duration_s=settings["longest_trace_s"],
+        num_inference_steps=settings["served_steps"],
+        resolutions=sizes,
+    )
     seeds = tuple(range(lab.seed, lab.seed + num_seeds))
-    return SweepSettings(tuple(systems), tuple(rates), seeds, engine, trace, slo_scale, _BATCH, num_gpus)
+    return SweepSettings(tuple(systems), tuple(rates), seeds, engine, trace, max_batch_size=_BATCH, num_gpus=num_gpus)
 
 
 def _sweep(lab: Lab, settings: SweepSettings, side: Side, folder: Path) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from .cache_use import CacheMeter
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ...profiling.http.engine import EngineRecipe
     from ...serving.cluster.deployment import ReplicaPlan
     from ...serving.models.served import ServedModel
+    from ...serving.runs.http.engine import EngineRecipe
 
 _CHUNK = 256
 """Requests submitted to the engine at a time: each keeps its text embeddings until it is drawn (1.3 MB with SDXL)."""
@@ -128,10 +128,11 @@ class ReplicaDrawer:
     """
 
     def __init__(self, recipe: "EngineRecipe", plan: "ReplicaPlan") -> None:
-        from ...profiling.http.engine import build_for_replica
+        from ...profiling.measure.for_serving import measure_latencies
         from ...serving.cluster.backend import ClusterBackend
+        from ...serving.runs.http.engine import build_for_replica
 
-        self._backend = ClusterBackend(plan, partial(build_for_replica, recipe))
+        self._backend = ClusterBackend(plan, partial(build_for_replica, recipe, measure_latencies))
         self._max_open = plan.most * plan.max_ongoing
         self.identity: ModelIdentity = self._backend.deploy().identity
 

@@ -35,8 +35,8 @@ from ...serving.cascade.worker import WORKER_THREADS
 from ...serving.engine.collectors import InMemory
 from ...serving.engine.engine import Engine
 from ...serving.models.served import ServedModel
+from ...serving.runs.machine import run_facts
 from ...serving.simulator.stage_times import StageTimes
-from ..machine import run_facts
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 MOST_STEPS = 10

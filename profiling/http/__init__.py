@@ -1,1 +1,1 @@
-"""Assembly of the batch server, and the load that benchmarks send to a server."""
+"""Load that benchmarks send to a server, and the trace that it consists of."""

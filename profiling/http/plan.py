@@ -14,7 +14,7 @@ from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution, parse, parse_list
 from ...serving.models.defaults import ModelDefaults
-from ..runs.trace_settings import TraceSettings
+from ...serving.runs.trace_settings import TraceSettings
 from .load import LoadSettings, send_load
 
 Shape = tuple[Resolution, int]

@@ -1,1 +1,1 @@
-"""Measurements of one model on this machine: step latencies, change of blocks, standalone latencies."""
+"""Measurements of one model on this machine: step latencies, change of blocks, edits."""

@@ -29,8 +29,8 @@ from ...serving.engine.engine import Engine
 from ...serving.families.geometry import Geometry
 from ...serving.models.build import as_plain, with_engine
 from ...serving.models.served import ServedModel
+from ...serving.runs.machine import run_facts
 from ...serving.scheduling.policies import get_policy
-from ..machine import run_facts
 from ..report.table import Table
 from ..report.words import DASH
 from ..steps.lanes import ratios_of

@@ -35,7 +35,7 @@ from ...serving.editing.records import TemplateRecord, read_step
 from ...serving.editing.step_latency import terms_of
 from ...serving.families.geometry import Geometry
 from ...serving.models.served import ServedModel
-from ..machine import run_facts
+from ...serving.runs.machine import run_facts
 from ..steps.lanes import Lane
 from ..steps.sides import EngineSide
 

@@ -25,8 +25,8 @@ from ...data.run_facts import RunFacts
 from ...data.tables.latency import TABLE_PATTERN, LatencyRow, LatencyTable, read_latencies, write_latencies
 from ...data.workspace import ModelWorkspace
 from ...serving.models.served import ServedModel
+from ...serving.runs.machine import run_facts
 from ...training.latency.predictor import LatencyPredictor, load_workspace_predictor
-from ..machine import run_facts
 from ..report.latency_plots import plot_latencies
 from ..steps.combinations import Combination, single_combinations, stratified_combinations
 from ..steps.lanes import Lane

@@ -29,7 +29,7 @@ from ...serving.parallel.ranks import Ranks
 from ...serving.parallel.stepper import ParallelStepper
 from ...serving.parallel.strip_model import StripModel
 from ...serving.plain.formats import PlainModels
-from ..machine import run_facts
+from ...serving.runs.machine import run_facts
 from ..report.table import Table
 from ..report.words import DASH
 from ..steps.combinations import Combination

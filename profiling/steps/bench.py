@@ -24,7 +24,7 @@ from ...serving.core.captured import CudaRecorder
 from ...serving.models.build import check_graphs
 from ...serving.models.served import ServedModel
 from ...serving.plain.formats import Format
-from ..machine import run_facts
+from ...serving.runs.machine import run_facts
 from .combinations import Combination, letters_of
 from .lanes import BenchSettings, Lane, operations_of, ratios_of, time_lanes
 from .matrix_peak import matrix_peak

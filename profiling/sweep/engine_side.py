@@ -26,23 +26,25 @@ from ...serving.models.build import as_plain, with_engine, without_cache
 from ...serving.models.loading import resolve_model
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName
+from ...serving.runs.machine import run_facts
+from ...serving.runs.outside_profile import predictions_outside
+from ...serving.runs.simulated.calibration import Calibration, ServedRun, calibrate
+from ...serving.runs.simulated.deployment import SimulatedEngine
+from ...serving.runs.simulated.files import CALIBRATION_FILE, read_calibrations
+from ...serving.runs.simulated.planning import at_rate
+from ...serving.runs.standalone import shape_of, standalone_latencies
+from ...serving.runs.step_file import StepFile, step_sources
+from ...serving.runs.step_latencies import tables_measured_under
+from ...serving.runs.summary import engine_figures, what_was_learnt
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.step_durations import ProfiledSteps
 from ...training.latency.online_correction import OnlineCorrection
-from ..machine import run_facts
 from ..measure.latency import LatencySettings, profile_latency
-from ..measure.standalone import shape_of, standalone_latencies
-from ..runs.calibration import Calibration, ServedRun, calibrate, step_sources
-from ..runs.outside_profile import predictions_outside
-from ..runs.planning import at_rate
-from ..runs.serve import engine_figures, what_was_learnt
-from ..runs.simulate import SimulatedEngine, StepFile
-from ..runs.step_latencies import tables_measured_under
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
-from .simulator_side import CALIBRATION_FILE, SimulatorSide, read_calibrations
+from .simulator_side import SimulatorSide
 
 _CALIBRATION_LOADS = (0.4, 0.8, 1.3)
 """Shares of an engine's capacity: almost no request waits, some wait, and the queue grows."""
@@ -52,7 +54,8 @@ _WARMUP_SYSTEM: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "pat
 
 
 class EngineSide:
-    """Serves the runs of a sweep on the wall clock. Corrections that a predictor learns carry over from run to run.
+    """Serves the runs of a sweep. Times in which an engine is idle are skipped (`replay`). Corrections that a predictor
+    learns carry over from run to run.
 
     Args:
         settings: settings of the sweep.
@@ -149,6 +152,7 @@ class EngineSide:
                 **self._settings.fixed(),
                 "cache": cache if "patched" in self._models else None,
                 "warmup_requests": self._warm_up.num_requests,
+                "idle": "skipped",
             },
             "circumstances": about,
             "standalone_s": {
@@ -272,7 +276,8 @@ class EngineSide:
         model.forget_cache()
         batch = self._settings.max_batch_size
         engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=batch)
-        return replay(engine, list(map(system.adapt, requests)), standalone_s=standalone_s)
+        checked = [model.checked(system.adapt(each), standalone_s(each)) for each in requests]
+        return replay(engine, checked, skips_idle=True)
 
     def _model_of(self, system: System) -> ServedModel:
         return self._plain if system.engine == "plain" else self._by_cache[system.cache]

@@ -26,10 +26,10 @@ from ...serving.core.request_state import RequestRecord
 from ...serving.core.step_row import StepRow
 from ...serving.models.defaults import ModelDefaults
 from ...serving.options import EngineName
+from ...serving.runs.simulated.calibration import ServedRun
+from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
 from ...serving.scheduling.systems import COMPARED_SYSTEMS, System, get_system
 from ...serving.simulator.distrifusion import PUBLISHED
-from ..runs.calibration import ServedRun
-from ..runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
 from .figures import EngineKind, FinishedRun
 
 SweepEngine = Literal["real", "simulator", "both"]

@@ -1,6 +1,5 @@
 """Sweeps on the virtual clock, with separate latencies for the plain and the patch engine. No torch."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,25 +7,18 @@ from typing import Any
 
 from ...data.errors import UsageError
 from ...data.files import named_by_content
-from ...data.parsing import parse
 from ...data.requests import Request
-from ...data.resolution import Resolution
-from ...data.tables.latency import TABLE_PATTERN, read_latencies
-from ...data.workspace import Workspace
 from ...serving.options import EngineName
+from ...serving.runs.outside_profile import warn_of_small_table
+from ...serving.runs.simulated.deployment import SimulatedEngine
+from ...serving.runs.simulated.files import calibration_of, load_stage_times, require_engine
+from ...serving.runs.simulated.summary import loop_figures
+from ...serving.runs.step_file import load_step_file
 from ...serving.scheduling.systems import System
-from ...serving.simulator.stage_times import StageTimes
 from ...training.cache.schedule import CacheSchedule
-from ..runs.calibration import Calibration
-from ..runs.outside_profile import warn_of_small_table
-from ..runs.simulate import SimulatedEngine, StepFile, load_stage_times, load_step_file, loop_figures
-from ..runs.step_latencies import measured_alone
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone
 from .settings import Served, SweepFolder, SweepSettings
-
-CALIBRATION_FILE = "calibration.json"
-"""File in a sweep's folder with the simulator's calibration by engine, fitted to real runs."""
 
 _Tell = Callable[[str], None]
 
@@ -145,94 +137,7 @@ class SimulatorFiles:
             steps = load_step_file(path, on_warning=on_warning)
             if is_own:
                 warn_of_small_table(steps.steady, path, max_batch_size, on_warning)
-                _require_engine(steps, path, name)
+                require_engine(steps, path, name)
             known = None if self.calibration is None else calibration_of(self.calibration, name)
             engines[name] = SimulatedEngine.of(steps.of(name), known, times)
         return engines
-
-
-def calibration_of(path: Path, engine: EngineName) -> Calibration:
-    """Return the calibration of an engine. Raises UsageError as `read_calibrations`, or if the file has none of it."""
-    known = read_calibrations(path)
-    if engine not in known:
-        raise UsageError(f"{path} has no calibration of the {engine} engine, but of {', '.join(known)}")
-    return known[engine]
-
-
-def newest_calibration(
-    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution], on_warning: _Tell
-) -> Path | None:
-    """Return the newest `calibration.json` in a workspace that has an engine and whose table has these resolutions.
-
-    A damaged file, or one without its table, is skipped with a warning, because the user did not name it. None if there
-    is no suitable file.
-    """
-    folder = workspace.for_model(model, "any").root.parent
-    files = sorted(folder.glob(f"*/runs/*/{CALIBRATION_FILE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    wanted = set(resolutions)
-    for file in files:
-        try:
-            if engine in read_calibrations(file) and wanted <= measured_alone(read_latencies(table_of(file, engine))):
-                return file
-        except UsageError as error:
-            on_warning(f"{error}; it is passed over")
-    return None
-
-
-def plain_engine(
-    latency: Path | None, calibration: Path | None, times: StageTimes, *, on_warning: _Tell
-) -> SimulatedEngine | None:
-    """Return the plain engine from a file of its step latencies, or else from a calibration; None if neither has it.
-
-    Args:
-        latency: file of step latencies.
-        calibration: `calibration.json`, with its table beside it.
-        times: times of the other stages, used if there is no calibration of the plain engine.
-        on_warning: as in `load_step_file`.
-
-    Raises:
-        UsageError: a file cannot be read, is damaged, or is of another engine.
-    """
-    known = None if calibration is None else read_calibrations(calibration).get("plain")
-    if latency is None:
-        if calibration is None or known is None:
-            return None
-        latency = table_of(calibration, "plain")
-    steps = load_step_file(latency, on_warning=on_warning)
-    _require_engine(steps, latency, "plain")
-    return SimulatedEngine.of(steps.of("plain"), known, times)
-
-
-def _require_engine(steps: StepFile, path: Path, engine: EngineName) -> None:
-    """Raise UsageError if a file is known to be of the other engine."""
-    if steps.facts is not None and steps.facts.engine != engine:
-        option = "--latency" if engine == "patched" else "--plain-latency"
-        raise UsageError(f"{path} is of the {steps.facts.engine} engine, but {option} must be of the {engine} one")
-
-
-def table_of(path: Path, engine: EngineName) -> Path:
-    """Return the table of step latencies that a calibration was fitted to. Raises UsageError if it is not beside the
-    file.
-    """
-    folder = path.parent / "tables" / engine
-    tables = list(folder.glob(TABLE_PATTERN))
-    if len(tables) != 1:
-        raise UsageError(f"{folder} holds {len(tables)} tables of step latencies, but it must be one: give --latency")
-    return tables[0]
-
-
-def read_calibrations(path: Path) -> dict[str, Calibration]:
-    """Read `calibration.json` of a sweep with `--on both`: calibrations by engine.
-
-    Raises:
-        UsageError: the file cannot be read or is damaged.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the calibration: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: the calibration is damaged: {error}") from error
-    if not isinstance(content, dict) or not content:
-        raise UsageError(f"{path}: the calibration is damaged: it names no engine")
-    return {name: parse(Calibration, data, f"{path}, {name}") for name, data in content.items()}

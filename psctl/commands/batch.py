@@ -49,7 +49,7 @@ def batch_run(
         psctl batch run requests.jsonl --device cuda --num-replicas 8
     """
     try:
-        from ...profiling.http.server import HttpSettings
+        from ...serving.runs.http.server import HttpSettings
         from ...serving.server.batches.file import BatchOutput, read_lines
         from ...serving.server.batches.places import FairPlaces
         from ...serving.server.batches.run import BatchRun

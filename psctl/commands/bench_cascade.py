@@ -5,8 +5,8 @@ from typing import Annotated
 
 from ...data.errors import UsageError
 from ...data.files import require_places
-from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cascade.legs import parse_cascade
+from ...serving.runs.trace_settings import TraceSettings
 from ..flags import flag
 from ..options.cascade import DEFAULT_CASCADE, Cascade, CascadeOptions
 from ..options.common import Gpus, OutputFile, Seed, numbers_of

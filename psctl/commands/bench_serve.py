@@ -8,7 +8,7 @@ from typing import Annotated
 
 from ...data.errors import MissingExtraError, RunError, UsageError
 from ...data.files import require_places
-from ...profiling.runs.trace_settings import TraceSettings, check_slo_scale
+from ...serving.runs.trace_settings import TraceSettings, check_slo_scale
 from ..flags import flag
 from ..options.common import OutputFile
 from ..options.groups import TRACE
@@ -73,8 +73,8 @@ def bench_serve(
     from ...data.figures import write_figures
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables
-    from ...profiling.runs.figures import run_figures
-    from ...profiling.runs.trace_settings import draw_requests
+    from ...serving.runs.figures import run_figures
+    from ...serving.runs.trace_settings import draw_requests
 
     check_slo_scale(slo_scale)
     require_places(save_dir, file=output_file)

@@ -9,8 +9,8 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places
-from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.options import EngineOptions
+from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.scheduling.systems import COMPARED_SYSTEMS, SYSTEMS
 from ..flags import flag, given_flags
 from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
@@ -20,8 +20,9 @@ from ..options.target import Target
 from ..output import Output
 
 if TYPE_CHECKING:
-    from ...profiling.sweep.runner import Side
-    from ...profiling.sweep.settings import SweepEngine
+    from ...data.workspace import ModelWorkspace
+    from ...profiling.sweep.plan import ReadySweep
+    from ...serving.models.served import ServedModel
 
 _NAMES = ", ".join(name for name, system in SYSTEMS.items() if system.engine != "parallel")
 _DEFAULT_NUM_PROMPTS = {"engine": 60, "both": 60, "simulator": 1000}
@@ -126,95 +127,52 @@ def bench_slo(
         psctl bench slo --resume psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z --num-seeds 2
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
-    from ...profiling.report.table import to_rich
-    from ...profiling.sweep.runner import WarmUp, examples_of, sweep
-    from ...profiling.sweep.settings import RUN_KIND, SweepSettings, check_resumed
+    from ...profiling.sweep.plan import SweepPlan
+    from ...profiling.sweep.runner import WarmUp
+    from ...profiling.sweep.settings import SweepSettings
 
     _check_side(context, on)
     if trace.trace == "shape":
         raise UsageError("--trace shape has rates of its own, but bench slo asks for --rates: give another trace")
-    is_simulated = on == "simulator"
-    num_prompts = trace.num_prompts
-    if num_prompts is None and trace.duration_s is None and trace.trace != "azure":
-        num_prompts = _DEFAULT_NUM_PROMPTS[on]
-    serves: SweepEngine = "real" if on == "engine" else on
+    if trace.num_prompts is None and trace.duration_s is None and trace.trace != "azure":
+        trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS[on])
     settings = SweepSettings(
         systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
         rates=tuple(numbers_of("--rates", rates)),
         seeds=tuple(range(seed, seed + num_seeds)),
-        engine=serves,
-        trace=replace(trace, num_prompts=num_prompts),
+        engine="real" if on == "engine" else on,
+        trace=trace,
         slo_scale=slo_scale,
         max_batch_size=max_batch_size,
         num_gpus=gpus,
     )
-    defaults = target.defaults()
-    examples_of(settings, defaults)
-    if resume is not None:
-        check_resumed(resume, settings)
+    warm_up = WarmUp(warmup_requests, combinations)
+    files = latency, plain_latency, calibration, stage_times
+    plan = SweepPlan(settings, target.model, target.root, *files, predictor, warm_up, resume)
+    defaults = plan.checked()
     require_places(target.workspace, file=output_file)
-
-    side: Side
-    if is_simulated:
-        from ...profiling.runs.step_latencies import table_for_simulation
-        from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
-
-        if latency is None:
-            sizes = [request.resolution for request in examples_of(settings, defaults)]
-            latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
-        files = SimulatorFiles(latency, plain_latency, calibration, stage_times)
-        has_schedule = any(system.cache == "schedule" for system in settings.presets)
-        side = SimulatorSide(
-            settings,
-            files.engines(max_batch_size, out.warn),
-            target.model,
-            files.sources(),
-            target.schedule() if has_schedule else None,
-        )
-        place = target.root.for_model(target.model, "simulated")
+    if on == "simulator":
+        schedule = target.schedule() if any(each.cache == "schedule" for each in settings.presets) else None
+        ready = plan.on_simulator(defaults, schedule, on_note=out.note, on_warning=out.warn)
     else:
-        from ...profiling.runs.outside_profile import warn_of_small_table
-        from ...profiling.runs.simulate import load_step_file
-        from ...serving.scheduling.policies import get_policy
 
-        step_latency = None
-        if predictor is not None:
-            step_latency = load_step_file(predictor, on_warning=out.warn).steady
-            warn_of_small_table(step_latency, predictor, max_batch_size, out.warn)
-        patched = with_cache_of(list(settings.presets), patched, given_flags(context), target, out)
-        served, place = target.load(out, patched)
-        if step_latency is None and any(get_policy(each.policy).requires_predictor for each in settings.presets):
-            from ...profiling.measure.latency import workspace_predictor
-            from ...training.latency.predictor import PREDICTOR_FILE
+        def load() -> "tuple[ServedModel, ModelWorkspace]":
+            return target.load(out, with_cache_of(list(settings.presets), patched, given_flags(context), target, out))
 
-            step_latency = workspace_predictor(served, place, on_warning=out.warn)
-            predictor = place.find_predictor(PREDICTOR_FILE)
-        from ...profiling.sweep.engine_side import EngineSide
+        ready = plan.on_engine(defaults, load, on_note=out.note, on_warning=out.warn)
+    _run(ready, output_file, out)
 
-        side = EngineSide(
-            settings,
-            served,
-            place,
-            predictor=step_latency,
-            predictor_file=predictor,
-            warm_up=WarmUp(warmup_requests, combinations),
-            on_note=out.note,
-        )
+
+def _run(ready: "ReadySweep", output_file: Path | None, out: Output) -> None:
+    """Serve the sweep and print its figures."""
+    from ...profiling.report.table import to_rich
     from ...profiling.sweep.report import tables_of
 
+    settings = ready.plan.settings
+    expected_s = None if settings.engine == "simulator" else ready.plan.expected_s
     with out.phases() as start:
-        # Runs on an engine last as long as their traces do.
-        arrivals_s = [settings.trace.duration_s or (num_prompts or 0) / rate for rate in settings.rates]
-        expected_s = sum(arrivals_s) * len(settings.systems) * num_seeds
-        runs = cache(lambda: start("runs", settings.num_runs, expected_s=None if is_simulated else expected_s or None))
-        outcome = sweep(
-            settings,
-            side,
-            defaults,
-            lambda: resume or place.new_run(RUN_KIND),
-            on_run=lambda text: runs().show(text),
-            on_done=lambda: runs()(),
-        )
+        runs = cache(lambda: start("runs", settings.num_runs, expected_s=expected_s))
+        outcome = ready.run(on_run=lambda text: runs().show(text), on_done=lambda: runs()())
     out.data(outcome.result, table=lambda: to_rich(tables_of(outcome.result)), file=output_file)
     out.note(f"Report: {outcome.report}")
     if outcome.was_interrupted:

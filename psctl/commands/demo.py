@@ -41,7 +41,7 @@ def demo(
     """
     require_places(output_dir, target.workspace)
     served, place = target.load(out, with_cache_of([get_system("patched-schedule")], EngineOptions(), {}, target, out))
-    from ...profiling.runs.demo import DemoSettings, run_demo
+    from ...profiling.sweep.demo import DemoSettings, run_demo
 
     settings = DemoSettings(duration, load, num_inference_steps or DemoSettings.num_inference_steps, seed=seed)
     with out.phases() as start:

@@ -12,7 +12,7 @@ import typer
 
 from ...data.run_facts import usable_cores
 from ...data.workspace import Workspace
-from ...profiling.machine import cpu_info, cpu_name
+from ...serving.runs.machine import cpu_info, cpu_name
 from ..options.target import WHERE, Target
 from ..output import Output
 

@@ -152,7 +152,7 @@ def draw(
     Edits read records as set by `templates`; with `save_templates`, images leave records. `facts` are added to the
     JSON.
     """
-    from ...profiling.runs.draw import draw_images, draw_with_records
+    from ...serving.runs.draw import draw_images, draw_with_records
 
     served, place = target.load(out, engine)
     if templates is not None:

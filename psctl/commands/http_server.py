@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...data.errors import MissingExtraError
 from ...data.files import require_places
 from ...data.resolution import Resolution, parse, parse_list
-from ..options.cascade import CascadeOptions
+from ..options.cascade import CascadePlan
 from ..options.http import HttpFlags
 from ..options.replicas import ReplicaFlags, RouterFlags
 from ..options.target import Target
@@ -20,79 +20,86 @@ SloOf = Callable[[Resolution], float | None]
 """Seconds that a request may take which names none, by resolution; None where `--slo` does not say."""
 
 if TYPE_CHECKING:
-    from ...profiling.http.engine import EngineRecipe
-    from ...profiling.http.server import HttpSettings, ServerParts
     from ...serving.cluster.load_book import LoadBook
     from ...serving.options import EngineOptions, TemplateOptions
+    from ...serving.runs.http.engine import EngineRecipe
+    from ...serving.runs.http.server import HttpSettings, ServerParts
     from ...serving.scheduling.systems import System
 
 
-def serve_http(
-    system: "System",
-    web: HttpFlags,
-    replicas: ReplicaFlags,
-    routing: RouterFlags,
-    sizes: Sequence[Resolution],
-    slo_scale: float,
-    fixed_s: SloOf,
-    max_batch_size: int,
-    engine: "EngineOptions",
-    templates: "TemplateOptions | None",
-    target: Target,
-    out: Output,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """Plan of a server with one model.
+
+    Attributes:
+        system: system that serves, with the user's choice of engine and policy.
+        sizes: sizes that are warmed up.
+        slo_scale, fixed_s: SLOs of requests that name none, as in `HttpSettings`.
+        max_batch_size: maximum number of requests in a batch of one engine.
+        engine: options of the engine.
+        templates: how edits record and read templates; None if they read none.
+        web, replicas, routing: options of the server, of its replicas, and of the router that sends requests to them.
+    """
+
+    system: "System"
+    sizes: Sequence[Resolution]
+    slo_scale: float
+    fixed_s: SloOf
+    max_batch_size: int
+    engine: "EngineOptions"
+    templates: "TemplateOptions | None"
+    web: HttpFlags
+    replicas: ReplicaFlags
+    routing: RouterFlags
+
+
+def serve_http(plan: ServerPlan, target: Target, out: Output) -> None:
     """Serve until a signal arrives. Options are checked before the model is loaded.
 
     Raises:
         MissingExtraError: a package of the extra `http` or `ray` is missing.
         UsageError, RunError: as `make_server` and `serve_forever`.
     """
-    from ...profiling.http.routing import load_book
+    from ...serving.runs.http.routing import load_book
 
-    recipe = recipe_of(system, sizes, max_batch_size, engine, target, templates=templates)
-    book = load_book(recipe, routing.router, routing.edit_profile, on_note=out.note) if replicas.is_any else None
+    recipe = recipe_of(plan.system, plan.sizes, plan.max_batch_size, plan.engine, target, templates=plan.templates)
+    replicas, book = plan.replicas, None
+    if replicas.is_any:
+        book = load_book(recipe, plan.routing.router, plan.routing.edit_profile, on_note=out.note)
 
     def make(settings: "HttpSettings") -> "ServerParts":
         limits = settings.limits
-        max_open = limits.max_queue + max_batch_size
+        max_open = limits.max_queue + plan.max_batch_size
         parts = make_parts(recipe, settings, replicas, max_open, limits.request_timeout_s, target, out, book=book)
         if parts.engine is not None:
             out.note("Warming up ...")
         return parts
 
-    most = max_batch_size * replicas.most
-    parts = _serve(make, web, sizes, slo_scale, fixed_s, recipe.workspace.root, most, target, out)
+    most = plan.max_batch_size * replicas.most
+    slos = plan.slo_scale, plan.fixed_s
+    parts = _serve(make, plan.web, plan.sizes, slos, recipe.workspace.root, most, target, out)
     if parts.engine is not None:
         parts.engine.keep_correction(recipe.workspace, on_note=out.note)
 
 
-def serve_cascade_http(
-    cascade: str,
-    system: str,
-    web: HttpFlags,
-    options: CascadeOptions,
-    *,
-    num_workers: int,
-    resolutions: str | None,
-    slo_scale: float,
-    fixed_s: SloOf,
-    seed: int,
-    target: Target,
-    out: Output,
-) -> None:
+def serve_cascade_http(plan: CascadePlan, web: HttpFlags, target: Target, out: Output) -> None:
     """Serve with a light and a heavy model until a signal arrives. Raises what `serve_http` raises."""
-    served = found_to_serve(cascade, options, target)
-    deployment = served.images.deployment(options, system, num_workers, slo_scale, seed)
+    from ...serving.runs.trace_settings import check_slo_scale, parse_slo
+
+    check_slo_scale(plan.slo_scale)
+    slos = plan.slo_scale, parse_slo(plan.trace.slo)
+    served = found_to_serve(plan.cascade, plan.options, target)
+    deployment = served.images.deployment(plan.options, plan.system, plan.num_workers, plan.slo_scale, plan.trace.seed)
     profiled = served.images.profile.legs
-    if resolutions is None:
+    if plan.trace.resolutions is None:
         sizes = [parse(name) for name in profiled["heavy"].sizes if name in profiled["light"].sizes]
     else:
-        sizes = parse_list(resolutions)
+        sizes = parse_list(plan.trace.resolutions)
         for leg in profiled.values():
             leg.require(list(map(str, sizes)))
 
     def make(settings: "HttpSettings") -> "ServerParts":
-        from ...profiling.http.cascade_server import make_cascade_server
+        from ...serving.runs.http.cascade import make_cascade_server
 
         parts = make_cascade_server(
             deployment,
@@ -102,26 +109,25 @@ def serve_cascade_http(
             sizes,
             on_note=out.note,
         )
-        out.note(f"Starting {num_workers} workers with both models ...")
+        out.note(f"Starting {plan.num_workers} workers with both models ...")
         return parts
 
-    most = max(deployment.profile.legs["light"].batch_sizes) * num_workers
-    _serve(make, web, sizes, slo_scale, fixed_s, served.place.root, most, target, out)
+    most = max(deployment.profile.legs["light"].batch_sizes) * plan.num_workers
+    _serve(make, web, sizes, slos, served.place.root, most, target, out)
 
 
 def _serve(
     make: "Callable[[HttpSettings], ServerParts]",
     web: HttpFlags,
     sizes: Sequence[Resolution],
-    slo_scale: float,
-    fixed_s: SloOf,
+    slos: tuple[float, SloOf],
     folder: Path,
     most_at_once: int,
     target: Target,
     out: Output,
 ) -> "ServerParts":
     """Build the server's parts once its port is open, and serve. Raises what `serve_http` raises."""
-    from ...profiling.http.server import HttpSettings
+    from ...serving.runs.http.server import HttpSettings
 
     try:
         from ...serving.server.batches.store import Batches
@@ -135,6 +141,7 @@ def _serve(
     try:
         limits = web.limits(max(size.pixels for size in sizes), address.keys)
         names = tuple(web.served_model_name or ())
+        slo_scale, fixed_s = slos
         parts = make(HttpSettings(slo_scale, limits, names, web.log_prompts, fixed_s=fixed_s))
         asyncio.run(
             serve_forever(
@@ -163,8 +170,8 @@ def recipe_of(
     templates: "TemplateOptions | None" = None,
 ) -> "EngineRecipe":
     """Return the settings from which engines are built. Raises UsageError: there is no such model or device."""
-    from ...profiling.http.engine import EngineRecipe
     from ...serving.models.placement import resolve_device
+    from ...serving.runs.http.engine import EngineRecipe
 
     cache = target.with_cache_file(engine.cache).from_anywhere()
     place = target.root.for_model(target.model, str(resolve_device(target.device)))
@@ -197,15 +204,21 @@ def make_parts(
     book: "LoadBook | None" = None,
 ) -> "ServerParts":
     """Return the server's parts: an engine in this process, or replicas. Raises what `make_server` raises."""
-    from ...profiling.http.server import make_server
+    from ...profiling.measure.for_serving import measure_latencies
     from ...serving.models.placement import resolve_device
+    from ...serving.runs.http.server import make_server
 
     takes_gpu = resolve_device(recipe.device).type == "cuda"
     plan = replicas.plan(takes_gpu=takes_gpu, max_ongoing=max_open, drain_s=drain_s)
     if plan is None:
         return make_server(
-            recipe, settings, load=lambda: target.load(out, recipe.options)[0], on_note=out.note, on_warning=out.warn
+            recipe,
+            settings,
+            measure_latencies,
+            load=lambda: target.load(out, recipe.options)[0],
+            on_note=out.note,
+            on_warning=out.warn,
         )
     if not takes_gpu:
         recipe = replace(recipe, threads=1)
-    return make_server(recipe, settings, plan=plan, book=book, on_note=out.note, on_warning=out.warn)
+    return make_server(recipe, settings, measure_latencies, plan=plan, book=book, on_note=out.note, on_warning=out.warn)

@@ -2,17 +2,17 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...data.errors import RunError, UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE
+from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import Flags, flag, given_flags
-from ..options.cascade import CascadeOptions, ServedCascade
+from ..options.cascade import CascadeOptions, CascadePlan, ServedCascade
 from ..options.common import MaxBatchSize, OutputFile, SloScale
 from ..options.groups import EDITED_TRACE, ServedEngineFlags, TraceFlags
 from ..options.http import HttpFlags
@@ -21,9 +21,14 @@ from ..options.system import PolicyName, SystemName, chosen_system, with_cache_o
 from ..options.target import Target
 from ..options.templates import TemplateFlags
 from ..output import Output
-from .http_server import serve_cascade_http, serve_http
+from .http_server import ServerPlan, serve_cascade_http, serve_http
 from .serve_cascade import serve_cascade
 from .simulate_cascade import check_cascade_flags
+
+if TYPE_CHECKING:
+    from ...serving.models.served import ServedModel
+    from ...serving.options import EngineOptions
+    from ...serving.runs.serve import ServeOutcome, ServePlan
 
 _OF_TRACES = (EDITED_TRACE.names() | {"--output-file", "--save-dir", "--predictor", "--remeasure"}) - {
     "--resolutions",
@@ -85,147 +90,105 @@ def serve(
         psctl serve --http --cascade emoji-xl-turbo:1,emoji-xl:50 --workers 2 --slo-scale 4
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
-    from ...profiling.report.table import to_rich
-    from ...profiling.report.tables import run_tables, slo_doubt
-    from ...profiling.runs.corrections import correction_of, keep_correction
-    from ...profiling.runs.outside_profile import warn_of_small_table
-    from ...profiling.runs.serve import run_serve
-    from ...profiling.runs.simulate import load_step_file
-    from ...profiling.runs.step_latencies import latencies_for_serving
-    from ...profiling.runs.trace_settings import check_slo_scale, draw_requests, parse_slo
-    from ...serving.models.loading import model_geometry
-    from ...serving.scheduling.policies import get_policy
+    from ...serving.runs.serve import ServePlan
+    from ...serving.runs.trace_settings import check_slo_scale, parse_slo
 
     given = given_flags(context)
-    if http:
-        for option in given:
-            if option in _OF_TRACES:
-                raise UsageError(f"{option} belongs to traces, and --http serves whoever asks: give one or the other")
-    else:
-        for option in given:
-            if option in _OF_SERVERS:
-                raise UsageError(f"{option} is for servers: add --http, or leave it out")
+    _check_given(given, http=http)
     check_cascade_flags(context, cascade, system)
-    if cascade is not None and http:
-        check_slo_scale(slo_scale)
-        serve_cascade_http(
-            cascade,
-            system,
-            web,
-            cascading,
-            num_workers=workers,
-            resolutions=trace.resolutions,
-            slo_scale=slo_scale,
-            fixed_s=parse_slo(trace.slo),
-            seed=trace.seed,
-            target=target,
-            out=out,
-        )
-        return
     if cascade is not None:
-        serve_cascade(
-            cascade,
-            system,
-            trace,
-            cascading,
-            num_workers=workers,
-            slo_scale=slo_scale,
-            output_file=output_file,
-            target=target,
-            out=out,
-        )
+        plan = CascadePlan(cascade, system, trace, cascading, workers, slo_scale)
+        if http:
+            serve_cascade_http(plan, web, target, out)
+        else:
+            serve_cascade(plan, output_file, target, out)
         return
     if "--workers" in given:
         raise UsageError("--workers belongs to --cascade LIGHT,HEAVY; without one it is --num-replicas with --http")
     chosen = chosen_system(system, policy, engine)
-    if http:
-        sizes = target.defaults().resolutions if trace.resolutions is None else tuple(parse_list(trace.resolutions))
-        check_slo_scale(slo_scale)
-        records = templates.chosen(engine, target.model, given)
-        engine = with_cache_of([chosen], engine, given, target, out, reuses_templates=records is not None)
-        for option in given:
-            if option in ROUTING.names() and not replicas.is_any:
-                raise UsageError(f"{option} is of replicas: add --num-replicas, or leave it out")
-        serve_http(
-            chosen,
-            web,
-            replicas,
-            routing,
-            sizes,
-            slo_scale,
-            parse_slo(trace.slo),
-            max_batch_size,
-            engine,
-            records,
-            target,
-            out,
-        )
+    if not http:
+        traced = ServePlan(trace, chosen, predictor, slo_scale, max_batch_size, save_dir, remeasure)
+        _serve_trace(traced, engine, given, output_file, target, out)
         return
-    step_latency = None
-    if predictor is not None:
-        step_latency = load_step_file(predictor, on_warning=out.warn).steady
-        warn_of_small_table(step_latency, predictor, max_batch_size, out.warn)
-    requests = draw_requests(trace, target.defaults(), geometry=lambda: model_geometry(target.model))
+    sizes = target.defaults().resolutions if trace.resolutions is None else tuple(parse_list(trace.resolutions))
     check_slo_scale(slo_scale)
-    require_places(save_dir, target.workspace, file=output_file)
+    records = templates.chosen(engine, target.model, given)
+    engine = with_cache_of([chosen], engine, given, target, out, reuses_templates=records is not None)
+    if not replicas.is_any and (routed := [option for option in given if option in ROUTING.names()]):
+        raise UsageError(f"{routed[0]} is of replicas: add --num-replicas, or leave it out")
+    slos = slo_scale, parse_slo(trace.slo)
+    serve_http(ServerPlan(chosen, sizes, *slos, max_batch_size, engine, records, web, replicas, routing), target, out)
 
-    engine = with_cache_of([chosen], engine, given, target, out)
-    served, place = target.load(out, engine)
-    if step_latency is None and get_policy(chosen.policy).requires_predictor:
-        sizes = [request.resolution for request in requests]
-        step_latency = latencies_for_serving(
-            served, place, sizes, max_batch_size, on_note=out.note, on_warning=out.warn
-        )
-    correction = None
-    if step_latency is not None:
-        first = [chosen.adapt(request) for request in requests[:max_batch_size]]
-        correction = correction_of(served, place, step_latency, first=first, on_note=out.note)
+
+def _check_given(given: dict[str, object], *, http: bool) -> None:
+    """Raise UsageError if an option is given that has no effect on what serves, a trace or clients."""
+    for option in given:
+        if http and option in _OF_TRACES:
+            raise UsageError(f"{option} belongs to traces, and --http serves whoever asks: give one or the other")
+        if not http and option in _OF_SERVERS:
+            raise UsageError(f"{option} is for servers: add --http, or leave it out")
+
+
+def _serve_trace(
+    plan: "ServePlan",
+    engine: "EngineOptions",
+    given: dict[str, object],
+    output_file: Path | None,
+    target: Target,
+    out: Output,
+) -> None:
+    """Serve a trace, print its figures, and keep what was learnt. Raises as `ReadyTrace.serve`."""
+    trace = plan.ready(target.model, on_warning=out.warn)
+    require_places(plan.save_dir, target.workspace, file=output_file)
+    # Imported here, because it takes longer than what is checked above.
+    from ...profiling.measure.for_serving import measure_latencies
+    from ...profiling.report.html import write_report
+    from ...serving.runs.corrections import keep_correction
+
+    model, place = target.load(out, with_cache_of([plan.system], engine, given, target, out))
     with out.phases() as start:
+        requests = trace.requests
         arrivals = cache(lambda: start("requests", len(requests), expected_s=requests[-1].arrival_s))
-        outcome = run_serve(
-            served,
-            requests,
-            chosen,
+        outcome = trace.serve(
+            model,
             place,
-            dataset=trace.trace if trace.prompts is None else f"{trace.trace}, {trace.prompts.name}",
-            config={
-                **trace.to_config(),
-                "system": system,
-                "policy": chosen.policy,
-                "predictor": None if predictor is None else str(predictor),
-                "engine": engine.engine,
-                "cache": served.options.cache.in_words(),
-                "slo_scale": slo_scale,
-                "max_batch_size": max_batch_size,
-                "device": str(served.device),
-                "dtype": str(served.dtype).removeprefix("torch."),
-            },
-            predictor=correction,
-            slo_scale=slo_scale,
-            max_batch_size=max_batch_size,
-            save_dir=save_dir,
-            remeasure=remeasure,
-            on_measure=lambda shape: out.note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
-            on_doubt=out.warn,
+            measure=measure_latencies,
+            write_report=write_report,
+            on_note=out.note,
+            on_warning=out.warn,
             on_start=lambda: arrivals().show("requests"),
             on_finish=lambda record: arrivals()(),
         )
-    out.data(outcome.summary, table=lambda: to_rich(run_tables(outcome.summary)), file=output_file)
-    if doubtful := outcome.summary.get("standalone_times_served"):
-        out.warn(f"SLOs are far too long: {slo_doubt(doubtful)}")
-    if uncached := outcome.summary.get("cache", {}).get("uncached_blocks"):
-        out.warn(
-            f"the cache's bound of {served.options.cache.memory_mb} MB was too small for {', '.join(uncached)}, which "
-            "ran uncached at times; raise --cache-memory"
-        )
-    if failure := outcome.summary.get("recording_failure"):
-        out.warn(f"--cuda-graphs: {failure}; what had not been recorded by then ran without")
-    out.note(f"Report: {outcome.run_dir / 'report.html'}")
-    served.close()
-    if correction is not None:
-        keep_correction(served, place, correction, on_note=out.note)
+    _print(outcome, model, output_file, out)
+    model.close()
+    if outcome.correction is not None:
+        keep_correction(model, place, outcome.correction, on_note=out.note)
     if outcome.was_interrupted:
         raise KeyboardInterrupt
+    _check_served(outcome, out)
+
+
+def _print(outcome: "ServeOutcome", model: "ServedModel", output_file: Path | None, out: Output) -> None:
+    """Print the figures of a run, and warn of what its reader should know."""
+    from ...profiling.report.table import to_rich
+    from ...profiling.report.tables import run_tables, slo_doubt
+
+    summary = outcome.summary
+    out.data(summary, table=lambda: to_rich(run_tables(summary)), file=output_file)
+    if doubtful := summary.get("standalone_times_served"):
+        out.warn(f"SLOs are far too long: {slo_doubt(doubtful)}")
+    if uncached := summary.get("cache", {}).get("uncached_blocks"):
+        out.warn(
+            f"the cache's bound of {model.options.cache.memory_mb} MB was too small for {', '.join(uncached)}, which "
+            "ran uncached at times; raise --cache-memory"
+        )
+    if failure := summary.get("recording_failure"):
+        out.warn(f"--cuda-graphs: {failure}; what had not been recorded by then ran without")
+    out.note(f"Report: {outcome.run_dir / 'report.html'}")
+
+
+def _check_served(outcome: "ServeOutcome", out: Output) -> None:
+    """Warn of requests and batches that failed. Raises RunError if all requests failed."""
     if repeated := outcome.summary.get("batch_failures"):
         out.warn(f"{repeated['count']} steps of whole batches failed and were repeated in halves; {repeated['first']}")
     failed = [record for record in outcome.records if record.status == "failed"]

@@ -1,21 +1,20 @@
 """`psctl serve --cascade`: a light and a heavy model serve a trace on the wall clock, in processes of this machine."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...data.errors import UsageError
 from ...data.files import require_places
-from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cascade.legs import parse_cascade
-from ..options.cascade import CascadeOptions
+from ..options.cascade import CascadeOptions, CascadePlan
 from ..options.target import Target
 from ..output import Output
 from .simulate_cascade import CascadeImages, cascade_table, found_images
 
 if TYPE_CHECKING:
     from ...data.workspace import ModelWorkspace
-    from ...profiling.runs.serve_cascade import CascadeFiles
+    from ...serving.runs.cascade.serve import CascadeFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class ToServe:
 
 def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
     """Look up these settings before anything is loaded. Raises UsageError: a part is missing or of other models."""
-    from ...profiling.runs.serve_cascade import CascadeFiles
+    from ...serving.runs.cascade.serve import CascadeFiles
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE
 
     images = found_images(cascade, options, target)
@@ -42,29 +41,18 @@ def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToS
     return ToServe(images, files, place)
 
 
-def serve_cascade(
-    cascade: str,
-    system: str,
-    trace: TraceSettings,
-    options: CascadeOptions,
-    *,
-    num_workers: int,
-    slo_scale: float,
-    output_file: Path | None,
-    target: Target,
-    out: Output,
-) -> None:
-    """Serve, write the run, and print its figures. The arguments are those of `serve`."""
+def serve_cascade(plan: CascadePlan, output_file: Path | None, target: Target, out: Output) -> None:
+    """Serve, write the run, and print its figures."""
     from ...data.traces.traces import TRACE_KINDS
-    from ...profiling.runs.cascade_folder import cascade_summary, write_cascade_run
-    from ...profiling.runs.serve_cascade import serve_cascade as run_serve
-    from ...profiling.runs.trace_settings import draw_requests
     from ...serving.cascade.systems import get_cascade_system
+    from ...serving.runs.cascade.folder import cascade_summary, write_cascade_run
+    from ...serving.runs.cascade.serve import serve_cascade as run_serve
+    from ...serving.runs.trace_settings import draw_requests
 
-    get_cascade_system(system)
-    found = found_to_serve(cascade, options, target)
+    get_cascade_system(plan.system)
+    found, trace = found_to_serve(plan.cascade, plan.options, target), plan.trace
     images, specs, place = found.images, found.files.specs, found.place
-    deployment = images.deployment(options, system, num_workers, slo_scale, trace.seed)
+    deployment = images.deployment(plan.options, plan.system, plan.num_workers, plan.slo_scale, trace.seed)
     requests = draw_requests(trace, images.defaults)
     places = None
     if trace.prompts is None and trace.trace in TRACE_KINDS:
@@ -73,7 +61,7 @@ def serve_cascade(
     promised = deployment.promised(requests)
     require_places(target.workspace, file=output_file)
     run_dir = place.new_run("serve")
-    out.note(f"Starting {num_workers} workers with both models ...")
+    out.note(f"Starting {plan.num_workers} workers with both models ...")
     with out.phases() as start:
         served = run_serve(
             deployment,
@@ -88,19 +76,12 @@ def serve_cascade(
     if places is not None:
         with out.status("Measuring the images that were served ..."):
             quality = images.quality_served(promised, places, result)
-    config = {
-        **trace.to_config(),
-        "cascade": cascade,
-        "system": system,
-        "workers": num_workers,
-        "slo_scale": slo_scale,
-        **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()},
-        "cascade_profile": str(images.profile_file),
-        "bank": str(images.bank_folder),
-    }
+    config = images.config(plan, num_workers="workers")
     summary = cascade_summary(served.run, deployment, specs, dataset=trace.trace, config=config, quality=quality)
     summary |= {"was_interrupted": served.was_interrupted, "workers_lost": result.num_lost}
-    report = write_cascade_run(run_dir, served.run, specs, summary)
+    from ...profiling.report.cascade_page import write_cascade_report
+
+    report = write_cascade_run(run_dir, served.run, specs, summary, write_cascade_report)
     out.data(summary, table=lambda: cascade_table(summary), file=output_file)
     out.note(f"Results: {report}")
     if served.was_interrupted:

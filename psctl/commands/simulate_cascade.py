@@ -11,10 +11,9 @@ from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.run_facts import describe
 from ...data.tables.published import published_cascade
-from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Side, cascade_name, parse_cascade
 from ..flags import Flags, given_flags
-from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, found_place
+from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, CascadePlan, found_place
 from ..options.http import HttpFlags
 from ..options.target import Target
 from ..output import Output
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     from ...data.requests import Request
     from ...data.workspace import ModelWorkspace
     from ...profiling.cascade.bank import Bank
-    from ...profiling.runs.cascade import CascadeDeployment
     from ...serving.cascade.profile import CascadeProfile
     from ...serving.cascade.result import CascadeResult
     from ...serving.models.defaults import ModelDefaults
+    from ...serving.runs.cascade.deployment import CascadeDeployment
 
 _DEFAULT_NUM_PROMPTS = 1000
 _OWN = CASCADE.names()
@@ -86,8 +85,8 @@ class CascadeImages:
         self, options: CascadeOptions, system: str, gpus: int, slo_scale: float, seed: int
     ) -> "CascadeDeployment":
         """Return a deployment. Raises UsageError: there is no such system, or a number is out of range."""
-        from ...profiling.runs.cascade import CascadeDeployment
         from ...serving.cascade.systems import CascadeKnobs, get_cascade_system
+        from ...serving.runs.cascade.deployment import CascadeDeployment
 
         sizes = None
         if options.threshold_per_resolution:
@@ -109,6 +108,20 @@ class CascadeImages:
             sizes,
             seed,
         )
+
+    def config(self, plan: CascadePlan, *, num_workers: str) -> dict[str, Any]:
+        """Return the settings of a run as JSON, for its summary; `num_workers` is the name of that setting."""
+        options = asdict(plan.options)
+        return {
+            **plan.trace.to_config(),
+            "cascade": plan.cascade,
+            "system": plan.system,
+            num_workers: plan.num_workers,
+            "slo_scale": plan.slo_scale,
+            **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
+            "cascade_profile": str(self.profile_file),
+            "bank": str(self.bank_folder),
+        }
 
     def quality_served(
         self, requests: "Sequence[Request]", places: Sequence[int], result: "CascadeResult"
@@ -208,31 +221,19 @@ def found_images(
     return images
 
 
-def simulate_cascade(
-    cascade: str,
-    system: str,
-    trace: TraceSettings,
-    options: CascadeOptions,
-    *,
-    request_rate: float | None,
-    slo_scale: float,
-    gpus: int,
-    output_file: Path | None,
-    target: Target,
-    out: Output,
-) -> None:
-    """Simulate, write the run, and print its figures. The arguments are those of `simulate`."""
-    from ...profiling.runs.cascade_folder import cascade_summary, write_cascade_run
-    from ...profiling.runs.trace_settings import draw_requests
+def simulate_cascade(plan: CascadePlan, output_file: Path | None, target: Target, out: Output) -> None:
+    """Simulate, write the run, and print its figures."""
     from ...serving.cascade.systems import get_cascade_system
+    from ...serving.runs.cascade.folder import cascade_summary, write_cascade_run
+    from ...serving.runs.trace_settings import draw_requests
 
-    specs = parse_cascade(cascade)
-    get_cascade_system(system)
-    images = found_images(cascade, options, target, on_published=out.note)
-    trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)
+    specs, trace = parse_cascade(plan.cascade), plan.trace
+    get_cascade_system(plan.system)
+    images = found_images(plan.cascade, plan.options, target, on_published=out.note)
     if trace.num_prompts is None and trace.duration_s is None and trace.trace in ("poisson", "gamma", "diurnal"):
         trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS)
-    deployment = images.deployment(options, system, gpus, slo_scale, trace.seed)
+        plan = replace(plan, trace=trace)
+    deployment = images.deployment(plan.options, plan.system, plan.num_workers, plan.slo_scale, trace.seed)
     bank = images.bank
     requests, places = bank.dealt(draw_requests(trace, images.defaults), trace.seed)
     promised = deployment.promised(requests)
@@ -241,19 +242,12 @@ def simulate_cascade(
         run = deployment.run(promised, places)
     with out.status("Measuring the images that were served ..."):
         quality = images.quality_served(promised, places, run.result)
-    config = {
-        **trace.to_config(),
-        "cascade": cascade,
-        "system": system,
-        "gpus": gpus,
-        "slo_scale": slo_scale,
-        **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()},
-        "cascade_profile": str(images.profile_file),
-        "bank": str(images.bank_folder),
-    }
+    config = images.config(plan, num_workers="gpus")
     summary = cascade_summary(run, deployment, specs, dataset=trace.trace, config=config, quality=quality)
     run_dir = images.place(target).new_run("simulate")
-    report = write_cascade_run(run_dir, run, specs, summary)
+    from ...profiling.report.cascade_page import write_cascade_report
+
+    report = write_cascade_run(run_dir, run, specs, summary, write_cascade_report)
     out.data(summary, table=lambda: cascade_table(summary), file=output_file)
     out.note(f"Results: {report}")
 

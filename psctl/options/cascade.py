@@ -8,6 +8,7 @@ import typer
 
 from ...data.workspace import ModelWorkspace, Workspace
 from ...serving.cascade.legs import Leg, LegSpec, cascade_name
+from ...serving.runs.trace_settings import TraceSettings
 from ..flags import Flags, flag, preset
 
 _HELP = "A light and a heavy model, each with :STEPS behind it where it does not take its own number of steps."
@@ -120,6 +121,27 @@ class CascadeOptions:
 
 
 CASCADE = Flags.of(CascadeOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class CascadePlan:
+    """Plan of a cascade that serves a trace or clients, or is simulated.
+
+    Attributes:
+        cascade: both models as the user writes them.
+        system: name of the system that allocates workers and routes requests.
+        trace: settings of the trace; over HTTP only its resolutions, SLOs and seed.
+        options: options of cascades.
+        num_workers: number of workers, or of simulated GPUs.
+        slo_scale: SLO of each request as a multiple of its standalone latency.
+    """
+
+    cascade: str
+    system: str
+    trace: TraceSettings
+    options: CascadeOptions
+    num_workers: int
+    slo_scale: float
 
 
 def place_of(root: Workspace, specs: dict[Leg, LegSpec], device: str) -> ModelWorkspace:

@@ -8,10 +8,10 @@ import typer
 
 from ...data.datasets.spec import spec_options_help
 from ...eval.options import EvalOptions
-from ...profiling.runs.trace_settings import EditSettings, TraceSettings
 from ...serving.cache.options import CacheOptions
 from ...serving.options import EngineOptions, ModelOptions
 from ...serving.parallel.options import NormOptions, ParallelOptions
+from ...serving.runs.trace_settings import EditSettings, TraceSettings
 from ..flags import Flags, flag, preset
 from .common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Prompts, Resolutions, Seed
 

@@ -17,9 +17,10 @@ from functools import partial
 
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ..core.checked_request import CheckedRequest
 from ..core.failures import Failures
 from ..core.prepared import PreparedRequest
-from ..core.request_state import RequestRecord, RequestState, RequestView
+from ..core.request_state import RequestRecord, RequestState
 from ..core.step_row import StepRow
 from ..models.served import ServedModel
 from ..scheduling.policies import Policy, StepLatencyPredictor
@@ -165,11 +166,22 @@ class Engine:
             raise RuntimeError("the engine has not been started")
         return time.perf_counter() - self._zero
 
-    def submit(self, request: Request, *, standalone_s: float | None = None, watch: Watch | None = None) -> None:
-        """Submit a request. Thread-safe, also while the engine runs.
+    def wait_until(self, time_s: float, *, skips_idle: bool = False) -> bool:
+        """Wait for a time on the engine's clock; return False as soon as the engine is closed. Thread-safe.
 
-        An id is in use until its request is reported to the collector as ended. It is free again from then on, in
-        `on_finish` already, and the engine keeps nothing about its previous use.
+        With `skips_idle` the clock is set forward to that time once no request is open and no template is recorded.
+        """
+        with self._changed:
+            while not self._is_closed and (left_s := time_s - self.now_s()) > 0:
+                if skips_idle and not self._stages.open and not self._may_record:
+                    assert self._zero is not None
+                    self._zero -= left_s
+                else:
+                    self._changed.wait(left_s)
+            return not self._is_closed
+
+    def submit(self, request: Request, *, standalone_s: float | None = None, watch: Watch | None = None) -> None:
+        """Check a request, and submit it as `submit_checked` does.
 
         Args:
             request: the request. Its `arrival_s` is the time on the engine's clock from which its latency counts.
@@ -180,8 +192,16 @@ class Engine:
             UsageError: if the model cannot serve it, or an open request has its id.
             RuntimeError: if the engine is closed.
         """
-        self._model.check_request(request)
-        view = RequestView.of(request, standalone_s, num_computed=self._model.num_computed(request))
+        self.submit_checked(self._model.checked(request, standalone_s), watch=watch)
+
+    def submit_checked(self, checked: CheckedRequest, *, watch: Watch | None = None) -> None:
+        """Submit a request that the engine's model has checked. Thread-safe, also while the engine runs.
+
+        An id is in use until its request is reported to the collector as ended. It is free again from then on, in
+        `on_finish` already, and the engine keeps nothing about its previous use. `watch` receives its progress. Raises
+        as `submit`.
+        """
+        request, view = checked.request, checked.view
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")

@@ -1,17 +1,15 @@
-"""Replay of a trace on the wall clock: every request is submitted to the engine at its arrival time."""
+"""Replay of a trace: every request is submitted to the engine at its arrival time."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ...data.requests import Request
+from ..core.checked_request import CheckedRequest
 from ..core.request_state import RequestRecord
 from .engine import Engine
 from .run_result import RunResult
 
 
-def replay(
-    engine: Engine, requests: Sequence[Request], *, standalone_s: Callable[[Request], float | None] | None = None
-) -> RunResult:
+def replay(engine: Engine, requests: Sequence[CheckedRequest], *, skips_idle: bool = False) -> RunResult:
     """Serve a trace. Each request is submitted at its `arrival_s` on the engine's clock, which starts now.
 
     A thread sleeps until each arrival and submits it. It does nothing else, so a busy denoise loop delays a submission
@@ -19,13 +17,14 @@ def replay(
 
     Args:
         engine: a new engine.
-        requests: the trace, in order of arrival, with unique ids.
-        standalone_s: returns the latency of a request when served alone, if known, for policies that use it.
+        requests: the trace as the engine's model has checked it, in order of arrival, with unique ids.
+        skips_idle: whether the engine's clock is set forward to the next arrival when nothing is open. Latencies, steps
+            and the order of events are those of the wall clock, but a trace of light load takes no longer than its
+            work.
 
     Returns:
         The engine's result; after Ctrl-C the requests that had not arrived are "cancelled" as well.
     """
-    stop = threading.Event()
     errors: list[BaseException] = []
     num_submitted = 0
     engine.start()
@@ -33,10 +32,10 @@ def replay(
     def submit_all() -> None:
         nonlocal num_submitted
         try:
-            for request in requests:
-                if stop.wait(max(0.0, request.arrival_s - engine.now_s())):
+            for checked in requests:
+                if not engine.wait_until(checked.request.arrival_s, skips_idle=skips_idle):
                     return
-                engine.submit(request, standalone_s=None if standalone_s is None else standalone_s(request))
+                engine.submit_checked(checked)
                 num_submitted += 1
         except BaseException as error:  # noqa: BLE001  raised in the caller's thread below
             errors.append(error)
@@ -48,13 +47,12 @@ def replay(
     try:
         result = engine.run()
     finally:
-        stop.set()
-        thread.join()
+        thread.join()  # it ends as well, because the engine is closed now
     # An interrupted engine is closed, so that a submission at that very moment is refused.
     if errors and not result.was_interrupted:
         raise errors[0]
-    for request in requests[num_submitted:]:
-        record = RequestRecord.of(request)
+    for checked in requests[num_submitted:]:
+        record = RequestRecord.of(checked.request)
         record.close("cancelled", result.duration_s, "the run was stopped before it arrived")
         engine.collector.on_finish(record, None, None)
     return result

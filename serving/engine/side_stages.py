@@ -54,7 +54,7 @@ class SideStages:
 
     Attributes:
         changed: condition that guards the scheduler, `open` and `prepared`; notified when the denoise loop may have
-            something to do.
+            something to do, and when nothing is open any more.
         open: requests that have not been reported to the collector yet, by id.
         prepared: encoded text and latents by request id, from the end of preparing until the last step.
         watches: watches of open requests, by request id.
@@ -265,6 +265,8 @@ class SideStages:
         self._collector.on_finish(state.record, image, latents)
         if self._on_finish is not None:
             self.call(partial(self._on_finish, state.record))
+        if not self.open:
+            self._wake()
 
     def _prepare_one(self, request: Request) -> None:
         prepared = failure = share = None

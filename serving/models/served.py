@@ -23,6 +23,7 @@ from ...data.tables.block_facts import WHOLE_MODEL, BlockFacts
 from ...training.cache.schedule import CacheSchedule
 from ..cache.patch_cache import PatchCache
 from ..cache.stats import CacheStats
+from ..core.checked_request import CheckedRequest
 from ..core.denoiser import denoiser_of
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
@@ -176,10 +177,15 @@ class ServedModel:
             self._known_schedules.clear()
         self._known_schedules.add(schedule)
 
-    def num_computed(self, request: Request) -> int:
-        """Return the number of steps of a request that the model computes."""
+    def checked(self, request: Request, standalone_s: float | None = None) -> CheckedRequest:
+        """Return a request in the form in which engines serve it, with its latency when served alone.
+
+        Raises UsageError as `check_request`.
+        """
+        self.check_request(request)
         schedule = self._schedule_of(request)
-        return request.num_steps if schedule is None else schedule.num_computed(request)
+        num_computed = request.num_steps if schedule is None else schedule.num_computed(request)
+        return CheckedRequest(request, num_computed, standalone_s)
 
     def _schedule_of(self, request: Request) -> CacheSchedule | None:
         """Return the schedule of computed steps; None for all steps, as for an image whose passes are recorded."""

@@ -1,4 +1,4 @@
-"""The batch server: OpenAI's images API over an engine that serves for ever.
+"""HTTP server: OpenAI's images API over a long-lived engine.
 
-Nothing here imports torch but `local`, which drives an engine of this process, and `preview`.
+Only `local`, which runs an engine in this process, imports torch.
 """

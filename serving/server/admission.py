@@ -1,4 +1,4 @@
-"""Whether there is room for a request: checked and reserved in one step, before any work is done for it. No torch."""
+"""Admission control: checks and reserves room for a request in one step, before any work is done for it. No torch."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ _FULL_AFTER_S = 60.0
 
 @dataclass(slots=True)
 class Place:
-    """What a request has reserved; given back once, whatever becomes of it."""
+    """Places that a request has reserved. They are released once, however the request ends."""
 
     num_images: int
     key: str
@@ -21,14 +21,14 @@ class Place:
 
 
 @dataclass(slots=True)
-class Allowance:
-    """An amount that grows at a rate, up to a minute's worth, and is taken from. More than that is taken when it is
-    full, and is owed then.
+class TokenBucket:
+    """Token bucket that holds up to one minute of its rate. A larger amount is granted when the bucket is full, and
+    leaves it negative.
 
     Attributes:
-        per_s: the rate, above 0.
-        amount: that was there at some time.
-        at_s: the time.
+        per_s: rate at which it fills, above 0.
+        amount: amount in it at `at_s`.
+        at_s: time of the last update, in seconds.
     """
 
     per_s: float
@@ -36,31 +36,33 @@ class Allowance:
     at_s: float
 
     @classmethod
-    def full(cls, per_s: float, now_s: float) -> "Allowance":
-        """One of which nothing was taken."""
+    def full(cls, per_s: float, now_s: float) -> "TokenBucket":
+        """Return a full bucket."""
         return cls(per_s, per_s * _FULL_AFTER_S, now_s)
 
-    def wait_s(self, wanted: float, now_s: float) -> float:
-        """Seconds until so much may be taken; 0 for now."""
+    def wait_s(self, needed: float, now_s: float) -> float:
+        """Return the seconds until `needed` may be taken; 0 if it may be taken now."""
         most = self.per_s * _FULL_AFTER_S
         self.amount = min(most, self.amount + (now_s - self.at_s) * self.per_s)
         self.at_s = now_s
-        return max(0.0, (min(wanted, most) - self.amount) / self.per_s)
+        return max(0.0, (min(needed, most) - self.amount) / self.per_s)
 
 
 @dataclass(slots=True)
 class Admission:
-    """Counts what is open. One thread (that of the event loop) calls it.
+    """Counts open images and refuses requests beyond the limits. Only the event loop's thread calls it.
 
-    With several owners of keys, half of the queue is divided among them: what one of them has not taken of its share
-    is kept free for it, and what takes long to draw is no reason to refuse it.
+    With several owners of keys, half of the queue is divided among them. The unused part of an owner's share is kept
+    free for it, and an owner that waits for less than its share of `max_queue_time_s` is not refused for the time that
+    the whole queue takes.
 
     Attributes:
-        limits: of the server.
-        rate: pixel steps per second that the server takes, as far as is known; None: not yet.
-        pending: pixel steps that the clients with a key wait for, from the moment they are let in; of None, all.
-        num_images: that are open.
-        clock: seconds that never go back.
+        limits: limits of the server.
+        rate: returns the pixel steps per second that the server takes; None if they are not known yet.
+        pending: returns the pixel steps that the clients of a key wait for, counted from admission; for None, those of
+            all clients.
+        num_images: number of open images.
+        clock: monotonic clock, in seconds.
     """
 
     limits: Limits
@@ -69,13 +71,13 @@ class Admission:
     num_images: int = 0
     clock: Callable[[], float] = time.monotonic
     _of_key: Counter[str] = field(default_factory=Counter)
-    _allowances: dict[str, tuple[Allowance | None, Allowance | None]] = field(default_factory=dict)
+    _buckets: dict[str, tuple[TokenBucket | None, TokenBucket | None]] = field(default_factory=dict)
 
     def reserve(self, num_images: int, key: str, pixel_steps: float = 0.0) -> Place:
-        """Take the places of a request, and of what its key may ask for in time.
+        """Reserve places for a request, and charge it to the rate limits of its key.
 
         Raises:
-            ApiError: 429, with `Retry-After` of when there may be room.
+            ApiError: a limit is reached (429); `Retry-After` estimates when there may be room.
         """
         limits, wait_s = self.limits, self.drain_s
         num_left = limits.max_queue - self.num_images - num_images
@@ -88,9 +90,9 @@ class Admission:
             )
         of_key = limits.keys.get(key, KeyLimits())
         most = limits.max_per_key if of_key.max_open is None else of_key.max_open
-        if limits.max_per_key is None and num_own > self._share and num_left < (kept := self._num_kept_from(key)):
-            left_to_it = max(self._share, num_own + num_left - kept)
-            most = left_to_it if most is None else min(most, left_to_it)
+        if limits.max_per_key is None and num_own > self._share and num_left < (kept := self._num_kept_for_others(key)):
+            most_left = max(self._share, num_own + num_left - kept)
+            most = most_left if most is None else min(most, most_left)
         if most is not None and num_own > most:
             raise overloaded(
                 f"{self._of_key[key]} images of this key are open, and it may have {most}", "too_many_in_flight", wait_s
@@ -101,30 +103,30 @@ class Admission:
                 "queue_too_long",
                 wait_s - limits.max_queue_time_s,
             )
-        self._take(key, of_key, pixel_steps)
+        self._charge(key, of_key, pixel_steps)
         self.num_images += num_images
         self._of_key[key] += num_images
         return Place(num_images, key)
 
-    def _take(self, key: str, of_key: KeyLimits, pixel_steps: float) -> None:
+    def _charge(self, key: str, of_key: KeyLimits, pixel_steps: float) -> None:
         now_s = self.clock()
         requests, work = of_key.requests_per_minute, of_key.pixel_steps_per_second
-        if key not in self._allowances:
-            self._allowances[key] = (
-                None if requests is None else Allowance.full(requests / 60, now_s),
-                None if work is None else Allowance.full(work, now_s),
+        if key not in self._buckets:
+            self._buckets[key] = (
+                None if requests is None else TokenBucket.full(requests / 60, now_s),
+                None if work is None else TokenBucket.full(work, now_s),
             )
-        allowances = list(zip(self._allowances[key], (1.0, pixel_steps), strict=True))
-        told = f"{requests or 0:g} requests per minute", f"{work or 0:g} pixels times steps per second"
-        for (allowance, wanted), what in zip(allowances, told, strict=True):
-            if allowance is not None and (wait_s := allowance.wait_s(wanted, now_s)):
+        buckets = list(zip(self._buckets[key], (1.0, pixel_steps), strict=True))
+        units = f"{requests or 0:g} requests per minute", f"{work or 0:g} pixels times steps per second"
+        for (bucket, needed), what in zip(buckets, units, strict=True):
+            if bucket is not None and (wait_s := bucket.wait_s(needed, now_s)):
                 raise overloaded(f"this key may ask for {what}", "rate_limit_exceeded", wait_s)
-        for allowance, wanted in allowances:
-            if allowance is not None:
-                allowance.amount -= wanted
+        for bucket, needed in buckets:
+            if bucket is not None:
+                bucket.amount -= needed
 
     def release(self, place: Place) -> None:
-        """Give the places back; again does nothing."""
+        """Release the places. A second call has no effect."""
         if place.is_held:
             place.is_held = False
             self.num_images -= place.num_images
@@ -134,7 +136,7 @@ class Admission:
 
     @property
     def drain_s(self) -> float:
-        """Seconds until all that clients wait for is drawn."""
+        """Seconds until all requests that clients wait for are drawn, at the current rate; 0 if it is not known yet."""
         return self._seconds_of(None)
 
     @property
@@ -142,13 +144,13 @@ class Admission:
         num_owners = len(self.limits.keys)
         return max(1, self.limits.max_queue // (2 * num_owners)) if num_owners > 1 else 0
 
-    def _num_kept_from(self, key: str) -> int:
-        """Places that are kept for others; where there are more of these than places, half of all."""
+    def _num_kept_for_others(self, key: str) -> int:
+        """Return the number of places that are kept free for other owners, at most half of all places."""
         others = sum(max(0, self._share - self._of_key[each]) for each in self.limits.keys if each != key)
         return min(others, self.limits.max_queue // 2)
 
     def _is_behind(self, key: str) -> bool:
-        """Whether a key waits for less than its share of the time that the queue may take."""
+        """Return whether a key waits for less than its share of the time that the queue may take."""
         num_owners = len(self.limits.keys)
         return num_owners > 1 and self._seconds_of(key) < self.limits.max_queue_time_s / (2 * num_owners)
 

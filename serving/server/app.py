@@ -1,4 +1,4 @@
-"""The HTTP API: what is where. Bodies are read and checked by `guards`, `json_body` and `protocol`. No torch."""
+"""Routes of the HTTP API. `guards`, `json_body` and `protocol` read and check the bodies. No torch."""
 
 import asyncio
 import time
@@ -16,91 +16,92 @@ from .backend import Health
 from .batches.api import batch_routes
 from .batches.store import Batches
 from .edit_processes import EditProcesses
-from .edits import EDITS, form_in
+from .edits import EDITS, read_form
 from .errors import ApiError, cancelled
+from .fields import MAX_IMAGES
 from .front_end import FrontEnd
 from .guards import caller_of
 from .images import base64_of
-from .json_body import object_in
+from .json_body import read_object
 from .live import Live
 from .metrics import CONTENT_TYPE, Metrics
 from .openapi import edit_body, errors, generation_body
 from .page import page_response
-from .protocol import GENERATIONS, MAX_IMAGES, Generation, check_model, parse_generation
+from .protocol import GENERATIONS, Generation, check_model, parse_generation
 from .sse import events_of, usage_of
 from .tickets import Ticket, facts_of, metrics_of
 
 _CREATED = int(time.time())
-_OF_DRAWING = errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)
+_IMAGE_ERRORS = errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)
 Result = TypeVar("Result")
 
 
 def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches, edits: EditProcesses) -> FastAPI:
-    """The API over a front end."""
+    """Return the application that serves a front end over HTTP."""
     app = FastAPI(title="psctl", summary="OpenAI's images API over the patch engine", docs_url=None, redoc_url=None)
 
     @app.exception_handler(ApiError)
-    async def told(request: Request, error: ApiError) -> Response:
+    async def on_api_error(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.to_json(), error.status, error.headers)
 
     @app.exception_handler(HTTPException)
-    async def not_here(request: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         codes = {404: "unknown_url", 405: "method_not_allowed"}
-        told = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", code="http_error")
-        told.code = codes.get(error.status_code, told.code)
-        return JSONResponse(told.to_json(), error.status_code, error.headers)
+        answer = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", code="http_error")
+        answer.code = codes.get(error.status_code, answer.code)
+        return JSONResponse(answer.to_json(), error.status_code, error.headers)
 
     @app.exception_handler(OSError)
-    async def no_room(request: Request, error: OSError) -> Response:
+    async def on_disk_error(request: Request, error: OSError) -> Response:
         if not is_disk_full(error):
             raise error
-        told = ApiError(507, "the server's disk is full", code="disk_full")
-        return JSONResponse(told.to_json(), told.status)
+        answer = ApiError(507, "the server's disk is full", code="disk_full")
+        return JSONResponse(answer.to_json(), answer.status)
 
     @app.exception_handler(Exception)
-    async def our_fault(request: Request, error: Exception) -> Response:
-        told = ApiError(500, "the server has made a mistake; its log says which", code="internal_error")
-        return JSONResponse(told.to_json(), 500)
+    async def on_internal_error(request: Request, error: Exception) -> Response:
+        answer = ApiError(500, "the server has made a mistake; its log says which", code="internal_error")
+        return JSONResponse(answer.to_json(), 500)
 
     @app.post(
         GENERATIONS,
         openapi_extra=generation_body(front_end.model, front_end.limits),
-        responses=_OF_DRAWING,
+        responses=_IMAGE_ERRORS,
     )
     async def generate(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
-        wanted = parse_generation(
-            await object_in(request),
+        generation = parse_generation(
+            await read_object(request),
             front_end.model,
             front_end.limits,
             header_slo=request.headers.get("x-slo-seconds"),
         )
-        return await answered(request, wanted, arrival_s)
+        return await respond(request, generation, arrival_s)
 
     @app.post(
         EDITS,
         openapi_extra=edit_body(front_end.model, front_end.limits),
-        responses=_OF_DRAWING,
+        responses=_IMAGE_ERRORS,
     )
     async def edit(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
-        parts = await form_in(request, front_end.limits)
-        wanted = await _unless_left(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
-        if wanted.edit is not None and wanted.edit.template is not None:
-            # What one key has edited is nothing that another could find out.
-            template = replace(wanted.edit.template, owner=caller_of(request.scope).key)
-            wanted = replace(wanted, edit=replace(wanted.edit, template=template))
-        await caller_of(request.scope).leave_room()
-        return await answered(request, wanted, arrival_s)
+        parts = await read_form(request, front_end.limits)
+        generation = await _until_disconnect(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
+        if generation.edit is not None and generation.edit.template is not None:
+            # Records of templates are kept by key: another key must not find out what this one has edited.
+            template = replace(generation.edit.template, owner=caller_of(request.scope).key)
+            generation = replace(generation, edit=replace(generation.edit, template=template))
+        await caller_of(request.scope).release_room()
+        return await respond(request, generation, arrival_s)
 
-    async def answered(request: Request, wanted: Generation, arrival_s: float) -> Response:
+    async def respond(request: Request, generation: Generation, arrival_s: float) -> Response:
         caller = caller_of(request.scope)
 
-        async def drawn() -> Ticket:
+        async def draw() -> Ticket:
             ticket = await front_end.generate(
-                wanted, key=caller.key, request_id=caller.request_id, arrival_s=arrival_s, streams=wanted.stream
+                generation, key=caller.key, request_id=caller.request_id, arrival_s=arrival_s, streams=generation.stream
             )
-            if not wanted.stream:
+            if not generation.stream:
                 try:
                     await front_end.wait(ticket)
                 except asyncio.CancelledError:
@@ -108,8 +109,8 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
                     raise
             return ticket
 
-        ticket = await _unless_left(request, drawn())
-        if wanted.stream:
+        ticket = await _until_disconnect(request, draw())
+        if generation.stream:
             return _Stream(front_end, ticket)
         return JSONResponse(_images_of(ticket, str(request.base_url)))
 
@@ -149,25 +150,25 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
 
     @app.get("/health")
     async def health() -> Response:
-        is_well = front_end.backend.health.value in ("ready", "starting")
-        return JSONResponse(told_of_all(front_end.backend.health.value), 200 if is_well else 503)
+        is_healthy = front_end.backend.health.value in ("ready", "starting")
+        return JSONResponse(probe_body(front_end.backend.health.value), 200 if is_healthy else 503)
 
     @app.get("/readyz")
     @app.get("/ready")
     async def ready() -> Response:
         state = "draining" if front_end.is_draining else front_end.backend.health.value
-        return JSONResponse(told_of_all(state), 200 if front_end.is_ready else 503)
+        return JSONResponse(probe_body(state), 200 if front_end.is_ready else 503)
 
-    def told_of_all(status: str) -> dict[str, Any]:
-        """A status, with what is wrong, and of several replicas how many are ready."""
+    def probe_body(status: str) -> dict[str, Any]:
+        """Return a status with the reason for any trouble, and the number of ready replicas if there are several."""
         replicas, trouble = front_end.backend.replicas, front_end.backend.trouble
         num_ready = sum(each.health is Health.READY for each in replicas)
-        told: dict[str, Any] = {"status": status}
+        body: dict[str, Any] = {"status": status}
         if trouble:
-            told["reason"] = trouble
+            body["reason"] = trouble
         if len(replicas) > 1:
-            told["replicas"] = {"ready": num_ready, "all": len(replicas)}
-        return told
+            body["replicas"] = {"ready": num_ready, "all": len(replicas)}
+        return body
 
     @app.get("/v1/state")
     async def state(request: Request) -> Response:
@@ -191,27 +192,27 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     return app
 
 
-async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """What comes out of work, which is cancelled if the client leaves meanwhile. Raises ApiError: it has."""
+async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of `work`. If the client disconnects first, cancel it and raise ApiError."""
 
-    async def leave() -> None:
-        # Waiting to be told: asking some times a second, for every open request, takes time from the engine.
+    async def disconnect() -> None:
+        # Waits for the event: polling several times a second, for every open request, takes time from the engine.
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise cancelled("its client has left")
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnecting):
             task.cancel()
 
 
 class _Stream(StreamingResponse):
-    """The events of a ticket, which is cancelled where the client leaves: also before the first of them is sent."""
+    """Event stream of a ticket. Disconnecting cancels the ticket, even before the first event is sent."""
 
     def __init__(self, front_end: FrontEnd, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -229,17 +230,17 @@ class _Stream(StreamingResponse):
 
 
 def _images_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
-    wanted = ticket.generation
+    generation = ticket.generation
     return {
         "created": int(ticket.created_s),
         "id": ticket.id,
-        "data": [_image_of(ticket, index, base_url) for index in range(len(wanted.seeds))],
-        "seeds": list(wanted.seeds),
-        "size": str(wanted.resolution),
-        "quality": wanted.quality,
+        "data": [_image_of(ticket, index, base_url) for index in range(len(generation.seeds))],
+        "seeds": list(generation.seeds),
+        "size": str(generation.resolution),
+        "quality": generation.quality,
         "background": "opaque",
-        "output_format": wanted.output_format,
-        "usage": usage_of(wanted, len(wanted.seeds)),
+        "output_format": generation.output_format,
+        "usage": usage_of(generation, len(generation.seeds)),
         "metrics": metrics_of(ticket.records),
     }
 
@@ -252,15 +253,15 @@ def _image_of(ticket: Ticket, index: int, base_url: str) -> dict[str, Any]:
 
 
 def _status_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
-    wanted, status = ticket.generation, ticket.status
+    generation, status = ticket.generation, ticket.status
     found: dict[str, Any] = {
         "id": ticket.id,
         "object": "image.generation",
         "status": status,
         "created": int(ticket.created_s),
-        "seeds": list(wanted.seeds),
-        "num_inference_steps": wanted.num_steps,
-        "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(wanted.seeds))],
+        "seeds": list(generation.seeds),
+        "num_inference_steps": generation.num_steps,
+        "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(generation.seeds))],
     }
     if status == "completed":
         found |= _images_of(ticket, base_url)

@@ -1,4 +1,4 @@
-"""What draws: an engine of this process, or replicas. The front end knows no more of it than this. No torch."""
+"""Interface of backends, through which the front end uses an engine of this process, or replicas. No torch."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 FIRST_ID = 1000
-"""Of the front end's requests; smaller ids are for what a backend does by itself, such as its warm-up."""
+"""First id of the front end's requests. Backends use smaller ids for requests of their own, such as the warm-up."""
 
 
 class Health(enum.Enum):
-    """What a backend is at: `starting` (loading, warming up), `ready`, `stalled` (at work, but nothing comes of it),
-    `restarting` (its engine has crashed) and `stopped` (for good).
+    """State of a backend: `starting` (loading, warming up), `ready`, `stalled` (working without progress), `restarting`
+    (its engine has crashed) or `stopped` (for good).
     """
 
     STARTING = "starting"
@@ -30,26 +30,26 @@ class Health(enum.Enum):
 
 
 class Follower(Protocol):
-    """Told what becomes of a request, on the event loop, in the order in which it happens."""
+    """Receives the progress of a request, on the event loop and in order."""
 
     def on_step(self, request_id: int, steps_done: int) -> None:
-        """It has taken so many steps."""
+        """Called with the number of steps that the request has taken."""
 
     def on_partial(self, request_id: int, index: int, image: "Image") -> None:
-        """A partial image, from 0."""
+        """Called with a partial image and its index, from 0."""
 
     def on_end(self, record: RequestRecord, image: "Image | None") -> None:
-        """It has ended; with an image if it was completed. Nothing follows."""
+        """Called last, when the request has ended; with an image if it was completed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much a backend has to do.
+    """Current load of a backend.
 
     Attributes:
-        num_running, num_waiting: requests in the batch, and those that are not in it yet.
-        pixel_steps: what is still to be denoised.
-        rate: pixel steps per second of full batches, as far as it has had any; None before it has taken some steps.
+        num_running, num_waiting: number of requests in the batch, and of those that are not in it yet.
+        pixel_steps: pixels times remaining steps, summed over all requests.
+        rate: pixel steps per second of the largest batches so far; None until enough steps have run.
     """
 
     num_running: int = 0
@@ -60,11 +60,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One of those that draw, and what it has to do.
+    """State of one replica.
 
     Attributes:
-        name, process_id, health, load: as they are.
-        num_drawn: requests that it has drawn since it began; None where that is not counted by worker.
+        name: name of the replica.
+        process_id: id of its process.
+        health: its state.
+        load: its load.
+        num_drawn: number of requests that it has drawn since it started; None if they are not counted by replica.
     """
 
     name: str
@@ -75,11 +78,11 @@ class ReplicaState:
 
 
 class Backend(Protocol):
-    """Draws requests. All of it is called on the event loop; nothing blocks it.
+    """Draws requests. Everything is called on the event loop, and nothing blocks it.
 
     Attributes:
-        on_stopped: called with the reason when it has given up for good.
-        on_row: called with every step that was taken.
+        on_stopped: called with the reason when the backend has stopped for good.
+        on_row: called with every step.
     """
 
     on_stopped: Callable[[str], None]
@@ -90,7 +93,7 @@ class Backend(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why it does not draw, or not as it should; "" else."""
+        """Reason why the backend does not draw, or draws with failures; "" if there is none."""
         ...
 
     @property
@@ -101,26 +104,26 @@ class Backend(Protocol):
 
     @property
     def plan(self) -> str:
-        """By what requests are routed now, in words; "" where nothing is decided."""
+        """Description of the current routing of requests; "" if there is nothing to decide."""
         ...
 
     async def start(self) -> None:
-        """Get ready: load, warm up. Raises what prevents it."""
+        """Load and warm up. Raises the error that prevents it."""
 
     async def submit(
         self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
-        """Hand in a request, whose `arrival_s` is the loop's time at which it came in.
+        """Submit a request, whose `arrival_s` is on the event loop's clock.
 
-        Its follower is told of steps some times a second, or with `follows_steps` of every one at once.
+        The follower receives steps several times a second, or with `follows_steps` each one at once.
 
         Raises:
             UsageError: the model cannot serve it.
-            ApiError: there is nobody to draw it now.
+            ApiError: the backend takes no requests now.
         """
 
     def cancel(self, request_id: int, reason: str) -> None:
-        """End a request as soon as that can be; its follower is told. One that is not open does nothing."""
+        """End a request as soon as possible; its follower is notified. Does nothing unless the request is open."""
 
     async def stop(self) -> None:
-        """Cancel what is open, and let go of everything."""
+        """Cancel open requests and release all resources."""

@@ -1,5 +1,5 @@
 "use strict";
-// An image, and on it a mask of what may change in it, painted with a brush.
+// An image with a mask of the part that may change, painted with a brush.
 class Brush {
   #picture; #mask; #isPainting = false; #last = null;
 
@@ -19,7 +19,7 @@ class Brush {
     for (const name of ["pointerup", "pointercancel"]) mask.addEventListener(name, () => { this.#isPainting = false; });
   }
 
-  // Takes a file of an image; it is sent as it is. Throws where it is none.
+  // Loads an image file, which is sent unchanged. Throws if it is no image.
   async load(file) {
     const pixels = await createImageBitmap(file);
     for (const canvas of [this.#picture, this.#mask]) [canvas.width, canvas.height] = [pixels.width, pixels.height];
@@ -31,11 +31,11 @@ class Brush {
     this.#mask.getContext("2d").clearRect(0, 0, this.#mask.width, this.#mask.height);
   }
 
-  leave() {
+  close() {
     this.image = null;
   }
 
-  // Transparent where the image may change.
+  // The mask as a PNG file, transparent where the image may change.
   maskFile() {
     const file = new OffscreenCanvas(this.#mask.width, this.#mask.height), pen = file.getContext("2d");
     pen.fillRect(0, 0, file.width, file.height);

@@ -1,4 +1,4 @@
-"""Connections that do not wait for ever for a request's head, and whose errors are JSON; else they are uvicorn's."""
+"""uvicorn's connections with time limits for a request's head and for reading responses, and with errors in JSON."""
 
 import asyncio
 import json
@@ -11,12 +11,12 @@ from .errors import invalid
 
 HEAD_WITHIN_S, READ_WITHIN_S = 10.0, 30.0
 LEAST_READ = 65_536
-"""Bytes that a client takes in `READ_WITHIN_S`, of those that wait for it."""
+"""Bytes of its response that a client must read within `READ_WITHIN_S`."""
 
 
 class TimedConnection(H11Protocol):
-    """Closes a connection whose next request has begun and whose head is not there in time, or that sends nothing; and
-    one that does not take what it is sent.
+    """Closes a new connection that sends nothing, one whose request's head is not complete in time, and one that does
+    not read its response.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -24,30 +24,30 @@ class TimedConnection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # Tell as soon as the client does not take all of it, and when it has.
+        # Calls `pause_writing` as soon as the client does not read everything, and `resume_writing` when it has.
         transport.set_write_buffer_limits(0)
-        self._await_head()
+        self._start_head_timer()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is sent. Closing would wait until it has."""
+        """Start the timer: the client reads more slowly than it is sent data. Closing would wait until it has read."""
         super().pause_writing()
         if self._send_timer is None:
-            self._await_reading()
+            self._start_send_timer()
 
     def resume_writing(self) -> None:
-        """It has read everything."""
+        """Stop the timer: the client has read everything."""
         super().resume_writing()
-        self._stop_sending()
+        self._stop_send_timer()
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is None and self.conn.their_state is h11.IDLE:
-            self._await_head()
+            self._start_head_timer()
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._stop_waiting()
+            self._stop_head_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, and close the connection: nobody knows where its next request would begin."""
+        """Answer a request that is not HTTP, and close the connection, as the start of a next request is unknown."""
         body = json.dumps(invalid("what was sent is not valid HTTP", code="invalid_http").to_json()).encode()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             headers = [
@@ -60,34 +60,34 @@ class TimedConnection(H11Protocol):
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._stop_sending()
+        self._stop_head_timer()
+        self._stop_send_timer()
         super().connection_lost(exc)
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._give_up)
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._close_late)
 
-    def _stop_waiting(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _await_reading(self) -> None:
+    def _start_send_timer(self) -> None:
         left = self.transport.get_write_buffer_size()
-        self._send_timer = self.loop.call_later(READ_WITHIN_S, self._look_whether_it_reads, left)
+        self._send_timer = self.loop.call_later(READ_WITHIN_S, self._check_reading, left)
 
-    def _look_whether_it_reads(self, left_before: int) -> None:
+    def _check_reading(self, left_before: int) -> None:
         if self.transport.get_write_buffer_size() > left_before - LEAST_READ:
             self.transport.abort()
         else:
-            self._await_reading()
+            self._start_send_timer()
 
-    def _stop_sending(self) -> None:
+    def _stop_send_timer(self) -> None:
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
 
-    def _give_up(self) -> None:
+    def _close_late(self) -> None:
         self._head_timer = None
         if not self.transport.is_closing():
             self.transport.close()

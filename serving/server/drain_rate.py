@@ -1,4 +1,4 @@
-"""How fast a queue is drawn: what full batches take, whatever was drawn last. No torch."""
+"""Rate at which a queue is drawn, measured on full batches only. No torch."""
 
 import statistics
 from collections import defaultdict, deque
@@ -9,18 +9,19 @@ _MOST_STEPS, _LEAST_STEPS = 31, 5
 class DrainRate:
     """Pixel steps per second of the largest batches so far.
 
-    What waits is going to be drawn in full batches. One small image alone has a fraction of their rate, so that the
-    rate of the last steps would tell a burst after a quiet hour that there is no room for it.
+    Waiting requests will be drawn in full batches. A small image alone has a fraction of their rate, so with the rate
+    of the latest steps, a burst after a quiet hour would be refused although there is room for it.
 
-    It is the median of the last 31 steps of such batches, once there were 5: a step during which the machine stood
-    still would tell for ever that there is no room, as no batch gets so large again.
+    The rate is the median of the last 31 steps of such batches, once there are 5. A single step during which the
+    machine stood still would otherwise lower the rate for good: requests would be refused, and no batch would get that
+    large again.
     """
 
     def __init__(self) -> None:
         self._by_size: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_MOST_STEPS))
 
     def note(self, pixels: int, seconds: float) -> None:
-        """Take a step of a batch of so many pixels into account."""
+        """Record a step of a batch: its pixels, and the seconds that it took."""
         # Batches of up to twice the pixels count as equal.
         self._by_size[pixels.bit_length()].append(pixels / max(seconds, 1e-6))
 

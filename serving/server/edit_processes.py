@@ -1,6 +1,6 @@
-"""Forms with images are taken apart in processes of their own, with limits that no file of a client gets around.
+"""Parses forms with images in processes of their own, with limits that no client's file can exceed.
 
-A decoder can be made to work for minutes by a file of some megabytes, and to take any memory. No torch.
+A file of a few megabytes can keep a decoder busy for minutes, and make it take any amount of memory. No torch.
 """
 
 import asyncio
@@ -27,41 +27,44 @@ from .protocol import Generation, ModelFacts
 
 _ENTRY = f"{__name__}:serve"
 _MOST_PROCESSES = 4
-"""More than bodies of one key that are taken apart at a time."""
+"""More than the bodies of one key that are parsed at a time."""
 ANSWER_WITHIN_S = 60.0
 _NICENESS = 10
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that no image causes: an operator sends them, or the kernel when the machine is out of memory."""
 
 
 class EditProcesses:
-    """Processes that do what `parse_edit` does. One is started by `start`, others when they are needed; they stay.
+    """Processes that run `parse_edit`. `start` starts one, others start when they are needed; all are kept.
 
     Args:
-        model, limits: see `parse_edit`.
+        model, limits: as for `parse_edit`.
         decode_s: seconds of processor time that a form may take.
-        most_bytes: of memory that it may take.
+        most_bytes: bytes of memory that it may take.
     """
 
     def __init__(self, model: ModelFacts, limits: Limits, *, decode_s: int = 10, most_bytes: int = 2 << 30) -> None:
-        self._known = model, limits, decode_s, most_bytes
+        self._args = model, limits, decode_s, most_bytes
         self._free = asyncio.Semaphore(_MOST_PROCESSES)
         self._idle: list[_Process] = []
         self._pool = ThreadPoolExecutor(_MOST_PROCESSES, thread_name_prefix="psctl-edits")
 
     async def start(self) -> None:
-        """Have a process ready, so that the first edit does not spend its time until its deadline on one."""
-        process = _Process(*self._known)
+        """Start a process in advance, so that the first edit does not lose time before its deadline."""
+        process = _Process(*self._args)
         await asyncio.get_running_loop().run_in_executor(self._pool, process.start)
         self._idle.append(process)
 
     async def parse(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation:
-        """Do what `parse_edit` does; cancelling it ends its process.
+        """Run `parse_edit` in a process; cancelling the call kills the process.
 
         Raises:
-            ApiError: as `parse_edit`, or its images take too much time or memory (400), or the machine does (429).
+            ApiError: as `parse_edit`; also if the images take too much processor time or memory (400), the machine is
+                too busy to decode them in time (429), or the process is killed from outside (503).
         """
         async with self._free:
-            process = self._idle.pop() if self._idle else _Process(*self._known)
-            work = asyncio.get_running_loop().run_in_executor(self._pool, process.ask, parts, header_slo)
+            process = self._next()
+            work = asyncio.get_running_loop().run_in_executor(self._pool, process.parse, parts, header_slo)
             try:
                 async with asyncio.timeout(ANSWER_WITHIN_S):
                     answer = await work
@@ -76,54 +79,75 @@ class EditProcesses:
                 raise answer
             return answer
 
+    def _next(self) -> "_Process":
+        """Return an idle process that still runs, or else one that is not started yet."""
+        while self._idle:
+            if (process := self._idle.pop()).is_alive:
+                return process
+        return _Process(*self._args)
+
 
 class _Process:
-    """One process; after an error it is not to be used any more."""
+    """One process, which must not be used after an error."""
 
     def __init__(self, model: ModelFacts, limits: Limits, decode_s: int, most_bytes: int) -> None:
-        self._known = model, limits, decode_s, most_bytes
+        self._args = model, limits, decode_s, most_bytes
         self._started: tuple[BaseProcess, Connection] | None = None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._started is not None and self._started[0].is_alive()
+
     def start(self) -> tuple[BaseProcess, Connection]:
-        """Start it, and wait until it has imported what it needs. Raises EOFError: it has ended at once."""
+        """Start the process, and wait until its imports are done. Raises EOFError if it has ended at once."""
         ours, theirs = Pipe()
         with theirs:
-            process = start_process(_ENTRY, theirs, *self._known, device="none", name="psctl-edits")
+            process = start_process(_ENTRY, theirs, *self._args, device="none", name="psctl-edits")
         self._started = process, ours
         ours.recv()
         return self._started
 
-    def ask(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
-        """What `parse_edit` returns or raises. Raises ApiError: the form has ended the process; RuntimeError: a defect
-        has.
+    def parse(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
+        """Return what `parse_edit` returns or raises.
+
+        Raises:
+            ApiError: the form has ended the process (400), or a signal from outside has (503).
+            RuntimeError: a defect has ended it.
         """
-        process, connection = self._started or self.start()
         try:
+            _, connection = self._started or self.start()
             connection.send((parts, header_slo))
             return connection.recv()
         except (EOFError, OSError):
+            if self._started is None:  # it could not be started
+                raise
+            process, _ = self._started
             process.join()
             code = process.exitcode or 0
             if code == -signal.SIGXCPU:
-                too_long = f"the images take more than {self._known[2]} s of a processor to decode"
+                too_long = f"the images take more than {self._args[2]} s of a processor to decode"
                 raise invalid(too_long, "image") from None
+            if -code in _FROM_OUTSIDE:
+                message = f"the process that decodes images was killed ({signal.Signals(-code).name})"
+                raise ApiError(503, message, code="not_ready", headers={"Retry-After": "1"}) from None
             if code < 0:
                 raise invalid(f"the images end their decoder ({signal.Signals(-code).name})", "image") from None
             raise RuntimeError(f"the process that decodes images has ended with exit code {code}") from None
 
     def kill(self) -> None:
-        """End it; whoever waits for its answer does so no longer."""
+        """Kill the process, which ends a call of `parse` that waits for it."""
         if self._started is not None:
             self._started[0].kill()
 
 
 def serve(connection: Connection, model: ModelFacts, limits: Limits, decode_s: int, most_bytes: int) -> None:
-    """What a process does, until nobody is there any more."""
-    # Steps of those that draw come first.
+    """Parse the forms that arrive on the connection until it is closed."""
+    # Denoising steps have priority.
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
-        # Beyond what the interpreter and its libraries have mapped.
+        # In addition to what the interpreter and its libraries have mapped.
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + most_bytes, mapped + most_bytes))
     answer: Any = None

@@ -1,12 +1,8 @@
-"""What `POST /v1/images/edits` takes: a form with an image, a mask, and fields as text. No torch.
-
-Names and meanings are those of OpenAI's images API; `strength`, `paste`, `feather_px`, `reuse`, `template_kind`,
-`template_prompt`, `template_seed`, `full_steps`, `dilate` and what is ours of generations are ours.
-"""
+"""Forms of `POST /v1/images/edits`: an image, a mask, and fields as text (`fields.edit_fields`). No torch."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,50 +10,34 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ...data.datasets.decode import size_of
-from ...data.edits import (
-    MAX_DILATE,
-    MAX_FEATHER_PX,
-    EditSpec,
-    TemplateSpec,
-    has_alpha,
-    read_image,
-    read_mask,
-)
+from ...data.edits import EditSpec, TemplateSpec, has_alpha, read_image, read_mask
 from ...data.errors import UsageError
-from ...data.requests import MAX_SEED
 from ...data.resolution import Resolution
-from ...data.templates import TEMPLATE_KINDS
 from .errors import invalid, wrong_type
-from .fields import MAX_USER, Fields, shown, unsupported
+from .fields import MAX_USER, RECORD_FIELDS, ModelFacts, edit_fields, shown, unsupported
 from .limits import Limits
-from .protocol import Generation, ModelFacts, check_size, take_generation
+from .protocol import Generation, check_size, generation_of
 
 EDITS = "/v1/images/edits"
 MAX_EDIT_BYTES = 50_000_000
 _MOST_PARTS = 64
-_VALUES = (
-    *("n", "seed", "num_inference_steps", "guidance_scale", "output_compression", "partial_images", "slo"),
-    *("strength", "feather_px", "stream", "progress", "paste", "reuse", "template_seed"),
-    *("full_steps", "dilate", "cache"),
-)
-"""Fields that are numbers, true or false; all others are text, whatever they look like."""
 _VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
 _FORMATS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF.{4}WEBP", re.DOTALL)
-"""How OpenAI's formats begin. Pillow knows many more, some of which run other programs."""
+"""First bytes of the formats that OpenAI accepts. Pillow reads many more, some of which run other programs."""
 _MOST_SCANS, _MOST_PIECES = 100, 50_000
-"""Scans of a JPEG file, each of which costs a pass over the image, and pieces of a file (segments, chunks) that are
-looked at one by one; programs write some ten, and some thousands.
+"""Limits of the scans of a JPEG file, each of which costs a pass over the image, and of the pieces of a file (segments,
+chunks), which are read one by one. Ordinary programs write about ten scans, and a few thousand pieces.
 """
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _EOI, _SOS, _WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
 _PARAM = re.compile("(?:the )?(image|mask|strength|feather_px|template_kind)")
-"""How messages about edits begin: with the field."""
+"""Start of messages about edits, which names the field."""
 Part = str | bytes
 """A part of a form: text, or the bytes of a file."""
 
 
-async def form_in(request: Request, limits: Limits) -> list[tuple[str, Part]]:
-    """The parts of the form that a request brings, by name.
+async def read_form(request: Request, limits: Limits) -> list[tuple[str, Part]]:
+    """Return the parts of the form in a request, with their names.
 
     Raises:
         ApiError: the body is no form (415), or a damaged one (400).
@@ -80,62 +60,58 @@ def parse_edit(
     """Check an edit, and decode its image and its mask.
 
     Args:
-        parts: of the form, by name.
-        model, limits, header_slo: see `protocol.parse_generation`.
+        parts: parts of the form with their names.
+        model, limits, header_slo: as for `protocol.parse_generation`.
 
     Raises:
-        ApiError: a field is unknown, missing, there twice or not allowed (400), or the model is not served (404).
+        ApiError: a field is unknown, missing, repeated or not allowed (400), or the model is not served (404).
     """
-    found = _by_name(parts)
+    kind = edit_fields(model, limits)
+    found = _by_name(parts, kind.values)
     image, mask = found.pop("image", None), found.pop("mask", None)
     if image is None:
         raise invalid("image is missing", "image", code="missing_required_parameter")
-    fields = Fields(found)
+    fields = kind.read(found)
     try:
         resolution = _size_of(image, "image", model, limits)
         if mask is not None:
             _size_of(mask, "mask", model, limits)
-        size = fields.text("size", most=32)
-        if size not in (None, "auto", str(resolution)):
+        if fields.size not in ("auto", str(resolution)):
             own = f"but images are edited at their own size: {resolution}, or auto"
-            raise invalid(f"size is {shown(size)}, {own}", "size")
-        fields.word("input_fidelity", "low", ("low", "high"))
-        strength = fields.number("strength", 1.0, 0.0, 1.0)
-        paste, feather_px = fields.flag("paste", True), fields.whole("feather_px", 0, 0, MAX_FEATHER_PX)
-        template = _template_of(fields, model, limits)
-        full_steps = fields.whole("full_steps", 0, 0, limits.max_steps)
-        dilate = fields.whole("dilate", 0, 0, MAX_DILATE)
-        wanted = take_generation(fields, resolution, model, limits, header_slo)
+            raise invalid(f"size is {shown(fields.size)}, {own}", "size")
+        template = _template_of(fields, model)
+        generation = generation_of(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
         if mask is None and not has_alpha(image):
             missing = "mask is missing, and the image has no transparent parts to take for it"
             raise invalid(missing, "mask", code="missing_required_parameter")
         may_change = read_mask(image if mask is None else mask, "mask")
-        edit = EditSpec(pixels, may_change, strength, paste, feather_px, template, full_steps, dilate)
-        return replace(wanted, edit=edit)
+        how = fields.strength, fields.paste, fields.feather_px, template, fields.full_steps, fields.dilate
+        return replace(generation, edit=EditSpec(pixels, may_change, *how))
     except UsageError as error:
         begin = _PARAM.match(str(error))
         raise invalid(str(error), begin and begin[1]) from None
 
 
-def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateSpec | None:
-    """What an edit's record is of; None for an exact edit. Raises ApiError: nothing is reused; UsageError: its parts do
-    not go together.
+def _template_of(fields: Any, model: ModelFacts) -> TemplateSpec | None:
+    """Return the template of an edit that reads its record; None for an exact edit.
+
+    Raises:
+        ApiError: `reuse` is requested from a server without it, or fields of a record are given without `reuse`.
+        UsageError: the template's fields contradict each other.
     """
-    reuse = fields.flag("reuse", model.reuses_templates)
-    if reuse and not model.reuses_templates:
+    if fields.reuse and not model.reuses_templates:
         raise invalid("reuse is true, but edits are exact here: the server has no --reuse-templates", "reuse")
-    for name in ("template_kind", "template_prompt", "template_seed", "full_steps", "dilate"):
-        if fields.has(name) and not reuse:
+    if fields.reuse:
+        return TemplateSpec(fields.template_prompt, fields.template_seed, fields.template_kind)
+    for name in RECORD_FIELDS:
+        if name in fields.model_fields_set:
             raise invalid(f"{name} is of the record, which only edits with reuse read", name)
-    prompt = fields.text("template_prompt", most=limits.max_prompt) or ""
-    seed = fields.whole("template_seed", 0, 0, MAX_SEED)
-    kind: Any = fields.word("template_kind", "noised", TEMPLATE_KINDS)
-    return TemplateSpec(prompt, seed, kind) if reuse else None
+    return None
 
 
-def _by_name(parts: Sequence[tuple[str, Part]]) -> dict[str, Any]:
-    """The parts of a form as JSON would have them."""
+def _by_name(parts: Sequence[tuple[str, Part]], values: Container[str]) -> dict[str, Any]:
+    """Return the parts of a form with the types of JSON; those named in `values` are not text. Raises ApiError."""
     images = [part for name, part in parts if name in ("image", "image[]")]
     if len(images) > 1:
         raise invalid(f"{len(images)} images were sent, but one is edited at a time", "image")
@@ -149,14 +125,16 @@ def _by_name(parts: Sequence[tuple[str, Part]]) -> dict[str, Any]:
             raise unsupported(name) or invalid(
                 f"{shown(name)} is {kind}, but image and mask are files, and all else is text", name[:MAX_USER]
             )
-        is_value = isinstance(part, str) and name in _VALUES and _VALUE.fullmatch(part)
+        is_value = isinstance(part, str) and name in values and _VALUE.fullmatch(part)
         found[name] = json.loads(part) if is_value else part
     return found
 
 
 def _size_of(content: bytes, name: str, model: ModelFacts, limits: Limits) -> Resolution:
-    """The size of an image file by its header. Raises ApiError: it is of no format or size that is taken, or of so many
-    pieces that decoding it takes far longer than its pixels do.
+    """Return the size of an image file from its header.
+
+    Raises ApiError if its format or size is not accepted, or if it has so many pieces that decoding takes far longer
+    than for an ordinary file of its size.
     """
     if not _FORMATS.match(content):
         raise invalid(f"{name} is no PNG, JPEG or WebP file", name)
@@ -168,9 +146,9 @@ def _size_of(content: bytes, name: str, model: ModelFacts, limits: Limits) -> Re
 
 
 def _check_jpeg(content: bytes, name: str) -> None:
-    """Raises ApiError: the file has too many segments or scans before its first image ends."""
+    """Raise ApiError if the file has too many segments or scans before its first image ends."""
     at, num_segments, num_scans = 0, 0, 0
-    # Between segments, and in a scan's own data, everything up to the next marker is passed over, as decoders do.
+    # Between segments, and in the data of a scan, everything up to the next marker is skipped, as decoders do.
     while (marker := _JPEG_MARKER.search(content, at)) and marker[1][0] != _EOI:
         kind, at = marker[1][0], marker.end()
         if kind not in _WITHOUT_LENGTH:
@@ -183,13 +161,13 @@ def _check_jpeg(content: bytes, name: str) -> None:
 
 
 def _check_chunks(content: bytes, name: str) -> None:
-    """Raises ApiError: a PNG or WebP file has too many chunks."""
+    """Raise ApiError if a PNG or WebP file has too many chunks."""
     at, order, extra = (8, "big", 12) if content.startswith(b"\x89") else (12, "little", 8)
     for _ in range(_MOST_PIECES):
         if at >= len(content):
             return
         length_at = at if order == "big" else at + 4
         length = int.from_bytes(content[length_at : length_at + 4], order)
-        # Those of WebP begin at even places.
+        # Chunks of WebP begin at even offsets.
         at += extra + length + (length % 2 if order == "little" else 0)
     raise invalid(f"{name} has more than {_MOST_PIECES:,} chunks", name)

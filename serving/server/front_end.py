@@ -1,6 +1,6 @@
-"""What answers clients, whatever protocol they speak: lets requests in, hands them to the backend, keeps their tickets.
+"""Front end, independent of the protocol: admits requests, submits them to the backend, and keeps their tickets.
 
-No torch. All of it runs on the event loop.
+All of it runs on the event loop. No torch.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from .tickets import Ticket
 _ENCODERS = 2
 _POLL_S, _CANCELLED_WITHIN_S = 0.05, 5.0
 _MOST_BYTES, _LEAST_BYTES = 256_000_000, 500_000
-"""Size of the images of ended tickets that are kept for later requests, and the least that one ticket counts."""
+"""Maximum total size of the ended tickets that are kept for later requests, and the least size that one counts."""
 
 
 class Watcher(Protocol):
-    """Told of everything that happens to tickets, and of every answer of HTTP: metrics, the live page, the log."""
+    """Observer of tickets and of HTTP responses: metrics, the live page, the log."""
 
     def on_accepted(self, ticket: Ticket) -> None: ...
     def on_rejected(self, error: ApiError, request_id: str, key: str) -> None: ...
@@ -41,13 +41,13 @@ class Watcher(Protocol):
 
 @dataclass(slots=True)
 class Pricing:
-    """What a request may take if it does not say: the seconds of its resolution, or else this many times its latency
-    when it is served alone.
+    """SLO of requests that set none: that of their resolution, or else a multiple of their standalone latency.
 
     Attributes:
-        slo_scale: see above; None: there is no SLO then.
-        standalone_s: of a request, measured or predicted; None where that is not known.
-        fixed_s: of a resolution; None where there are none.
+        slo_scale: multiple of the standalone latency; None if only resolutions have an SLO.
+        standalone_s: returns the standalone latency of a request in seconds, measured or predicted; None if it is not
+            known.
+        fixed_s: returns the SLO of a resolution in seconds; None if it has none.
     """
 
     slo_scale: float | None
@@ -55,7 +55,7 @@ class Pricing:
     fixed_s: Callable[[Resolution], float | None]
 
     def slo_s(self, request: Request) -> float | None:
-        """Seconds that a request may take."""
+        """Return the SLO of a request in seconds; None if it has none."""
         if (fixed_s := self.fixed_s(request.resolution)) is not None:
             return fixed_s
         alone_s = None if self.slo_scale is None else self.standalone_s(request)
@@ -64,17 +64,17 @@ class Pricing:
 
 @dataclass(eq=False)
 class FrontEnd:
-    """Lets requests in and follows them to their end.
+    """Admits requests and follows them to their end.
 
     Attributes:
-        model: that is served.
-        limits: what is refused.
-        backend: draws.
-        pricing: of requests without an SLO of their own.
-        store: images that are fetched by their address.
-        watchers: told of everything.
-        is_draining: nothing more is let in.
-        open, ended: tickets by id; of the ended ones the newest of each key.
+        model: the served model.
+        limits: limits beyond which requests are refused.
+        backend: draws the images.
+        pricing: SLOs of requests that set none.
+        store: images that clients fetch by URL.
+        watchers: observers of all tickets and responses.
+        is_draining: whether new requests are refused because the server is shutting down.
+        open, ended: tickets by id; of the ended ones, the newest of each owner.
     """
 
     model: ModelFacts
@@ -94,12 +94,12 @@ class FrontEnd:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are let in."""
+        """Whether requests are admitted."""
         return not self.is_draining and self.backend.health is Health.READY
 
     async def generate(
         self,
-        wanted: Generation,
+        generation: Generation,
         *,
         key: str = "",
         request_id: str = "",
@@ -107,25 +107,25 @@ class FrontEnd:
         streams: bool = False,
         is_batch: bool = False,
     ) -> Ticket:
-        """Let a request in.
+        """Admit a request and submit it to the backend.
 
         Args:
-            wanted: checked.
-            key: whose it is.
-            request_id: the client's name for it; while it is open, no other may have it.
-            arrival_s: when it came in, by the loop's clock.
-            streams: whether its events are wanted.
-            is_batch: it is a line of a batch, which takes no client's place and has no deadline.
+            generation: the checked request.
+            key: owner of the key that it came with.
+            request_id: the client's id for it; two open requests of one owner may not share an id.
+            arrival_s: time of its arrival, on the event loop's clock.
+            streams: whether its events are queued for a stream.
+            is_batch: whether it is a line of a batch, which reserves no place and has no deadline.
 
         Returns:
-            Its ticket; it ends by itself.
+            The ticket of the request, which ends without further calls.
 
         Raises:
-            ApiError: there is no room (429), or nobody to draw it (503), or the model cannot serve it (400), or one of
-                this name is open (409), or nobody has taken it for too long (504).
+            ApiError: there is no room (429), the server or its backend takes no requests now (503), the model cannot
+                serve the request (400), one with this id is open (409), or it could not be submitted in time (504).
         """
         try:
-            ticket = self._let_in(wanted, key, request_id, arrival_s, is_batch)
+            ticket = self._admit(generation, key, request_id, arrival_s, is_batch)
         except ApiError as error:
             for watcher in self.watchers:
                 watcher.on_rejected(error, request_id, key)
@@ -137,12 +137,12 @@ class FrontEnd:
         limit_s = self.limits.request_timeout_s
         try:
             async with asyncio.timeout(None if is_batch else limit_s):
-                await self._hand_in(ticket)
+                await self._submit(ticket)
         except TimeoutError:
             raise took_too_long(limit_s) from None
         return ticket
 
-    def _let_in(self, wanted: Generation, key: str, request_id: str, arrival_s: float, is_batch: bool) -> Ticket:
+    def _admit(self, generation: Generation, key: str, request_id: str, arrival_s: float, is_batch: bool) -> Ticket:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"})
         if request_id and any(each.request_id == request_id and each.key == key for each in self.open.values()):
@@ -152,9 +152,11 @@ class FrontEnd:
                 code="id_in_flight",
                 headers={"x-should-retry": "false"},
             )
-        place = None if is_batch else self.admission.reserve(len(wanted.seeds), key, wanted.pixel_steps)
-        ticket = Ticket(wanted, place, self.backend.cancel, self._pool, self._over, key, request_id, arrival_s)
-        ticket.numbers = [next(self._numbers) for _ in wanted.seeds]
+        place = None if is_batch else self.admission.reserve(len(generation.seeds), key, generation.pixel_steps)
+        ticket = Ticket(
+            generation, place, self.backend.cancel, self._pool, self._on_ticket_ended, key, request_id, arrival_s
+        )
+        ticket.numbers = [next(self._numbers) for _ in generation.seeds]
         self.open[ticket.id] = ticket
         return ticket
 
@@ -165,27 +167,27 @@ class FrontEnd:
             if ticket.place is not None and key in (None, ticket.key)
         )
 
-    async def _hand_in(self, ticket: Ticket) -> None:
-        wanted, num_in = ticket.generation, 0
+    async def _submit(self, ticket: Ticket) -> None:
+        generation, num_submitted = ticket.generation, 0
         is_batch = ticket.place is None
         try:
-            for number, seed in zip(ticket.numbers, wanted.seeds, strict=True):
+            for number, seed in zip(ticket.numbers, generation.seeds, strict=True):
                 if ticket.error is not None or ticket.is_cancelled:
                     break
                 request = Request(
                     number,
-                    wanted.prompt,
-                    wanted.resolution,
-                    wanted.num_inference_steps,
-                    wanted.guidance_scale,
+                    generation.prompt,
+                    generation.resolution,
+                    generation.num_inference_steps,
+                    generation.guidance_scale,
                     seed,
-                    wanted.negative_prompt,
+                    generation.negative_prompt,
                     ticket.arrival_s,
-                    None if is_batch else wanted.slo_s,
-                    wanted.edit,
-                    wanted.fallback,
-                    adapters=wanted.adapters,
-                    cache=wanted.cache,
+                    None if is_batch else generation.slo_s,
+                    generation.edit,
+                    generation.fallback,
+                    adapters=generation.adapters,
+                    cache=generation.cache,
                     yields=is_batch,
                 )
                 if request.slo_s is None and not is_batch:
@@ -194,29 +196,29 @@ class FrontEnd:
                 await self.backend.submit(
                     request,
                     ticket,
-                    num_partials=0 if ticket.events is None else wanted.partial_images,
-                    follows_steps=wanted.progress,
+                    num_partials=0 if ticket.events is None else generation.partial_images,
+                    follows_steps=generation.progress,
                 )
-                num_in += 1
+                num_submitted += 1
                 if ticket.error is not None or ticket.is_cancelled:
-                    # Meanwhile; the backend did not know it yet.
+                    # It ended during `submit`, when the backend did not know it yet.
                     self.backend.cancel(number, "the request was cancelled")
-            if num_in < len(wanted.seeds):
-                ticket.fail(None, len(wanted.seeds) - num_in)
+            if num_submitted < len(generation.seeds):
+                ticket.fail(None, len(generation.seeds) - num_submitted)
         except (UsageError, ApiError) as error:
-            told = error if isinstance(error, ApiError) else invalid(str(error))
-            ticket.fail(told, len(wanted.seeds) - num_in)
-            raise told from None
+            refusal = error if isinstance(error, ApiError) else invalid(str(error))
+            ticket.fail(refusal, len(generation.seeds) - num_submitted)
+            raise refusal from None
         except asyncio.CancelledError:
             ticket.cancel("its client has left, or it took too long")
-            ticket.fail(None, len(wanted.seeds) - num_in)
+            ticket.fail(None, len(generation.seeds) - num_submitted)
             raise
         except BaseException:
-            gone = ApiError(500, "the request was given up", code="engine_error")
-            ticket.fail(gone, len(wanted.seeds) - num_in)
+            aborted = ApiError(500, "the request was given up", code="engine_error")
+            ticket.fail(aborted, len(generation.seeds) - num_submitted)
             raise
 
-    def _over(self, ticket: Ticket) -> None:
+    def _on_ticket_ended(self, ticket: Ticket) -> None:
         if ticket.place is not None:
             self.admission.release(ticket.place)
         self.open.pop(ticket.id, None)
@@ -229,7 +231,10 @@ class FrontEnd:
             watcher.on_over(ticket)
 
     def image(self, name: str) -> StoredImage | None:
-        """A finished image by the name of its ticket and its number, `ID-0`; the name is nobody's guess."""
+        """Return a finished image by its name, the ticket's id and the image's index (`ID-0`); None if there is none.
+
+        Names cannot be guessed.
+        """
         stored = self.store.get(name)
         ticket_id, _, number = name.rpartition("-")
         ticket = self.ended.get(ticket_id)
@@ -240,36 +245,36 @@ class FrontEnd:
         return None if drawn is None else StoredImage(drawn.content, media_type, 0.0)
 
     def ticket(self, ticket_id: str, key: str) -> Ticket:
-        """A ticket of this key. Raises ApiError: there is none."""
+        """Return a ticket of this owner. Raises ApiError (404) if there is none."""
         found = self.open.get(ticket_id) or self.ended.get(ticket_id)
         if found is None or found.key != key:
             raise ApiError(404, "there is no such generation", code="not_found")
         return found
 
     async def wait(self, ticket: Ticket) -> None:
-        """Wait for the end of a ticket, as long as a request may take; lines of a batch may take any time.
+        """Wait for the end of a ticket, at most `request_timeout_s`; lines of a batch have no time limit.
 
-        Raises ApiError if it has no images then.
+        Raises ApiError if it ends without images, or takes too long.
         """
         limit_s = self.limits.request_timeout_s
         try:
             await asyncio.wait_for(ticket.over.wait(), None if ticket.place is None else limit_s)
         except TimeoutError:
-            gone = took_too_long(limit_s)
-            ticket.cancel("it took too long", gone)
-            raise gone from None
+            aborted = took_too_long(limit_s)
+            ticket.cancel("it took too long", aborted)
+            raise aborted from None
         if ticket.error is not None:
             raise ticket.error
         if ticket.is_cancelled:
             raise cancelled("the generation was cancelled")
 
     async def drain(self, timeout_s: float) -> None:
-        """Let nothing more in, wait for what is open, then cancel it, and stop the backend."""
+        """Refuse new requests, wait up to `timeout_s` for the open ones, cancel the rest, and stop the backend."""
         self.is_draining = True
         await self._wait_for_open(timeout_s)
-        gone = ApiError(503, "the server is shutting down", code="draining")
+        aborted = ApiError(503, "the server is shutting down", code="draining")
         for ticket in list(self.open.values()):
-            ticket.cancel("the server is shutting down", gone)
+            ticket.cancel("the server is shutting down", aborted)
         await self._wait_for_open(_CANCELLED_WITHIN_S)
         await self.backend.stop()
         self._pool.shutdown(wait=False)

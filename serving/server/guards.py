@@ -1,4 +1,6 @@
-"""What stands before the API: who may ask, from where, how much, and how slowly. Plain ASGI, no torch."""
+"""Middleware in front of the API: checks keys and host names, and bounds the size and time of requests. Plain ASGI, no
+torch.
+"""
 
 import asyncio
 import contextlib
@@ -22,14 +24,16 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_WITHIN_S, SEND_WITHIN_S = 10.0, 30.0
 LEAST_SENT, SENT_WITHIN_S = 16_384, 5.0
-"""Bytes of a large body that a client sends in so many seconds."""
+"""Bytes of a large body that a client must send within this many seconds."""
 OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/health", "/ready", "/favicon.ico"})
-"""Need no key: they tell nothing of anybody's requests. The page asks for the key and sends it with what it fetches."""
+"""Paths that need no key, as they reveal nothing about requests. The page asks for the key and sends it with its own
+requests.
+"""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 ANY_ADDRESS = "*"
-"""Among the names of a server: any address in numbers, which no name server can have pointed at it."""
+"""Host name that stands for every numeric address. DNS rebinding needs a name, so numeric addresses are safe."""
 _IMAGE_PATH = re.compile(r"/v1/images/[^/]+/content")
-"""Needs no key either: nobody guesses the name of an image, and pages show it by its address."""
+"""Path that needs no key either: names of images cannot be guessed, and pages show images by URL."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
 _STATE_KEY = "psctl"
 _MOST_HEAD = 32_768
@@ -37,32 +41,32 @@ _MOST_HEAD = 32_768
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is, for what comes behind the guards.
+    """Caller of a request, as the guards pass it on to the API.
 
     Attributes:
-        request_id: of the request.
-        key: whose it is: the name of its key, or a digest of one without a name.
-        leave_room: lets the next large body in: this one is taken apart. Else the end of the answer does.
+        request_id: id of the request.
+        key: owner of its key: a name, or a digest of a key without a name.
+        release_room: releases the room of a large body once it is parsed; otherwise the end of the response does.
     """
 
     request_id: str
     key: str
-    leave_room: Callable[[], Awaitable[None]]
+    release_room: Callable[[], Awaitable[None]]
 
 
 class Guards:
-    """Checks a request before the API sees it, and watches over how it is read and answered.
+    """Checks a request before the API receives it, and bounds the time that it takes to be read and answered.
 
-    The caller is in the scope's state as `caller_of` finds it. Every answer carries `X-Request-Id`.
+    `caller_of` returns the caller, which is kept in the scope's state. Every response carries `X-Request-Id`.
 
     Args:
-        app: what is guarded.
-        keys: that are let in.
-        hosts: names that the server may be asked by, without ports, and addresses in numbers: other names are DNS
-            rebinding. None: any.
-        max_body: bytes of a JSON body.
-        large_paths: what may be posted to these paths.
-        on_answer: told of every answer its scope, its status and the id of the request.
+        app: the guarded application.
+        keys: keys that are accepted.
+        hosts: host names, without ports, and numeric addresses under which the server accepts requests; any other name
+            is DNS rebinding. None accepts all.
+        max_body: largest size of a JSON body in bytes.
+        large_paths: limits of large bodies by path, for paths to which they may be posted.
+        on_answer: called with the scope, status and request id of every response.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Guards:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # As GET; what called us leaves out the body.
+        # The API handles HEAD as GET; uvicorn leaves out the body.
         if is_head := scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         headers = _Headers(scope["headers"])
@@ -99,8 +103,8 @@ class Guards:
                 self._on_answer(scope, message["status"], request_id)
             elif is_head and message.get("more_body", False):
                 await send({"type": "http.response.body"})
-                raise _GoneError
-            # A client that does not read what it is sent would hold it in memory for ever.
+                raise _DisconnectedError
+            # A client that does not read its response would keep it in memory indefinitely.
             await asyncio.wait_for(send(message), SEND_WITHIN_S)
 
         try:
@@ -120,19 +124,19 @@ class Guards:
             if has_begun:
                 raise
             await answer(error, guarded_send)
-        except (TimeoutError, _GoneError):
-            # Nobody reads any more; the connection is closed by what called us.
+        except (TimeoutError, _DisconnectedError):
+            # The client does not read any more; uvicorn closes the connection.
             return
 
     def _check_host(self, headers: "_Headers") -> None:
         host = headers.get("host")
-        if self._hosts is not None and (host is None or not self._is_ours(_without_port(host).lower())):
+        if self._hosts is not None and (host is None or not self._is_accepted_host(_without_port(host).lower())):
             raise ApiError(403, "the server is not asked by this name (--allowed-host)", code="host_not_allowed")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             raise ApiError(403, "pages of other sites may not ask", code="origin_not_allowed")
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_accepted_host(self, name: str) -> bool:
         assert self._hosts is not None
         if name in self._hosts:
             return True
@@ -144,8 +148,9 @@ class Guards:
     async def _read(
         self, scope: Scope, headers: "_Headers", receive: Receive, owner: str, room: contextlib.AsyncExitStack
     ) -> bytes:
-        """The whole body; of a large one with a room, until that is left. Raises ApiError: it is too large or too slow,
-        or compressed, or there is no room.
+        """Return the whole body; for a large one, `room` holds a place among the large bodies until it is closed.
+
+        Raises ApiError if the body is too large, too slow or compressed, or there is no room for it.
         """
         encoding = headers.get("content-encoding")
         if encoding is not None and encoding.lower() != "identity":
@@ -155,11 +160,11 @@ class Guards:
         too_large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
         length = headers.get("content-length")
         if length is not None and headers.get("transfer-encoding") is not None:
-            # Two servers in a row could read two different requests out of it.
+            # Two servers in a row could parse it as different requests (request smuggling).
             raise ApiError(400, "Content-Length and Transfer-Encoding are both there", code="invalid_http")
         if length is not None and length.isascii() and length.isdigit() and int(length[:20]) > most:
             raise too_large
-        hold = None if large is None else room.enter_context(large.holding(owner))
+        reserve_bytes = None if large is None else room.enter_context(large.reserve(owner))
         parts, size = [], 0
         try:
             async with asyncio.timeout(within_s):
@@ -167,8 +172,8 @@ class Guards:
                     size += len(part)
                     if size > most:
                         raise too_large
-                    if hold is not None:
-                        hold(len(part))
+                    if reserve_bytes is not None:
+                        reserve_bytes(len(part))
                     parts.append(part)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {within_s:g} s", code="body_too_slow") from None
@@ -178,7 +183,7 @@ class Guards:
 
 
 async def _parts(receive: Receive, least: int | None) -> AsyncIterator[bytes]:
-    """The parts of a body. Raises ApiError: fewer bytes than the least have come within `SENT_WITHIN_S`."""
+    """Yield the parts of a body. Raises ApiError if fewer than `least` bytes come within `SENT_WITHIN_S`."""
     loop = asyncio.get_running_loop()
     until_s, size, has_more = loop.time() + SENT_WITHIN_S, 0, True
     while has_more:
@@ -193,21 +198,21 @@ async def _parts(receive: Receive, least: int | None) -> AsyncIterator[bytes]:
             until_s, size = loop.time() + SENT_WITHIN_S, 0
             continue
         if message["type"] == "http.disconnect":
-            raise _GoneError
+            raise _DisconnectedError
         part, has_more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         yield part
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Whose request it is."""
+    """Return the caller of a request."""
     return scope["state"][_STATE_KEY]
 
 
 async def answer(error: ApiError, send: Send) -> None:
-    """Answer with an error, and close the connection."""
+    """Send an error as the response, and close the connection."""
     body = json.dumps(error.to_json()).encode()
-    # Its body was not read: whoever goes on sending it would hold the connection.
+    # The body was not read, and a client that continued to send it would occupy the connection.
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
     headers |= error.headers
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
@@ -215,25 +220,25 @@ async def answer(error: ApiError, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class _GoneError(Exception):
-    """The client has left before it had said what it wants, or has all that it asked for."""
+class _DisconnectedError(Exception):
+    """The client has disconnected before its request was read, or it needs no more of the response."""
 
 
 class _Headers:
-    """Headers by name; of one that comes twice the first."""
+    """Headers by name; the first one counts if a header is repeated."""
 
     def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        self._found: dict[bytes, bytes] = {}
+        self._values: dict[bytes, bytes] = {}
         for name, value in pairs:
-            self._found.setdefault(name.lower(), value)
+            self._values.setdefault(name.lower(), value)
 
     def get(self, name: str) -> str | None:
-        value = self._found.get(name.encode())
+        value = self._values.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
 
 class _Replay:
-    """Gives the body that was read, then what comes after it: that the client has left."""
+    """Returns the body that was read, then what the client sends after it: the disconnect."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body

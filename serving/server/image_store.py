@@ -1,4 +1,4 @@
-"""Images that can be fetched by their address for a while: the newest, up to so many bytes and so old. No torch."""
+"""Newest images, which clients can fetch by URL: bounded in total size and age. No torch."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ DEFAULT_BYTES, DEFAULT_AGE_S = 256_000_000, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """A file, its media type, and when it was stored."""
+    """File of an image, its media type, and the time when it was stored."""
 
     content: bytes
     media_type: str
@@ -20,44 +20,45 @@ class StoredImage:
 
 @dataclass(slots=True)
 class ImageStore:
-    """Keeps files by name. Those that are too old go; where there is no room, the oldest of the owner who has most.
+    """Keeps files by name. Expired files are evicted and, if there is no room, the oldest ones of the owner whose files
+    are the largest together.
 
     Attributes:
-        max_bytes: of all files; a larger file is not kept at all.
-        max_age_s: of a file.
-        clock: seconds that never go back.
+        max_bytes: largest total size of the files; a file above it is not kept.
+        max_age_s: age in seconds at which a file expires.
+        clock: monotonic clock, in seconds.
     """
 
     max_bytes: int = DEFAULT_BYTES
     max_age_s: float = DEFAULT_AGE_S
     clock: Callable[[], float] = time.monotonic
-    _kept: FairStore[StoredImage] = field(init=False)
+    _files: FairStore[StoredImage] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._kept = FairStore(self.max_bytes)
+        self._files = FairStore(self.max_bytes)
 
     def put(self, name: str, content: bytes, media_type: str, owner: str = "") -> None:
-        """Keep a file."""
-        self._let_go()
-        self._kept.put(owner, name, StoredImage(content, media_type, self.clock()), len(content))
+        """Store a file."""
+        self._evict_expired()
+        self._files.put(owner, name, StoredImage(content, media_type, self.clock()), len(content))
 
     def get(self, name: str) -> StoredImage | None:
-        """A file, if it is still there."""
-        self._let_go()
-        return self._kept.get(name)
+        """Return a file; None if it is not stored, or no longer."""
+        self._evict_expired()
+        return self._files.get(name)
 
     def drop(self, name: str) -> None:
-        """Let go of a file."""
-        self._kept.pop(name)
+        """Remove a file."""
+        self._files.pop(name)
 
     @property
     def num_bytes(self) -> int:
         """Total size of the stored files."""
-        return int(self._kept.size)
+        return int(self._files.size)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._files)
 
-    def _let_go(self) -> None:
+    def _evict_expired(self) -> None:
         oldest_s = self.clock() - self.max_age_s
-        self._kept.pop_first(lambda image: image.stored_s < oldest_s)
+        self._files.pop_first(lambda image: image.stored_s < oldest_s)

@@ -1,10 +1,10 @@
-"""Images as clients get them. No torch."""
+"""Encoding of images for clients. No torch."""
 
 import base64
 import io
 from typing import TYPE_CHECKING
 
-from .protocol import OutputFormat
+from .fields import OutputFormat
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -14,7 +14,7 @@ _PNG_LEVEL = 1
 
 
 def encode(image: "Image", output_format: OutputFormat, compression: int = 100) -> bytes:
-    """The file of an image; `compression` is the quality of JPEG and WebP, 0 to 100. Takes some milliseconds."""
+    """Encode an image as a file; `compression` is the quality of JPEG and WebP, 0 to 100. Takes some milliseconds."""
     file = io.BytesIO()
     if output_format == "png":
         image.save(file, "PNG", compress_level=_PNG_LEVEL)
@@ -24,5 +24,5 @@ def encode(image: "Image", output_format: OutputFormat, compression: int = 100) 
 
 
 def base64_of(content: bytes) -> str:
-    """As JSON holds it."""
+    """Return bytes as base64 text, for JSON."""
     return base64.b64encode(content).decode("ascii")

@@ -1,4 +1,4 @@
-"""JSON as strict as clients may expect it to be: what two parsers could read differently is refused."""
+"""Strict parsing of JSON bodies: whatever two parsers could read differently is refused."""
 
 import json
 from typing import Any
@@ -8,10 +8,10 @@ from starlette.requests import Request
 from .errors import invalid, wrong_type
 
 
-async def object_in(request: Request) -> dict[str, Any]:
-    """The object that a request has as its body. Raises as `parse_object`, and ApiError: it is not said to be JSON.
+async def read_object(request: Request) -> dict[str, Any]:
+    """Return the object in the body of a request. Raises ApiError as `parse_object` does, or if its type is not JSON.
 
-    Pages of others cannot send this type without asking first.
+    Pages of other sites cannot send this content type without a CORS preflight.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -20,16 +20,16 @@ async def object_in(request: Request) -> dict[str, Any]:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The object in the body of a request.
+    """Parse a body that must be a JSON object.
 
     Raises:
-        ApiError: it is not valid UTF-8 or JSON (NaN and Infinity are not, and no key may come twice), too deeply
-            nested, or no object.
+        ApiError: the body is not valid UTF-8 or JSON (NaN, Infinity and repeated keys are refused), is nested too
+            deeply, or is no object.
     """
     if body.startswith(b"\xef\xbb\xbf"):
         raise invalid("the body begins with a byte order mark, but it must be plain UTF-8", code="invalid_json")
     try:
-        content = json.loads(body.decode(), parse_constant=_no_number, object_pairs_hook=_no_key_twice)
+        content = json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated_keys)
     except RecursionError:
         raise invalid("the body is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError:
@@ -46,11 +46,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
 _NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-def _no_number(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -1,4 +1,4 @@
-"""The keys that are let in, the names that they belong to, and what these may have. No torch."""
+"""API keys, the owners that they belong to, and the limits of these. No torch."""
 
 import hashlib
 import hmac
@@ -21,23 +21,24 @@ _TABLE = re.compile(r"\[.*\]")
 _KEYS = "keys"
 _WHOLE = ("max_open", "max_batches")
 SHARED = KeyLimits(max_batches=16, max_disk_mb=10_000)
-"""Default limits of each owner if there are several owners."""
+"""Default limits of each owner if there are several."""
 
 
 class Keys:
-    """The keys that are let in; none: everybody is. Kept as digests, and compared in constant time.
+    """Accepted API keys, stored as digests and compared in constant time. Without any, no key is needed.
 
     Args:
         unnamed: keys each of which is an owner by itself.
         named: keys by the name of their owner.
-        operator: one of them, whose owner is told of all others.
-        limits: of owners by their names.
-        default: of all others.
+        operator: one of these keys, whose owner sees the metrics of all owners.
+        limits: limits of owners by name.
+        default: limits of all other owners.
 
     Attributes:
-        limits: of every owner: of names, and for unnamed keys of a part of their digests.
-        operator: an owner; "" for none.
-        renamed: of named keys, what they are called where they have no name: what such an owner has is the name's.
+        limits: limits by owner. The owner of an unnamed key is the beginning of its digest.
+        operator: owner of the operator's key; "" if there is none.
+        renamed: names of owners, by the digest that would be the owner of each named key without a name. Files and
+            batches of the digest belong to the name.
     """
 
     def __init__(
@@ -60,11 +61,14 @@ class Keys:
         return bool(self._owners)
 
     def limits_of(self, owner: str) -> KeyLimits:
-        """What an owner may have; none of ours, and "" where there are no keys, as much as there is."""
+        """Return the limits of an owner; an unknown owner, and "" if there are no keys, has none."""
         return self.limits.get(owner, KeyLimits())
 
     def owner(self, authorization: str | None) -> str:
-        """Whose key a header has. Raises ApiError: there is none, or it is not one of these."""
+        """Return the owner of the key in an `Authorization` header; "" if no key is needed.
+
+        Raises ApiError (401) if the header has no key, or one that is not accepted.
+        """
         if not self._owners:
             return ""
         scheme, _, given = (authorization or "").partition(" ")
@@ -75,9 +79,9 @@ class Keys:
                 code="missing_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        # Headers are bytes, which were read as Latin-1.
+        # Headers are bytes, decoded as Latin-1.
         digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
-        # All of them are looked at, whichever it is.
+        # Compares with all keys, so that the time does not depend on the one that matches.
         matches = [owner for each, owner in self._owners.items() if hmac.compare_digest(digest, each)]
         if not matches:
             raise ApiError(401, "the API key is wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -85,12 +89,12 @@ class Keys:
 
 
 def read_keys(path: Path | None, operator: str | None = None) -> Keys:
-    """The operator's key, and those of a file: one a line, or (.toml) a table for each name with its `keys`.
+    """Read the operator's key, and those of a file: one a line, or (.toml) a table for each name with its `keys`.
 
-    Where there are several owners, each has `SHARED` limits as far as the file does not say others.
+    If there are several owners, each has the `SHARED` limits unless the file sets others.
 
     Raises:
-        UsageError: the file cannot be read, holds no key, or something that it must not.
+        UsageError: the file cannot be read, holds no key, or has invalid content.
     """
     more = () if operator is None else (operator,)
     if path is None:
@@ -114,7 +118,7 @@ def read_keys(path: Path | None, operator: str | None = None) -> Keys:
 
 
 def _by_name(content: Mapping[str, Any], operator: str | None) -> Keys:
-    """Raises UsageError, which tells no key."""
+    """Return the keys of a TOML file. Raises UsageError, whose message contains no key."""
     tables = {name: table for name, table in content.items() if isinstance(table, dict)}
     of_all = _limits_in("the top of the file", {name: content[name] for name in content if name not in tables})
     named = _named_keys(tables)

@@ -1,7 +1,7 @@
-"""What the live page shows: the running batch, the queue, attainment, latencies, the newest images. No torch.
+"""State of the live page: the running batch, the queue, attainment, latencies and the newest images. No torch.
 
-Everything is bounded. It is put together only while somebody looks, once for all who do, in a time that does not
-depend on how many requests have ended.
+Everything is bounded. The state is built only while there are viewers, once for all of them, in a time that does not
+depend on the number of ended requests.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ UPDATES_PER_S, RECENT_IMAGES = 5, 24
 _LATENCIES_S, _MOST_LATENCIES, _MOST_OF_SIZE = 300, 2000, 500
 _MOST_SHOWN, _MOST_VIEWERS = 64, 32
 _IDLE_S = 2.0
-"""Without news the page is told that it still listens to somebody this often."""
+"""Interval at which an unchanged state is sent again, so that the page knows that the server is alive."""
 _NUM_SPANS = 60
 
 
 class _Window:
-    """How many were in time of those that have ended in the last seconds, in spans of a sixtieth of these."""
+    """SLO attainment over the last `seconds`, counted in spans of a sixtieth of them."""
 
     def __init__(self, seconds: float) -> None:
         self._span_s = seconds / _NUM_SPANS
         self._spans = [(-1, 0, 0)] * _NUM_SPANS
 
     def note(self, is_met: bool, now_s: float) -> None:
-        """One has ended."""
+        """Count a request that has ended."""
         number = int(now_s / self._span_s)
         known, num_met, num = self._spans[number % _NUM_SPANS]
         if known != number:
@@ -44,7 +44,7 @@ class _Window:
         self._spans[number % _NUM_SPANS] = (number, num_met + is_met, num + 1)
 
     def to_json(self, now_s: float) -> dict[str, Any]:
-        """The share of them that was in time, and how many there are."""
+        """Return the share of requests that were in time, and their number."""
         oldest = int(now_s / self._span_s) - _NUM_SPANS
         spans = [each for each in self._spans if each[0] > oldest]
         num = sum(each[2] for each in spans)
@@ -61,7 +61,7 @@ class _Latency:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What all see at one moment, as JSON; with what only those of a key see, as far as any of them has looked."""
+    """State at one moment, as JSON: the part that all viewers share, and the full states of the keys that viewed it."""
 
     at_s: float
     is_last: bool
@@ -71,10 +71,10 @@ class _State:
 
 @dataclass(eq=False)
 class Live(Watcher):
-    """Follows a front end for those who look on.
+    """Watcher that keeps the state of the live page.
 
     Attributes:
-        front_end: that is followed.
+        front_end: front end that it shows.
     """
 
     front_end: FrontEnd
@@ -86,30 +86,30 @@ class Live(Watcher):
     _last_row: StepRow | None = None
     _state: _State = field(default_factory=lambda: _State(-math.inf, False, b""))
     _is_stale: bool = True
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _viewers: set[asyncio.Event] = field(default_factory=set)
-    _showing: "asyncio.Task[None] | None" = None
+    _update_task: "asyncio.Task[None] | None" = None
 
     def on_row(self, row: StepRow) -> None:
-        """A step was taken."""
+        """Record the latest step."""
         self._last_row = row
-        self._tell()
+        self._mark_changed()
 
     def on_accepted(self, ticket: Ticket) -> None:
-        """See `Watcher`."""
-        self._tell()
+        """Mark the state as changed."""
+        self._mark_changed()
 
     def on_rejected(self, error: ApiError, request_id: str, key: str) -> None:
-        """See `Watcher`."""
+        """Do nothing: the page does not show rejected requests."""
 
     def on_answer(self, route: str, status: int, request_id: str) -> None:
-        """See `Watcher`."""
+        """Do nothing: the page does not show responses."""
 
     def on_over(self, ticket: Ticket) -> None:
-        """See `Watcher`."""
+        """Record the attainment, latencies and images of a ticket that has ended."""
         now_s = asyncio.get_running_loop().time()
         for record in ticket.records:
-            # What its client has taken back was neither in time nor late.
+            # A request that its client cancelled was neither in time nor late.
             if record.status != "cancelled" and record.slo_met is not None:
                 for window in self._windows.values():
                     window.note(record.slo_met, now_s)
@@ -125,31 +125,31 @@ class Live(Watcher):
                 "slo_met": drawn.record.slo_met,
             }
             self._images[ticket.key].appendleft(image)
-        self._tell()
+        self._mark_changed()
 
-    def _tell(self) -> None:
+    def _mark_changed(self) -> None:
         self._is_stale = True
-        self._news.set()
+        self._has_changed.set()
 
     def check_viewers(self) -> None:
-        """Raise ApiError if too many look on already."""
+        """Raise ApiError if there are too many viewers."""
         if len(self._viewers) >= _MOST_VIEWERS:
             raise ApiError(503, f"{_MOST_VIEWERS} look on already", code="too_many_viewers")
 
     def state(self, key: str) -> bytes:
-        """Everything that the page shows to who has this key, as JSON: of others only that they are there."""
-        return self._of(key, self._newest())
+        """Return the state for a key, as JSON: the requests of all keys, but the images of this key only."""
+        return self._state_for(key, self._current_state())
 
     async def stream(self, key: str) -> AsyncIterator[bytes]:
-        """The state whenever it has changed, some times a second at the most, as events."""
+        """Yield the state as server-sent events whenever it has changed, at most `UPDATES_PER_S` times a second."""
         changed = asyncio.Event()
         self._viewers.add(changed)
-        if self._showing is None or self._showing.done():
-            self._showing = asyncio.ensure_future(self._show())
+        if self._update_task is None or self._update_task.done():
+            self._update_task = asyncio.ensure_future(self._update_viewers())
         try:
-            state = self._newest()
+            state = self._current_state()
             while True:
-                yield b"data: " + self._of(key, state) + b"\n\n"
+                yield b"data: " + self._state_for(key, state) + b"\n\n"
                 if state.is_last:
                     return
                 await changed.wait()
@@ -158,22 +158,22 @@ class Live(Watcher):
         finally:
             self._viewers.discard(changed)
 
-    async def _show(self) -> None:
-        """Look for all viewers, as long as there are any."""
+    async def _update_viewers(self) -> None:
+        """Update the state for all viewers, while there are any."""
         while self._viewers:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), _IDLE_S)
-            self._news.clear()
-            self._look()
+                await asyncio.wait_for(self._has_changed.wait(), _IDLE_S)
+            self._has_changed.clear()
+            self._build_state()
             for changed in self._viewers:
                 changed.set()
             await asyncio.sleep(1 / UPDATES_PER_S)
 
-    def _newest(self) -> _State:
+    def _current_state(self) -> _State:
         age_s = asyncio.get_running_loop().time() - self._state.at_s
-        return self._look() if self._is_stale or age_s > 1 / UPDATES_PER_S else self._state
+        return self._build_state() if self._is_stale or age_s > 1 / UPDATES_PER_S else self._state
 
-    def _look(self) -> _State:
+    def _build_state(self) -> _State:
         self._is_stale = False
         front_end, now_s = self.front_end, asyncio.get_running_loop().time()
         load = front_end.backend.load
@@ -205,7 +205,7 @@ class Live(Watcher):
         self._state = _State(now_s, front_end.is_draining, _json(shared))
         return self._state
 
-    def _of(self, key: str, state: _State) -> bytes:
+    def _state_for(self, key: str, state: _State) -> bytes:
         if key not in state.by_key:
             images = _json(list(self._images[key]))
             state.by_key[key] = state.shared.removesuffix(b"}") + b', "images": ' + images + b"}"
@@ -223,20 +223,20 @@ class Live(Watcher):
         }
 
     def _request(self, number: int, ticket: Ticket, now_s: float) -> dict[str, Any]:
-        wanted = ticket.generation
-        slo_s = wanted.slo_s if ticket.slo_s is None else ticket.slo_s
+        generation = ticket.generation
+        slo_s = generation.slo_s if ticket.slo_s is None else ticket.slo_s
         return {
             "id": ticket.numbers[0] if ticket.numbers else number,
-            "size": str(wanted.resolution),
+            "size": str(generation.resolution),
             "status": ticket.status,
-            "num_inference_steps": wanted.num_steps,
-            "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(wanted.seeds))],
+            "num_inference_steps": generation.num_steps,
+            "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(generation.seeds))],
             "waited_s": now_s - ticket.arrival_s,
             "slack_s": None if slo_s is None else ticket.arrival_s + slo_s - now_s,
         }
 
     def _latencies_by_size(self, now_s: float) -> dict[str, dict[str, Any]]:
-        """By size: the latencies of the last five minutes, and the SLO of the newest."""
+        """Return by size the latencies of the last five minutes, and the SLO of the newest request."""
         found: dict[str, dict[str, Any]] = {}
         for each in self._latencies:
             if each.at_s >= now_s - _LATENCIES_S:

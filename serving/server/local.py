@@ -1,4 +1,4 @@
-"""The backend of one process: an engine in a thread of its own, made anew when it crashes."""
+"""Backend with one engine in this process, in a thread of its own. It replaces the engine after a crash."""
 
 import asyncio
 import itertools
@@ -38,24 +38,25 @@ if TYPE_CHECKING:
     from ..models.served import ServedModel
 
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
-TOLD_FOR_S = 600.0
-"""How long probes report that steps of batches have failed, as where memory is full."""
-_LOOK_EVERY_S = 0.1
+FAILURES_REPORTED_S = 600.0
+"""Seconds after the last failed step of a batch (e.g. out of memory) during which probes report it."""
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSetup:
-    """What an engine of the server is made of.
+    """Parts from which the backend makes its engines.
 
     Attributes:
-        model: loaded and tuned.
-        system: whose policy and share of steps requests get.
+        model: the loaded and tuned model.
+        system: system that sets the policy, and the share of their steps that requests take.
         predictor: step latencies, for policies that look ahead.
         max_batch_size: largest number of requests in the batch.
-        standalone_s: latency of a request alone, for policies that ask for it; called where requests are handed in.
-        records_templates: as of `Engine`.
-        warm_up: served before the backend is ready, one batch after the other. The first of them proves that an engine
-            can draw, after one for which everything failed.
+        standalone_s: returns the standalone latency of a request in seconds, for policies that use it; called in the
+            thread that submits requests.
+        records_templates: whether missing templates of edits are recorded, in free places of the batch.
+        warm_up: batches that are served, one after the other, before the backend is ready. After an engine for which
+            everything failed, the first batch also proves that the next engine can draw.
     """
 
     model: "ServedModel"
@@ -68,25 +69,26 @@ class LocalSetup:
 
 
 def engine_thread() -> ThreadPoolExecutor:
-    """The one thread of a process that computes with torch: it loads the model, measures, and runs the engine.
+    """Return an executor of the one thread that computes with torch: it loads the model, measures, and runs the engine.
 
-    OpenMP keeps workers for each thread that computes. Where these are more than there are processors, they no longer
-    spin from one parallel region to the next but sleep (libgomp): with a model loaded in the main thread, steps of a
-    second one took 2.4 times as long on 2 cores.
+    OpenMP keeps workers for each thread that computes. If there are more workers than processors, they sleep between
+    parallel regions instead of spinning (libgomp): with a model loaded in the main thread, steps of a second one took
+    2.4 times as long on 2 cores.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="psctl-engine")
 
 
 class LocalBackend:
-    """See `Backend`. A crash of the engine ends the requests that are open; the next engine has the same model.
+    """`Backend` that runs an engine in this process. A crash of the engine ends its open requests; the next engine
+    uses the same model.
 
     Args:
-        setup: what the engine is made of.
-        thread: in which the model was loaded.
-        on_row: told of every step, on the event loop.
+        setup: parts of the engine.
+        thread: executor in whose thread the model was loaded; None makes a new one.
+        on_row: called with every step, on the event loop.
 
     Attributes:
-        on_stopped: see `Backend`.
+        on_stopped: called with the reason when the engine has crashed too often and is not restarted.
     """
 
     def __init__(
@@ -105,22 +107,22 @@ class LocalBackend:
         self._is_stopping = False
         self._crashes: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
         self._error: BaseException | None = None
-        self._proving: asyncio.Task[None] | None = None
+        self._proof: asyncio.Task[None] | None = None
         self._rate = DrainRate()
         self._preview = Preview()
         self._num_failed, self._failed_s = 0, -math.inf
-        # `check_request` may run torch: not on the event loop.
+        # `check_request` may run torch, which must not block the event loop.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=compute_alone)
-        self._has_begun = threading.Event()
+        self._has_started = threading.Event()
         self._followers: dict[int, Follower] = {}
-        # Filled by the engine's thread, emptied by the event loop: see `_look`.
+        # Filled by the engine's thread, emptied by the event loop in `_poll`.
         self._rows: deque[StepRow] = deque()
         self._steps: dict[int, int] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
 
     @property
     def health(self) -> Health:
-        """See `Backend`."""
+        """State of the engine; `stalled` if it is ready but makes no progress."""
         engine = self._engine
         if self._health is not Health.READY or engine is None:
             return self._health
@@ -128,18 +130,18 @@ class LocalBackend:
 
     @property
     def trouble(self) -> str:
-        """Error that has stopped the engine, or failures of batches in the last minutes; "" if there is none."""
+        """Error that stopped the engine, or failures of batches in the last minutes; "" if there are none."""
         error = self._error
         if error is not None and self._health in (Health.RESTARTING, Health.STOPPED):
             return str(error) if isinstance(error, PsctlError) else f"{type(error).__name__}: {error}".splitlines()[0]
-        if self._health is Health.READY and time.monotonic() - self._failed_s < TOLD_FOR_S:
+        if self._health is Health.READY and time.monotonic() - self._failed_s < FAILURES_REPORTED_S:
             found = self._setup.model.stepper.batch_failures
             return f"steps of batches fail and are repeated in halves: {found.count} so far, the first by {found.first}"
         return ""
 
     @property
     def load(self) -> Load:
-        """See `Backend`."""
+        """Current load of the engine."""
         engine = self._engine
         if engine is None:
             return Load(rate=self._rate.value)
@@ -147,39 +149,39 @@ class LocalBackend:
 
     @property
     def plan(self) -> str:
-        """See `Backend`."""
+        """Empty, as nothing is routed."""
         return ""
 
     @property
     def replicas(self) -> Sequence[ReplicaState]:
-        """See `Backend`: this process."""
+        """State of the only replica, this process."""
         return (ReplicaState("local", os.getpid(), self.health, self.load),)
 
     async def start(self) -> None:
-        """See `Backend`. Raises RunError if a request of the warm-up fails."""
+        """Start the engine and serve the warm-up. Raises RunError if a request of the warm-up fails."""
         self._loop = asyncio.get_running_loop()
-        self._begin()
-        await self._loop.run_in_executor(None, self._has_begun.wait)
+        self._start_engine()
+        await self._loop.run_in_executor(None, self._has_started.wait)
         await self._draw(self._setup.warm_up)
         self._health = Health.READY
 
     async def _draw(self, batches: Sequence[Sequence[Request]]) -> None:
-        """Draw one batch after the other, and drop the images. Raises RunError: a request has no image."""
+        """Serve one batch after the other and discard the images. Raises RunError if a request has no image."""
         numbers = itertools.count()
         for batch in batches:
-            waiting = [_Awaited(self._loop) for _ in batch]
-            for request, awaited in zip(batch, waiting, strict=True):
+            waiting = [_EndFollower(self._loop) for _ in batch]
+            for request, follower in zip(batch, waiting, strict=True):
                 own = replace(request, request_id=next(numbers), arrival_s=self._loop.time(), slo_s=None)
-                await self._submit(own, awaited)
-            for awaited in waiting:
-                record = await awaited.ended
+                await self._submit(own, follower)
+            for follower in waiting:
+                record = await follower.ended
                 if record.status != "completed":
                     raise RunError(f"warming up: {record.reason}")
 
     async def submit(
         self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
-        """See `Backend`."""
+        """Submit a request to the engine. Raises ApiError (503) unless the engine runs."""
         if self._health not in (Health.READY, Health.STALLED):
             reason = f"the engine is {self._health.value}" + (f": {self.trouble}" if self.trouble else "")
             raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "5"})
@@ -190,35 +192,35 @@ class LocalBackend:
     ) -> None:
         number = request.request_id
         self._followers[number] = follower
-        if self._looking is None or self._looking.done():
-            self._looking = self._loop.create_task(self._look())
+        if self._polling is None or self._polling.done():
+            self._polling = self._loop.create_task(self._poll())
         watch = Watch(
             num_partials=num_partials,
-            on_step=partial(self._post if follows_steps else self._note, follower.on_step, number),
+            on_step=partial(self._post if follows_steps else self._note_steps, follower.on_step, number),
             may_lag=not follows_steps,
             on_partial=partial(self._post, follower.on_partial, number),
         )
-        handing_in = self._pool.submit(self._hand_in, request, watch)
+        submitting = self._pool.submit(self._submit_to_engine, request, watch)
         try:
-            await asyncio.wrap_future(handing_in)
+            await asyncio.wrap_future(submitting)
         except BaseException as error:
             self._followers.pop(number, None)
             if isinstance(error, asyncio.CancelledError):
-                # The thread goes on: only once the engine has it can the engine give it up.
-                handing_in.add_done_callback(lambda _: self.cancel(number, "its client has left"))
+                # The thread continues, and the engine can cancel only a request that was submitted.
+                submitting.add_done_callback(lambda _: self.cancel(number, "its client has left"))
             raise
 
-    def _hand_in(self, request: Request, watch: Watch | None) -> None:
+    def _submit_to_engine(self, request: Request, watch: Watch | None) -> None:
         engine, setup = self._engine, self._setup
         if engine is None:
             raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
         if setup.predictor is not None:
-            # A size that it does not know would end the engine where the policy asks about it.
+            # A size that the predictor does not know would crash the engine when the policy asks for it.
             try:
                 setup.predictor.step_latency_s((request.resolution,))
             except UsageError as error:
                 raise invalid(str(error), "size") from error
-        # The engine's clock is another one; both run alike.
+        # The engine has a clock of its own, which runs at the same rate.
         arrival_s = max(0.0, engine.now_s() - (time.monotonic() - request.arrival_s))
         own = setup.system.adapt(replace(request, arrival_s=arrival_s))
         try:
@@ -227,17 +229,17 @@ class LocalBackend:
             raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"}) from None
 
     def cancel(self, request_id: int, reason: str) -> None:
-        """See `Backend`."""
+        """Cancel an open request before the engine's next step."""
         if self._engine is not None:
             self._engine.cancel(request_id, reason)
 
     async def stop(self) -> None:
-        """See `Backend`."""
+        """Abort the engine, wait for its end, and close the model."""
         self._is_stopping = True
         self._health = Health.STOPPED
         if self._engine is not None:
             self._engine.abort()
-        # One that stands still would be waited for.
+        # Otherwise we would wait for a stage that hangs.
         self._setup.model.abort_stages()
         if self._running is not None:
             await asyncio.wait([asyncio.wrap_future(self._running)])
@@ -245,8 +247,8 @@ class LocalBackend:
         self._thread.shutdown(wait=False)
         self._pool.shutdown(wait=False)
 
-    def _begin(self) -> None:
-        self._has_begun.clear()
+    def _start_engine(self) -> None:
+        self._has_started.clear()
         self._running = self._thread.submit(self._run)
 
     def _run(self) -> None:
@@ -257,7 +259,7 @@ class LocalBackend:
                 get_policy(setup.system.policy),
                 predictor=setup.predictor,
                 max_batch_size=setup.max_batch_size,
-                collector=_Posts(self),
+                collector=_LoopCollector(self),
                 preview=self._preview,
                 records_templates=setup.records_templates,
                 most_failed=MOST_FAILED,
@@ -266,8 +268,8 @@ class LocalBackend:
             self._engine = engine
             if self._is_stopping:  # `stop` found no engine to abort
                 engine.abort()
-            self._has_begun.set()
-            self._post(self._began)
+            self._has_started.set()
+            self._post(self._on_started)
             engine.run()
         except BaseException as error:  # noqa: BLE001  whatever it is, the server goes on
             self._error = error
@@ -275,12 +277,12 @@ class LocalBackend:
                 sys.stderr.write(f"The engine has stopped: {error}\n")
             else:
                 traceback.print_exc()
-        self._has_begun.set()
+        self._has_started.set()
         if not self._is_stopping:
-            self._post(self._crashed)
+            self._post(self._on_crash)
 
-    def _crashed(self) -> None:
-        """Begin anew, unless that has been tried too often."""
+    def _on_crash(self) -> None:
+        """Restart the engine, unless it has crashed too often."""
         now_s = time.monotonic()
         self._crashes.append(now_s)
         self._engine, self._health = None, Health.RESTARTING
@@ -289,82 +291,84 @@ class LocalBackend:
             times = f"{len(self._crashes)} times within {RESTARTS_WITHIN_S / 60:g} min"
             self.on_stopped(f"the engine has crashed {times}, the last time with {self.trouble}")
             return
-        self._begin()
+        self._start_engine()
 
-    def _began(self) -> None:
+    def _on_started(self) -> None:
         if self._health is not Health.RESTARTING:
             return
         if isinstance(self._error, RunError):
-            self._proving = self._loop.create_task(self._prove(self._engine))
+            self._proof = self._loop.create_task(self._prove(self._engine))
         else:
             self._health = Health.READY
 
     async def _prove(self, engine: Engine | None) -> None:
-        """Serve again if the engine can draw, as it has the model of the one before, for which everything failed; if it
-        cannot, it has crashed, too.
+        """Become ready once the new engine has drawn the first batch of the warm-up.
+
+        It uses the model of the previous engine, for which everything failed. If it cannot draw either, that is another
+        crash.
         """
         assert engine is not None
-        ended_by = self._error
+        previous_error = self._error
         try:
             await self._draw(self._setup.warm_up[:1])
         except (RunError, ApiError) as error:
-            if self._error is ended_by:
+            if self._error is previous_error:
                 self._error = error
             engine.abort()
             return
         if engine is not self._engine:
             return
-        # It was the requests' own fault.
+        # The requests were at fault, so the crash does not count.
         self._crashes.pop()
         self._health = Health.READY
 
-    def _post(self, call: Callable[..., None], *given: Any) -> None:
-        """Have something called on the event loop, from any thread."""
+    def _post(self, call: Callable[..., None], *args: Any) -> None:
+        """Schedule a call on the event loop. Thread-safe; does nothing once the loop is closed."""
         try:
-            self._loop.call_soon_threadsafe(call, *given)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop is closed
             return
 
-    def _note(self, on_step: Callable[[int, int], None], number: int, steps_done: int) -> None:
+    def _note_steps(self, on_step: Callable[[int, int], None], number: int, steps_done: int) -> None:
         self._steps[number] = steps_done
 
-    async def _look(self) -> None:
-        """Take what steps have left, some times a second, while any request is open.
+    async def _poll(self) -> None:
+        """Process the steps of the engine several times a second, while any request is open.
 
-        Waking the event loop for each of them takes a core from a step: single requests took a fifth longer on 2 cores.
+        Waking the event loop for each step takes a core from it: single requests took a fifth longer on 2 cores.
         """
         while self._followers:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            self._take()
+            await asyncio.sleep(_POLL_S)
+            self._process_steps()
 
-    def _take(self) -> None:
+    def _process_steps(self) -> None:
         while self._rows:
-            self._stepped(self._rows.popleft())
+            self._on_step_row(self._rows.popleft())
         for number in list(self._steps):
             steps_done = self._steps.pop(number)
             if (follower := self._followers.get(number)) is not None:
                 follower.on_step(number, steps_done)
 
-    def _ended(self, record: RequestRecord, image: "Image | None") -> None:
-        self._take()
+    def _on_end(self, record: RequestRecord, image: "Image | None") -> None:
+        self._process_steps()
         follower = self._followers.pop(record.request_id, None)
         if follower is not None:
             follower.on_end(record, image)
 
-    def _stepped(self, row: StepRow) -> None:
+    def _on_step_row(self, row: StepRow) -> None:
         pixels = sum(parse(name).pixels * count for name, count in row.resolutions.items())
         self._rate.note(pixels, row.duration_s + row.schedule_s)
         self.on_row(row)
 
 
-class _Posts(Collector):
-    """Hands on what an engine tells, to the event loop."""
+class _LoopCollector(Collector):
+    """Collector that forwards records and steps of an engine to the event loop."""
 
     def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
 
     def on_finish(self, record: RequestRecord, image: "Image | None", latents: Any) -> None:
-        self._backend._post(self._backend._ended, record, image)
+        self._backend._post(self._backend._on_end, record, image)
 
     def on_step(self, row: StepRow) -> None:
         backend = self._backend
@@ -374,8 +378,8 @@ class _Posts(Collector):
         backend._rows.append(row)
 
 
-class _Awaited(Follower):
-    """Waits for the end of a request of the warm-up."""
+class _EndFollower(Follower):
+    """Follower that waits for the end of a request of the warm-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.ended: asyncio.Future[RequestRecord] = loop.create_future()

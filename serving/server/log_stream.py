@@ -1,4 +1,6 @@
-"""A stderr that can neither stop nor fail a server: what its reader does not take is lost, and counted. No torch."""
+"""A stderr that can neither block nor fail a server: lines that its reader does not take are lost, and counted. No
+torch.
+"""
 
 import contextlib
 import io
@@ -16,19 +18,19 @@ _STDERR = 2
 
 @contextlib.contextmanager
 def lossy_stderr(on_lost: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile, `sys.stderr` takes lines at once, and a thread of its own writes them.
+    """Replace `sys.stderr` by a stream that accepts lines without blocking and writes them in a thread of its own.
 
-    At the end the lines that are left are written, for 2 s at the most. Where that does not succeed the stream stays,
-    so that the process can end although nobody reads.
+    On exit, the remaining lines are written for at most 2 s. If that fails, the stream stays in place, so that the
+    process can end although its stderr is not read.
 
     Args:
-        on_lost: called for every line that is lost: so many wait already, or it cannot be written. Any thread may call.
+        on_lost: called, from any thread, for every line that is lost because too many wait or it cannot be written.
     """
     before = sys.stderr
-    # Without a stderr its number may be that of any other file.
+    # Without a stderr, its file descriptor may be that of any other file.
     target = _STDERR if cast("TextIO | None", before) is not None else os.open(os.devnull, os.O_WRONLY)
     lines = _Lines(target, on_lost)
-    # Straight to the lines, which each get a whole line; a buffer between them would cut long ones.
+    # No buffer in between: each write is a whole line, and a buffer would split long ones.
     encoding = getattr(before, "encoding", None) or "utf-8"
     sys.stderr = io.TextIOWrapper(cast("io.BufferedWriter", lines), encoding, "backslashreplace", line_buffering=True)
     try:
@@ -39,15 +41,15 @@ def lossy_stderr(on_lost: Callable[[], None]) -> Iterator[None]:
 
 
 class _Lines(io.RawIOBase):
-    """Lines for a file, by its number. It stays open when this is closed."""
+    """Writes lines to a file descriptor, which stays open when the stream is closed."""
 
     def __init__(self, target: int, on_lost: Callable[[], None]) -> None:
         super().__init__()
         self._target, self._on_lost = target, on_lost
-        # Not one with a lock: a signal's handler may write, too.
+        # Reentrant, unlike a queue with a lock: signal handlers write, too.
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._can_write = True
-        # Its last lines are waited for in `end`; it may hang in a write for ever.
+        # `end` waits for its last lines. It is a daemon because a write may block indefinitely.
         self._thread = threading.Thread(target=self._serve, name="psctl-log", daemon=True)
         self._thread.start()
 
@@ -61,7 +63,7 @@ class _Lines(io.RawIOBase):
         return os.isatty(self._target)
 
     def write(self, line: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
-        """Queue a line, or lose it."""
+        """Queue a line, or discard it if too many wait."""
         if self._queue.qsize() < _MOST_LINES:
             self._queue.put(bytes(line))
         else:
@@ -69,7 +71,7 @@ class _Lines(io.RawIOBase):
         return len(line)
 
     def end(self, within_s: float) -> bool:
-        """Write what is left. Returns whether all of it was written in time, and the last line without an error."""
+        """Write the remaining lines. Returns whether this was done in time, and without an error of the last line."""
         self._queue.put(None)
         self._thread.join(within_s)
         return not self._thread.is_alive() and self._can_write

@@ -1,6 +1,6 @@
-"""Prometheus metrics: psctl_ and the stems that vLLM uses. No torch.
+"""Prometheus metrics, named psctl_ and the stems that vLLM uses. No torch.
 
-Labels are served sizes (others are `other`), codes, routes and names of keys; never users or ids.
+Labels are served sizes (others are `other`), codes, routes and owners of keys, but never users or ids.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Metrics(Watcher):
-    """Counts what a server does.
+    """Watcher that counts requests, images, steps and responses.
 
     Args:
-        sizes: that have a label of their own.
-        backend: its load is asked for at every scrape.
+        sizes: sizes that have a label of their own.
+        backend: backend whose load is read at every scrape.
 
     Attributes:
-        operator: the owner of a key who is told of all keys; others only of their own.
+        operator: owner of keys that sees the metrics of all owners; every other owner sees only its own.
     """
 
     def __init__(self, sizes: Sequence[Resolution], backend: Backend) -> None:
@@ -59,14 +59,14 @@ class Metrics(Watcher):
         self.batch_failures = gauge(
             "batch_failures", "Steps of batches that failed, as where memory is full, and were repeated in halves."
         )
-        for known_here in (
+        for local_gauge in (
             self.predictor_scale,
             self.cache_reused_share,
             self.templates_recorded,
             self.batch_failures,
         ):
-            # Engines in processes of their own do not tell.
-            known_here.set(float("nan"))
+            # Engines in processes of their own do not report them.
+            local_gauge.set(float("nan"))
         self._ended = counter("request_success", "Images that have ended, by how.", "finished_reason")
         self._met = counter("slo_met", "Images in time.", "resolution")
         self._missed = counter("slo_missed", "Images that were late, or never came.", "resolution")
@@ -94,39 +94,39 @@ class Metrics(Watcher):
         )
 
     def exposition(self, key: str) -> bytes:
-        """What Prometheus reads with this key."""
+        """Return the metrics that the owner of a key may see, in Prometheus's text format."""
         by_key = generate_latest(self._by_key).splitlines(keepends=True)
         own = f'key="{key}"'.encode()
-        is_told = [line for line in by_key if line.startswith(b"#") or key == self.operator or own in line]
-        return generate_latest(self._registry) + b"".join(is_told)
+        lines = [line for line in by_key if line.startswith(b"#") or key == self.operator or own in line]
+        return generate_latest(self._registry) + b"".join(lines)
 
     def on_row(self, row: StepRow) -> None:
-        """A step was taken."""
+        """Record a step."""
         self._step.observe(row.duration_s)
         self._batch.observe(row.active)
         self._resolutions.observe(len(row.resolutions))
 
     def on_answer(self, route: str, status: int, request_id: str) -> None:
-        """See `Watcher`."""
+        """Count a response."""
         self._answers.labels(route, str(status)).inc()
 
     def on_accepted(self, ticket: Ticket) -> None:
-        """See `Watcher`."""
+        """Do nothing: requests are counted when they end."""
 
     def on_rejected(self, error: ApiError, request_id: str, key: str) -> None:
-        """See `Watcher`."""
+        """Count a rejected request."""
         self._rejected.labels(error.code).inc()
         if key:
             self._rejected_of.labels(key, error.code).inc()
 
     def on_over(self, ticket: Ticket) -> None:
-        """See `Watcher`."""
+        """Record the images and latencies of a ticket that has ended."""
         if ticket.first_image_s is not None:
             self._first.observe(ticket.first_image_s)
         if ticket.key and ticket.drawn:
-            wanted, num_drawn = ticket.generation, len(ticket.drawn)
+            generation, num_drawn = ticket.generation, len(ticket.drawn)
             self._images_of.labels(ticket.key).inc(num_drawn)
-            self._work_of.labels(ticket.key).inc(num_drawn * wanted.resolution.pixels * wanted.num_steps)
+            self._work_of.labels(ticket.key).inc(num_drawn * generation.resolution.pixels * generation.num_steps)
         for record in ticket.records:
             self._ended.labels(record.status).inc()
             size = str(record.resolution)

@@ -1,19 +1,14 @@
-"""What `/openapi.json` says of bodies, which `protocol` checks by hand, and of errors. No torch."""
+"""Bodies and errors in `/openapi.json`. No torch."""
 
-from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
-from ...data.adapters import MAX_SCALE
-from ...data.edits import MAX_DILATE, MAX_FEATHER_PX
-from ...data.requests import MAX_SEED, Fallback
-from ...data.templates import TEMPLATE_KINDS
-from .fields import LORA, MAX_USER
+from .fields import RECORD_FIELDS, ModelFacts, edit_fields, generation_fields
 from .limits import Limits
-from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, QUALITIES, ModelFacts
+from .protocol import GENERATIONS
 
 MAX_LISTED = 100
 LEAST_FILE_S, MOST_FILE_S = 3600, 30 * 24 * 3600
-"""How long a client may want a file to be kept; if it does not say it, the longest."""
+"""Shortest and longest time for which a client may have a file kept; the longest is the default."""
 _ERROR = {
     "description": "an error",
     "content": {
@@ -40,94 +35,29 @@ _ERROR = {
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route, in the one form that they all have."""
+    """Return the error responses of a route, which share one schema."""
     return dict.fromkeys(statuses, _ERROR)
 
 
 def generation_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    """The body of `POST /v1/images/generations`, for `openapi_extra`."""
-    sizes = ["auto", *map(str, model.defaults.resolutions)]
-    properties: dict[str, Any] = {
-        **_shared(model, limits),
-        "size": {"type": "string", "pattern": "^(auto|[1-9][0-9]{0,5}x[1-9][0-9]{0,5})$", "examples": sizes},
-        "moderation": {"enum": ["auto", "low"]},
-        "style": {"enum": ["vivid", "natural"]},
-    }
-    schema = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
-    return body_of(schema)
+    """Return the body of `POST /v1/images/generations`, for `openapi_extra`."""
+    return body_of(generation_fields(model, limits).schema)
 
 
 def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    """The body of `POST /v1/images/edits`; several clients call the image `image[]`."""
+    """Return the body of `POST /v1/images/edits`, for `openapi_extra`. Some clients call the image `image[]`."""
+    schema = edit_fields(model, limits).schema
     file = {"type": "string", "format": "binary"}
-    properties: dict[str, Any] = {
-        "image": file,
-        "mask": file,
-        **_shared(model, limits),
-        "size": {"type": "string", "description": "auto, or what the image has", "examples": ["auto"]},
-        "input_fidelity": {"enum": ["low", "high"], "description": "without effect"},
-        "strength": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        "paste": {"type": "boolean"},
-        "feather_px": _whole(0, MAX_FEATHER_PX),
-        "reuse": {"type": "boolean", "default": True} if model.reuses_templates else {"enum": [False]},
-    }
-    if model.reuses_templates:
-        properties |= {
-            "template_kind": {"enum": list(TEMPLATE_KINDS)},
-            "template_prompt": {"type": "string", "maxLength": limits.max_prompt},
-            "template_seed": _whole(0, MAX_SEED),
-            "full_steps": _whole(0, limits.max_steps),
-            "dilate": _whole(0, MAX_DILATE),
-        }
-    schema = {"type": "object", "required": ["image", "prompt"], "properties": properties}
-    return body_of(schema, "multipart/form-data")
-
-
-def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    own: dict[str, Any] = {
-        "quality": {"enum": list(QUALITIES)},
-        "num_inference_steps": _whole(1, limits.max_steps),
-        "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
-    }
-    if model.cascade:
-        usual = [name for name, share in QUALITIES.items() if share == 1]
-        own = {
-            "quality": {"enum": usual},
-            "partial_images": _whole(0, 0),
-            "fallback": {"enum": list(get_args(Fallback))},
-        }
-    if model.adapters:
-        own[LORA] = _lora(model.adapters)
-    return {
-        "prompt": {"type": "string", "pattern": r"\S", "maxLength": limits.max_prompt},
-        "model": {"enum": list(model.names)},
-        "n": _whole(1, MAX_IMAGES),
-        "response_format": {"enum": ["b64_json", "url"]},
-        "output_format": {"enum": ["png", "jpeg", "webp"]},
-        "output_compression": _whole(0, 100),
-        "background": {"enum": ["auto", "opaque"]},
-        "stream": {"type": "boolean"},
-        "partial_images": _whole(0, MAX_PARTIALS),
-        "user": {"type": "string", "maxLength": MAX_USER},
-        "safety_identifier": {"type": "string", "maxLength": MAX_USER, "description": "without effect"},
-        "seed": _whole(0, MAX_SEED),
-        **own,
-        "negative_prompt": {"type": "string", "maxLength": limits.max_prompt},
-        "progress": {"type": "boolean"},
-        "cache": {"type": "boolean"},
-        "slo": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
-    }
-
-
-def _lora(served: Sequence[str]) -> dict[str, Any]:
-    scale = {"type": "number", "minimum": -MAX_SCALE, "maximum": MAX_SCALE}
-    one = {"type": "object", "required": ["name"], "properties": {"name": {"enum": list(served)}, "scale": scale}}
-    text = {"type": "string", "description": "NAME[:SCALE], joined by +", "examples": [served[0]]}
-    return {"anyOf": [text, {"type": "array", "items": one | {"additionalProperties": False}}]}
+    properties = {"image": file, "mask": file, **schema["properties"]}
+    if not model.reuses_templates:
+        properties["reuse"] = {"enum": [False]}
+        properties = {name: each for name, each in properties.items() if name not in RECORD_FIELDS}
+    required = ["image", *schema["required"]]
+    return body_of({"type": "object", "required": required, "properties": properties}, "multipart/form-data")
 
 
 def batch_body() -> dict[str, Any]:
-    """The body of `POST /v1/batches`."""
+    """Return the body of `POST /v1/batches`, for `openapi_extra`."""
     properties: dict[str, Any] = {
         "input_file_id": {"type": "string"},
         "endpoint": {"enum": [GENERATIONS]},
@@ -144,28 +74,28 @@ def batch_body() -> dict[str, Any]:
 
 
 def file_body() -> dict[str, Any]:
-    """The body of `POST /v1/files`."""
+    """Return the body of `POST /v1/files`, for `openapi_extra`."""
     properties: dict[str, Any] = {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"enum": ["batch"]},
         "expires_after[anchor]": {"enum": ["created_at"]},
-        "expires_after[seconds]": _whole(LEAST_FILE_S, MOST_FILE_S),
+        "expires_after[seconds]": _integer(LEAST_FILE_S, MOST_FILE_S),
     }
     schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
     return body_of(schema, "multipart/form-data")
 
 
 def page_query() -> dict[str, Any]:
-    """The query of lists."""
-    limit, after = _whole(1, MAX_LISTED), {"type": "string"}
+    """Return the query parameters of lists, for `openapi_extra`."""
+    limit, after = _integer(1, MAX_LISTED), {"type": "string"}
     fields = (("limit", limit), ("after", after))
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in fields]}
 
 
 def body_of(schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:
-    """A schema as the body of a route, for `openapi_extra`."""
+    """Return a schema as the body of a route, for `openapi_extra`."""
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
-def _whole(low: int, high: int) -> dict[str, Any]:
+def _integer(low: int, high: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": low, "maximum": high}

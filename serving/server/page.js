@@ -23,7 +23,7 @@
   };
   const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
-  // EventSource cannot send a key, so that streams are read by hand.
+  // EventSource cannot send a key, so streams are read by hand.
   async function* eventsOf(response) {
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";
@@ -63,7 +63,7 @@
     canvas.height = Math.max(60, y + row + 2);
     pen.clearRect(0, 0, canvas.width, canvas.height);
     const ran = state.batch ? { ...state.batch.computed } : {};
-    // The last step is that of one replica: of several, nobody knows which images it had.
+    // The last step is that of one replica; with several, its images are unknown.
     const isKnown = state.batch && state.replicas.length < 2;
     for (const place of places) {
       const name = `${place.request.id}-${place.index}`, count = place.width * place.height;
@@ -136,7 +136,7 @@
     const canvas = at("latency"), pen = canvas.getContext("2d"), ink = getComputedStyle(document.body).color;
     const sizes = Object.entries(state.latencies);
     canvas.width = canvas.clientWidth || 640;
-    // A far SLO must not press all latencies into one bar.
+    // A distant SLO must not compress all latencies into one bar.
     const longest = Math.max(0.1, ...sizes.flatMap(([, each]) => each.latencies_s));
     const most = Math.max(longest, ...sizes.map(([, each]) => Math.min(each.slo_s || 0, 3 * longest))) * 1.05;
     const bins = 40, left = 76, rowHeight = 46;
@@ -216,7 +216,7 @@
     }
   }
 
-  async function learn() {
+  async function loadDefaults() {
     const response = await fetch("/v1/models", { headers: headers() });
     if (!response.ok) return;
     const card = (await response.json()).data[0];
@@ -224,7 +224,7 @@
     at("size").value = card.defaults.size;
     at("steps").value = card.defaults.num_inference_steps;
     at("steps").max = card.limits.num_inference_steps;
-    // Each model of a cascade takes its own steps, and there are no partial images of it.
+    // Each model of a cascade takes its own steps, and a cascade has no partial images.
     isCascade = Boolean(card.cascade);
     at("steps").disabled = isCascade;
     for (const name of ["file-line", "edit-drawn"]) at(name).hidden = isCascade;
@@ -244,14 +244,14 @@
   }
 
   function endEdit() {
-    brush.leave();
+    brush.close();
     at("edit").hidden = true;
     at("file").value = "";
     at("go").textContent = "Draw";
     at("size").disabled = false;
   }
 
-  // What is asked for: JSON of a new image, or the form of an edit.
+  // The URL and options of a request: JSON for a new image, or the form of an edit.
   async function requestOf(body) {
     if (!brush.image) {
       const options = { headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ ...body, size: at("size").value }) };
@@ -317,6 +317,6 @@
   at("width").addEventListener("input", () => { brush.width_px = Number(at("width").value); });
   at("erase").addEventListener("change", () => { brush.erases = at("erase").checked; });
   at("use-key").addEventListener("click", () => { key = at("key").value; sessionStorage.setItem("psctl-key", key); learn(); });
-  learn().catch(() => {});
+  loadDefaults().catch(() => {});
   follow();
 })();

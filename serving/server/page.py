@@ -1,4 +1,4 @@
-"""The live page: one HTML with its style and script in it, which only its own nonce lets run. No torch."""
+"""The live page: one HTML document with inline style and scripts, which only its own nonce allows to run. No torch."""
 
 import secrets
 from functools import cache
@@ -10,7 +10,7 @@ _NONCE = "@NONCE@"
 
 
 def page_response() -> Response:
-    """The page, with a nonce of its own."""
+    """Return the page with a fresh nonce."""
     nonce = secrets.token_urlsafe(16)
     policy = (
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src 'self' data: blob:; "

@@ -1,76 +1,24 @@
-"""What `POST /v1/images/generations` takes, checked field by field; the answers are made elsewhere.
-
-Names and meanings are those of OpenAI's images API; `seed`, `num_inference_steps`, `guidance_scale`, `negative_prompt`,
-`progress`, `slo`, `lora`, `cache` and (of cascades) `fallback` are ours. Edits take most of it, too: see `edits`.
-"""
+"""Requests for images, built from checked fields (`fields`). No torch."""
 
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from ...data.adapters import Adapters
 from ...data.requests import MAX_SEED, Fallback, steps_taken
 from ...data.resolution import Resolution
-from ..models.defaults import ModelDefaults
 from .errors import ApiError, invalid
-from .fields import LORA, MAX_USER, Fields, checked_seconds, shown
+from .fields import LORA, MAX_IMAGES, QUALITIES, ModelFacts, OutputFormat, ResponseFormat, generation_fields, shown
 from .limits import Limits
 
 if TYPE_CHECKING:
     from ...data.edits import EditSpec
 
 GENERATIONS = "/v1/images/generations"
-OutputFormat = Literal["png", "jpeg", "webp"]
-ResponseFormat = Literal["b64_json", "url"]
-MAX_IMAGES, MAX_PARTIALS = 10, 3
-QUALITIES = {
-    "low": 0.5,
-    "auto": 1.0,
-    "standard": 1.0,
-    "medium": 1.0,
-    "high": 2.0,
-    "hd": 2.0,
-    "xhigh": 3.0,
-    "max": 4.0,
-}
-"""Share of the model's own number of steps."""
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What requests are checked against.
-
-    Attributes:
-        name: of the served model.
-        aliases: other names that clients may ask for.
-        defaults: what a request gets that does not say.
-        size_multiple: width and height must be multiples of it.
-        dtype: for clients that ask about the model.
-        reuses_templates: whether edits read the records of their templates, unless they say that they do not.
-        adapters: that requests may name.
-        cascade: of a light and a heavy model: their names, each of which takes its own steps and guidance.
-    """
-
-    name: str
-    defaults: ModelDefaults
-    aliases: Sequence[str] = ()
-    size_multiple: int = 8
-    dtype: str = ""
-    reuses_templates: bool = False
-    adapters: tuple[str, ...] = ()
-    cascade: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the model, its own first."""
-        return self.name, *self.aliases
-
-
-"""What clients call adapters (LoRA) of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +26,13 @@ class Generation:
     """A checked request for images.
 
     Attributes:
-        seeds: one for each image: the one that was given or drawn, counting up.
-        slo_s: how long it may take; None: as long as the server's own SLO.
-        progress: whether a stream tells of every step.
+        seeds: one seed for each image, counting up from the one that was given or drawn.
+        slo_s: seconds that it may take; None for the server's default SLO.
+        progress: whether a stream reports every step.
         edit: the image to start from, and what may change in it; None for new images.
-        fallback: of a cascade: whether the light model's image may be the answer.
-        adapters: that change the model for these images.
-        cache: whether steps may reuse what earlier ones have computed, where the server has a cache.
+        fallback: whether the light model's image may be the answer, for a cascade.
+        adapters: adapters that change the model for these images.
+        cache: whether steps may reuse results of earlier steps, if the server has a cache.
     """
 
     prompt: str
@@ -108,12 +56,12 @@ class Generation:
 
     @property
     def kind(self) -> str:
-        """What OpenAI's names of its events begin with."""
+        """Prefix of OpenAI's names of its events."""
         return "image_generation" if self.edit is None else "image_edit"
 
     @property
     def num_steps(self) -> int:
-        """How many steps each image takes."""
+        """Number of steps that each image takes."""
         steps = self.num_inference_steps
         return steps if self.edit is None else steps_taken(steps, self.edit.strength)
 
@@ -126,82 +74,64 @@ class Generation:
 def parse_generation(
     body: Mapping[str, Any], model: ModelFacts, limits: Limits, *, header_slo: str | None = None
 ) -> Generation:
-    """Check a request.
+    """Check the body of a request for images.
 
     Args:
-        body: as JSON gave it.
-        model: that is served.
-        limits: of the server.
-        header_slo: `X-SLO-Seconds`; the smaller SLO counts.
+        body: the parsed JSON object.
+        model: properties of the served model.
+        limits: limits of the server.
+        header_slo: value of the header `X-SLO-Seconds`; the smaller SLO counts.
 
     Raises:
         ApiError: a field is unknown, missing or not allowed (400), or the model is not served (404).
     """
-    fields = Fields(body)
-    size = fields.text("size", most=32)
-    resolution = parse_size("auto" if size is None else size, model, limits)
-    fields.word("moderation", "auto", ("auto", "low"))
-    fields.word("style", "vivid", ("vivid", "natural"))
-    return take_generation(fields, resolution, model, limits, header_slo)
+    fields = generation_fields(model, limits).read(body)
+    return generation_of(fields, parse_size(fields.size, model, limits), model, limits, header_slo)
 
 
-def take_generation(
-    fields: Fields, resolution: Resolution, model: ModelFacts, limits: Limits, header_slo: str | None
+def generation_of(
+    fields: Any, resolution: Resolution, model: ModelFacts, limits: Limits, header_slo: str | None
 ) -> Generation:
-    """Check the fields that generations and edits share, which must be all that are left. Raises ApiError."""
-    check_model(fields.text("model", most=MAX_USER), model)
-    prompt = fields.prompt("prompt", most=limits.max_prompt)
-    num_images = fields.whole("n", 1, 1, MAX_IMAGES)
-    quality = fields.word("quality", "auto", tuple(QUALITIES))
-    if model.cascade:
-        given = [name for name in ("num_inference_steps", "guidance_scale") if fields.has(name)]
-        if QUALITIES[quality] != 1 or given:
-            name = given[0] if given else "quality"
-            own = f"each model of the cascade {model.name} takes its own steps and guidance"
-            raise invalid(f"{name} is given, but {own}", name)
-    usual_steps = max(1, round(model.defaults.num_inference_steps * QUALITIES[quality]))
-    steps = fields.whole("num_inference_steps", min(usual_steps, limits.max_steps), 1, limits.max_steps)
-    guidance_scale = fields.number("guidance_scale", model.defaults.guidance_scale, 0.0, 100.0)
-    stream = fields.flag("stream")
-    partial_images = fields.whole("partial_images", 0, 0, MAX_PARTIALS)
-    progress = fields.flag("progress")
-    for name, is_asked in (("partial_images", partial_images > 0), ("progress", progress)):
-        if is_asked and not stream:
+    """Return the request that the fields of a body describe.
+
+    Raises ApiError if two of them contradict each other (400), or the model is not served (404).
+    """
+    check_model(fields.model, model)
+    for name in ("partial_images", "progress"):
+        if getattr(fields, name) and not fields.stream:
             raise invalid(f"{name} needs stream to be true", name)
-    # Seed + i is the seed of image i.
-    seed = fields.whole("seed", secrets.randbelow(MAX_SEED - MAX_IMAGES), 0, MAX_SEED - num_images + 1)
-    generation = Generation(
-        prompt,
-        resolution,
-        steps,
-        guidance_scale,
-        tuple(range(seed, seed + num_images)),
-        negative_prompt=fields.text("negative_prompt", most=limits.max_prompt),
-        response_format=fields.word("response_format", "b64_json", get_args(ResponseFormat)),  # type: ignore[arg-type]
-        output_format=fields.word("output_format", "png", get_args(OutputFormat)),  # type: ignore[arg-type]
-        output_compression=fields.whole("output_compression", 100, 0, 100),
-        stream=stream,
-        partial_images=partial_images,
-        progress=progress,
-        slo_s=_smaller(fields.seconds("slo"), _header_seconds(header_slo)),
-        quality=quality,
-        # Of a single model the field is unknown.
-        fallback=fields.word("fallback", "light", get_args(Fallback)) if model.cascade else "light",  # type: ignore[arg-type]
-        adapters=fields.adapters(LORA, model.adapters) if model.adapters else (),
-        cache=fields.flag("cache", True),
-    )
-    if fields.word("background", "auto", ("auto", "opaque", "transparent")) == "transparent":
-        raise invalid("background is 'transparent', but images have no alpha channel: auto or opaque", "background")
-    for name in ("user", "safety_identifier"):
-        fields.text(name, most=MAX_USER)
-    if stream and generation.response_format == "url":
+    if fields.stream and fields.response_format == "url":
         raise invalid("response_format is 'url', but a stream sends b64_json", "response_format")
-    fields.end()
-    return generation
+    # Seed + i is the seed of image i.
+    highest = MAX_SEED - fields.n + 1
+    seed = secrets.randbelow(MAX_SEED - MAX_IMAGES) if fields.seed is None else fields.seed
+    if seed > highest:
+        raise invalid(f"seed is {seed}, but with n {fields.n} it must be a whole number from 0 to {highest}", "seed")
+    usual_steps = max(1, round(model.defaults.num_inference_steps * QUALITIES[fields.quality]))
+    return Generation(
+        fields.prompt,
+        resolution,
+        # A cascade has neither field.
+        getattr(fields, "num_inference_steps", None) or min(usual_steps, limits.max_steps),
+        getattr(fields, "guidance_scale", model.defaults.guidance_scale),
+        tuple(range(seed, seed + fields.n)),
+        negative_prompt=fields.negative_prompt,
+        response_format=fields.response_format,
+        output_format=fields.output_format,
+        output_compression=fields.output_compression,
+        stream=fields.stream,
+        partial_images=fields.partial_images,
+        progress=fields.progress,
+        slo_s=_smaller(fields.slo, _header_seconds(header_slo)),
+        quality=fields.quality,
+        fallback=getattr(fields, "fallback", "light"),
+        adapters=getattr(fields, LORA, ()),
+        cache=fields.cache,
+    )
 
 
 def check_model(name: str | None, model: ModelFacts) -> None:
-    """Raise ApiError (404) unless a model is served; None is whichever there is."""
+    """Raise ApiError (404) unless a model of this name is served; None accepts any."""
     if name is not None and name not in model.names:
         raise ApiError(
             404,
@@ -212,7 +142,7 @@ def check_model(name: str | None, model: ModelFacts) -> None:
 
 
 def parse_size(text: str, model: ModelFacts, limits: Limits) -> Resolution:
-    """The size of an image as `WIDTHxHEIGHT`, or `auto` for the model's own. Raises ApiError."""
+    """Parse the size of an image, `WIDTHxHEIGHT`, or `auto` for the model's default. Raises ApiError."""
     if text == "auto":
         return model.defaults.default_resolution
     match = _SIZE.fullmatch(text)
@@ -222,7 +152,7 @@ def parse_size(text: str, model: ModelFacts, limits: Limits) -> Resolution:
 
 
 def check_size(size: Resolution, name: str, model: ModelFacts, limits: Limits) -> Resolution:
-    """The size, which the field of this name has, if images may have it. Raises ApiError."""
+    """Return the size, the value of the field `name`. Raises ApiError if images may not have it."""
     multiple = model.size_multiple
     if size.width % multiple or size.height % multiple:
         raise invalid(f"{name} is {size}, but width and height must be multiples of {multiple}", name)
@@ -238,7 +168,10 @@ def _header_seconds(text: str | None) -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    return checked_seconds(seconds if math.isfinite(seconds) else text, "X-SLO-Seconds")
+    if not 0 < seconds < 1e9:
+        name = "X-SLO-Seconds"
+        raise invalid(f"{name} is {shown(text)}, but it must be a number of seconds above 0", name)
+    return seconds
 
 
 def _smaller(*seconds: float | None) -> float | None:

@@ -34,8 +34,8 @@ from .protocol import GENERATIONS
 
 _BACKLOG = 256
 KEEP_ALIVE_S = 90.0
-"""Longer than proxies do: nginx and load balancers keep connections for 60 s. Where the server closes one first, a
-request that is on its way there is answered with 502.
+"""Longer than the 60 s for which nginx and load balancers keep connections. If the server closed a connection first, a
+request on its way would be answered with 502.
 """
 _LAST_ANSWERS_S = 5
 _INTERRUPTED = 130
@@ -43,15 +43,17 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens, and who may ask.
+    """Address on which a server listens, and the requests that it accepts.
 
     Attributes:
-        host, port: 0 for any port that is free.
-        keys: that are let in; none: everybody.
-        allowed_hosts: names that it may be asked by besides the host; on other hosts than loopback none means any.
-        drain_timeout_s: how long what is open may still take after a signal.
-        is_open: whether it may listen elsewhere than on loopback without keys.
-        keep_alive_s: how long a connection stays open on which nothing is asked any more.
+        host: host name or address.
+        port: port; 0 for any free port.
+        keys: accepted keys; if there are none, no key is needed.
+        allowed_hosts: host names under which it accepts requests besides `host`. If there are none on another host than
+            loopback, it accepts any name with keys, and the names of this machine without.
+        drain_timeout_s: seconds that open requests may still take after a signal.
+        is_open: whether it may listen on other hosts than loopback without keys.
+        keep_alive_s: seconds after which an idle connection is closed.
     """
 
     host: str = "127.0.0.1"
@@ -64,20 +66,20 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can ask."""
+        """Whether only this machine can connect."""
         return self.host in ("localhost", "127.0.0.1", "::1")
 
     def check(self) -> None:
-        """Raise UsageError where anybody on the network could ask."""
+        """Raise UsageError if anyone on the network could send requests, unless `is_open` allows it."""
         if not self.is_loopback and not self.keys and not self.is_open:
             raise UsageError(
                 f"--host is {self.host}, where others can ask: set PSCTL_API_KEY or --api-key-file, or say --insecure"
             )
 
     def listen(self) -> socket.socket:
-        """The socket, so that a port that is taken is told before anything is loaded. Raises RunError."""
+        """Return the bound socket, so that a port in use is reported before anything is loaded. Raises RunError."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # Named as TCP, or asyncio does not send small answers at once: on kept connections each took 40 ms longer.
+        # With IPPROTO_TCP, asyncio sends small responses at once: without, each took 40 ms longer on kept connections.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -89,7 +91,7 @@ class Address:
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """Names that the server may be asked by; None: any, as pages of others do not have the key."""
+        """Host names under which requests are accepted; None for any, as pages of other sites do not have the key."""
         if self.is_loopback or self.allowed_hosts:
             return (*LOOPBACK, self.host, *self.allowed_hosts)
         return None if self.keys else (*LOOPBACK, self.host, socket.gethostname(), socket.getfqdn(), ANY_ADDRESS)
@@ -105,19 +107,19 @@ async def serve_forever(
     *,
     on_ready: Callable[[str], None],
 ) -> None:
-    """Serve until a signal comes, then drain; a second signal ends the process at once, with exit code 130.
+    """Serve until a signal arrives, then drain; a second signal ends the process at once, with exit code 130.
 
     Args:
-        front_end: answers.
-        metrics: what `/metrics` tells.
-        live: what the page shows.
+        front_end: front end that handles the requests.
+        metrics: metrics that `/metrics` returns.
+        live: state of the live page.
         batches: files and batches of the workspace.
-        address: who may ask, and how long draining may take.
-        listening: the socket.
-        on_ready: told the base URL when the backend is ready.
+        address: the requests that are accepted, and the time limit of draining.
+        listening: the bound socket.
+        on_ready: called with the base URL when the backend is ready.
 
     Raises:
-        RunError: the backend could not start, or has given up.
+        RunError: the backend could not start, or has stopped for good.
     """
     edits = EditProcesses(front_end.model, front_end.limits)
     metrics.operator = address.keys.operator
@@ -126,7 +128,7 @@ async def serve_forever(
 
     def on_answer(scope: Scope, status: int, request_id: str) -> None:
         found = scope.get("route")
-        route = getattr(found, "path", "other") if found is not None else _known(scope["path"], paths)
+        route = getattr(found, "path", "other") if found is not None else _route_of(scope["path"], paths)
         for watcher in front_end.watchers:
             watcher.on_answer(route, status, request_id)
 
@@ -163,26 +165,26 @@ async def serve_forever(
         await batches.start()
         on_ready(f"http://{host}:{port}/v1")
 
-    front_end.backend.on_stopped = server.give_up
+    front_end.backend.on_stopped = server.on_backend_stopped
     with lossy_stderr(metrics.log_lines_lost.inc):
         starting = asyncio.ensure_future(start())
-        starting.add_done_callback(server.backend_started)
+        starting.add_done_callback(server.on_backend_started)
         await server.serve(sockets=[listening])
         if front_end.is_draining:
-            # Until the process has ended: what is waited for may never come.
+            # Until the process has ended: the awaited ends of batches and the backend may never come.
             for sig in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(sig, _end_at_once)
         if not starting.done():
             starting.cancel()
         await batches.stop()
-        # Also where nothing was drained: the process must not end while a thread computes.
+        # Also if nothing was drained: the process must not end while a thread computes.
         await front_end.backend.stop()
     if server.failure is not None:
         raise server.failure
 
 
 class _DrainingServer(uvicorn.Server):
-    """Drains before it stops listening: meanwhile `/ready` says no, and new work is refused."""
+    """uvicorn server that drains before it stops listening: meanwhile `/ready` returns 503, and new work is refused."""
 
     def __init__(self, config: uvicorn.Config, front_end: FrontEnd, drain_timeout_s: float) -> None:
         super().__init__(config)
@@ -192,19 +194,19 @@ class _DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: the first drains, a second ends everything at once."""
+        """Handle a signal: the first one drains, a second one ends the process at once."""
         if self._front_end.is_draining:
             _end_at_once()
         self._front_end.is_draining = True
         self._loop.call_soon_threadsafe(self._begin_draining)
 
-    def give_up(self, reason: str) -> None:
-        """End with an error, as the backend is gone."""
+    def on_backend_stopped(self, reason: str) -> None:
+        """End with an error, as the backend has stopped for good."""
         self.failure = RunError(reason)
         self.should_exit = True
 
-    def backend_started(self, starting: "asyncio.Future[Any]") -> None:
-        """The backend is ready, or never will be."""
+    def on_backend_started(self, starting: "asyncio.Future[Any]") -> None:
+        """End with the error of a backend that could not start."""
         error = None if starting.cancelled() else starting.exception()
         if error is not None and not self._front_end.is_draining:
             self.failure = error
@@ -221,10 +223,10 @@ class _DrainingServer(uvicorn.Server):
 
 
 def _end_at_once(*_: object) -> None:
-    """End the process and those that it has started, whatever they are at."""
+    """End the process and its child processes at once."""
     stderr = 2
     with contextlib.suppress(OSError):
-        # Whoever reads it must not be waited for.
+        # Without waiting for the reader of stderr.
         if sys.__stderr__ is not None and select.select([], [stderr], [], 0)[1]:
             os.write(stderr, b"Ended at once by a second signal; what was open is lost\n")
     for process in multiprocessing.active_children():
@@ -232,6 +234,6 @@ def _end_at_once(*_: object) -> None:
     os._exit(_INTERRUPTED)
 
 
-def _known(path: str, paths: set[str]) -> str:
-    """A route for answers that came before any route was looked for."""
+def _route_of(path: str, paths: set[str]) -> str:
+    """Return the route of a response that was sent before the request was routed."""
     return path if path in paths or path == GENERATIONS else "other"

@@ -1,4 +1,4 @@
-"""Server-sent events: what a stream tells, and a comment where nothing is told for a while. No torch."""
+"""Server-sent events of a stream, with a comment whenever there is no event for a while. No torch."""
 
 import asyncio
 import json
@@ -8,47 +8,47 @@ from typing import Any
 from .errors import ApiError, took_too_long
 from .images import base64_of
 from .protocol import Generation
-from .tickets import Drawn, Partial, Progress, Ticket, facts_of, metrics_of
+from .tickets import FinishedImage, PartialImage, Progress, Ticket, facts_of, metrics_of
 
 COMMENT_EVERY_S = 10.0
 _COMMENT = b": waiting\n\n"
 
 
 def event(content: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One event."""
+    """Encode one event."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
 
 
 async def events_of(ticket: Ticket, timeout_s: float) -> AsyncIterator[bytes]:
-    """All that a ticket tells, until it has ended, which is after so many seconds at the latest."""
+    """Yield the events of a ticket until it has ended, for at most `timeout_s` seconds."""
     assert ticket.events is not None
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
     while True:
         left_s = end_s - loop.time()
         if left_s <= 0:
-            # Not waiting until the engine has let go of it.
-            gone = took_too_long(timeout_s)
-            ticket.cancel("it took too long", gone)
-            yield event(gone.to_json(), "error")
+            # Without waiting until the engine has released it.
+            aborted = took_too_long(timeout_s)
+            ticket.cancel("it took too long", aborted)
+            yield event(aborted.to_json(), "error")
             return
         try:
-            told = await asyncio.wait_for(ticket.events.get(), min(left_s, COMMENT_EVERY_S))
+            item = await asyncio.wait_for(ticket.events.get(), min(left_s, COMMENT_EVERY_S))
         except TimeoutError:
             yield _COMMENT
             continue
-        if told is None:
+        if item is None:
             return
-        if isinstance(told, ApiError):
-            yield event(told.to_json(), "error")
+        if isinstance(item, ApiError):
+            yield event(item.to_json(), "error")
             continue
-        content = _content_of(told, ticket)
+        content = _content_of(item, ticket)
         yield event(content, content["type"])
 
 
 def usage_of(generation: Generation, num_images: int) -> dict[str, Any]:
-    """What OpenAI's clients want to be told of tokens: there are none, so it is images and pixels."""
+    """Return the token counts that OpenAI's clients expect. There are no tokens: pixels count as output tokens."""
     pixels = generation.resolution.pixels * num_images
     return {
         "input_tokens": 0,
@@ -58,39 +58,39 @@ def usage_of(generation: Generation, num_images: int) -> dict[str, Any]:
     }
 
 
-def _content_of(told: Partial | Progress | Drawn, ticket: Ticket) -> dict[str, Any]:
-    wanted = ticket.generation
-    if isinstance(told, Progress):
+def _content_of(item: PartialImage | Progress | FinishedImage, ticket: Ticket) -> dict[str, Any]:
+    generation = ticket.generation
+    if isinstance(item, Progress):
         return {
-            "type": f"{wanted.kind}.progress",
-            "image_index": told.image_index,
-            "steps_done": told.steps_done,
-            "num_inference_steps": told.num_steps,
+            "type": f"{generation.kind}.progress",
+            "image_index": item.image_index,
+            "steps_done": item.steps_done,
+            "num_inference_steps": item.num_steps,
         }
     shared = {
         "created_at": int(ticket.created_s),
-        "size": str(wanted.resolution),
-        "quality": wanted.quality,
+        "size": str(generation.resolution),
+        "quality": generation.quality,
         "background": "opaque",
-        "output_format": wanted.output_format,
+        "output_format": generation.output_format,
     }
-    if isinstance(told, Partial):
+    if isinstance(item, PartialImage):
         return {
-            "type": f"{wanted.kind}.partial_image",
-            "b64_json": base64_of(told.content),
-            "partial_image_index": told.index,
-            "image_index": told.image_index,
+            "type": f"{generation.kind}.partial_image",
+            "b64_json": base64_of(item.content),
+            "partial_image_index": item.index,
+            "image_index": item.image_index,
             **shared,
         }
-    index = ticket.numbers.index(told.record.request_id)
+    index = ticket.numbers.index(item.record.request_id)
     return {
-        "type": f"{wanted.kind}.completed",
-        "b64_json": base64_of(told.content),
+        "type": f"{generation.kind}.completed",
+        "b64_json": base64_of(item.content),
         "image_index": index,
-        "seed": wanted.seeds[index],
+        "seed": generation.seeds[index],
         "id": ticket.id,
-        "usage": usage_of(wanted, 1),
-        "metrics": metrics_of([told.record]),
-        **facts_of(told.record),
+        "usage": usage_of(generation, 1),
+        "metrics": metrics_of([item.record]),
+        **facts_of(item.record),
         **shared,
     }

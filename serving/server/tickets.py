@@ -1,4 +1,4 @@
-"""One HTTP request is n requests of the backend, all or nothing; a ticket holds them together. No torch."""
+"""Tickets: each represents one HTTP request as n requests of the backend that succeed or fail together. No torch."""
 
 import asyncio
 import secrets
@@ -19,22 +19,22 @@ from .protocol import Generation
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-GIVEN_UP_S = 10.0
-"""A ticket that is cancelled ends within so long, whatever its backend does."""
+CANCEL_TIMEOUT_S = 10.0
+"""Seconds after which a cancelled ticket ends, even if its backend has not ended its requests."""
 TicketStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A finished image: its file, and the record of its request."""
+class FinishedImage:
+    """Finished image: its encoded file, and the record of its request."""
 
     content: bytes
     record: RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
-    """A partial image of image `image_index`, from 0; of each image these come in the order of `index`."""
+class PartialImage:
+    """Partial image of the image `image_index`, from 0. Those of one image come in the order of `index`."""
 
     image_index: int
     index: int
@@ -43,39 +43,42 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """An image has taken so many of its steps."""
+    """Number of steps that an image has taken, out of `num_steps`."""
 
     image_index: int
     steps_done: int
     num_steps: int
 
 
-Event = Partial | Progress | Drawn | ApiError | None
-"""What a stream tells; None: all is said."""
+Event = PartialImage | Progress | FinishedImage | ApiError | None
+"""Event of a stream; None is the last one."""
 
 
 @dataclass(eq=False)
 class Ticket(Follower):
-    """A request of a client, from the moment it was let in.
+    """A client's request, from its admission on.
 
     Attributes:
-        generation: what was asked for.
-        place: what it has reserved; None for a line of a batch, which takes no client's place.
-        cancel_one: ends a request of the backend, with a reason.
-        pool: encodes images.
+        generation: the checked request.
+        place: places that it has reserved; None for a line of a batch, which reserves none.
+        cancel_one: cancels a request of the backend, with a reason.
+        pool: executor that encodes images.
         on_over: called once, when all its requests have ended.
-        key: whose it is.
-        request_id: its client's name for it.
-        arrival_s, slo_s: when it came in, by the loop's clock, and how long its images may take.
-        id: unguessable.
-        created_s: seconds since 1970.
-        numbers: ids of its requests, in the order of the images.
-        drawn: the images, as far as they are there.
-        steps_done: of each image.
-        first_image_s: how long it took until there was an image of it, a partial one or a last one.
-        error: why there are none.
-        over: set when it has ended.
-        events: for the stream, if there is one.
+        key: owner of the key that it came with.
+        request_id: the client's id for it.
+        arrival_s: time of its arrival, on the event loop's clock.
+        slo_s: seconds that its images may take.
+        id: unguessable id of the ticket.
+        created_s: time of its admission, in seconds since 1970.
+        numbers: ids of its requests in the backend, in the order of the images.
+        drawn: finished images, by index.
+        records: records of its requests that have ended.
+        steps_done: number of steps taken, by index of the image.
+        first_image_s: seconds until its first image, partial or final.
+        error: error that clients receive instead of the images.
+        is_cancelled: whether its client has cancelled it.
+        over: set when the ticket has ended.
+        events: events for the stream; None if it does not stream.
     """
 
     generation: Generation
@@ -90,7 +93,7 @@ class Ticket(Follower):
     id: str = field(default_factory=lambda: f"img_{secrets.token_hex(16)}")
     created_s: float = field(default_factory=time.time)
     numbers: list[int] = field(default_factory=list)
-    drawn: dict[int, Drawn] = field(default_factory=dict)
+    drawn: dict[int, FinishedImage] = field(default_factory=dict)
     records: list[RequestRecord] = field(default_factory=list)
     steps_done: dict[int, int] = field(default_factory=dict)
     first_image_s: float | None = None
@@ -99,12 +102,12 @@ class Ticket(Follower):
     over: asyncio.Event = field(default_factory=asyncio.Event)
     events: "asyncio.Queue[Event] | None" = None
     _num_ended: int = 0
-    _giving_up: asyncio.TimerHandle | None = None
+    _cancel_timer: asyncio.TimerHandle | None = None
     _tail: "asyncio.Future[None] | None" = None
 
     @property
     def status(self) -> TicketStatus:
-        """Where it is."""
+        """Status of the ticket that clients see."""
         if self.over.is_set():
             if self.is_cancelled:
                 return "cancelled"
@@ -113,41 +116,42 @@ class Ticket(Follower):
 
     @property
     def pixel_steps(self) -> int:
-        """Pixels times steps that are still to be taken."""
-        wanted = self.generation
-        done = sum(self.steps_done.get(index, 0) for index in range(len(wanted.seeds)))
-        return wanted.pixel_steps - done * wanted.resolution.pixels
+        """Pixels times remaining steps, over all images."""
+        generation = self.generation
+        done = sum(self.steps_done.get(index, 0) for index in range(len(generation.seeds)))
+        return generation.pixel_steps - done * generation.resolution.pixels
 
     @property
     def num_bytes(self) -> int:
-        """Of its images, and of the one that it edits."""
+        """Size of its images, and of the image and mask that it edits."""
         edit = self.generation.edit
         edited = 0 if edit is None else edit.image.nbytes + edit.mask.nbytes
         return edited + sum(len(drawn.content) for drawn in self.drawn.values())
 
     def on_step(self, request_id: int, steps_done: int) -> None:
-        """See `Follower`."""
+        """Record the steps of an image, and queue its progress for the stream if the client asked for it."""
         index = self.numbers.index(request_id)
-        # With a part of the steps, some models take one more than was counted on.
+        # Some models take one more step than expected for an edit that takes only a part of them.
         steps_done = min(steps_done, self.generation.num_steps)
         self.steps_done[index] = steps_done
         if self.generation.progress:
-            self._in_turn(self._say(Progress(index, steps_done, self.generation.num_steps)))
+            self._run_in_order(self._emit(Progress(index, steps_done, self.generation.num_steps)))
 
     def on_partial(self, request_id: int, index: int, image: "Image") -> None:
-        """See `Follower`."""
-        self._in_turn(self._say_partial(self.numbers.index(request_id), index, image))
+        """Encode a partial image and queue it for the stream."""
+        self._run_in_order(self._emit_partial(self.numbers.index(request_id), index, image))
 
     def on_end(self, record: RequestRecord, image: "Image | None") -> None:
-        """See `Follower`."""
-        if self.over.is_set():  # it was given up
+        """Record the end of a request, and encode its image; the last one ends the ticket."""
+        if self.over.is_set():  # the backend took too long to end it
             return
         self.records.append(record)
-        self._in_turn(self._end_one(self.numbers.index(record.request_id), record, image))
+        self._run_in_order(self._end_one(self.numbers.index(record.request_id), record, image))
 
     def cancel(self, reason: str, error: ApiError | None = None) -> None:
-        """End what is open of it, at once or as soon as the backend can. The error is what it ends with; without one,
-        its client has taken it back.
+        """Cancel its open requests, which end at once or as soon as the backend can.
+
+        The ticket ends with `error`; None means that its client has cancelled it.
         """
         if self.over.is_set():
             return
@@ -157,28 +161,28 @@ class Ticket(Follower):
         for index, number in enumerate(self.numbers):
             if index not in self.drawn:
                 self.cancel_one(number, reason)
-        if self._giving_up is None:
-            self._giving_up = asyncio.get_running_loop().call_later(GIVEN_UP_S, self._give_up)
+        if self._cancel_timer is None:
+            self._cancel_timer = asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self._force_end)
 
-    def _give_up(self) -> None:
-        """End, although the backend does not say how its requests have ended."""
+    def _force_end(self) -> None:
+        """End the ticket although the backend has not reported the end of all its requests."""
         self._num_ended = len(self.generation.seeds)
-        self._end_if_all_have()
+        self._end_if_complete()
 
     def fail(self, error: ApiError | None, num_missing: int) -> None:
-        """It was not handed in as a whole: so many of its requests will never end, as they never began.
+        """Count `num_missing` requests as ended that were never submitted.
 
-        Without an error, it has been cancelled or has failed meanwhile.
+        `error` is the reason; None if the ticket was cancelled or failed meanwhile.
         """
         self._num_ended += num_missing
         if error is not None:
             self.error = self.error or error
         if self.error is not None:
             self.cancel("another image of the request could not be handed in", self.error)
-        self._end_if_all_have()
+        self._end_if_complete()
 
-    def _in_turn(self, work: Any) -> None:
-        """Do the work of events one after the other: a partial image must not come after the last one."""
+    def _run_in_order(self, work: Any) -> None:
+        """Run the coroutines of events one after the other: a partial image must not follow the final one."""
         before = self._tail
 
         async def after() -> None:
@@ -188,24 +192,24 @@ class Ticket(Follower):
 
         self._tail = asyncio.ensure_future(after())
 
-    def _has_shown(self) -> None:
+    def _note_first_image(self) -> None:
         if self.first_image_s is None:
             self.first_image_s = asyncio.get_running_loop().time() - self.arrival_s
 
-    async def _say(self, event: Event) -> None:
+    async def _emit(self, event: Event) -> None:
         if self.events is not None:
             self.events.put_nowait(event)
 
-    async def _encoded(self, image: "Image") -> bytes:
-        wanted = self.generation
-        work = partial(encode, image, wanted.output_format, wanted.output_compression)
+    async def _encode(self, image: "Image") -> bytes:
+        generation = self.generation
+        work = partial(encode, image, generation.output_format, generation.output_compression)
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
-    async def _say_partial(self, image_index: int, index: int, image: "Image") -> None:
+    async def _emit_partial(self, image_index: int, index: int, image: "Image") -> None:
         if self.events is not None and not self.over.is_set():
-            content = await self._encoded(image)
-            self._has_shown()
-            await self._say(Partial(image_index, index, content))
+            content = await self._encode(image)
+            self._note_first_image()
+            await self._emit(PartialImage(image_index, index, content))
 
     async def _end_one(self, index: int, record: RequestRecord, image: "Image | None") -> None:
         error = None
@@ -213,20 +217,20 @@ class Ticket(Follower):
             error = error_of(record)
         else:
             try:
-                drawn = Drawn(await self._encoded(image), record)
+                drawn = FinishedImage(await self._encode(image), record)
                 if self.over.is_set():
                     return
                 self.drawn[index] = drawn
-                self._has_shown()
-                await self._say(drawn)
-            except Exception as failure:  # noqa: BLE001  whatever it is, its client must not wait for ever
+                self._note_first_image()
+                await self._emit(drawn)
+            except Exception as failure:  # noqa: BLE001  whatever it is, its client must get an answer
                 error = ApiError(500, f"the image could not be encoded: {failure}", code="generation_failed")
         if error is not None and self.error is None and not self.is_cancelled:
             self.cancel("another image of the request has failed", error)
         self._num_ended += 1
-        self._end_if_all_have()
+        self._end_if_complete()
 
-    def _end_if_all_have(self) -> None:
+    def _end_if_complete(self) -> None:
         if self._num_ended < len(self.generation.seeds) or self.over.is_set():
             return
         if self.events is not None:
@@ -234,14 +238,14 @@ class Ticket(Follower):
             if error is not None:
                 self.events.put_nowait(error)
             self.events.put_nowait(None)
-        if self._giving_up is not None:
-            self._giving_up.cancel()
+        if self._cancel_timer is not None:
+            self._cancel_timer.cancel()
         self.over.set()
         self.on_over(self)
 
 
 def error_of(record: RequestRecord) -> ApiError:
-    """What a client is told of a request without an image."""
+    """Return the error that a client receives for a request without an image."""
     if record.status == "discarded":
         return too_late(f"the deadline cannot be met: {record.reason}")
     if record.status == "failed":
@@ -249,17 +253,18 @@ def error_of(record: RequestRecord) -> ApiError:
             500,
             f"the image could not be drawn: {record.reason}",
             code="generation_failed",
-            # Whoever asks again by itself might end one engine after the other.
+            # A client that retries automatically might crash one engine after the other.
             headers={"x-should-retry": "false"},
         )
     return ApiError(500, "the engine has stopped, and what it drew with it; it may be sent again", code="engine_error")
 
 
 def facts_of(record: RequestRecord) -> dict[str, Any]:
-    """What an image has to say of how it was drawn: how many of its steps have reused anything, from cache or record.
+    """Return how an image was drawn, as responses report it: the number of steps that reused anything, from the cache
+    or a record.
 
-    Of a cascade: which model has drawn it, and why: of its light image the confidence, and the threshold that this was
-    compared with, null where nobody looked. Of an edit: whether it has reused what was recorded of its template, and
+    For a cascade also the model that drew it, the confidence of the light image, and the threshold that it was compared
+    with; both are null if the image was not judged. For an edit also whether it reused the record of its template, and
     how much of the image it changes.
     """
     facts: dict[str, Any] = {} if record.steps_reused is None else {"steps_reused": record.steps_reused}
@@ -271,7 +276,7 @@ def facts_of(record: RequestRecord) -> dict[str, Any]:
 
 
 def metrics_of(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Where the time of a ticket went, by the slowest of its images, in seconds; None for what it has not come to."""
+    """Return the seconds that a ticket's slowest image spent in each phase; None for phases that it did not reach."""
     record = max(records, key=lambda each: each.finish_s or 0.0)
     queued_s = record.queueing_s
     return {

@@ -3,7 +3,7 @@
 Four effects make a served step longer than a profiled one: the first step after a request has joined or left packs the
 batch again; scheduling and bookkeeping take time between steps; preparing and decoding, which run concurrently with the
 steps, share the processor with them; and the machine may be slower than during profiling, in large batches more than in
-small ones. `profiling.runs.calibration` measures them.
+small ones. `serving.runs.simulated.calibration` measures them.
 """
 
 import math

@@ -22,13 +22,13 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.cache.sides import Setting, make_side
-from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.steps.combinations import Combination, parse_combinations
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.timing import synchronize
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.runs.machine import run_facts
 from patchedserve.tests.support.imposed_reuse import Imposed
 
 

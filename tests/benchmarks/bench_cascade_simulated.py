@@ -24,10 +24,10 @@ from patchedserve.data.tables.schemas import RECORDS, read_rows
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.sets.generate import read_manifest
 from patchedserve.profiling.cascade.bank import Bank
-from patchedserve.profiling.machine import cpu_name
 from patchedserve.psctl.options.cascade import PROFILE_FILE, found_place
 from patchedserve.serving.cascade.legs import parse_cascade
 from patchedserve.serving.cascade.profile import read_profile
+from patchedserve.serving.runs.machine import cpu_name
 
 
 def run(command: str, *options: str) -> dict[str, Any]:

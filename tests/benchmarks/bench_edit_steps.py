@@ -25,7 +25,6 @@ from patchedserve.data.edits import EditSpec, TemplateSpec
 from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.profiling.machine import cpu_name
 from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.core.captured import CudaRecorder
 from patchedserve.serving.core.prepared import PreparedRequest
@@ -35,6 +34,7 @@ from patchedserve.serving.models.build import check_graphs
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import TemplateTiers
+from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.tests.support.kernel_time import kernel_s
 
 _STEPS, _REPEATS = 4, 5

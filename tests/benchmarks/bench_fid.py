@@ -25,7 +25,7 @@ from patchedserve.data.datasets.loading import iter_images
 from patchedserve.data.files import sha256_of, write_json
 from patchedserve.eval.metrics.features import BATCH_SIZE, features_of
 from patchedserve.eval.metrics.inception import find_inception_weights, load_inception
-from patchedserve.profiling.machine import cpu_name
+from patchedserve.serving.runs.machine import cpu_name
 
 SIDES_PX = (128, 192, 256)
 BARE_IMAGES = 128

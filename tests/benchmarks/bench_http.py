@@ -34,11 +34,11 @@ from patchedserve.data.prompts.captions import load_prompts
 from patchedserve.data.requests import Request
 from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.http.load import LoadSettings, body_of, send_load
-from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.replay import replay
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.tests.support.http_server import HttpServer
 from patchedserve.tests.support.soak import Usage
@@ -61,7 +61,7 @@ def requests_of(model: ServedModel, count: int) -> list[Request]:
 def in_process(model: ServedModel, requests: list[Request]) -> tuple[float, float]:
     """Images per second, and the median latency."""
     start = time.perf_counter()
-    result = replay(Engine(model, get_policy("continuous")), requests, standalone_s=lambda request: None)
+    result = replay(Engine(model, get_policy("continuous")), list(map(model.checked, requests)))
     duration_s = time.perf_counter() - start
     return len(requests) / duration_s, median(record.latency_s or 0.0 for record in result.records)
 

@@ -29,9 +29,9 @@ from patchedserve.data.requests import Request
 from patchedserve.data.traces.files import save_trace
 from patchedserve.profiling.http.load import LoadResult, LoadSettings, send_load
 from patchedserve.profiling.http.plan import shapes_of, warm_up
-from patchedserve.profiling.machine import cpu_name
-from patchedserve.profiling.runs.trace_settings import TraceSettings, draw_requests
 from patchedserve.serving.models.loading import model_defaults
+from patchedserve.serving.runs.machine import cpu_name
+from patchedserve.serving.runs.trace_settings import TraceSettings, draw_requests
 from patchedserve.tests.support.http_server import HttpServer
 
 _PSCTL = str(Path(sys.executable).parent / "psctl")

@@ -29,10 +29,10 @@ import httpx
 from patchedserve.data.files import write_json
 from patchedserve.profiling.http.load import LoadSettings, send_load
 from patchedserve.profiling.http.plan import shapes_of, warm_up
-from patchedserve.profiling.machine import cpu_name
-from patchedserve.profiling.runs.trace_settings import TraceSettings, draw_requests
 from patchedserve.profiling.sweep.held import held_rate, ratio
 from patchedserve.serving.models.loading import model_defaults, resolve_model
+from patchedserve.serving.runs.machine import cpu_name
+from patchedserve.serving.runs.trace_settings import TraceSettings, draw_requests
 from patchedserve.tests.support.http_server import HttpServer
 
 _SLO_SCALE, _TARGET, _LOST = 5.0, 0.95, 0.5

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from patchedserve.data.files import write_json
-from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.engine.collectors import JsonLines
 from patchedserve.serving.patched.stepper import PatchedStepper
+from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.tests.support.steady_load import NUM_OPEN, SIZES, SteadyLoad
 
 RESULTS = Path(__file__).with_name("results")

@@ -30,10 +30,10 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.data.workspace import DEFAULT_WORKSPACE, Workspace
-from patchedserve.profiling.machine import cpu_name
-from patchedserve.profiling.runs.simulate import load_step_file
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.models.loading import model_defaults
+from patchedserve.serving.runs.machine import cpu_name
+from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.policies import StepLatencyPredictor, get_policy
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s
@@ -155,11 +155,11 @@ def run_overload(simulated: Simulated, minutes: float) -> dict[str, Any]:
 
 def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: int) -> dict[str, Any]:
     """Overload on the engine: the same policy, real latencies, real memory."""
-    from patchedserve.profiling.machine import run_facts
-    from patchedserve.profiling.measure.standalone import shape_of, standalone_latencies
     from patchedserve.serving.engine.engine import Engine
     from patchedserve.serving.engine.replay import replay
     from patchedserve.serving.models.loading import load_model
+    from patchedserve.serving.runs.machine import run_facts
+    from patchedserve.serving.runs.standalone import shape_of, standalone_latencies
     from patchedserve.training.latency.online_correction import OnlineCorrection
     from patchedserve.training.latency.predictor import load_workspace_predictor
 
@@ -186,7 +186,7 @@ def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: in
             max_batch_size=BATCH_SIZE,
             on_finish=memory.on_finish,
         )
-        result = replay(engine, requests, standalone_s=alone_s)
+        result = replay(engine, [model.checked(request, alone_s(request)) for request in requests])
         return outcome_of(result.records, memory) | {
             "request_rate": rate,
             "most_waiting": max(row.waiting for row in result.steps),

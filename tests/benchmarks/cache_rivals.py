@@ -26,11 +26,11 @@ from patchedserve.data.workspace import Workspace
 from patchedserve.eval.cache.quality import similarity
 from patchedserve.eval.cache.schedule import ScheduleLab
 from patchedserve.eval.cache.sides import Setting, make_side
-from patchedserve.profiling.machine import run_facts
 from patchedserve.serving.cache.options import CACHE_PREDICTOR_FILE, CacheOptions
 from patchedserve.serving.cache.rules import Booleans, PatchView, Predicted
 from patchedserve.serving.models.loading import load_model, resolve_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.runs.machine import run_facts
 from patchedserve.training.cache.fitting import FitSettings, fit_cache_predictor
 from patchedserve.training.cache.predictor import CachePredictor
 from patchedserve.training.cache.samples import load_samples

@@ -35,9 +35,9 @@ from patchedserve.eval.sets.drawers import EngineDrawer
 from patchedserve.eval.sets.generate import read_manifest
 from patchedserve.eval.sets.image_sets import MappedImages, named_files, set_of
 from patchedserve.profiling.cascade.bank import Bank
-from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.runs.machine import cpu_name
 
 SHARES = (0.2, 0.4, 0.6, 1.0)
 """Of light images that are deferred."""

@@ -24,8 +24,6 @@ import numpy as np
 from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
-from patchedserve.profiling.machine import cpu_name
-from patchedserve.profiling.runs.trace_settings import EditSettings, TraceSettings, draw_requests
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.replay import replay
 from patchedserve.serving.engine.run_result import RunResult
@@ -33,6 +31,8 @@ from patchedserve.serving.models.build import as_plain, with_engine
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions, StagesName
+from patchedserve.serving.runs.machine import cpu_name
+from patchedserve.serving.runs.trace_settings import EditSettings, TraceSettings, draw_requests
 from patchedserve.serving.scheduling.policies import get_policy
 
 RESULTS = Path(__file__).with_name("results")
@@ -58,7 +58,8 @@ def gaps_s(result: RunResult) -> list[float]:
 
 def measured(model: ServedModel, requests: list[Request], policy: str, batch: int) -> dict[str, Any]:
     """One side's run. Raises AssertionError: an edit fails."""
-    result = replay(Engine(model, get_policy(policy), max_batch_size=batch), requests)
+    engine = Engine(model, get_policy(policy), max_batch_size=batch)
+    result = replay(engine, list(map(model.checked, requests)))
     assert all(record.status == "completed" for record in result.records), [each.reason for each in result.records]
     latencies_s = [each.finish_s - each.arrival_s for each in result.records if each.finish_s is not None]
     gaps = gaps_s(result)

@@ -28,11 +28,11 @@ from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.templates import KEEPS, LOAD_PLANS, LoadPlan
-from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import LoadOptions, TemplateOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
+from patchedserve.serving.runs.machine import cpu_name
 
 RESULTS = Path(__file__).with_name("results")
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -36,12 +36,12 @@ from patchedserve.eval.metrics.features import features_of_images
 from patchedserve.eval.metrics.fid import frechet_distance
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.metrics.ssim import WINDOW_PX, ssim
-from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.serving.scheduling.policies import get_policy
 
 COMPARED = ("reuse", "box alone")

@@ -26,11 +26,11 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.edits import EditDraws, read_mask_ratios
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.data.work import Work
-from patchedserve.profiling.runs.simulate import load_step_file
 from patchedserve.serving.editing.costs import EditCosts, MaskShares, profiled_edits
 from patchedserve.serving.editing.profile import EditProfile
 from patchedserve.serving.editing.step_latency import EditStepLatency
 from patchedserve.serving.models.loading import model_geometry
+from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.routers import ROUTERS
 from patchedserve.serving.scheduling.step_latency import TableLatency

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from patchedserve.data.files import write_json
-from patchedserve.profiling.machine import cpu_name
+from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.tests.support.fuzz import fuzz
 from patchedserve.tests.support.http_server import HttpServer
 

@@ -27,9 +27,9 @@ from patchedserve.data.files import write_json
 from patchedserve.data.prompts.captions import load_prompts
 from patchedserve.data.requests import Request
 from patchedserve.eval.metrics.psnr import MAX_PSNR_DB, psnr
-from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.models.build import as_plain
 from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.tests.support.http_server import HttpServer
 
 _LEAST_DB, _MEAN_DB = 70.0, 90.0

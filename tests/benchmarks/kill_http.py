@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from patchedserve.data.files import write_json
-from patchedserve.profiling.machine import cpu_name
+from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.tests.support.http_server import HttpServer
 from patchedserve.tests.support.killed_batch import draw_and_kill
 

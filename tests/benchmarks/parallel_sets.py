@@ -26,9 +26,9 @@ from patchedserve.eval.options import EvalOptions, plan_eval
 from patchedserve.eval.parallel.plan import ParallelPlan, parse_parts, parse_ranks
 from patchedserve.eval.parallel.run import draw_sets, facts_of, judge_sets
 from patchedserve.eval.sets.generate import MANIFEST_FILE
-from patchedserve.profiling.machine import run_facts
 from patchedserve.serving.models.loading import load_model, model_defaults
 from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.runs.machine import run_facts
 
 _SETTINGS = "settings.json"
 

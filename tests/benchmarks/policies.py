@@ -31,9 +31,10 @@ from patchedserve.data.tables.latency import read_latencies
 from patchedserve.data.tables.published import published_table
 from patchedserve.data.traces.arrivals import read_arrivals
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
-from patchedserve.profiling.runs.calibration import Calibration, step_sources
-from patchedserve.profiling.runs.simulate import Deployment, SimulatedEngine
-from patchedserve.profiling.sweep.simulator_side import calibration_of
+from patchedserve.serving.runs.simulated.calibration import Calibration
+from patchedserve.serving.runs.simulated.deployment import Deployment, SimulatedEngine
+from patchedserve.serving.runs.simulated.files import calibration_of
+from patchedserve.serving.runs.step_file import step_sources
 from patchedserve.serving.scheduling.policies import POLICY_NAMES
 from patchedserve.serving.scheduling.step_latency import TableLatency
 from patchedserve.serving.scheduling.systems import SYSTEMS

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from patchedserve.data.files import write_json
-from patchedserve.profiling.machine import cpu_name
+from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.tests.support.http_server import HttpServer
 from patchedserve.tests.support.soak import SoakResult, soak
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from patchedserve.data.files import write_json
 from patchedserve.data.resolution import Resolution, parse_list
-from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.parallel.bench import alone_of, difference
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.profiling.steps.lanes import BenchSettings, Lane, time_lanes
@@ -27,6 +26,7 @@ from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.plain.formats import PlainModels
+from patchedserve.serving.runs.machine import run_facts
 from patchedserve.tests.support.kernel_time import kernel_s
 
 

@@ -20,8 +20,8 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.latency import LatencyTable, read_latencies
 from patchedserve.data.tables.published import published_table
 from patchedserve.data.work import Work, resolution_of
-from patchedserve.profiling.runs.calibration import step_sources
 from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.runs.step_file import step_sources
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.step_latency import MemoisedLatency, TableLatency
 from patchedserve.serving.simulator.simulator import simulate
@@ -129,11 +129,8 @@ def served(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         told = SIDES[side](table_of(kind, *tables))
         requests = trace(right, rate, options.minutes, options.steps, seed)
         engine = Engine(model, get_policy("slack"), predictor=told, max_batch_size=_MOST)
-        result = replay(
-            engine,
-            requests,
-            standalone_s=lambda request: options.steps * right.step_latency_s((request.resolution,)),
-        )
+        alone_s = [options.steps * right.step_latency_s((request.resolution,)) for request in requests]
+        result = replay(engine, list(map(model.checked, requests, alone_s)))
         yield row(kind, rate, seed, side, result.records, told)
 
 

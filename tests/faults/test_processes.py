@@ -186,6 +186,20 @@ def test_it_is_whole_soon_after(part: str, fault: str, model: Path, tmp_path: Pa
 
 
 @pytest.mark.faults
+def test_requests_are_drawn_on_an_idle_machine_after_it_was_slow(model: Path, tmp_path: Path) -> None:
+    """What the predictor learns in a slow time must not refuse everything afterwards, by SLOs of its tables."""
+    with HttpServer(model, tmp_path, "--slo-scale", "3", start_s=180) as server:
+        with Load(server.url, edits=False) as load:
+            until(lambda: len(load.answers) >= 3)
+            slowed(server.process.pid)
+        assert set(load.answers.values()) <= {200, 503}
+        until(lambda: not httpx.get(f"{server.url}/v1/state").json()["requests"])
+        after = [ask(server.url, f"after-{number}").status_code for number in range(20)]
+        assert after == [200] * 20
+        check_books(server, load.answers)
+
+
+@pytest.mark.faults
 def test_a_server_that_is_killed_leaves_nobody_and_is_whole_again(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, "--stages", "processes") as server:
         assert ask(server.url, "before").status_code == 200

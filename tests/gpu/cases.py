@@ -61,7 +61,7 @@ def served_together(model: ServedModel, requests: Sequence[Request], max_batch_s
     """Serve requests as they arrive, with stages beside the denoise loop."""
     collector = InMemory(keep_images=True, keep_latents=True)
     engine = Engine(model, get_policy("continuous"), max_batch_size=max_batch_size, collector=collector)
-    result = replay(engine, requests)
+    result = replay(engine, list(map(model.checked, requests)))
     assert [record.reason for record in result.records] == [None] * len(requests)
     return result
 

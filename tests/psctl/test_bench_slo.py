@@ -144,7 +144,7 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
         calls.append(1)
         return simulate(*arguments, **keywords)
 
-    monkeypatch.setattr("patchedserve.profiling.runs.simulate.simulate", counted)
+    monkeypatch.setattr("patchedserve.serving.runs.simulated.deployment.simulate", counted)
     second = result_of(bench(*options, "--num-seeds", "2", "--resume", first["run_dir"]))
     assert len(calls) == 4
     assert second["run_dir"] == first["run_dir"]

@@ -9,7 +9,6 @@ import typer
 
 from patchedserve.data.errors import UsageError
 from patchedserve.eval.options import EvalOptions
-from patchedserve.profiling.runs.trace_settings import TraceSettings
 from patchedserve.psctl.flags import Flags, expanded, flag, given_flags, preset_flag
 from patchedserve.psctl.options.groups import CACHE, DRAW, EDITED_TRACE, EDITS, ENGINE, PARALLEL, TRACE, JudgeFlags
 from patchedserve.psctl.options.system import with_cache_of
@@ -17,6 +16,7 @@ from patchedserve.psctl.options.target import WHERE, Target
 from patchedserve.psctl.output import Output
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.runs.trace_settings import TraceSettings
 from patchedserve.serving.scheduling.systems import get_system
 
 

@@ -16,10 +16,11 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_latencies
 from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
-from patchedserve.profiling.runs.calibration import Calibration
-from patchedserve.profiling.runs.planning import at_rate, gpus_needed, highest_rate
-from patchedserve.profiling.runs.simulate import Deployment, SimulatedEngine, load_step_file
 from patchedserve.psctl.app import main
+from patchedserve.serving.runs.simulated.calibration import Calibration
+from patchedserve.serving.runs.simulated.deployment import Deployment, SimulatedEngine
+from patchedserve.serving.runs.simulated.planning import at_rate, gpus_needed, highest_rate
+from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.systems import get_system
 
 S, L = Resolution(128, 128), Resolution(256, 256)

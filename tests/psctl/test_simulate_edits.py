@@ -18,12 +18,12 @@ from patchedserve.data.traces.edits import mask_of
 from patchedserve.data.traces.files import load_trace
 from patchedserve.data.work import Work
 from patchedserve.data.workspace import Workspace
-from patchedserve.profiling.runs.simulate import StepFile, load_step_file
 from patchedserve.psctl.app import main
 from patchedserve.serving.editing.costs import EditCosts, MaskShares, profiled_edits
 from patchedserve.serving.editing.profile import EditProfile, Fit
 from patchedserve.serving.families.geometry import Geometry
 from patchedserve.serving.models.loading import model_geometry
+from patchedserve.serving.runs.step_file import StepFile, load_step_file
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.step_latency import TableLatency
 from patchedserve.serving.simulator.simulator import simulate

@@ -42,7 +42,7 @@ _PRELOADED = (
     "patchedserve.serving.preload",
     "patchedserve.serving.families.sdxl",
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
-    "patchedserve.profiling.runs.draw",
+    "patchedserve.serving.runs.draw",
     "patchedserve.serving.server.local",
     "patchedserve.serving.server.run",
     "matplotlib.pyplot",

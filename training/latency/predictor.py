@@ -142,7 +142,7 @@ class LatencyPredictor:
 
         Args:
             path: the file.
-            expect: the model, device and engine to be served (`profiling.machine.run_facts`); None accepts any.
+            expect: the model, device and engine to be served (`serving.runs.machine.run_facts`); None accepts any.
             on_warning: as for the class.
 
         Raises:

@@ -1,1 +1,1 @@
-"""OpenAI's Files and Batches: files of requests, drawn while nobody waits, and what has become of them. No torch."""
+"""OpenAI's Files and Batches: files of requests, drawn while no other request waits, and their outputs. No torch."""

@@ -1,4 +1,4 @@
-"""The routes of Files and Batches, as the client of OpenAI asks for them. No torch."""
+"""Routes of Files and Batches, as OpenAI's client calls them. No torch."""
 
 import contextlib
 import re
@@ -13,7 +13,7 @@ from starlette.datastructures import FormData, QueryParams, UploadFile
 from ..errors import ApiError, invalid
 from ..fields import shown
 from ..guards import caller_of
-from ..json_body import object_in
+from ..json_body import read_object
 from ..openapi import LEAST_FILE_S, MAX_LISTED, MOST_FILE_S, batch_body, errors, file_body, page_query
 from .store import Batches
 
@@ -21,7 +21,7 @@ FILES, BATCHES = "/v1/files", "/v1/batches"
 
 
 def batch_routes(batches: Batches) -> APIRouter:
-    """The routes over a folder of batches."""
+    """Return the routes over a folder of batches."""
     routes = APIRouter()
 
     @routes.post(FILES, openapi_extra=file_body(), responses=errors(400, 401, 403, 408, 413, 507))
@@ -33,7 +33,7 @@ def batch_routes(batches: Batches) -> APIRouter:
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
                 raise invalid("the fields file and purpose are needed", "file", code="missing_required_parameter")
             name, key = file.filename or "batch.jsonl", caller_of(request.scope).key
-            return await run_in_threadpool(batches.files.add, name, file.file, purpose, key, _lasts_s(form))
+            return await run_in_threadpool(batches.files.add, name, file.file, purpose, key, _lifetime_s(form))
 
     @routes.get(FILES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def files(request: Request) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def batch_routes(batches: Batches) -> APIRouter:
 
     @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415, 429, 507))
     async def create(request: Request) -> dict[str, Any]:
-        return batches.create(await object_in(request), caller_of(request.scope).key)
+        return batches.create(await read_object(request), caller_of(request.scope).key)
 
     @routes.get(BATCHES, openapi_extra=page_query(), responses=errors(400, 401, 403))
     async def all_batches(request: Request) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def batch_routes(batches: Batches) -> APIRouter:
     return routes
 
 
-def _lasts_s(form: FormData) -> int:
-    """How long a file is to be kept, as OpenAI's client says it. Raises ApiError."""
+def _lifetime_s(form: FormData) -> int:
+    """Return the seconds for which a file is kept, from OpenAI's fields `expires_after[...]`. Raises ApiError."""
     anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
     if anchor is None and seconds is None:
         return MOST_FILE_S
@@ -90,11 +90,14 @@ def _lasts_s(form: FormData) -> int:
 
 def _page(
     page_of: Callable[[str, str | None, int], tuple[list[str], bool] | None],
-    told: Callable[[str, str], dict[str, Any]],
+    describe: Callable[[str, str], dict[str, Any]],
     key: str,
     query: QueryParams,
 ) -> dict[str, Any]:
-    """A page of them: `limit`, and the id `after` which it begins. It waits for the disk."""
+    """Return a page of a list, for the query parameters `limit` and `after` (an id). It waits for the disk.
+
+    Raises ApiError if a parameter is invalid.
+    """
     limit, after = query.get("limit", str(MAX_LISTED)), query.get("after")
     if not re.fullmatch(r"[0-9]{1,3}", limit, re.ASCII) or not 1 <= int(limit) <= MAX_LISTED:
         raise invalid(f"limit is {shown(limit)}, but it must be a whole number from 1 to {MAX_LISTED}", "limit")
@@ -105,7 +108,7 @@ def _page(
     page = []
     for each in ids:
         with contextlib.suppress(ApiError):  # deleted meanwhile
-            page.append(told(each, key))
+            page.append(describe(each, key))
     return {
         "object": "list",
         "data": page,

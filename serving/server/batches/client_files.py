@@ -1,4 +1,4 @@
-"""Files that clients send, and outputs of their batches: limits, expiry, and what clients see of them. No torch."""
+"""Files of clients, and outputs of their batches: limits, expiry, and the descriptions that clients see. No torch."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from .folder import ENDED, EXPIRES, OWNER, BatchFolder
 from .quota import DiskUse
 
 _OUTPUT = "batch_output"
-"""Purpose of a file that no client has sent."""
+"""Purpose of outputs of batches, which no client has sent."""
 _NAME_LENGTH = 200
 
 
@@ -28,7 +28,7 @@ class ClientFiles:
 
     Args:
         disk: folder of files and batches.
-        use: bytes that owners take in it.
+        use: disk use of the owners in it.
     """
 
     def __init__(self, disk: BatchFolder, use: DiskUse) -> None:
@@ -51,8 +51,10 @@ class ClientFiles:
                 if file_id not in in_use:
                     self._remove(file_id)
 
-    def add(self, name: str, content: IO[bytes], purpose: str, key: str, lasts_s: int = MOST_FILE_S) -> dict[str, Any]:
-        """Store a file for `lasts_s` seconds.
+    def add(
+        self, name: str, content: IO[bytes], purpose: str, key: str, lifetime_s: int = MOST_FILE_S
+    ) -> dict[str, Any]:
+        """Store a file for `lifetime_s` seconds.
 
         Raises ApiError: its purpose is not `batch`, or it does not fit into the owner's quota.
         """
@@ -60,32 +62,32 @@ class ClientFiles:
             raise invalid(f"purpose is {shown(purpose)}, but it must be batch", "purpose")
         file_id, disk = f"file-{secrets.token_hex(12)}", self._disk
         filename = name[:_NAME_LENGTH].encode("utf-8", "backslashreplace").decode()
-        self._use.expect(key, file_id, content.seek(0, os.SEEK_END))
+        self._use.reserve(key, file_id, content.seek(0, os.SEEK_END))
         content.seek(0)
         try:
             # Before the file, which has no owner without it.
             now, about = int(time.time()), {"filename": filename, "purpose": purpose, OWNER: key}
-            disk.write_file(file_id, about | {"created_at": now, EXPIRES: now + lasts_s})
-            self._expires_s[file_id] = now + lasts_s
+            disk.write_file(file_id, about | {"created_at": now, EXPIRES: now + lifetime_s})
+            self._expires_s[file_id] = now + lifetime_s
             with atomic_write(disk.file(file_id), is_private=True) as temporary, temporary.open("wb") as kept:
                 shutil.copyfileobj(content, kept)
         except BaseException:
             self._remove(file_id)
             raise
         finally:
-            self._use.settle(file_id)
+            self._use.release(file_id)
         return self.about(file_id, key)
 
     def about(self, file_id: str, key: str) -> dict[str, Any]:
         """Return the description of a file that clients see."""
         path, about = self._valid(file_id, key)
-        lasts = {EXPIRES: at_s} if (at_s := expires_at(about)) < math.inf else {}
+        expiry = {EXPIRES: at_s} if (at_s := expires_at(about)) < math.inf else {}
         return {
             "id": file_id,
             "object": "file",
             "bytes": path.stat().st_size,
             "created_at": about["created_at"],
-            **lasts,
+            **expiry,
             "filename": about["filename"],
             "purpose": about["purpose"],
             "status": "processed",
@@ -135,7 +137,7 @@ class ClientFiles:
 
 
 def expires_at(about: Mapping[str, Any]) -> float:
-    """Return when a file or a batch expires; infinity if it is of an earlier version, which set no time."""
+    """Return when a file or a batch expires; infinity if it is from an earlier version, which set no time."""
     at_s = about.get(EXPIRES)
     return at_s if isinstance(at_s, int) else math.inf
 

@@ -1,7 +1,7 @@
-"""A batch: a file of requests, one JSON object a line, and what has become of each of them. No torch.
+"""Files of a batch: its requests, one JSON object a line, and an output line for each of them. No torch.
 
-An image is renamed into its place before the output line that tells of it is written, and that line is on the disk
-before the next one begins: whatever kills the process, a line that is there is true, and a later run goes on after it.
+An image is renamed into place before its output line is written, and that line is on the disk before the next one
+begins. Whatever kills the process, every complete line is true, and a later run continues after it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _CHUNK = 65536
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _START = b'{"id": "batch_req_'
 _HEAD = re.compile(re.escape(_START) + rb'\d+", "custom_id": ("(?:[^"\\]|\\.)*"), ')
-"""The head of an output line: its images need not be read to know what it is about."""
+"""Head of an output line, which identifies its request without reading the images."""
 _FIELDS = {"custom_id", "method", "url", "body"}
 
 
@@ -47,9 +47,9 @@ class BatchLine:
     """One request of a batch.
 
     Attributes:
-        number: of the line, from 1.
-        custom_id: the client's name for it.
-        body: as `parse_generation` takes it.
+        number: number of the line, from 1.
+        custom_id: the client's id for it.
+        body: body of the request, for `parse_generation`.
     """
 
     number: int
@@ -57,23 +57,23 @@ class BatchLine:
     body: Mapping[str, Any]
 
     def generation(self, model: ModelFacts, limits: Limits) -> Generation:
-        """What it asks for. Raises ApiError."""
-        wanted = parse_generation(self.body, model, limits)
-        if wanted.stream:
+        """Return the checked request. Raises ApiError."""
+        generation = parse_generation(self.body, model, limits)
+        if generation.stream:
             raise invalid("stream is true, but lines of a batch are not streamed", "stream")
-        return wanted
+        return generation
 
     def image_name(self, index: int, suffix: str) -> str:
-        """The name of the file of an image; no two lines share one."""
+        """Return the file name of an image; no two lines share one."""
         return f"{self.number:05}-{_UNSAFE.sub('_', self.custom_id)[:_MAX_ID]}-{index}.{suffix}"
 
 
 def read_lines(path: Path) -> list[BatchLine]:
-    """Read a batch.
+    """Read the requests of a batch.
 
     Raises:
-        UsageError: it cannot be read, is empty, has too many lines, or a line is no request or has the id of another
-            one; the line is named.
+        UsageError: the file cannot be read, is empty or has too many lines, or a line is no request or repeats the id
+            of another one; the message names the line.
     """
     try:
         content = path.read_bytes()
@@ -82,7 +82,7 @@ def read_lines(path: Path) -> list[BatchLine]:
     found: list[BatchLine] = []
     known: dict[str, int] = {}
     for number, raw in enumerate(content.split(b"\n"), 1):
-        raw = raw.removeprefix(BOM_UTF8)  # files that were joined have one in the middle
+        raw = raw.removeprefix(BOM_UTF8)  # joined files have one in the middle
         if not raw.strip():
             continue
         if len(found) == MAX_LINES:
@@ -118,22 +118,22 @@ def _line(number: int, content: Mapping[str, Any]) -> BatchLine:
 
 
 class BatchOutput:
-    """What has become of the lines of a batch, in a folder: `output.jsonl`, and `errors.jsonl` for those that failed.
+    """Outputs of a batch in a folder: `output.jsonl`, and `errors.jsonl` for lines that failed.
 
-    Only one process has it open; it is free again when that one closes it, or ends in whatever way.
+    Only one process can have the folder open. It is free again when that process closes it, or ends in any way.
 
     Args:
-        folder: see below.
-        is_private: whether what is written is its owner's alone.
+        folder: the folder, which is created.
+        is_private: whether only the user of this process can read what is written.
 
     Attributes:
-        folder: of both, and of `images/`.
-        done: ids of the lines that have an answer, by whether it is an image.
-        counts: how many of these have an image, and how many an error.
+        folder: folder of both files and of `images/`.
+        done: whether a line was completed (True) or has failed, by id; only lines that have an answer.
+        counts: number of completed lines, and of failed ones.
 
     Raises:
         FolderInUseError: another process has it open.
-        RunError: a file is damaged in its middle; a last line that is only half there is cut off.
+        RunError: a file is damaged before its last line; an incomplete last line is cut off.
     """
 
     def __init__(self, folder: Path, *, is_private: bool = False) -> None:
@@ -142,7 +142,7 @@ class BatchOutput:
         (folder / "images").mkdir(parents=True, exist_ok=True)
         if is_private:
             private_folder(folder / "images")
-        # Of whichever thread closes it.
+        # Any thread may close it.
         self._lock = FileLock(folder / _LOCK_FILE, mode=0o600, thread_local=False)
         try:
             self._lock.acquire(timeout=0)
@@ -157,25 +157,25 @@ class BatchOutput:
     def _read(self) -> None:
         folder = self.folder
         for left in folder.glob("images/.*.tmp.*"):
-            # Of an image that was being written when the process was killed.
+            # Temporary file of an image that was being written when the process was killed.
             left.unlink(missing_ok=True)
         for name, is_good in ((OUTPUT_FILE, True), (ERROR_FILE, False)):
             path = folder / name
-            _cut_half_line(path)
+            _truncate_incomplete_line(path)
             for number, custom_id in enumerate(_ids_of(path), 1):
                 if custom_id is None:
                     raise RunError(f"{path}, line {number}: is damaged")
-                self._note(custom_id, is_good)
+                self._count(custom_id, is_good)
 
-    def _note(self, custom_id: str, is_good: bool) -> None:
+    def _count(self, custom_id: str, is_good: bool) -> None:
         before = self.done.get(custom_id)
         completed, failed = self.counts
-        # In one piece, as any thread may read it.
+        # In one assignment, as any thread may read it.
         self.counts = completed + is_good - (before is True), failed + (not is_good) - (before is False)
         self.done[custom_id] = is_good
 
     def keep_to(self, about: Mapping[str, str]) -> None:
-        """Remember what is drawn here, by name: its file, its model. Raises UsageError: it was another before."""
+        """Store properties of the batch, such as its file and model. Raises UsageError if the stored ones differ."""
         path = self.folder / _ABOUT_FILE
         kept = read_json(path, "a batch") if path.exists() else {**about}
         for name, value in about.items():
@@ -186,31 +186,31 @@ class BatchOutput:
         write_json(path, kept)
 
     def close(self) -> None:
-        """Let others have it. Again does nothing."""
+        """Release the folder. A second call has no effect."""
         self._lock.release()
 
     def write_image(self, name: str, content: bytes) -> None:
-        """Put the file of an image into its place. Raises OSError."""
+        """Write the file of an image atomically. Raises OSError."""
         with atomic_write(self.folder / "images" / name, is_private=self._is_private) as temporary:
             temporary.write_bytes(content)
 
-    def completed(self, line: BatchLine, body: Mapping[str, Any], request_id: str) -> None:
-        """A line has its images, which are in their places already."""
+    def write_completed(self, line: BatchLine, body: Mapping[str, Any], request_id: str) -> None:
+        """Write the output of a line whose images were written before."""
         response = {"status_code": 200, "request_id": request_id, "body": body}
         self._append(OUTPUT_FILE, line, response, None)
-        self._note(line.custom_id, True)
+        self._count(line.custom_id, True)
 
-    def failed(self, line: BatchLine, error: ApiError, request_id: str) -> None:
-        """A line has no images."""
+    def write_failed(self, line: BatchLine, error: ApiError, request_id: str) -> None:
+        """Write the error of a line that has no images."""
         response = {"status_code": error.status, "request_id": request_id, "body": error.to_json()}
         self._append(ERROR_FILE, line, response, {"code": error.code, "message": error.message})
-        self._note(line.custom_id, False)
+        self._count(line.custom_id, False)
 
     def _append(self, name: str, line: BatchLine, response: Mapping[str, Any], error: Mapping[str, str] | None) -> None:
         content = {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": error}
         left = memoryview(json.dumps(content).encode() + b"\n")
-        _cut_half_line(self.folder / name)
-        # Without a buffer, which would be written at the end all the same, behind what was cut off.
+        _truncate_incomplete_line(self.folder / name)
+        # Unbuffered: after a failure, a buffer would still be written on close, after the truncation.
         with open(self.folder / name, "ab", buffering=0, opener=partial(os.open, mode=self._mode)) as file:
             whole = file.tell()
             try:
@@ -218,13 +218,13 @@ class BatchOutput:
                     left = left[file.write(left) :]
                 os.fsync(file.fileno())
             except BaseException:
-                with contextlib.suppress(OSError):  # the next one cuts it off
+                with contextlib.suppress(OSError):  # the next call cuts it off
                     file.truncate(whole)
                 raise
 
 
-def _cut_half_line(path: Path) -> None:
-    """Cut off what was being written when the process was killed or the disk was full."""
+def _truncate_incomplete_line(path: Path) -> None:
+    """Cut off an incomplete last line, written when the process was killed or the disk was full."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -242,7 +242,7 @@ def _cut_half_line(path: Path) -> None:
 
 
 def num_lines(path: Path) -> int:
-    """Lines of a file that are whole; 0 if it is not there. Raises OSError: it cannot be read."""
+    """Return the number of complete lines of a file; 0 if there is no file. Raises OSError if it cannot be read."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -250,8 +250,8 @@ def num_lines(path: Path) -> int:
 
 
 def _ids_of(path: Path) -> Iterator[str | None]:
-    """The custom id of each line of an output; None: the line is damaged. Lines may hold images of any size, and are
-    read in pieces.
+    """Yield the custom id of each line of an output; None for a damaged line. Lines may hold images of any size, so
+    they are read in pieces.
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""Places in which lines of batches are drawn, and whose line gets the next one. No torch."""
+"""Places in which lines of batches are drawn, and their fair assignment. No torch."""
 
 import asyncio
 import heapq
@@ -6,52 +6,53 @@ import itertools
 
 
 class FairPlaces:
-    """Gives places to owners by the work that each has had, so that one with many lines does not keep others waiting.
+    """Assigns places by the work that each owner has received, so that an owner with many lines does not block others.
 
-    This is start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a line starts, in work, where its owner's last
-    one ends, or where the newest line that has a place starts, whichever is later; who starts first has the next place.
+    This is start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a line starts, in units of work, where its
+    owner's last line ends, or where the newest line that has a place starts, whichever is later. The line with the
+    smallest start receives the next place.
 
     Args:
-        num_places: lines that are drawn together.
+        num_places: number of lines that are drawn together.
     """
 
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
         self._ends: dict[str, float] = {}
-        self._start, self._order, self._is_giving = 0.0, itertools.count(), False
+        self._start, self._order, self._is_assigning = 0.0, itertools.count(), False
 
     async def acquire(self, owner: str, work: float) -> None:
-        """Wait for a place, for a line of so much work."""
+        """Wait for a place for a line of the given work."""
         start = max(self._start, self._ends.get(owner, 0.0))
         self._ends[owner] = start + work
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (start, next(self._order), turn))
-        self._give_soon()
+        self._assign_soon()
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given at the same time
+            if not turn.cancelled():  # the place was assigned at the same time
                 self.release()
             raise
 
     def release(self) -> None:
-        """Give a place back."""
+        """Release a place."""
         self._num_free += 1
-        self._give_soon()
+        self._assign_soon()
 
-    def _give_soon(self) -> None:
-        # One place at a turn of the loop: meanwhile the owner of the last one asks for its next line.
-        if not self._is_giving:
-            self._is_giving = True
-            asyncio.get_running_loop().call_soon(self._give)
+    def _assign_soon(self) -> None:
+        # One place per iteration of the event loop, so that the owner of the last one can request its next place.
+        if not self._is_assigning:
+            self._is_assigning = True
+            asyncio.get_running_loop().call_soon(self._assign)
 
-    def _give(self) -> None:
-        self._is_giving = False
+    def _assign(self) -> None:
+        self._is_assigning = False
         while self._num_free and self._waiting:
             start, _, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 self._start, self._num_free = start, self._num_free - 1
                 turn.set_result(None)
-                self._give_soon()
+                self._assign_soon()
                 return

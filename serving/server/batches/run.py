@@ -1,4 +1,4 @@
-"""Draws the lines of a batch with a front end, some at a time, and writes down what becomes of them. No torch."""
+"""Draws the lines of a batch with a front end, several at a time, and writes their outputs. No torch."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -22,20 +22,20 @@ from .places import FairPlaces
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 _FULL_RETRY_S = 2.0
 _MOST_CRASHES = 5
-"""Of the engine, while it drew one line: that is its own fault then. As long as there is no engine a line waits."""
+"""Crashes of the engine while it draws one line after which the line itself fails. While no engine runs, lines wait."""
 
 
 Result = TypeVar("Result")
 OnFull = Callable[[OSError | None], bool]
-"""Told each time that the disk is found to be full, and returns whether to wait for room; told None when something was
-written.
+"""Called with the error whenever the disk is full, and returns whether to wait for room; called with None after a
+successful write.
 """
 
 
 async def when_there_is_room(write: Callable[[], Result], on_full: OnFull, pool: Executor | None = None) -> Result:
-    """What `write` returns, which is called in a thread of `pool`, again and again while the disk is full.
+    """Call `write` in a thread of `pool`, again while the disk is full, and return its result.
 
-    Raises as `write`; that the disk is full only if `on_full` does not want to wait.
+    Raises the errors of `write`; that of a full disk only if `on_full` returns False.
     """
     while True:
         try:
@@ -49,27 +49,29 @@ async def when_there_is_room(write: Callable[[], Result], on_full: OnFull, pool:
         await asyncio.sleep(_FULL_RETRY_S)
 
 
-class May(Protocol):
-    """Says when the next line may begin."""
+class Gate(Protocol):
+    """Coroutine function that returns when the next line may begin."""
 
     async def __call__(self) -> None: ...
 
 
 @dataclass(eq=False)
 class BatchRun:
-    """Draws what is left of a batch.
+    """Draws the remaining lines of a batch.
 
     Attributes:
-        front_end: draws.
-        lines: of the batch.
-        output: where it goes; lines that are done there are left out.
-        places: in which lines are drawn.
-        key: whose it is.
-        has_room: waited for before every line asks for a place.
-        may_begin: waited for when it has one.
-        writes_b64: whether output lines hold the images, as a server's do, or only the names of their files.
-        on_line: told after each line whether it has its images.
-        on_full: lines that are drawn wait for room on a full disk, and this is told; None: a full disk ends the run.
+        front_end: front end that draws them.
+        lines: all lines of the batch.
+        output: outputs of the batch; lines that have one are skipped.
+        places: places in which lines are drawn.
+        key: owner of the batch.
+        wait_for_room: awaited before each line requests a place.
+        wait_for_turn: awaited when the line has a place.
+        writes_b64: whether output lines hold the images, as those of a server do, or only the names of their files.
+        on_line: called after each line with whether it has its images.
+        on_full: called when the disk is full and lines wait for room; None: a full disk ends the run.
+        is_cancelled: whether the run was cancelled.
+        is_expired: whether it was cancelled because the batch has expired.
     """
 
     front_end: FrontEnd
@@ -77,8 +79,8 @@ class BatchRun:
     output: BatchOutput
     places: FairPlaces
     key: str = ""
-    has_room: May | None = None
-    may_begin: May | None = None
+    wait_for_room: Gate | None = None
+    wait_for_turn: Gate | None = None
     writes_b64: bool = False
     on_line: Callable[[bool], None] = lambda is_good: None
     on_full: OnFull | None = None
@@ -88,33 +90,33 @@ class BatchRun:
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="psctl-batch"))
 
     async def run(self) -> None:
-        """Draw; returns when every line has its answer, or the run was cancelled. It runs once.
+        """Draw until every line has an answer, or the run is cancelled. A run is used once.
 
         Raises:
             OSError: an answer cannot be written.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._begin_all(tasks)
+                await self._start_all(tasks)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
             self._writer.shutdown()
 
     async def run_alone(self) -> None:
-        """The same without a server: starts the backend, and ends it.
+        """Run without a server: start the backend, draw, and stop it.
 
         Raises:
-            RunError: the backend has given up, or it cannot start.
+            RunError: the backend cannot start, or has stopped for good.
             OSError: as `run`.
         """
         backend, stopped = self.front_end.backend, list[str]()
 
-        def give_up(reason: str) -> None:
+        def on_stopped(reason: str) -> None:
             stopped.append(reason)
             self.cancel()
 
-        backend.on_stopped = give_up
+        backend.on_stopped = on_stopped
         await backend.start()
         try:
             await self.run()
@@ -125,70 +127,70 @@ class BatchRun:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many lines there are, and how many of them have images, or an error."""
+        """Number of all lines, of those with images, and of those with an error."""
         completed, failed = self.output.counts
         return {"total": len(self.lines), "completed": completed, "failed": failed}
 
     @property
     def is_done(self) -> bool:
-        """Whether every line has its answer."""
+        """Whether every line has an answer."""
         return all(line.custom_id in self.output.done for line in self.lines)
 
-    async def _begin_all(self, tasks: asyncio.TaskGroup) -> None:
+    async def _start_all(self, tasks: asyncio.TaskGroup) -> None:
         for line in self.lines:
             if line.custom_id in self.output.done:
                 continue
-            wanted = self._wanted(line)
-            if self.has_room is not None:
-                await self.has_room()
+            parsed = self._parse(line)
+            if self.wait_for_room is not None:
+                await self.wait_for_room()
             if self.is_cancelled:
                 return
-            await self.places.acquire(self.key, 0 if isinstance(wanted, ApiError) else wanted.pixel_steps)
+            await self.places.acquire(self.key, 0 if isinstance(parsed, ApiError) else parsed.pixel_steps)
             try:
-                if self.may_begin is not None:
-                    await self.may_begin()
-                drawing = None if self.is_cancelled else tasks.create_task(self._draw(line, wanted))
+                if self.wait_for_turn is not None:
+                    await self.wait_for_turn()
+                drawing = None if self.is_cancelled else tasks.create_task(self._draw(line, parsed))
             except BaseException:
                 self.places.release()
                 raise
             if drawing is None:
                 self.places.release()
                 return
-            # Also where it ends before it has begun.
+            # Also if the task ends before it has begun.
             drawing.add_done_callback(lambda _: self.places.release())
 
-    def _wanted(self, line: BatchLine) -> Generation | ApiError:
+    def _parse(self, line: BatchLine) -> Generation | ApiError:
         try:
             return line.generation(self.front_end.model, self.front_end.limits)
         except ApiError as error:
             return error
 
     def cancel(self) -> None:
-        """Begin no further line, and give up those that are open; they have no answer then."""
+        """Start no further line, and cancel the open ones, which then have no answer."""
         self.is_cancelled = True
         for ticket in list(self._open):
             ticket.cancel("the batch was cancelled")
 
     def expire(self) -> None:
-        """The same, as its time is over."""
+        """Cancel the run because its batch has expired."""
         self.is_expired = not self.is_cancelled
         self.cancel()
 
-    async def _draw(self, line: BatchLine, wanted: Generation | ApiError) -> None:
-        answer = wanted if isinstance(wanted, ApiError) else await self._answer(wanted)
+    async def _draw(self, line: BatchLine, parsed: Generation | ApiError) -> None:
+        answer = parsed if isinstance(parsed, ApiError) else await self._answer(parsed)
         if answer is None:
             return  # a later run draws it
         if isinstance(answer, ApiError):
-            await self._write(self.output.failed, line, answer)
+            await self._write(self.output.write_failed, line, answer)
         else:
             await self._write(self._complete, line, answer)
 
-    async def _answer(self, wanted: Generation) -> Ticket | ApiError | None:
-        """What becomes of a line; None: nothing yet, as the run ends before."""
+    async def _answer(self, generation: Generation) -> Ticket | ApiError | None:
+        """Return the answer to a line; None if the run ends before there is one."""
         crashes, wait_s = 0, _RETRY_S
         while not self.is_cancelled:
             try:
-                return await self._drawn(wanted)
+                return await self._draw_ticket(generation)
             except ApiError as error:
                 crashes += error.code == "engine_error"
                 if self.is_cancelled or error.code == "draining" or self.front_end.backend.health is Health.STOPPED:
@@ -200,7 +202,7 @@ class BatchRun:
         return None
 
     async def _write(self, write: Callable[[BatchLine, Any, str], None], line: BatchLine, answer: Any) -> None:
-        """Write an answer, one after the other, and not on the event loop: it waits for the disk."""
+        """Write answers one after the other, outside the event loop, as this waits for the disk."""
         now = partial(write, line, answer, f"line-{line.number}")
         try:
             await when_there_is_room(now, self._on_full, self._writer)
@@ -213,10 +215,10 @@ class BatchRun:
     def _on_full(self, error: OSError | None) -> bool:
         return self.on_full is not None and self.on_full(error) and not self.is_cancelled
 
-    async def _drawn(self, wanted: Generation) -> Ticket:
+    async def _draw_ticket(self, generation: Generation) -> Ticket:
         front_end = self.front_end
         arrival_s = asyncio.get_running_loop().time()
-        ticket = await front_end.generate(wanted, key=self.key, arrival_s=arrival_s, is_batch=True)
+        ticket = await front_end.generate(generation, key=self.key, arrival_s=arrival_s, is_batch=True)
         self._open.add(ticket)
         try:
             await front_end.wait(ticket)
@@ -225,17 +227,17 @@ class BatchRun:
         return ticket
 
     def _complete(self, line: BatchLine, ticket: Ticket, request_id: str) -> None:
-        wanted, data = ticket.generation, []
-        for index in range(len(wanted.seeds)):
-            name = line.image_name(index, wanted.output_format)
+        generation, data = ticket.generation, []
+        for index in range(len(generation.seeds)):
+            name = line.image_name(index, generation.output_format)
             content = ticket.drawn[index].content
             self.output.write_image(name, content)
             data.append({"file": name} | ({"b64_json": base64_of(content)} if self.writes_b64 else {}))
         body = {
             "created": int(ticket.created_s),
             "data": data,
-            "seeds": list(wanted.seeds),
-            "size": str(wanted.resolution),
-            "usage": usage_of(wanted, len(wanted.seeds)),
+            "seeds": list(generation.seeds),
+            "size": str(generation.resolution),
+            "usage": usage_of(generation, len(generation.seeds)),
         }
-        self.output.completed(line, body, request_id)
+        self.output.write_completed(line, body, request_id)

@@ -34,9 +34,9 @@ BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cance
 MAX_FILE_BYTES = 200_000_000
 _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 _SWEEP_S = 600.0
-_POLL_S, _LOOK_AGAIN_S, _END_RETRY_S = 0.02, 2.0, 10.0
-_LATER_S = 60.0
-"""After which a key that has too many batches may ask again."""
+_POLL_S, _QUOTA_POLL_S, _END_RETRY_S = 0.02, 2.0, 10.0
+_RETRY_AFTER_S = 60.0
+"""Seconds after which an owner with too many batches should retry."""
 _WINDOW_S = 24 * 3600
 
 
@@ -48,7 +48,7 @@ class Batches:
 
     Attributes:
         folder: folder that holds `files/` and `batches/`.
-        front_end: draws the lines.
+        front_end: front end that draws the lines.
         at_once: number of lines of all batches that are drawn together.
         keys: owners of files and batches, and their limits.
         files: inputs and outputs of the batches.
@@ -73,15 +73,15 @@ class Batches:
         self._places = FairPlaces(self.at_once)
 
     async def start(self) -> None:
-        """Go on with what an earlier process has left."""
+        """Resume the batches that an earlier process has left unfinished."""
         await run_in_threadpool(self.files.load)
         for batch in await run_in_threadpool(self._disk.unfinished):
             if batch["id"] not in self._tasks:
-                self._begin(batch)
+                self._start_task(batch)
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def stop(self) -> None:
-        """Stop where it is; a later process goes on from there."""
+        """Stop all batches; a later process resumes them."""
         tasks = [*self._tasks.values(), *([] if self._sweeping is None else [self._sweeping])]
         for task in tasks:
             task.cancel()
@@ -93,7 +93,10 @@ class Batches:
             await run_in_threadpool(self.files.remove_expired)
 
     def create(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """Begin a batch. Raises ApiError: a field is not allowed, or there is no such file."""
+        """Create and start a batch.
+
+        Raises ApiError if a field is not allowed, there is no such file, or the key has too many batches.
+        """
         known = {"input_file_id", "endpoint", "completion_window", "metadata"}
         for name in body.keys() - known:
             raise invalid(f"the field {shown(name)} is unknown", name[:60], code="unknown_parameter")
@@ -133,30 +136,30 @@ class Batches:
         try:
             self._disk.write_batch(batch)
         except BaseException:
-            # It may be in its place already; who asked for it is told that it is not there.
+            # It may have been written, but its client receives an error.
             self._disk.remove_batch(batch["id"])
             raise
-        self._begin(batch)
-        return self._told(batch)
+        self._start_task(batch)
+        return self._describe(batch)
 
     def _check_room(self, key: str) -> None:
-        """Raise ApiError unless a key may begin one more batch."""
+        """Raise ApiError unless a key may have one more batch."""
         most = self.keys.limits_of(key).max_batches
         num_open = sum(owner == key for owner in self._owners.values())
         if most is not None and num_open >= most:
             message = f"{num_open} batches of this key have not ended, and it may have {most}"
-            raise overloaded(message, "too_many_batches", _LATER_S)
+            raise overloaded(message, "too_many_batches", _RETRY_AFTER_S)
 
     def batch(self, batch_id: str, key: str) -> dict[str, Any]:
-        """What a client is told of a batch."""
-        return self._told(self._disk.owned_batch(batch_id, key))
+        """Return the description of a batch that clients see."""
+        return self._describe(self._disk.owned_batch(batch_id, key))
 
     def batch_page(self, key: str, after: str | None, limit: int) -> tuple[list[str], bool] | None:
-        """Batches of a client, likewise."""
+        """Return a page of the batches of a client, as `BatchFolder.batch_page` does."""
         return self._disk.batch_page(key, after, limit)
 
     def cancel(self, batch_id: str, key: str) -> dict[str, Any]:
-        """End a batch: what it has drawn stays."""
+        """Cancel a batch; the images that it has drawn are kept."""
         with self._writing:
             batch, run, now = self._disk.owned_batch(batch_id, key), self._runs.get(batch_id), int(time.time())
             if batch["status"] not in ENDED:
@@ -165,22 +168,22 @@ class Batches:
                 if run is not None:
                     run.cancel()
                 elif (waiting := self._tasks.get(batch_id)) is not None:
-                    # Its turn has not come; what an earlier process has drawn of it is counted off the event loop.
+                    # It has not started. Lines that an earlier process has drawn are counted outside the event loop.
                     waiting.cancel()
-                    self._begin(batch, self._end(batch | _ended("cancelled")))
-        return self._told(batch)
+                    self._start_task(batch, self._end(batch | _end_fields("cancelled")))
+        return self._describe(batch)
 
-    def _told(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        told = {name: value for name, value in batch.items() if name != OWNER}
+    def _describe(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        description = {name: value for name, value in batch.items() if name != OWNER}
         if (run := self._runs.get(batch["id"])) is not None:
-            told["request_counts"] = run.counts
+            description["request_counts"] = run.counts
         if (why := self._full.get(batch["id"])) is not None:
-            told["errors"] = _errors(*why)
-        return told
+            description["errors"] = _errors(*why)
+        return description
 
-    def _begin(self, batch: dict[str, Any], work: Coroutine[Any, Any, None] | None = None) -> None:
-        """Draw a batch, or do something else with it, in its task."""
-        task = asyncio.get_running_loop().create_task(work or self._work(batch))
+    def _start_task(self, batch: dict[str, Any], work: Coroutine[Any, Any, None] | None = None) -> None:
+        """Start the task of a batch: `work` if it is given, else drawing the batch."""
+        task = asyncio.get_running_loop().create_task(work or self._process(batch))
         self._tasks[batch["id"]], self._owners[batch["id"]] = task, batch.get(OWNER, "")
 
         def forget(done: "asyncio.Task[None]") -> None:
@@ -190,43 +193,45 @@ class Batches:
 
         task.add_done_callback(forget)
 
-    async def _work(self, batch: dict[str, Any]) -> None:
-        # Of every owner one batch at a time, in the order in which they came.
+    async def _process(self, batch: dict[str, Any]) -> None:
+        # One batch of each owner at a time, in the order of their creation.
         turn = self._turns[batch.get(OWNER, "")]
         try:
             async with asyncio.timeout(_seconds_left(batch)):
                 await turn.acquire()
         except TimeoutError:
-            await self._end(batch | _ended("expired"))
+            await self._end(batch | _end_fields("expired"))
             return
         try:
-            failed = await self._drawn(batch)
+            failed = await self._draw(batch)
         finally:
             turn.release()
         if failed is not None:
             await self._end(batch | failed)
 
-    async def _drawn(self, batch: dict[str, Any]) -> dict[str, Any] | None:
-        """Draw a batch; returns what is to be said of it if it has failed."""
+    async def _draw(self, batch: dict[str, Any]) -> dict[str, Any] | None:
+        """Draw a batch; return the fields that describe its failure, or None if it has not failed."""
         try:
-            output = await self._written(batch, partial(BatchOutput, self._disk.batch(batch["id"]), is_private=True))
+            output = await self._write_when_room(
+                batch, partial(BatchOutput, self._disk.batch(batch["id"]), is_private=True)
+            )
         except FolderInUseError:
             return None  # another server of this workspace draws it
         except (RunError, OSError) as error:
-            return _failed(error)
+            return _failure_fields(error)
         try:
-            await self._draw(batch, output)
-        except (UsageError, ApiError) as error:  # of its file
-            return _failed(error)
+            await self._draw_lines(batch, output)
+        except (UsageError, ApiError) as error:  # an error of its file
+            return _failure_fields(error)
         except Exception as error:  # noqa: BLE001  such as a disk that is broken
             traceback.print_exc()
-            return _failed(error)
+            return _failure_fields(error)
         finally:
             self._runs.pop(batch["id"], None)
             output.close()
         return None
 
-    async def _draw(self, batch: dict[str, Any], output: BatchOutput) -> None:
+    async def _draw_lines(self, batch: dict[str, Any], output: BatchOutput) -> None:
         path, _ = self.files.find(batch["input_file_id"], batch.get(OWNER, ""))
         lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
         await run_in_threadpool(self._use.count, batch.get(OWNER, ""))
@@ -236,8 +241,8 @@ class Batches:
             output,
             self._places,
             batch.get(OWNER, ""),
-            partial(self._has_room, batch["id"]),
-            partial(self._nobody_waits, batch["id"]),
+            partial(self._wait_for_room, batch["id"]),
+            partial(self._wait_until_idle, batch["id"]),
             writes_b64=True,
             on_full=partial(self._on_full, batch["id"]),
         )
@@ -245,7 +250,7 @@ class Batches:
         if batch["status"] == "cancelling":
             run.cancel()
         else:
-            await self._written(batch, partial(self._disk.write_batch, batch | {"status": "in_progress"}))
+            await self._write_when_room(batch, partial(self._disk.write_batch, batch | {"status": "in_progress"}))
         left_s = _seconds_left(batch)
         expiring = None if left_s is None else asyncio.get_running_loop().call_later(left_s, run.expire)
         try:
@@ -256,12 +261,12 @@ class Batches:
         ended: BatchStatus = "completed"
         if not run.is_done:
             if not run.is_cancelled:
-                return  # the server ends, or its engine is gone: a later process goes on
+                return  # the server ends, or its engine has stopped: a later process resumes it
             ended = "expired" if run.is_expired else "cancelled"
-        await self._write_end(batch | _ended(ended))
+        await self._write_end(batch | _end_fields(ended))
 
     async def _end(self, batch: Mapping[str, Any]) -> None:
-        """Write how a batch has ended, again and again: else its client would wait for it."""
+        """Write how a batch has ended, retrying until this succeeds: otherwise its client would wait indefinitely."""
         while True:
             try:
                 await self._write_end(batch)
@@ -270,8 +275,8 @@ class Batches:
                 await asyncio.sleep(_END_RETRY_S)
 
     async def _write_end(self, batch: Mapping[str, Any]) -> None:
-        """Write how a batch has ended, with what there is of it, however that was."""
-        await self._written(batch, partial(self._write_with_files, batch, self._runs.get(batch["id"])))
+        """Write how a batch has ended, with the outputs that it has."""
+        await self._write_when_room(batch, partial(self._write_with_files, batch, self._runs.get(batch["id"])))
 
     def _write_with_files(self, batch: Mapping[str, Any], run: BatchRun | None) -> None:
         files = self._disk.outputs(batch["id"])
@@ -286,7 +291,7 @@ class Batches:
         with self._writing:
             self._disk.write_batch({**batch, **found})
 
-    async def _written(self, batch: Mapping[str, Any], write: Callable[[], Result]) -> Result:
+    async def _write_when_room(self, batch: Mapping[str, Any], write: Callable[[], Result]) -> Result:
         return await when_there_is_room(write, partial(self._on_full, batch["id"]))
 
     def _on_full(self, batch_id: str, error: OSError | None) -> bool:
@@ -298,36 +303,36 @@ class Batches:
             warnings.warn(f"{batch_id}: {why}", stacklevel=2)
         return True
 
-    async def _has_room(self, batch_id: str) -> None:
-        """Wait until the owner of a batch may have more on the disk, or it ends."""
+    async def _wait_for_room(self, batch_id: str) -> None:
+        """Wait until the owner of a batch is below its disk limit, or the batch is cancelled."""
         owner = self._owners[batch_id]
         most_bytes = self._use.most_bytes(owner)
-        if most_bytes == math.inf or self._use.note(owner, batch_id) < most_bytes:
+        if most_bytes == math.inf or self._use.measure(owner, batch_id) < most_bytes:
             return
         while (used := await run_in_threadpool(self._use.count, owner)) >= most_bytes:
             if self._runs[batch_id].is_cancelled:
                 return
             self._full[batch_id] = "quota_exceeded", f"{too_much(used, most_bytes)}; the batch goes on then"
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(_QUOTA_POLL_S)
         self._full.pop(batch_id, None)
 
-    async def _nobody_waits(self, batch_id: str) -> None:
-        """Wait until no interactive request does, or the batch ends."""
+    async def _wait_until_idle(self, batch_id: str) -> None:
+        """Wait until no interactive request waits, or the batch is cancelled."""
         front_end, run = self.front_end, self._runs[batch_id]
         while (not front_end.is_ready or front_end.backend.load.num_waiting) and not run.is_cancelled:
             await asyncio.sleep(_POLL_S)
 
 
-def _ended(status: BatchStatus) -> dict[str, Any]:
+def _end_fields(status: BatchStatus) -> dict[str, Any]:
     return {"status": status, f"{status}_at": int(time.time())}
 
 
-def _failed(error: Exception) -> dict[str, Any]:
-    return _ended("failed") | {"errors": _errors("invalid_batch", str(error))}
+def _failure_fields(error: Exception) -> dict[str, Any]:
+    return _end_fields("failed") | {"errors": _errors("invalid_batch", str(error))}
 
 
 def _seconds_left(batch: Mapping[str, Any]) -> float | None:
-    """Until a batch expires; None: it does not."""
+    """Return the seconds until a batch expires; None if it does not expire."""
     at_s = expires_at(batch)
     return None if at_s == math.inf else max(0.0, at_s - time.time())
 
@@ -337,7 +342,7 @@ def _errors(code: str, message: str) -> dict[str, Any]:
 
 
 def _is_metadata(given: object) -> bool:
-    """As OpenAI has it: a few names, each with some text."""
+    """Return whether metadata has OpenAI's form: a few names, each with a short text."""
     if not isinstance(given, dict) or len(given) > _MOST_METADATA:
         return False
     lengths = {_MOST_KEY: given.keys(), _MOST_VALUE: given.values()}

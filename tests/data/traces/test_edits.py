@@ -22,9 +22,9 @@ from patchedserve.data.traces.edits import (
 )
 from patchedserve.data.traces.files import load_trace, save_trace
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
-from patchedserve.profiling.runs.trace_settings import TraceSettings, draw_requests
 from patchedserve.serving.families.geometry import Geometry
 from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.runs.trace_settings import TraceSettings, draw_requests
 
 # InstGenIE section 2.2 and figure 3.
 PUBLISHED = {

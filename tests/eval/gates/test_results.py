@@ -19,9 +19,9 @@ from patchedserve.eval.compare.paired import compare_values
 from patchedserve.eval.gates.judging import Gate, judge
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.results import MetricResult
-from patchedserve.profiling.runs.figures import run_figures
 from patchedserve.serving.core.metrics import summarize
 from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.runs.figures import run_figures
 
 from ...support.gate_results import figures_in
 

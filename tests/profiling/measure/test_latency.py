@@ -16,7 +16,6 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.tables.latency import read_latencies, write_latencies
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.measure import latency
 from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
 from patchedserve.profiling.steps.combinations import (
@@ -28,6 +27,7 @@ from patchedserve.profiling.steps.sides import EngineSide, RequestPool
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.runs.machine import run_facts
 
 from ...support.bench_cases import latents_of, steps_by_diffusers
 from ...support.tiny_models import largest_error, tiny_sd3, tiny_sdxl

@@ -12,10 +12,10 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
-from patchedserve.profiling.runs.trace_settings import TraceSettings
 from patchedserve.profiling.sweep.runner import run_sweep
 from patchedserve.profiling.sweep.settings import Served, SweepFolder, SweepSettings, read_head
 from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.runs.trace_settings import TraceSettings
 from patchedserve.serving.scheduling.systems import System
 
 

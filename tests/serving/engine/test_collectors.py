@@ -257,7 +257,8 @@ def test_what_had_not_arrived_is_told_as_well(model: ServedModel, interrupt: Cal
     """The system may hand a Ctrl-C to any thread, and the one that waits sleeps on."""
     counters = Counters()
     engine = Engine(model, get_policy("fcfs"), collector=counters, on_finish=lambda record: interrupt())
-    result = replay(engine, [Request(0, "a", SMALL, 1), Request(1, "b", SMALL, 1, arrival_s=600.0)])
+    requests = Request(0, "a", SMALL, 1), Request(1, "b", SMALL, 1, arrival_s=600.0)
+    result = replay(engine, list(map(model.checked, requests)))
     assert result.was_interrupted
     assert counters.ended == {"completed": 1, "cancelled": 1}
 

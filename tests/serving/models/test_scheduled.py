@@ -154,7 +154,7 @@ def test_an_edit_skips_steps_and_keeps_what_is_outside_its_mask(tmp_path: Path) 
     image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for strength, computed in ((1.0, 5), (0.5, 3)):
         request = Request(0, "a hat", SIZES[0], 20, 3.0, edit=EditSpec(image, mask, strength))
-        assert model.num_computed(request) == model.prepare(request).state.num_steps == computed
+        assert model.checked(request).num_computed == model.prepare(request).state.num_steps == computed
         [latents] = run_joining(model, [request])[0].values()
         known = model.prepare(request).known
         assert known is not None
@@ -175,7 +175,7 @@ def test_edits_over_a_record_compute_every_step_beside_drawings_that_skip(tmp_pa
     assert model.prepare(drawing).steps_reused == 15
     # An image that is to leave a record computes all of its steps, too.
     model.reuse.start_trajectory(drawing, tmp_path / "steps")
-    assert model.num_computed(drawing) == model.prepare(drawing).state.num_steps == 20
+    assert model.checked(drawing).num_computed == model.prepare(drawing).state.num_steps == 20
 
 
 def test_passes_that_are_played_back_are_those_of_the_computed_steps(tmp_path: Path) -> None:

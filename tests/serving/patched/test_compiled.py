@@ -17,12 +17,12 @@ from torch._dynamo.utils import counters
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.profiling.runs.serve import what_was_learnt
 from patchedserve.serving.core.captured import CapturedPasses, CudaRecorder, PassBatch, Recorder
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
+from patchedserve.serving.runs.summary import what_was_learnt
 
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain

@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.profiling.runs.serve import what_was_learnt
 from patchedserve.serving.core.captured import CapturedPasses, PassBatch
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.models.build import build_model
@@ -20,6 +19,7 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.plain.formats import PlainModels, Point, channels_last_copy
 from patchedserve.serving.plain.stepper import PlainStepper
+from patchedserve.serving.runs.summary import what_was_learnt
 
 from ...support.family_kit import BUILDS, denoised, mixed
 from ...support.patched_cases import model_of

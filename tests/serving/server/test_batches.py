@@ -90,8 +90,8 @@ def test_too_many_lines(tmp_path: Path) -> None:
 def test_what_is_done_stays_done(tmp_path: Path) -> None:
     lines = read_lines(written(tmp_path, line("a"), line("b"), line("c")))
     output = BatchOutput(tmp_path / "out")
-    output.completed(lines[0], {"data": []}, "one")
-    output.failed(lines[1], invalid("no", "prompt"), "two")
+    output.write_completed(lines[0], {"data": []}, "one")
+    output.write_failed(lines[1], invalid("no", "prompt"), "two")
     # The process is killed in the middle of a line.
     with (tmp_path / "out" / "output.jsonl").open("ab") as file:
         file.write(b'{"custom_id": "c", "resp')
@@ -103,7 +103,7 @@ def test_what_is_done_stays_done(tmp_path: Path) -> None:
     again = BatchOutput(tmp_path / "out")
     assert not left.exists()
     assert again.done == {"a": True, "b": False}
-    again.completed(lines[2], {"data": []}, "three")
+    again.write_completed(lines[2], {"data": []}, "three")
     told = [json.loads(each) for each in (tmp_path / "out" / "output.jsonl").read_text().splitlines()]
     assert [each["custom_id"] for each in told] == ["a", "c"]
     errors = json.loads((tmp_path / "out" / "errors.jsonl").read_text())
@@ -125,17 +125,17 @@ from patchedserve.serving.server.errors import invalid
 
 lines = read_lines(Path(sys.argv[1]))
 output = BatchOutput(Path(sys.argv[2]))
-output.completed(lines[0], {}, "one")
+output.write_completed(lines[0], {}, "one")
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-for write in (output.completed, lambda line, body, name: output.failed(line, invalid(body["text"]), name)):
+for write in (output.write_completed, lambda line, body, name: output.write_failed(line, invalid(body["text"]), name)):
     try:
         write(lines[1], {"text": "x" * 100_000}, "two")
     except OSError as error:
         print(error.strerror, output.done)
 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-output.completed(lines[1], {"text": "x" * 100_000}, "two")
-output.failed(lines[2], invalid("no"), "three")
+output.write_completed(lines[1], {"text": "x" * 100_000}, "two")
+output.write_failed(lines[2], invalid("no"), "three")
 """
 
 
@@ -262,7 +262,7 @@ def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:
     BatchFolder(tmp_path).write_batch(batch | {"request_counts": counts})
     with closing(BatchOutput(tmp_path / "batches" / "batch_1")) as output:
         for each in read_lines(tmp_path / "batch.jsonl"):
-            output.completed(each, {"data": []}, "one")
+            output.write_completed(each, {"data": []}, "one")
     opened: list[tuple[str, bool]] = []
     is_over = False
 

@@ -164,10 +164,29 @@ def test_a_process_that_ends_or_stands_still_is_one_forms_matter(monkeypatch: py
         await ended({process})
         monkeypatch.undo()
         await answered(processes)
+        # Killed while it is idle: the next form is decoded by another one.
         [process] = pids() - before
         os.kill(process, signal.SIGKILL)
-        with pytest.raises(ApiError, match="SIGKILL"):
-            await answered(processes)
+        await ended({process})
+        assert (await answered(processes)).resolution == SIZE
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, 503), (signal.SIGTERM, 503), (signal.SIGSEGV, 400), (signal.SIGABRT, 400)]
+)
+def test_a_client_is_to_blame_for_faults_of_its_image_alone(number: signal.Signals, status: int) -> None:
+    async def work() -> None:
+        processes, before = EditProcesses(MODEL, LIMITS, decode_s=600), pids()
+        slow = asyncio.ensure_future(answered(processes, **SLOW))
+        while not (busy := pids() - before):
+            await asyncio.sleep(0.01)
+        for process in busy:
+            os.kill(process, number)
+        with pytest.raises(ApiError, match=number.name) as caught:
+            await slow
+        assert caught.value.status == status
         assert (await answered(processes)).resolution == SIZE
 
     run(work())

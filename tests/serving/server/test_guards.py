@@ -206,14 +206,14 @@ def test_a_key_does_not_fill_the_memory_of_others() -> None:
     large = LargeBodies(1_000, 30.0)
     with ExitStack() as sent:
         for _ in range(3):
-            sent.enter_context(large.holding("a"))(1_000)
-        with large.holding("a") as hold, pytest.raises(ApiError, match="too much is being sent") as caught:
-            hold(1)
+            sent.enter_context(large.reserve("a"))(1_000)
+        with large.reserve("a") as reserve_bytes, pytest.raises(ApiError, match="too much is being sent") as caught:
+            reserve_bytes(1)
         assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "30")
-        with large.holding("b") as hold:
-            hold(600)
-            hold(400)
-            with large.holding("c") as third, pytest.raises(ApiError):
+        with large.reserve("b") as reserve_bytes:
+            reserve_bytes(600)
+            reserve_bytes(400)
+            with large.reserve("c") as third, pytest.raises(ApiError):
                 third(1)
-    with large.holding("a") as hold:
-        hold(3_000)
+    with large.reserve("a") as reserve_bytes:
+        reserve_bytes(3_000)

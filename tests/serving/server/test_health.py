@@ -101,7 +101,7 @@ def test_batches_that_are_too_large_are_told(
         assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 200, "/health": 200}
         assert backend.trouble.startswith("steps of batches fail and are repeated in halves: 1 so far, the first by")
         assert "illegal memory access" in backend.trouble
-        monkeypatch.setattr(local, "TOLD_FOR_S", 0.0)
+        monkeypatch.setattr(local, "FAILURES_REPORTED_S", 0.0)
         assert backend.trouble == ""
 
     run(work, model)

@@ -19,7 +19,7 @@ from patchedserve.serving.server.limits import Limits
 from patchedserve.serving.server.live import Live
 from patchedserve.serving.server.local import LocalBackend, LocalSetup
 from patchedserve.serving.server.protocol import ModelFacts, parse_generation
-from patchedserve.serving.server.tickets import Drawn, Ticket
+from patchedserve.serving.server.tickets import FinishedImage, Ticket
 
 SIZE = Resolution(64, 64)
 FACTS = ModelFacts("tiny", ModelDefaults(6, 3.0, SIZE, (SIZE,)))
@@ -55,7 +55,7 @@ def ended(number: int, latency_s: float = 1.0, key: str = "") -> Ticket:
     record.close("completed", latency_s)
     ticket = Ticket(wanted, None, lambda number, reason: None, cast(Any, None), lambda ticket: None, key)
     ticket.records.append(record)
-    ticket.drawn[0] = Drawn(b"", record)
+    ticket.drawn[0] = FinishedImage(b"", record)
     return ticket
 
 

@@ -247,7 +247,7 @@ def test_a_ticket_ends_whatever_its_backend_does(model: ServedModel, monkeypatch
         assert goes_on.wait(60)
         return step(batch)
 
-    monkeypatch.setattr(tickets, "GIVEN_UP_S", 0.2)
+    monkeypatch.setattr(tickets, "CANCEL_TIMEOUT_S", 0.2)
 
     async def work(backend: LocalBackend) -> None:
         monkeypatch.setattr(model.stepper, "step", waiting_step)

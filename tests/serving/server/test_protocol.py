@@ -12,9 +12,9 @@ from starlette.requests import Request
 
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.defaults import ModelDefaults
-from patchedserve.serving.server.edits import form_in
+from patchedserve.serving.server.edits import read_form
 from patchedserve.serving.server.errors import ApiError
-from patchedserve.serving.server.json_body import object_in, parse_object
+from patchedserve.serving.server.json_body import parse_object, read_object
 from patchedserve.serving.server.limits import Limits
 from patchedserve.serving.server.protocol import Generation, ModelFacts, parse_generation
 
@@ -158,8 +158,8 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("read", "wanted"),
     [
-        (object_in, "JSON (curl: -H 'Content-Type: application/json')"),
-        (partial(form_in, limits=LIMITS), "a form (Content-Type: multipart/form-data; curl: -F name=value)"),
+        (read_object, "JSON (curl: -H 'Content-Type: application/json')"),
+        (partial(read_form, limits=LIMITS), "a form (Content-Type: multipart/form-data; curl: -F name=value)"),
     ],
 )
 @pytest.mark.parametrize(

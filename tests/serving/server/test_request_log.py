@@ -18,7 +18,7 @@ from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.server.limits import Limits
 from patchedserve.serving.server.protocol import ModelFacts, parse_generation
 from patchedserve.serving.server.request_log import RequestLog
-from patchedserve.serving.server.tickets import Drawn, Ticket, metrics_of
+from patchedserve.serving.server.tickets import FinishedImage, Ticket, metrics_of
 
 SIZE = Resolution(64, 64)
 _LINES = """
@@ -67,7 +67,7 @@ def test_no_line_tells_where_images_are(capsys: pytest.CaptureFixture[str]) -> N
         ticket.numbers = [1, 2]
         record = RequestRecord.of(Request(1, "a cat", SIZE))
         record.close(record_status, 1.0, "for a reason")
-        ticket.drawn[1] = Drawn(b"an image", record)
+        ticket.drawn[1] = FinishedImage(b"an image", record)
         ticket.on_end(record, None)
         ticket.fail(None, 1)
         await ticket.over.wait()

@@ -19,7 +19,7 @@ from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.tables.latency import LatencyRow
 from patchedserve.data.work import Work
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.runs.outside_profile import predictions_outside
+from patchedserve.serving.runs.outside_profile import predictions_outside
 from patchedserve.training.latency import fitting
 from patchedserve.training.latency.file import SupportVectors
 from patchedserve.training.latency.fitting import (

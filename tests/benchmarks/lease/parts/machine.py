@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from patchedserve.profiling.machine import cpu_name
+from patchedserve.serving.runs.machine import cpu_name
 
 from ..context import Context, Row
 from ..versions import versions

@@ -12,14 +12,15 @@ from patchedserve.data.prompts.captions import load_prompts
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.data.workspace import Workspace
-from patchedserve.profiling.measure.standalone import standalone_latencies
-from patchedserve.profiling.runs.serve import run_serve
+from patchedserve.profiling.report.html import write_report
 from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.core.captured import CapturedPasses
 from patchedserve.serving.models.build import with_engine
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.plain.stepper import PlainStepper
+from patchedserve.serving.runs.serve import run_serve
+from patchedserve.serving.runs.standalone import standalone_latencies
 from patchedserve.serving.scheduling.systems import get_system
 
 from ..context import Context, Row
@@ -72,6 +73,7 @@ def _serve(context: Context, name: str, rate: float) -> Row:
         workspace,
         dataset="dataset-c",
         config={"system": name},
+        write_report=write_report,
         slo_scale=_SLO_SCALE,
         max_batch_size=_MOST_TOGETHER,
         on_start=recorder.reset,  # tuning has recorded, too

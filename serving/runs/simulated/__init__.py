@@ -1,0 +1,1 @@
+"""Runs on the virtual clock: files and calibrations of modelled engines, deployments, runs and searches. No torch."""

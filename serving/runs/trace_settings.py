@@ -1,0 +1,250 @@
+"""Settings of a trace, and the requests drawn from them. This module imports no torch."""
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from ...data.resolution import Resolution, parse, parse_list
+from ..models.defaults import ModelDefaults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...data.traces.curves import Curve
+    from ...data.traces.edits import EditDraws
+    from ...data.traces.traces import TraceKind
+    from ..families.geometry import Geometry
+
+_DEFAULT_NUM_PROMPTS = 32
+_DEFAULT_GAMMA_CV = 2.0
+
+
+DEFAULT_SLO_SCALE = 5.0
+"""SLO scale of PatchedServe, section 8.1."""
+
+
+@dataclass(frozen=True, slots=True)
+class EditSettings:
+    """Edits among the requests of a trace.
+
+    Attributes:
+        share: share of the requests that are edits; 0 for none.
+        mask_ratios: name of a published distribution, or a CSV file of ratios (`data.traces.edits.read_mask_ratios`);
+            None for `production`.
+        templates, template_skew, strength: as in `data.traces.edits.EditDraws`; None for its defaults.
+    """
+
+    share: float = 0.0
+    mask_ratios: str | None = None
+    templates: int | None = None
+    template_skew: float | None = None
+    strength: float | None = None
+
+    def to_draws(self) -> "EditDraws | None":
+        """Return how edits are drawn; None if there are none. Raises UsageError if a setting is given without a share,
+        or is out of range.
+        """
+        from ...data.traces.edits import EditDraws, read_mask_ratios
+
+        given = {"num_templates": self.templates, "skew": self.template_skew, "strength": self.strength}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not self.share:
+            if given or self.mask_ratios is not None:
+                raise UsageError("mask ratios, templates and their skew are of edits, and there are none: add --edits")
+            return None
+        if not 0 < self.share <= 1:
+            raise UsageError(f"--edits is {self.share:g}, but it must be a share of the requests, from 0 to 1")
+        return EditDraws(self.share, read_mask_ratios(self.mask_ratios or "production"), **given)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """Settings of a trace; None leaves a setting to the model or to the kind of trace.
+
+    Attributes:
+        trace: one of `TRACE_KINDS`, or the path of a trace file.
+        request_rate: mean arrivals per second of a random trace.
+        cv: coefficient of variation of the gaps of a gamma trace.
+        num_prompts: maximum number of requests.
+        duration_s: time in seconds after which no request arrives.
+        resolutions, mix: as text, such as "128,192" and "1,2"; used for random traces, and for lines of a file that
+            name no resolution.
+        prompts: file of prompts; None for the bundled captions.
+        num_inference_steps, guidance_scale: for random traces, and for lines of a file that name none.
+        seed: seed of all random draws.
+        from_zero: whether a file's first request is moved to 0, for files stamped with clock time.
+        amplitude, period_s: amplitude and period of a diurnal trace (`TraceConfig`).
+        arrivals: CSV file of the recorded arrivals of an azure trace.
+        curve: CSV file of the rate of a shape trace over time; None for the bundled one.
+        rate_range: minimum and maximum rate of a shape trace, as "1:8"; its length is `duration_s`.
+        edits: edits among the requests.
+        slo: SLO in seconds of requests that have none, as text: "2.5", or "128x128=1.5,256=3" by resolution. Without
+            it, and for resolutions that it does not name, the SLO is a multiple of the standalone latency.
+    """
+
+    trace: str = "poisson"
+    request_rate: float = 1.0
+    cv: float | None = None
+    num_prompts: int | None = None
+    duration_s: float | None = None
+    resolutions: str | None = None
+    mix: str | None = None
+    prompts: Path | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    seed: int = 0
+    from_zero: bool = False
+    amplitude: float | None = None
+    period_s: float | None = None
+    arrivals: Path | None = None
+    curve: Path | None = None
+    rate_range: str | None = None
+    edits: EditSettings = field(default_factory=EditSettings)
+    slo: str | None = None
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the settings by the names of the options, as JSON, for summaries and reports."""
+        given = {name.removesuffix("_s"): value for name, value in asdict(self).items() if name != "from_zero"}
+        given |= {name: str(given[name]) for name in ("arrivals", "prompts", "curve") if given[name] is not None}
+        if not self.edits.share:
+            del given["edits"]
+        if self.slo is None:
+            del given["slo"]
+        # JSON has no infinity.
+        return given | {"request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf"}
+
+
+def draw_requests(
+    settings: TraceSettings, defaults: ModelDefaults, *, geometry: "Callable[[], Geometry] | None" = None
+) -> list[Request]:
+    """Draw or read the trace.
+
+    Args:
+        settings: settings of the trace.
+        defaults: defaults of the model.
+        geometry: returns the geometry that edits must fit, whose images and masks are then read; None if the trace may
+            not contain edits.
+
+    Raises:
+        UsageError: if a setting is out of its range or a file is malformed (file and line are named), or an edit does
+            not fit or is not allowed.
+    """
+    requests = draw_trace(settings, defaults)
+    traced = next((request for request in requests if request.traced is not None), None)
+    if traced is None:
+        return requests
+    if geometry is None:
+        raise UsageError(
+            f"request {traced.request_id} of the trace is an edit, and only psctl serve and simulate take those, "
+            "without a cascade"
+        )
+    from ...data.traces.edits import with_pixels
+
+    known, requests = geometry(), list(map(with_pixels, requests))
+    for request in requests:
+        known.check_edit(request)
+    return requests
+
+
+def draw_trace(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
+    """Draw or read the trace, with edits as the trace names them, without their pixels. Raises as `draw_requests`,
+    except for edits.
+    """
+    slo_of = parse_slo(settings.slo)
+    return [
+        request if request.slo_s is not None else replace(request, slo_s=slo_of(request.resolution))
+        for request in _without_slos(settings, defaults)
+    ]
+
+
+def parse_slo(text: str | None) -> "Callable[[Resolution], float | None]":
+    """Parse SLOs such as `"2.5"` or `"128x128=1.5,256=3"`. Returns a function from a resolution to seconds, None for
+    resolutions that the text does not name. Raises UsageError.
+    """
+    by_size: dict[Resolution | None, float] = {}
+    for part in () if text is None else text.split(","):
+        size, _, seconds = part.rpartition("=")
+        try:
+            value = float(seconds)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf or (not size and part != text):
+            raise UsageError(
+                f"--slo is {text!r}, but it must be seconds above 0, as 2.5, or by resolution, as 128x128=1.5,256=3"
+            )
+        by_size[parse(size) if size else None] = value
+    return lambda resolution: by_size.get(resolution, by_size.get(None))
+
+
+def _without_slos(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
+    """Draw or read the trace without adding SLOs; only lines of a file that name one have it."""
+    # Imported here, because the command line reads the settings' defaults, and its help must not wait for numpy.
+    from ...data.prompts.captions import load_prompts
+    from ...data.traces import files, traces
+    from ...data.traces.arrivals import read_arrivals
+    from ...data.traces.draws import TraceDefaults, parse_mix
+
+    resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
+    mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
+    steps = defaults.num_inference_steps if settings.num_inference_steps is None else settings.num_inference_steps
+    scale = defaults.guidance_scale if settings.guidance_scale is None else settings.guidance_scale
+    for option, value, wanted in (
+        ("--cv", settings.cv, "gamma"),
+        ("--amplitude", settings.amplitude, "diurnal"),
+        ("--period", settings.period_s, "diurnal"),
+        ("--arrivals", settings.arrivals, "azure"),
+        ("--curve", settings.curve, "shape"),
+        ("--rate-range", settings.rate_range, "shape"),
+    ):
+        if value is not None and settings.trace != wanted:
+            raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
+    prompts, edits = load_prompts(settings.prompts), settings.edits.to_draws()
+    if settings.trace not in traces.TRACE_KINDS:
+        file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed, edits=edits)
+        requests = files.load_trace(settings.trace, defaults=file_defaults)
+        if settings.from_zero:
+            requests = traces.retime(requests, from_zero=True)
+        return traces.limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
+    is_unlimited = settings.num_prompts is None and settings.duration_s is None
+    swing = {"amplitude": settings.amplitude, "period_s": settings.period_s}
+    kind: TraceKind = settings.trace  # type: ignore[assignment]  it is one of them, and TraceConfig checks
+    config = traces.TraceConfig(
+        kind=kind,
+        request_rate=settings.request_rate,
+        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited and kind != "azure" else settings.num_prompts,
+        duration_s=settings.duration_s,
+        cv=1.0 if kind != "gamma" else _DEFAULT_GAMMA_CV if settings.cv is None else settings.cv,
+        resolutions=resolutions,
+        mix=mix,
+        num_inference_steps=steps,
+        guidance_scale=scale,
+        seed=settings.seed,
+        arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
+        curve=_curve(settings) if kind == "shape" else None,
+        edits=edits,
+        **{name: value for name, value in swing.items() if value is not None},
+    )
+    return traces.generate_trace(config, prompts)
+
+
+def _curve(settings: TraceSettings) -> "Curve":
+    from ...data.traces.curves import Curve
+
+    if settings.duration_s is None or settings.rate_range is None:
+        raise UsageError("a shape trace needs its least and greatest rate, as --rate-range 1:8, and its --duration")
+    ends = settings.rate_range.split(":")
+    try:
+        low, high = map(float, ends)
+    except ValueError as error:
+        raise UsageError(f"--rate-range is {settings.rate_range!r}, but it must be two rates, as 1:8") from error
+    curve = Curve.in_the_box() if settings.curve is None else Curve.read(settings.curve)
+    return curve.scaled(low, high, settings.duration_s)
+
+
+def check_slo_scale(slo_scale: float) -> None:
+    """Raise UsageError unless an SLO scale is more than 0 and finite."""
+    if not 0 < slo_scale < math.inf:
+        raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")

@@ -1,0 +1,90 @@
+"""A served trace: its requests are checked once, as the system adapts them, and carry what the run knows of them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.workspace import Workspace
+from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.core.step_row import StepRow
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.runs.serve import ServeOutcome, run_serve
+from patchedserve.serving.scheduling.systems import System
+
+from ...support.tiny_models import tiny_sdxl
+
+SIZE = Resolution(32, 32)
+HALF = System("half", "half of the steps", "plain", "continuous", steps_share=0.5)
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return build_model(tiny_sdxl(), name="tiny")
+
+
+def one_line(
+    run_dir: Path,
+    summary: Mapping[str, Any],
+    records: Sequence[RequestRecord],
+    steps: Sequence[StepRow],
+    *,
+    images: Sequence[tuple[Path, str]] = (),
+) -> Path:
+    """A report of one line."""
+    path = run_dir / "report.html"
+    path.write_text(f"{len(records)} requests, {len(steps)} steps, {len(images)} images")
+    return path
+
+
+def served(model: ServedModel, requests: Sequence[Request], folder: Path) -> ServeOutcome:
+    place = Workspace(folder).for_model(model.name, "cpu")
+    save_dir = folder / "images"
+    return run_serve(model, requests, HALF, place, dataset="test", config={}, write_report=one_line, save_dir=save_dir)
+
+
+def test_each_request_is_checked_once_with_the_steps_of_the_system(
+    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, checked = ServedModel.check_request, list[tuple[int, int]]()
+
+    def noted(self: ServedModel, request: Request) -> None:
+        checked.append((request.request_id, request.num_inference_steps))
+        check(self, request)
+
+    monkeypatch.setattr(ServedModel, "check_request", noted)
+    requests = [Request(number, "a hat", SIZE, 4 + 2 * number, slo_s=600.0) for number in range(3)]
+    outcome = served(model, requests, tmp_path)
+    assert checked == [(0, 2), (1, 3), (2, 4)]
+    assert [record.num_inference_steps for record in outcome.records] == [2, 3, 4]
+    assert [(record.status, record.slo_s) for record in outcome.records] == [("completed", 600.0)] * 3
+    report = outcome.run_dir / "report.html"
+    assert report.read_text() == f"3 requests, {len(outcome.steps)} steps, 3 images"
+    assert (tmp_path / "images" / "report.html").read_text() == report.read_text()
+    assert (outcome.correction, outcome.was_interrupted) == (None, False)
+
+
+def test_slos_derive_from_the_requested_steps_and_not_from_those_of_the_system(
+    model: ServedModel, tmp_path: Path
+) -> None:
+    outcome = served(model, [Request(0, "a hat", SIZE, 4)], tmp_path)
+    [(shape, alone_s)] = outcome.summary["standalone_latency"].items()
+    assert shape == "32x32, 4 steps"
+    [record] = outcome.records
+    assert record.num_inference_steps == 2
+    assert record.slo_s == pytest.approx(5 * alone_s)
+
+
+def test_a_request_that_cannot_be_served_stops_the_run_before_anything_is_measured(
+    model: ServedModel, tmp_path: Path
+) -> None:
+    requests = [Request(0, "a hat", SIZE, 4), Request(1, "a hat", Resolution(36, 32), 4)]
+    with pytest.raises(UsageError, match="36x32"):
+        served(model, requests, tmp_path)
+    assert not list(tmp_path.rglob("standalone.json"))
+    assert not list(tmp_path.rglob("trace.jsonl"))
