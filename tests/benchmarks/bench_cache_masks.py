@@ -29,7 +29,7 @@ from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.runs.machine import run_facts
-from patchedserve.tests.support.imposed_reuse import Imposed
+from patchedserve.tests.support.imposed_reuse import FixedShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def measure(model: ServedModel, timing: Timing) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace(folder).for_model("masks", model.device.type)
         settings = [Setting("off", "off", CacheOptions())]
-        settings += [Setting(f"{share:.0%}", "masks", options, Imposed(share)) for share in timing.shares]
+        settings += [Setting(f"{share:.0%}", "masks", options, FixedShare(share)) for share in timing.shares]
         sides = [make_side(model, setting, workspace, sizes) for setting in settings]
     requests = [
         Request(number, "a hat", size, 1_000, guidance_scale=timing.guidance_scale, seed=number)

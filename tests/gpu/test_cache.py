@@ -12,7 +12,7 @@ from patchedserve.serving.cache.options import CacheMode, CacheOptions
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 
-from ..support.cached_models import ByPlace
+from ..support.cached_models import PlaceRule
 from ..support.family_kit import denoised
 from ..support.patched_models import relative_error
 from .cases import BUNDLED, EXACT, JOINS, alone, mixed, served, served_together
@@ -47,7 +47,7 @@ def test_patches_are_reused_one_by_one_as_in_a_request_alone(name: str, order: A
         model = _cached(name, device, order=order, threshold=0.1, warmup_steps=1, max_reuse=2, full_above=1)
         cache = patched_stepper(model).model.cache
         assert cache is not None
-        cache.rule = ByPlace()
+        cache.rule = PlaceRule()
         cache.wants_masks[:] = [True] * len(cache.names)
         found.append([latents for batch in batches for latents in denoised(model, batch)])
         assert _stats(model).masked > 0

@@ -13,7 +13,7 @@ from patchedserve.serving.cache.patch_cache import PatchCache
 from patchedserve.serving.cache.rules import Booleans, PatchView, ReuseRule
 from patchedserve.serving.patched.patched_model import PatchedModel
 
-from .imposed_reuse import Imposed
+from .imposed_reuse import FixedShare
 from .patched_cases import model_of
 from .patched_models import Row, stack_conditions
 
@@ -22,7 +22,7 @@ OPTIONS = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max
 STEPS = 20
 
 
-class ByPlace(ReuseRule):
+class PlaceRule(ReuseRule):
     """Reuses a patch depending only on its request's step and its own place, never on its neighbours.
 
     It requests input changes without using them, so that stores keep inputs, too.
@@ -36,13 +36,13 @@ class ByPlace(ReuseRule):
         return mixed / 2**32 < 0.5
 
 
-class ByRequest(ReuseRule):
-    """Reuses all patches of some requests, and at every fourth step of the first request also patches as `ByPlace`."""
+class RequestRule(ReuseRule):
+    """Reuses all patches of some requests, and at every fourth step of the first one also patches by `PlaceRule`."""
 
     needs_change = True
 
     def __init__(self) -> None:
-        self.by_place = ByPlace()
+        self.by_place = PlaceRule()
 
     def may_reuse(self, view: PatchView) -> Booleans:
         is_reused = (view.steps_done * 2 + view.request + view.pixels // 4096) % 3 != 0
@@ -53,7 +53,7 @@ class Switch(ReuseRule):
     """Reuses a random share once it is switched on."""
 
     def __init__(self, share: float) -> None:
-        self.imposed, self.is_on = Imposed(share, seed=3), False
+        self.imposed, self.is_on = FixedShare(share, seed=3), False
 
     def may_reuse(self, view: PatchView) -> Booleans:
         return self.imposed.may_reuse(view) if self.is_on else np.zeros(len(view.request), bool)

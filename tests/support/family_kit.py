@@ -30,7 +30,7 @@ from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions, ModelOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 
-from .cached_models import ByPlace
+from .cached_models import PlaceRule
 from .patched_models import relative_error
 from .tiny_families import (
     tiny_aura,
@@ -264,7 +264,7 @@ def _cached(pipe: Any, options: CacheOptions) -> tuple[ServedModel, PatchCache]:
     cache = patched_stepper(model).model.cache
     assert cache is not None
     if options is _CACHE:
-        cache.rule = ByPlace()
+        cache.rule = PlaceRule()
         # Otherwise the first step in which any request needs a mask would be computed in full.
         cache.wants_masks[:] = [True] * len(cache.names)
     return model, cache

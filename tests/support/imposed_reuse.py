@@ -5,7 +5,7 @@ import numpy as np
 from patchedserve.serving.cache.rules import Booleans, PatchView, ReuseRule
 
 
-class Imposed(ReuseRule):
+class FixedShare(ReuseRule):
     """Reuses a given share of the patches, chosen at random for each block and step."""
 
     def __init__(self, share: float, seed: int = 0) -> None:

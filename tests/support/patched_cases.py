@@ -18,7 +18,7 @@ TRANSFORMERS = [
 ]
 MASKED = ["chroma", "pixart", "lumina2", "qwen", "z-image"]
 """Models whose text has a mask: equal tokens do not identify what it leaves out."""
-PLACED = ["flux2", "klein"]
+WITH_POSITIONS = ["flux2", "klein"]
 """Models whose text tokens have positions, so that equal tokens differ. Their images may have odd sides."""
 SOME = ["sd15", "sdxl", "scale-shift", "sd3", "sd35", "flux"]
 FOUR_LEVELS = ["sd15", "sd2"]  # patches of 8 and more

@@ -38,14 +38,14 @@ class World:
         rng: random numbers of the run.
         slow: factor of all durations.
         broken: share of the calls of each stage that fail.
-        seen: counts of events.
+        event_counts: counts of events.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.slow = 1.0
         self.broken = {"preparing": 0.0, "denoising": 0.0, "decoding": 0.0}
-        self.seen = Counter[str]()
+        self.event_counts = Counter[str]()
 
     def heal(self) -> None:
         self.slow = 1.0
@@ -92,7 +92,7 @@ class RandomEngine:
     def withdraw_and_add_again(self) -> None:
         """Withdraw the waiting requests from the scheduler and add them again."""
         taken = self.scheduler.take_back()
-        self._world.seen["taken back"] += len(taken)
+        self._world.event_counts["taken back"] += len(taken)
         for request in taken:
             self.scheduler.add(request, RequestView.of(request))
         self._changed()
@@ -234,7 +234,7 @@ class RandomBackend(Backend):
             try:
                 await self.engine.run()
             except (RunError, MemoryError):
-                self._world.seen["crashes"] += 1
+                self._world.event_counts["crashes"] += 1
                 self.engine, self._health = None, Health.RESTARTING
             await asyncio.sleep(0.5)
 

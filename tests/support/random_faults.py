@@ -146,13 +146,13 @@ class RandomRun:
     """A run of several processes with random events; `go` raises AssertionError if an invariant is violated.
 
     Attributes:
-        seen: counts of events.
+        event_counts: counts of events.
     """
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.rng = random.Random(seed)
         self.world, self.folder = World(self.rng), folder
-        self.seen, self.disk = self.world.seen, FaultyDisk(folder)
+        self.event_counts, self.disk = self.world.event_counts, FaultyDisk(folder)
         self.policy = self.rng.choice(_POLICIES)
         self._loop: FastLoop | None = None
         self._inputs: dict[str, list[str]] = {}
@@ -184,7 +184,7 @@ class RandomRun:
             try:
                 loop.run_until_complete(work(process))
             except KilledError:
-                self.seen["kills"] += 1
+                self.event_counts["kills"] += 1
                 _abandon(loop, process)
             else:
                 left = [task for task in asyncio.all_tasks(loop) if not task.done()]
@@ -210,7 +210,7 @@ class RandomRun:
         await self._end(process)
 
     async def _end(self, process: Process) -> None:
-        self.seen["drains"] += 1
+        self.event_counts["drains"] += 1
         await process.front_end.drain(self.rng.choice((0.0, 5.0)))
         await process.batches.stop()
         await process.backend.stop()
@@ -237,7 +237,7 @@ class RandomRun:
                 if ticket.records[0].slo_met:
                     break
             except ApiError as error:
-                self.seen[f"not whole yet: {error.code}"] += 1
+                self.event_counts[f"not whole yet: {error.code}"] += 1
             assert loop.time() < healed_s + WHOLE_WITHIN_S, f"not served in time under {self.policy}"
             await asyncio.sleep(0.5)
         end_s = loop.time() + 3600
@@ -259,7 +259,7 @@ class RandomRun:
         """Check that each line of each batch has one answer, and its own image."""
         for batch in self._batches(process):
             wanted, where = self._inputs.get(batch["id"]), self.folder / "batches" / batch["id"]
-            self.seen[f"batch {batch['status']}"] += 1
+            self.event_counts[f"batch {batch['status']}"] += 1
             if wanted is None:  # it was created, but its client did not receive the response
                 continue
             found = Counter[str]()
@@ -280,13 +280,13 @@ class RandomRun:
                 assert batch["id"] in self._cancelled
             else:
                 assert batch["status"] == "failed"
-                assert self.seen["disk"], batch["errors"]
+                assert self.event_counts["disk"], batch["errors"]
 
     def _act(self, process: Process) -> None:
         """Make a random event happen."""
         rng, loop, engine = self.rng, asyncio.get_running_loop(), process.backend.engine
         what = rng.choices(list(_ACTS), list(_ACTS.values()))[0]
-        self.seen[what] += 1
+        self.event_counts[what] += 1
         if what == "ask":
             self._client(self._ask(process))
         elif what == "batch":
@@ -351,12 +351,12 @@ class RandomRun:
                 ticket.cancel("its client has left")
                 raise
         except ApiError as error:
-            self.seen[error.code] += 1
+            self.event_counts[error.code] += 1
             return
         except asyncio.CancelledError:
-            self.seen["left"] += 1
+            self.event_counts["left"] += 1
             return
-        self.seen["drawn"] += 1
+        self.event_counts["drawn"] += 1
         assert sorted(ticket.drawn) == list(range(len(wanted.seeds)))
         for index, drawn in ticket.drawn.items():
             with Image.open(io.BytesIO(drawn.content)) as image:
@@ -381,7 +381,7 @@ class RandomRun:
                 {"input_file_id": file["id"], "endpoint": "/v1/images/generations", "completion_window": "24h"}, key
             )
         except OSError:
-            self.seen["no room for a file"] += 1
+            self.event_counts["no room for a file"] += 1
             return
         self._inputs[batch["id"]] = [str(line["custom_id"]) for line in lines]
 
@@ -426,7 +426,7 @@ def run_seeds(seeds: Sequence[int]) -> Counter[str]:
 
     Raises AssertionError: an invariant is violated; the message names the seed.
     """
-    seen, store.run_in_threadpool = Counter[str](), _at_once
+    event_counts, store.run_in_threadpool = Counter[str](), _at_once
     gc.collect()
     gc.freeze()
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
@@ -439,12 +439,12 @@ def run_seeds(seeds: Sequence[int]) -> Counter[str]:
             secrets.token_hex = lambda nbytes=None: run.rng.randbytes(nbytes or 32).hex()  # noqa: B023
             time.time = lambda: 1.7e9 + run.now_s  # noqa: B023
             run.go()
-            seen.update(run.seen)
+            event_counts.update(run.event_counts)
         except BaseException as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    return seen
+    return event_counts
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def joined(patches: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 @dataclass
-class Served:
+class ServedRequest:
     """A request with its fake predictions, its noise, and the copy of diffusers' scheduler that is the reference."""
 
     index: int
@@ -149,7 +149,7 @@ class Served:
         return math.prod(self.latents.shape[2:]) // PATCH**2
 
 
-def start(case: str, index: int) -> Served:
+def start(case: str, index: int) -> ServedRequest:
     steps, rows, cols = REQUESTS[index]
     sampler = PerRequestSampler(make_scheduler(case), pass_step_kwargs=True)
     # The pipeline's mu grows with the image.
@@ -167,10 +167,10 @@ def start(case: str, index: int) -> Served:
     draws = torch.Generator().manual_seed(index)
     kept = len(BatchedSampler(state.scheduler, pass_step_kwargs=True).kept)
     history = torch.full_like(cut(latents), math.nan).repeat(1, kept, 1, 1)
-    return Served(index, state, reference, latents, draws, history, predictions)
+    return ServedRequest(index, state, reference, latents, draws, history, predictions)
 
 
-def pack(sampler: BatchedSampler, served: Sequence[Served]) -> SamplerBatch:
+def pack(sampler: BatchedSampler, served: Sequence[ServedRequest]) -> SamplerBatch:
     counts = torch.tensor([one.num_patches for one in served])
     return SamplerBatch(
         sampler,
@@ -181,7 +181,7 @@ def pack(sampler: BatchedSampler, served: Sequence[Served]) -> SamplerBatch:
     )
 
 
-def unpack(batch: SamplerBatch, served: Sequence[Served]) -> None:
+def unpack(batch: SamplerBatch, served: Sequence[ServedRequest]) -> None:
     """Return the batch's tensors to the requests."""
     counts = [one.num_patches for one in served]
     for one, patches in zip(served, batch.latents.split(counts), strict=True):
@@ -191,7 +191,7 @@ def unpack(batch: SamplerBatch, served: Sequence[Served]) -> None:
             one.history = patches
 
 
-def advance(batch: SamplerBatch, served: Sequence[Served]) -> None:
+def advance(batch: SamplerBatch, served: Sequence[ServedRequest]) -> None:
     """Take one step of the batch, with each request's own prediction and noise."""
     predictions = [one.predictions[one.state.steps_done] for one in served]
 
@@ -202,13 +202,13 @@ def advance(batch: SamplerBatch, served: Sequence[Served]) -> None:
     unpack(batch, served)
 
 
-def serve(case: str, arrivals: dict[int, int]) -> Iterator[tuple[SamplerBatch, list[Served]]]:
+def serve(case: str, arrivals: dict[int, int]) -> Iterator[tuple[SamplerBatch, list[ServedRequest]]]:
     """Serve the requests `arrivals` (index -> step at which it joins); yield before every step of the batch.
 
     The batch is rebuilt only when a request joins or leaves.
     """
     sampler = BatchedSampler(make_scheduler(case), pass_step_kwargs=True)
-    active: list[Served] = []
+    active: list[ServedRequest] = []
     batch: SamplerBatch | None = None
     step = 0
     while active or step <= max(arrivals.values()):
@@ -224,5 +224,5 @@ def serve(case: str, arrivals: dict[int, int]) -> Iterator[tuple[SamplerBatch, l
         step += 1
 
 
-def serve_to_the_end(case: str, arrivals: dict[int, int]) -> dict[int, Served]:
+def serve_to_the_end(case: str, arrivals: dict[int, int]) -> dict[int, ServedRequest]:
     return {one.index: one for _, served in serve(case, arrivals) for one in served}

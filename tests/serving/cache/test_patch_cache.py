@@ -21,14 +21,14 @@ from patchedserve.serving.patched.patched_model import PatchedModel
 from ...support.cached_models import (
     SIZES,
     STEPS,
-    ByPlace,
-    ByRequest,
+    PlaceRule,
+    RequestRule,
     Switch,
     begin,
     cached_model,
     step,
 )
-from ...support.imposed_reuse import Imposed
+from ...support.imposed_reuse import FixedShare
 from ...support.patched_models import Row, draw_rows, relative_error, run_patched
 from ...support.random_models import MODELS, TRANSFORMERS
 
@@ -111,7 +111,7 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
     """A request of which every block is computed needs nothing that is kept, whoever else is in the batch."""
-    model, patched, cache = cached_model(name, order, ByRequest())
+    model, patched, cache = cached_model(name, order, RequestRule())
     plain = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
     first = draw_rows(model, SIZES)
     begin(patched, first)
@@ -139,7 +139,7 @@ def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monke
     for is_masked in (False, True):
         if is_masked:
             monkeypatch.setattr("patchedserve.serving.cache.patch_batch.PatchBatch.fill", lambda *_: None)
-        model, patched, cache = cached_model(name, order, ByRequest())
+        model, patched, cache = cached_model(name, order, RequestRule())
         outputs = []
         for keys, steps in (
             ([0, 1, 2, 3, 4], range(4, 9)),
@@ -182,7 +182,7 @@ def run_plain_patched(model: Any, rows: Sequence[Row]) -> list[Tensor]:
 def test_requests_that_join_and_leave_never_read_others_slots(name: str, order: Any) -> None:
     """Every request's outputs in a changing batch are those that it has when it is served alone."""
     options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=2, max_reuse=2, full_above=1)
-    model, patched, cache = cached_model(name, order, ByPlace(), options)
+    model, patched, cache = cached_model(name, order, PlaceRule(), options)
     rng = np.random.default_rng(7)
     sizes = [(16, 16), (24, 16), (24, 24), (32, 16)]
     histories: dict[int, list[Row]] = {}
@@ -211,7 +211,7 @@ def test_requests_that_join_and_leave_never_read_others_slots(name: str, order: 
     assert cache.stats.saved_share > 0.15
     assert len(histories) > 5
     for key, outputs in results.items():
-        _, alone, _ = cached_model(name, order, ByPlace(), options)
+        _, alone, _ = cached_model(name, order, PlaceRule(), options)
         begin(alone, histories[key][:1], [key])
         for done, out in enumerate(outputs):
             expected = step(alone, [histories[key][done]], [done])
@@ -236,7 +236,7 @@ def test_all_reused_skips_every_block() -> None:
 
 
 def test_reuse_is_bounded_and_first_and_last_steps_are_computed() -> None:
-    rule = Imposed(1.0)
+    rule = FixedShare(1.0)
     model, patched, cache = cached_model("sd3", "image", rule)
     rows = draw_rows(model, [(16, 16)])
     begin(patched, rows)
@@ -294,7 +294,7 @@ def observed_inputs(
 
 
 def test_a_decision_says_which_of_three_things_is_done() -> None:
-    rule = Imposed(0.0)
+    rule = FixedShare(0.0)
     model, patched, cache = cached_model("sd3", "image", rule)
     rows = draw_rows(model, SIZES)
     begin(patched, rows)
@@ -340,7 +340,7 @@ def test_who_decided_is_counted() -> None:
 
 def test_image_mode_skips_only_where_all_agree() -> None:
     options = CacheOptions("image", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
-    model, patched, cache = cached_model("sdxl", "image", ByPlace(), options)
+    model, patched, cache = cached_model("sdxl", "image", PlaceRule(), options)
     rows = draw_rows(model, SIZES)
     begin(patched, rows)
     for done in range(2, 6):

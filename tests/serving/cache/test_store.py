@@ -12,7 +12,7 @@ from patchedserve.serving.cache.patch_cache import PatchCache
 from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView
 from patchedserve.serving.cache.store import BlockStore, sampled
 
-from ...support.cached_models import SIZES, ByPlace, begin, cached_model, step
+from ...support.cached_models import SIZES, PlaceRule, begin, cached_model, step
 from ...support.patched_models import draw_rows
 from ...support.random_models import TRANSFORMERS
 
@@ -36,11 +36,11 @@ def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
 
 
 class Spy(InputThreshold):
-    """Reuses all it may, from step 15 what `ByPlace` says; keeps the changes that it was told of every block."""
+    """Reuses all it may, from step 15 what `PlaceRule` says; keeps the changes that it was told of every block."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
-        self.by_place, self.told = ByPlace(), dict[int, Tensor]()
+        self.by_place, self.told = PlaceRule(), dict[int, Tensor]()
 
     def may_reuse(self, view: PatchView) -> Booleans:
         assert view.change is not None

@@ -22,12 +22,12 @@ from ...support.patched_cases import (
     FEW_WAYS,
     FOUR_LEVELS,
     MIXED,
-    PLACED,
     SOME,
     TOLERANCE,
     TRANSFORMERS,
     UNETS,
     WAYS,
+    WITH_POSITIONS,
     model_of,
     ways_for,
 )
@@ -69,7 +69,7 @@ def told_exactly(rows: Sequence[Row]) -> list[Row]:
 def test_mixed_batch_equals_plain(name: str, batch: str) -> None:
     sizes, num_each = BATCHES[batch]
     ways = ways_for(name, sizes)
-    if name in TRANSFORMERS and batch == "odd sides" and name not in PLACED:
+    if name in TRANSFORMERS and batch == "odd sides" and name not in WITH_POSITIONS:
         assert ways == []
         return
     model = model_of(name)

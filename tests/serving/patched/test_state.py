@@ -21,11 +21,11 @@ from ...support.patched_cases import (
     MASKED,
     MIXED,
     PATCH_STITCH,
-    PLACED,
     SOME,
     TOLERANCE,
     TRANSFORMERS,
     UNETS,
+    WITH_POSITIONS,
     model_of,
     modules_of,
     ways_for,
@@ -105,7 +105,7 @@ def _fail(*_: object) -> None:
     raise RuntimeError("half way")
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name not in MASKED + PLACED])
+@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name not in MASKED + WITH_POSITIONS])
 def test_repeated_text_tokens(name: str) -> None:
     """What SD3 feeds without T5: many equal tokens at the end, given once with their number."""
     model, num_equal = model_of(name), 50
@@ -126,7 +126,7 @@ def test_repeated_text_tokens(name: str) -> None:
         assert relative_error(run_patched(patched, long), expected) <= TOLERANCE, way
 
 
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("name", WITH_POSITIONS)
 def test_equal_text_tokens_with_places_of_their_own_stay(name: str) -> None:
     model = model_of(name)
     rows = draw_rows(model, MIXED, seed=13)

@@ -25,7 +25,7 @@ from ...support.sampler_cases import (
     SIGMA_MIN,
     TOLERANCE,
     ZERO_SNR,
-    Served,
+    ServedRequest,
     advance,
     cut,
     make_scheduler,
@@ -43,12 +43,12 @@ def test_every_step_equals_scheduler_step(case: str) -> None:
     steps_seen = dict.fromkeys(range(len(REQUESTS)), 0)
     expected: dict[int, tuple[torch.Tensor, float]] = {}
 
-    def compare(served: Sequence[Served]) -> None:
+    def compare(served: Sequence[ServedRequest]) -> None:
         for one in served:
             latents, scale = expected[one.index]
             assert float((one.latents - latents).abs().max()) <= TOLERANCE * scale, (one.index, one.state.steps_done)
 
-    latest: list[Served] = []
+    latest: list[ServedRequest] = []
     for batch, served in serve(case, dict.fromkeys(range(len(REQUESTS)), 0)):
         compare(latest)
         references, latents = [one.reference for one in served], [one.latents for one in served]
@@ -113,7 +113,7 @@ def test_predicted_clean_latents_are_those_of_diffusers(case: str) -> None:
             torch.testing.assert_close(found, cut(x0), rtol=1e-4, atol=tolerance)
 
 
-def _clean_latents_of_diffusers(one: Served) -> Any:
+def _clean_latents_of_diffusers(one: ServedRequest) -> Any:
     """What diffusers' own scheduler takes for the clean latents in its next step, which it takes."""
     state = one.reference
     done, scheduler = state.steps_done, state.scheduler
