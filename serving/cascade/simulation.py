@@ -71,7 +71,7 @@ class _Worker:
 
     def change(self, leg: Leg, now_s: float) -> None:
         self.next_leg = leg
-        waiting = [request.request_id for request in self.sim.scheduler.take_back()]
+        waiting = [request.request_id for request in self.sim.scheduler.withdraw_waiting()]
         self._simulation.touched.add(self.index)
         self._simulation.dispatcher.handed_back(self.index, waiting, now_s)
 

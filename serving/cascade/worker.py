@@ -234,7 +234,7 @@ class _WorkerProcess:
             elif word == "change":
                 with self._changed:
                     self._next_leg = rest[0]
-                self._tell("back", [request.request_id for request in engine.take_back()])
+                self._tell("back", [request.request_id for request in engine.withdraw_waiting()])
                 engine.close()
 
     def _heard(self) -> tuple[str, list[Any]]:

@@ -211,10 +211,10 @@ class Engine:
                 self._changed.notify_all()
         return state is not None
 
-    def take_back(self) -> list[Request]:
+    def withdraw_waiting(self) -> list[Request]:
         """Remove and return all requests that wait for the batch. They are not reported anywhere. Thread-safe."""
         with self._changed:
-            requests = self._scheduler.take_back()
+            requests = self._scheduler.withdraw_waiting()
             for request in requests:
                 self._stages.forget(request.request_id)
             self._changed.notify_all()

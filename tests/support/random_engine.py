@@ -91,7 +91,7 @@ class RandomEngine:
 
     def give_up_and_have_again(self) -> None:
         """What waits goes elsewhere and comes back."""
-        taken = self.scheduler.take_back()
+        taken = self.scheduler.withdraw_waiting()
         self._world.seen["taken back"] += len(taken)
         for request in taken:
             self.scheduler.add(request, RequestView.of(request))

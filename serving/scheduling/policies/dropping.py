@@ -8,7 +8,7 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import ClassVar
 
-from .base import Decision, Lately
+from .base import Decision, RecentAttainment
 from .outlook import LookAheadPolicy, Outlook
 from .slack import TOO_LATE
 from .waiting import ByDeadline
@@ -23,7 +23,7 @@ def first_in_time(outlook: Outlook) -> list[int]:
 class DroppingPolicy(LookAheadPolicy):
     """Fills places in an order of its own and discards requests that would be late even if they ran alone."""
 
-    def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
+    def choose(self, outlook: Outlook, num_free: int, attainment: RecentAttainment) -> Decision:
         """Admit the first of the requests that are not too late."""
         groups = list(zip(outlook.groups, first_in_time(outlook), strict=True))
         late = merge(*(group[:place] for group, place in groups))

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from ....data.resolution import Resolution
 from ....data.work import Work
 from ...core.request_state import RequestView
-from .base import Decision, EndPredictor, Lately, Policy, Snapshot, StepLatencyPredictor, require_predictor
+from .base import Decision, EndPredictor, Policy, RecentAttainment, Snapshot, StepLatencyPredictor, require_predictor
 from .waiting import as_queue
 
 
@@ -121,7 +121,7 @@ class Outlook:
         """Return the seconds from now until a request of this kind would have its image with the batch to itself."""
         return self.takes_alone_s(kind, self._decoder_s)
 
-    def bears_step_s(self, view: RequestView, share: float) -> float:
+    def longest_step_s(self, view: RequestView, share: float) -> float:
         """Return the longest step, in seconds, with which a request ends within this share of the time between its
         arrival and its deadline; infinity if that time is too short even for the request alone.
         """
@@ -195,8 +195,8 @@ class LookAheadPolicy(Policy):
         predictor = require_predictor(self, snapshot.predictor)
         if not num_free or not snapshot.waiting:
             return Decision()
-        return self.choose(Outlook(snapshot, predictor, margin=self.margin), num_free, snapshot.lately)
+        return self.choose(Outlook(snapshot, predictor, margin=self.margin), num_free, snapshot.attainment)
 
     @abstractmethod
-    def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
+    def choose(self, outlook: Outlook, num_free: int, attainment: RecentAttainment) -> Decision:
         """Choose the requests that join, at most `num_free`, and the requests that are dropped."""
