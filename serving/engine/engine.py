@@ -216,7 +216,7 @@ class Engine:
         with self._changed:
             requests = self._scheduler.withdraw_waiting()
             for request in requests:
-                self._stages.forget(request.request_id)
+                self._stages.discard(request.request_id)
             self._changed.notify_all()
         return requests
 
@@ -252,7 +252,7 @@ class Engine:
 
     def _decided(self, decision_s: float) -> None:
         self._decided_s += decision_s
-        self._stages.collect(partial(self.collector.on_decision, decision_s), may_lag=True)
+        self._stages.queue_call(partial(self.collector.on_decision, decision_s), may_lag=True)
 
     def _denoise_until_closed(self) -> None:
         scheduler, stages = self._scheduler, self._stages
@@ -275,7 +275,7 @@ class Engine:
                 batch = [stages.prepared[state.request.request_id] for state in scheduler.active]
                 can_step, may_record = scheduler.can_step, self._may_record
             for state in ended:
-                stages.let_go(state)
+                stages.release_and_report(state)
             if is_due:
                 stages.serve()
                 continue
@@ -313,7 +313,7 @@ class Engine:
         failures = self._model.stepper.step(batch)
         end_s = self.now_s()
         self._progress_s, self._last_step_s = time.monotonic(), end_s - start_s
-        self._stages.tried("denoising", next(iter(failures.values())) if len(failures) == len(batch) else None)
+        self._stages.count_attempt("denoising", next(iter(failures.values())) if len(failures) == len(batch) else None)
         decided_s, self._decided_s = self._decided_s, 0.0
         scheduler = self._scheduler
         ran, forecast = None, self._model.stepper.forecast
@@ -322,13 +322,13 @@ class Engine:
         row = StepRow.of(scheduler.num_steps, start_s, end_s - start_s, scheduler.batch, num_waiting, decided_s, ran)
         with self._changed:
             left = scheduler.stepped(end_s, row.duration_s, failures)
-        self._stages.collect(partial(self.collector.on_step, row), may_lag=True)
+        self._stages.queue_call(partial(self.collector.on_step, row), may_lag=True)
         if self._on_step is not None:
-            self._stages.collect(partial(self._stages.call, partial(self._on_step, row)))
+            self._stages.queue_call(partial(self._stages.call_safely, partial(self._on_step, row)))
         if self._stages.watches:
             self._stages.show_progress(batch, self._model.stepper.peek)
         for state in left:
             if state.stage == "decoding":
                 self._stages.postprocess(state)
             else:
-                self._stages.let_go(state)
+                self._stages.release_and_report(state)

@@ -16,7 +16,7 @@ from ..models.served import ServedModel
 from .stages import StageThread
 
 _MOST_WAITING, _MOST_GIVEN_UP = 16, 1024
-_Seen = Sequence[Sequence[Mapping[str, Tensor]]]
+_RecordedPasses = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
 class TemplateRecorder:
@@ -38,7 +38,7 @@ class TemplateRecorder:
         self._open: dict[str, str] = {}
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
         self._due: Sequence[PreparedRequest] = ()
-        self._taken: queue.SimpleQueue[_Seen | Exception | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[_RecordedPasses | Exception | None] = queue.SimpleQueue()
         self._thread = StageThread("psctl-record", self._record, device=model.device, on_error=on_error)
 
     @property
@@ -55,7 +55,7 @@ class TemplateRecorder:
         """Start the thread."""
         self._thread.start()
 
-    def want(self, request: Request) -> None:
+    def request_recording(self, request: Request) -> None:
         """Request the recording of the template that an edit has missed. Not thread-safe.
 
         Does nothing if the template is being recorded or has failed before, if it belongs to a generation, which is
@@ -82,14 +82,14 @@ class TemplateRecorder:
         """Run pending passes, at most `num_free`, in one batch; called from the engine's thread."""
         passes, self._due = self._due[:num_free], ()
         try:
-            self._taken.put(self._model.reuse.record(passes))
+            self._results.put(self._model.reuse.record(passes))
         except Exception as error:  # noqa: BLE001  requests in the batch are not affected
-            self._taken.put(error)
+            self._results.put(error)
 
     def finish(self) -> None:
         """End the thread; unfinished recordings are discarded."""
         self._thread.discard_queued()
-        self._taken.put(None)
+        self._results.put(None)
         self._thread.finish()
 
     def _record(self, wanted: tuple[Request, TemplateKey]) -> None:
@@ -97,7 +97,7 @@ class TemplateRecorder:
         try:
             # Another process may have recorded it meanwhile.
             if self._store.find(key, self._model.device) is None:
-                self._store.add(key, self._seen(request), self._model.device)
+                self._store.add(key, self._recorded_steps(request), self._model.device)
         except _StoppedError:
             return
         except Exception as error:  # noqa: BLE001  edits are exact without a record
@@ -106,13 +106,13 @@ class TemplateRecorder:
         finally:
             self._open.pop(key.digest, None)
 
-    def _seen(self, request: Request) -> Iterator[Sequence[Mapping[str, Tensor]]]:
+    def _recorded_steps(self, request: Request) -> Iterator[Sequence[Mapping[str, Tensor]]]:
         passes = self._model.reuse.template_passes(request)
         while passes:
             with self._changed:
                 self._due = passes[:PASSES_TOGETHER]
                 self._changed.notify_all()
-            taken = self._taken.get()
+            taken = self._results.get()
             if taken is None:
                 raise _StoppedError
             if isinstance(taken, Exception):
