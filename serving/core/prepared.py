@@ -30,27 +30,27 @@ class KnownArea:
     trajectory: torch.Tensor | None = None
 
 
-Seen = Mapping[str, torch.Tensor]
-"""Values that operators have seen for one row, by operator name: [cells, entries of a cell, ...]."""
+RecordedRow = Mapping[str, torch.Tensor]
+"""Recorded tensors of one row, by operator name: [cells, entries of a cell, ...]."""
 
 
 class Template(Protocol):
     """Record of a template, which masked passes read in place of the values that they do not compute."""
 
-    def seen(self, step: int, units: Sequence[str]) -> Sequence[Seen]:
-        """Return the values of a step of the whole schedule, for each row of a request, on the model's device.
+    def read_rows(self, step: int, units: Sequence[str]) -> Sequence[RecordedRow]:
+        """Return the recorded tensors of a step of the whole schedule for each row of a request, on the model's device.
 
         Only operators of these units (`data.templates.unit_of`) are read, in this order. Waits until each has loaded.
         """
         ...
 
     def expect(self, step: int, units: Sequence[str]) -> None:
-        """Announce the next call of `seen`, so that it can be loaded ahead; ignored beyond the last step."""
+        """Announce the next call of `read_rows`, so that it can be loaded ahead; ignored beyond the last step."""
         ...
 
 
-OnPass = Callable[[int, torch.Tensor, Sequence[Seen]], None]
-"""Called with a step's number, the latents before it (1, channels, h, w), and the values seen for each row."""
+OnPass = Callable[[int, torch.Tensor, Sequence[RecordedRow]], None]
+"""Called with a step's number, the latents before it (1, channels, h, w), and the recorded tensors of each row."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
 from ..core.captured import CapturedPasses, PassBatch, Recorder
-from ..core.prepared import Seen
+from ..core.prepared import RecordedRow
 from ..layout.packing import Packing, pack_rows
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
@@ -158,7 +158,7 @@ class MaskedPasses:
     def run(
         self,
         rows: "MaskedRows",
-        seen: Sequence[Seen],
+        seen: Sequence[RecordedRow],
         tokens: Tensor,
         timesteps: Tensor,
         conditions: dict[str, Any],
@@ -177,7 +177,7 @@ class MaskedPasses:
         self.failure = self.failure or rows.played.captured.failure
         return predicted
 
-    def _run(self, rows: "MaskedRows", seen: Sequence[Seen], inputs: PassInputs, kept: dict[Any, Any]) -> Tensor:
+    def _run(self, rows: "MaskedRows", seen: Sequence[RecordedRow], inputs: PassInputs, kept: dict[Any, Any]) -> Tensor:
         tokens, timesteps, conditions = inputs
         context, active = self._model.context, rows.active
         assert active is not None, "rows without active cells are only recorded"
@@ -221,8 +221,8 @@ class _Playback:
 
     def run(
         self,
-        run: Callable[[Sequence[Seen], PassInputs, dict[Any, Any]], Tensor],
-        seen: Sequence[Seen],
+        run: Callable[[Sequence[RecordedRow], PassInputs, dict[Any, Any]], Tensor],
+        seen: Sequence[RecordedRow],
         inputs: PassInputs,
         kept: dict[Any, Any],
     ) -> Tensor:

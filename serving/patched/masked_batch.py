@@ -11,7 +11,7 @@ from ...data.work import Work
 from ..cache.rules import Booleans
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
-from ..core.prepared import PreparedRequest, Seen, Template
+from ..core.prepared import PreparedRequest, RecordedRow, Template
 from ..layout.packing import Packing
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
@@ -129,10 +129,10 @@ class MaskedBatch(_OwnPasses):
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
         units = self._rows.units
         # Edits of one image at the same step read the same tensors.
-        known: dict[tuple[int, int], Sequence[Seen]] = {}
+        known: dict[tuple[int, int], Sequence[RecordedRow]] = {}
         for template, step in self._places():
             if (id(template), step) not in known:
-                known[id(template), step] = template.seen(step, units)
+                known[id(template), step] = template.read_rows(step, units)
         for template, step in self._places():
             template.expect(step + 1, units)
         seen = [row for template, step in self._places() for row in known[id(template), step]]
