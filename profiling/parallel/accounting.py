@@ -10,7 +10,7 @@ from ...serving.parallel.cost import Call, Share
 from ...serving.parallel.latency_model import ParallelLatency
 from ..report.table import Table
 from ..report.words import DASH
-from .plan import Plan
+from .plan import AccountingPlan
 
 RESULT_KIND = "psctl-parallel-cost"
 NUM_STEPS = 50
@@ -76,7 +76,7 @@ class Figure:
         return {name: getattr(self, name) for name in names}
 
 
-def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
+def account(plan: AccountingPlan, counted: Mapping[Call, int]) -> list[Figure]:
     """Return all figures of a plan. `counted` holds the MACs of its calls in the unmodified model, by torch."""
     printed = printed_by_place() if plan.is_paper_model else {}
     found = []
@@ -98,7 +98,7 @@ def printed_by_place() -> dict[Place, float]:
     return {(each.quantity, each.resolution, each.num_ranks): each.value for each in printed_figures("distrifusion")}
 
 
-def _macs(plan: Plan, resolution: Resolution, counted: Mapping[Call, int]) -> Iterator[Row]:
+def _macs(plan: AccountingPlan, resolution: Resolution, counted: Mapping[Call, int]) -> Iterator[Row]:
     cost, whole = plan.cost, plan.call(resolution)
     ours, by_torch = cost.macs(whole), counted[whole]
     yield "macs_step_g", 1, ours / 1e9, by_torch / 1e9
@@ -119,7 +119,7 @@ def _macs(plan: Plan, resolution: Resolution, counted: Mapping[Call, int]) -> It
         yield "macs_strips_device_t", num_ranks, max(ours), None
 
 
-def _exchange(plan: Plan, resolution: Resolution) -> Iterator[Row]:
+def _exchange(plan: AccountingPlan, resolution: Resolution) -> Iterator[Row]:
     for num_ranks in plan.num_ranks:
         call = plan.call(resolution)
         gathered, ours = (plan.cost.most_received(call, num_ranks, halos) for halos in ("all", "neighbours"))
@@ -135,7 +135,7 @@ def _exchange(plan: Plan, resolution: Resolution) -> Iterator[Row]:
             yield name, num_ranks, ELEMENT_BYTES * plan.cost.slots(plan.call(resolution, rows=rows)) / 1e9, None
 
 
-def latencies(plan: Plan, resolution: Resolution, printed: Mapping[Place, float]) -> Iterator[Row]:
+def latencies(plan: AccountingPlan, resolution: Resolution, printed: Mapping[Place, float]) -> Iterator[Row]:
     """Yield modelled latencies on the paper's devices. Yields nothing without printed ones for the resolution.
 
     The parameters a and b are fitted to the paper's latencies without communication, and halos are gathered.

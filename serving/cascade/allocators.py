@@ -10,9 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from .enumeration import enumerate_plan
-from .problem import OVERPROVISION, DeferralCurve, ModelTimes, Plan, Problem, Status, fits, light_only, waiting_s
+from .problem import (
+    OVERPROVISION,
+    AllocationPlan,
+    DeferralCurve,
+    ModelTimes,
+    Problem,
+    Status,
+    fits,
+    light_only,
+    waiting_s,
+)
 
-Solver = Callable[[Problem], Plan]
+Solver = Callable[[Problem], AllocationPlan]
 QueueModel = Literal["little", "factor"]
 
 
@@ -67,14 +77,14 @@ class Seen:
     heavy_queue: float = 0.0
     light_arrivals: float = 0.0
     heavy_arrivals: float = 0.0
-    plan: Plan | None = None
+    plan: AllocationPlan | None = None
     num_workers: int | None = None
 
 
 class Allocator(Protocol):
     """Makes the plan of the next period."""
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, seen: Seen) -> AllocationPlan:
         """Return the plan for the current observations."""
         ...
 
@@ -98,7 +108,7 @@ class DiffServe:
     threshold: float | None = None
     worth: Callable[[float], float] | None = None
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, seen: Seen) -> AllocationPlan:
         """Return the solver's plan under these settings."""
         if self.worth is not None:
             seen = replace(seen, curve=seen.curve.improving(self.worth))
@@ -126,9 +136,9 @@ class DiffServe:
 class Fixed:
     """Allocator with one plan for the whole trace: `diffserve-static`, and both `clipper` systems."""
 
-    plan: Plan
+    plan: AllocationPlan
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, seen: Seen) -> AllocationPlan:
         """Return the fixed plan."""
         return self.plan
 
@@ -142,13 +152,13 @@ class Proteus:
 
     cluster: Cluster
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, seen: Seen) -> AllocationPlan:
         """Return the plan whose `share` is p and whose `threshold` is None."""
         cluster, waits = self.cluster, _waits(self.cluster, seen)
         problem = cluster.problem(seen)
         now = None if seen.plan is None else seen.plan.num_light
         for light_wait_s, heavy_wait_s in (waits, (0.0, 0.0)):
-            found: list[tuple[tuple[float, ...], Plan]] = []
+            found: list[tuple[tuple[float, ...], AllocationPlan]] = []
             light_sizes = _in_time(cluster.light, cluster.slos_s, light_wait_s)
             heavy_sizes = _in_time(cluster.heavy, cluster.slos_s, heavy_wait_s)
             for num_heavy in range(problem.num_workers + 1):
@@ -162,7 +172,7 @@ class Proteus:
                 share = 1.0 if heavy_capacity >= problem.load else heavy_capacity / problem.load
                 if not fits(problem.load * (1 - share), light_capacity):
                     continue
-                plan = Plan(
+                plan = AllocationPlan(
                     num_light,
                     num_heavy,
                     0 if light is None else cluster.light.batch_sizes[light],
@@ -198,7 +208,7 @@ class Shared:
     cluster: Cluster
     worth: Callable[[float], float] | None = None
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, seen: Seen) -> AllocationPlan:
         """Return a plan in which all workers are shared."""
         if self.worth is not None:
             seen = replace(seen, curve=seen.curve.improving(self.worth))
@@ -209,7 +219,7 @@ class Shared:
         wait_s = waiting_s(seen.light_queue + seen.heavy_queue, arrivals, capacity)
         problem = self.cluster.problem(seen, light_wait_s=wait_s, heavy_wait_s=wait_s)
         for with_waiting in (True, False):
-            found: list[tuple[tuple[float, ...], Plan]] = []
+            found: list[tuple[tuple[float, ...], AllocationPlan]] = []
             for index, size in enumerate(light.batch_sizes):
                 room = problem.num_workers - problem.load / light.throughput[index]
                 if room < 0 or not problem.is_in_time(index, None, with_waiting=with_waiting):
@@ -225,16 +235,18 @@ class Shared:
         rest = light_only(problem)
         return self._plan(problem, rest.light_batch, 0, rest.status)
 
-    def _plan(self, problem: Problem, size: int, step: int, status: Status) -> Plan:
+    def _plan(self, problem: Problem, size: int, step: int, status: Status) -> AllocationPlan:
         count, curve = problem.num_workers, problem.curve
-        return Plan(count, count, size, size, curve.thresholds[step], curve.shares[step], status, is_shared=True)
+        return AllocationPlan(
+            count, count, size, size, curve.thresholds[step], curve.shares[step], status, is_shared=True
+        )
 
 
 def clipper(cluster: Cluster, leg: Literal["light", "heavy"]) -> Fixed:
     """Return the plan in which all workers serve one model; its batch sizes follow `Aimd`."""
     if leg == "light":
-        return Fixed(Plan(cluster.num_workers, 0, cluster.light.batch_sizes[-1], 0, None, 0.0))
-    return Fixed(Plan(0, cluster.num_workers, 0, cluster.heavy.batch_sizes[-1], None, 1.0))
+        return Fixed(AllocationPlan(cluster.num_workers, 0, cluster.light.batch_sizes[-1], 0, None, 0.0))
+    return Fixed(AllocationPlan(0, cluster.num_workers, 0, cluster.heavy.batch_sizes[-1], None, 1.0))
 
 
 def static(cluster: Cluster, curve: DeferralCurve, peak: float, solve: Solver = enumerate_plan) -> Fixed:
@@ -272,7 +284,7 @@ def _longer(times: ModelTimes, factor: float) -> ModelTimes:
     return replace(times, latency_s=latency_s)
 
 
-def _as_far_as_possible(problem: Problem, threshold: float) -> Plan:
+def _as_far_as_possible(problem: Problem, threshold: float) -> AllocationPlan:
     """Return the plan for a threshold that exceeds the capacity.
 
     Workers are divided in proportion to the work of each model, at the batch sizes of the highest throughput.
@@ -283,7 +295,7 @@ def _as_far_as_possible(problem: Problem, threshold: float) -> Plan:
     of_light, of_heavy = 1 / problem.light.throughput[light], share / problem.heavy.throughput[heavy]
     count = problem.num_workers
     num_light = min(max(1, math.ceil(count * of_light / (of_light + of_heavy) - 0.5)), max(1, count - 1))
-    return Plan(
+    return AllocationPlan(
         num_light,
         count - num_light,
         problem.light.batch_sizes[light],

@@ -12,7 +12,7 @@ from .allocators import Allocator, Seen
 from .deferral import OnlineDeferral
 from .demand import MovingAverage
 from .legs import LEGS, Leg
-from .problem import Plan
+from .problem import AllocationPlan
 
 SAMPLE_S, PERIOD_S = 1.0, 5.0
 
@@ -66,7 +66,7 @@ class Controller:
         """Record the confidence of a light image, and the cost of its heavy image."""
         self._deferral.note(confidence, cost)
 
-    def sample(self, now_s: float, queues: Mapping[Leg, int]) -> Plan | None:
+    def sample(self, now_s: float, queues: Mapping[Leg, int]) -> AllocationPlan | None:
         """Take a sample, and return a new plan when one is due, else None. Called every `SAMPLE_S`.
 
         Args:
@@ -98,13 +98,13 @@ class Controller:
         self.plan = self._plan()
         return self.plan
 
-    def replan(self, num_workers: int) -> Plan:
+    def replan(self, num_workers: int) -> AllocationPlan:
         """Make a plan for another number of workers, from the observations of the last plan."""
         self.seen = replace(self.seen, num_workers=num_workers, plan=self.plan)
         self.plan = self._plan()
         return self.plan
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> AllocationPlan:
         start_s = time.perf_counter()
         plan = self._allocate(self.seen)
         self.solve_s = time.perf_counter() - start_s

@@ -23,7 +23,7 @@ from .controller import Controller
 from .deferral import threshold_at
 from .leg_model import LegModel
 from .legs import LEGS, Leg
-from .problem import Plan
+from .problem import AllocationPlan
 from .result import CascadeResult, LegRow, PlanRow
 from .slots import Given, Slot, Worker
 
@@ -87,7 +87,7 @@ class Dispatcher:
         self.slots: list[Slot] = []
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> AllocationPlan:
         """The current plan."""
         return self._controller.plan
 
@@ -338,7 +338,7 @@ class Dispatcher:
         self.result.records.append(record)
         self._on_end(record)
 
-    def _apply(self, plan: Plan, now_s: float) -> None:
+    def _apply(self, plan: AllocationPlan, now_s: float) -> None:
         """Switch workers to the models that the plan gives them; those with the least pending work switch first."""
         controller = self._controller
         self.result.plans.append(PlanRow(now_s, plan, controller.seen, controller.solve_s))

@@ -2,11 +2,11 @@
 
 from bisect import bisect_right
 
-from .problem import Plan, Problem, best_of, fits, light_only
+from .problem import AllocationPlan, Problem, best_of, fits, light_only
 
 
-def enumerate_plan(problem: Problem) -> Plan:
-    """Return the plan with the largest threshold (equation 5), or the next best; `Plan.status` says which it is."""
+def enumerate_plan(problem: Problem) -> AllocationPlan:
+    """Return the plan with the largest threshold (equation 5), or the next best. The plan's `status` says which."""
     for with_waiting in (True, False):
         step = largest_step(problem, with_waiting=with_waiting)
         if step is not None:

@@ -8,7 +8,7 @@ from typing import cast
 from ..core.request_state import RequestRecord
 from .allocators import Seen
 from .legs import Leg, Side
-from .problem import Plan
+from .problem import AllocationPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PlanRow:
     """
 
     start_s: float
-    plan: Plan
+    plan: AllocationPlan
     seen: Seen
     solve_s: float = field(compare=False)
 

@@ -19,7 +19,7 @@ from .masked import MaskedPasses, MaskedRows, PassInputs
 from .text import conditions_of
 
 
-class Plan(Protocol):
+class PassPlan(Protocol):
     """Plan of the passes over a batch.
 
     Attributes:
@@ -34,10 +34,10 @@ class Plan(Protocol):
     def latency_s(self) -> float: ...
 
 
-class Planner(Protocol):
+class PassPlanner(Protocol):
     """Decides which parts of the passes over a batch read records."""
 
-    def plan(self, rows: Sequence[Work], num_cells: int) -> Plan:
+    def plan(self, rows: Sequence[Work], num_cells: int) -> PassPlan:
         """Return the plan of a batch.
 
         Args:
@@ -47,7 +47,7 @@ class Planner(Protocol):
         ...
 
 
-class _OwnPasses(ABC):
+class _SeparatePasses(ABC):
     """Requests that take passes of their own kind, sorted by size.
 
     Attributes:
@@ -85,7 +85,7 @@ class _OwnPasses(ABC):
         """Predict for the rows of the batch, as `DenoiseBatch` requires."""
 
 
-class MaskedBatch(_OwnPasses):
+class MaskedBatch(_SeparatePasses):
     """Edits of any templates, masks, sizes and steps.
 
     Args:
@@ -105,10 +105,10 @@ class MaskedBatch(_OwnPasses):
         conditions: Conditions,
         sampler: BatchedSampler,
         active: Sequence[PreparedRequest],
-        planner: Planner | None,
+        planner: PassPlanner | None,
     ) -> None:
         self._planner = planner
-        self.plan: Plan | None = None
+        self.plan: PassPlan | None = None
         super().__init__(passes, conditions, sampler, active)
         self.left_out = self._batch
 
@@ -145,7 +145,7 @@ class MaskedBatch(_OwnPasses):
             yield each.template, each.state.first + each.state.steps_done
 
 
-class RecordedBatch(_OwnPasses):
+class RecordedBatch(_SeparatePasses):
     """Generations of any sizes and steps whose passes are all recorded, see `core.prepared.OnPass`."""
 
     def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:

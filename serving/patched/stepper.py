@@ -26,7 +26,7 @@ from ..plain.formats import PlainModels
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler, SamplerState
 from .masked import MaskedPasses
-from .masked_batch import MaskedBatch, Plan, Planner, RecordedBatch, record
+from .masked_batch import MaskedBatch, PassPlan, PassPlanner, RecordedBatch, record
 from .part_times import MeasuredPass, Stage, part_times
 from .patched_model import PatchedModel
 from .text import conditions_of
@@ -56,7 +56,7 @@ class PatchedStepper:
     ) -> None:
         self.model, self.plain, self.conditions, self.sampler = model, plain, conditions, sampler
         self.masked = MaskedPasses(model)
-        self.planner: Planner | None = None
+        self.planner: PassPlanner | None = None
         self._keys = count()
         self.batch_failures = Failures()
         self.forecast: set[int] = set()
@@ -89,7 +89,7 @@ class PatchedStepper:
         return part_times(self.masked, self.conditions, self._batched, target, stage)
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> PassPlan | None:
         """Plan of the edits of the last step; None without a planner, or if an edit has finished or failed."""
         batch = self._edits.batch
         return batch.plan if isinstance(batch, MaskedBatch) else None

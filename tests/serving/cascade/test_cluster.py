@@ -31,7 +31,7 @@ from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.dispatcher import Dispatcher
 from patchedserve.serving.cascade.leg_model import LegModel
 from patchedserve.serving.cascade.legs import LEGS, Leg
-from patchedserve.serving.cascade.problem import ModelTimes, Plan
+from patchedserve.serving.cascade.problem import AllocationPlan, ModelTimes
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.worker import WorkerSettings, image_file, run_worker
 from patchedserve.serving.core.request_state import RequestRecord
@@ -55,7 +55,7 @@ SIZE = Resolution(64, 64)
 STEPS: dict[Leg, int] = {"light": 2, "heavy": 6}
 TIMES = ModelTimes((1, 2, 4), (5.0, 6.0, 7.0), {str(SIZE): (0.01, 0.01, 0.01)})
 MODELS: dict[Leg, LegModel] = {leg: LegModel(steps, 3.0, TIMES) for leg, steps in STEPS.items()}
-BOTH, LIGHT_ONLY = Plan(1, 1, 4, 2, 0.5, 0.5), Plan(2, 0, 4, 0, 0.0, 0.0)
+BOTH, LIGHT_ONLY = AllocationPlan(1, 1, 4, 2, 0.5, 0.5), AllocationPlan(2, 0, 4, 0, 0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +79,13 @@ def trace(count: int, over_s: float) -> list[Request]:
     ]
 
 
-def dispatcher(plans: list[Plan], models: Mapping[Leg, LegModel] = MODELS) -> Dispatcher:
+def dispatcher(plans: list[AllocationPlan], models: Mapping[Leg, LegModel] = MODELS) -> Dispatcher:
     """Each plan holds for a period, the last one from then on; with a worker less the first."""
-    made: list[Plan] = []
+    made: list[AllocationPlan] = []
 
-    def allocate(seen: Seen) -> Plan:
+    def allocate(seen: Seen) -> AllocationPlan:
         if seen.num_workers == 1:
-            return Plan(1, 0, 4, 0, 0.0, 0.0)
+            return AllocationPlan(1, 0, 4, 0, 0.0, 0.0)
         made.append(plans[min(len(made), len(plans) - 1)])
         return made[-1]
 
@@ -153,7 +153,7 @@ def check_images(template: WorkerSettings, requests: list[Request], leg: Leg) ->
 def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSettings) -> None:
     requests = trace(36, 13.0)
     threshold, confidences = median_threshold(template, requests)
-    plans = [Plan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, Plan(1, 1, 4, 2, threshold, 0.5)]
+    plans = [AllocationPlan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, AllocationPlan(1, 1, 4, 2, threshold, 0.5)]
     workers = CascadeCluster(settings_for(template, 2, 2), one := dispatcher(plans))
     parents: list[int] = []
     mapped: list[str] = []
@@ -183,7 +183,7 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
 def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(template: WorkerSettings) -> None:
     requests = [replace(request, arrival_s=0.0) for request in trace(16, 1.0)]
     threshold, _ = median_threshold(template, requests)
-    sharing = dispatcher([Plan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
+    sharing = dispatcher([AllocationPlan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
     result = CascadeCluster(settings_for(template, 1, 2), sharing).run(FewAtOnce(requests, sharing))
     # Of the very images: in mixed batches one value of one may differ by a level, and this judge is a sharp one.
     judge, confidences = load_discriminator(template.discriminator), dict[int, float]()
@@ -214,7 +214,7 @@ def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
     models: dict[Leg, LegModel] = {**MODELS, "heavy": replace(MODELS["heavy"], strength=0.5)}
     template = replace(template, models=models)
     requests = trace(8, 2.0)
-    all_deferred = dispatcher([Plan(1, 1, 4, 2, 1.0, 1.0)], models)
+    all_deferred = dispatcher([AllocationPlan(1, 1, 4, 2, 1.0, 1.0)], models)
     result = CascadeCluster(settings_for(template, 2, 2), all_deferred).run(TraceSource(requests))
     assert result.sides() == dict.fromkeys(range(8), "reused")
     edits = []
@@ -239,7 +239,7 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
     threshold, confidences = median_threshold(template, requests)
     notes: list[str] = []
     begun_s = time.monotonic()
-    one = dispatcher([Plan(1, 1, 4, 2, threshold, 0.5)])
+    one = dispatcher([AllocationPlan(1, 1, 4, 2, threshold, 0.5)])
     workers = CascadeCluster(settings_for(template, 2, 2), one, on_note=notes.append)
 
     def kill_later() -> None:

@@ -12,7 +12,7 @@ from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.dispatcher import Dispatcher
 from patchedserve.serving.cascade.leg_model import LegModel
 from patchedserve.serving.cascade.legs import Leg
-from patchedserve.serving.cascade.problem import ModelTimes, Plan
+from patchedserve.serving.cascade.problem import AllocationPlan, ModelTimes
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.core.request_state import RequestRecord
 
@@ -49,7 +49,7 @@ class House:
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        plans: Sequence[AllocationPlan],
         *,
         models: dict[Leg, LegModel] = MODELS,
         skip_light: bool = False,
@@ -60,7 +60,7 @@ class House:
         by_number = {plan.num_light + plan.num_heavy: plan for plan in plans}
         most = max(by_number)
 
-        def allocate(seen: Seen) -> Plan:
+        def allocate(seen: Seen) -> AllocationPlan:
             self.seen.append(seen)
             return by_number[seen.num_workers or most]
 
@@ -90,7 +90,11 @@ class House:
         self.dispatcher.ended(index, record, confidence, now_s)
 
 
-THREE, TWO, ONE = Plan(2, 1, 2, 1, 0.5, 0.5), Plan(1, 1, 2, 1, 0.4, 0.4), Plan(1, 0, 2, 0, 0.0, 0.0)
+THREE, TWO, ONE = (
+    AllocationPlan(2, 1, 2, 1, 0.5, 0.5),
+    AllocationPlan(1, 1, 2, 1, 0.4, 0.4),
+    AllocationPlan(1, 0, 2, 0, 0.0, 0.0),
+)
 
 
 def test_a_deferred_request_keeps_its_deadline_and_workers_are_told_how_large_batches_are() -> None:
@@ -188,7 +192,7 @@ def test_who_serves_for_ever_keeps_the_last_only() -> None:
     [(0.98, True, "heavy"), (0.97, True, "light"), (0.98, False, "light"), (1.0, False, "light")],
 )
 def test_a_light_image_that_would_be_deferred_anyway_may_be_skipped(share: float, skip_light: bool, leg: Leg) -> None:
-    house = House([Plan(2, 1, 2, 1, 0.9, share)], skip_light=skip_light)
+    house = House([AllocationPlan(2, 1, 2, 1, 0.9, share)], skip_light=skip_light)
     house.ask(0)
     index = next(index for index, worker in house.workers.items() if worker.taken)
     assert house.workers[index].leg == leg
