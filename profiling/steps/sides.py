@@ -128,7 +128,7 @@ class EngineSide:
                 # Each request's own scheduler is called, and it counts steps itself.
                 state.scheduler = _scheduler_at(prepared, state.steps_done)
             latents = _start(prepared)
-            history = latents.repeat(1, state.num_kept, 1, 1) if state.num_kept else None
+            history = latents.repeat(1, state.num_history, 1, 1) if state.num_history else None
             self.active.append(replace(prepared, latents=latents, state=state, history=history))
 
     @property

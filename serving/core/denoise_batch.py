@@ -67,7 +67,7 @@ class DenoiseBatch:
             return
         history = None
         if any(prepared.history is not None for prepared in requests):
-            shape = (1, len(sampler.kept), 1, 1)
+            shape = (1, len(sampler.history_terms), 1, 1)
             history = packing.pack(
                 [(each.latents.repeat(shape) if each.history is None else each.history)[0] for each in requests]
             )

@@ -87,6 +87,6 @@ def noised_steps(first: PreparedRequest) -> list[PreparedRequest]:
         of_clean, of_noise = known.levels[index].tolist()
         latents = known.clean * of_clean + known.noise * of_noise
         # No step is taken, so the history of a multistep sampler may hold any values.
-        state, history = replace(first.state, steps_done=index), latents.repeat(1, first.state.num_kept, 1, 1)
-        steps.append(replace(first, latents=latents, state=state, history=history if first.state.num_kept else None))
+        state, history = replace(first.state, steps_done=index), latents.repeat(1, first.state.num_history, 1, 1)
+        steps.append(replace(first, latents=latents, state=state, history=history if first.state.num_history else None))
     return steps

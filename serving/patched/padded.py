@@ -34,7 +34,7 @@ class PaddedText(nn.Module):
 
     def embed(self, text: Tensor) -> Tensor:
         """Embed and refine text: [rows, length, channels] -> [rows, length, width]."""
-        mask = self.context.kept["text mask"]
+        mask = self.context.batch_values["text mask"]
         text = torch.where((mask == PAD)[:, :, None], self.pad, self.embedder(text))
         turns = self.rotary(_text_places(text.shape[1], text.device)[1:])[None]
         for block in self.refiner:
@@ -80,20 +80,20 @@ class PaddedStream:
             image: image tokens [tokens, width].
         """
         context, (rows, length, _) = self.context, text.shape
-        if ("turns", length) not in context.kept:
-            context.kept["turns", length] = self._turns(length, image.device)
-            context.kept["pad bias"] = self._bias(text)
+        if ("turns", length) not in context.batch_values:
+            context.batch_values["turns", length] = self._turns(length, image.device)
+            context.batch_values["pad bias"] = self._bias(text)
         begin_stream(context, rows, length)
-        self._length, bias = length, context.kept["pad bias"]
+        self._length, bias = length, context.batch_values["pad bias"]
         if length > 1:
-            bias = torch.cat([bias, context.kept["text bias"]], 1)
+            bias = torch.cat([bias, context.batch_values["text bias"]], 1)
         context.text_bias = bias if context.rows is None else bias.index_select(0, context.rows.rows)
         return torch.cat([text.flatten(0, 1), image])[:, None]
 
     def turns(self) -> tuple[Tensor, ...]:
         """Return cosines and sines of the tokens of the present stream that are computed."""
         context, length = self.context, self._length
-        both, some = context.kept["turns", length], context.rows or context.active
+        both, some = context.batch_values["turns", length], context.rows or context.active
         if some is None:
             return both
         if self._last is None or self._last[0] is not some or self._last[1] != length:
@@ -112,7 +112,7 @@ class PaddedStream:
         The position of a text token is its number; that of an image token is the length of its text, row and column.
         """
         context = self.context
-        level, mask = context.batch.levels[0], context.kept["text mask"]
+        level, mask = context.batch.levels[0], context.batch_values["text mask"]
         image = repeated(level, lambda *size: places_of(size, device), context.kernels).long()
         behind = (1 + (mask > 0).sum(1)).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([behind[:, None], image], 1)

@@ -82,7 +82,7 @@ def _measured(
                 passes.batch(
                     packing, repeats=repeats, active=[active] * len(seen), reuses=[is_reused] * len(passes.parts)
                 ),
-                played=None,
+                playback=None,
             )
             for is_reused in samples
         }

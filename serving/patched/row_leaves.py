@@ -110,10 +110,10 @@ class PatchedPatchEmbed(nn.Module):
         tokens = F.linear(pixels, weight, projection.bias)
         if (adapted := adapted_of(projection)) is not None:
             adapted.add(pixels, tokens)
-        if "positions" not in self.context.kept:
+        if "positions" not in self.context.batch_values:
             table = partial(self.positions, self.embed)
-            self.context.kept["positions"] = repeated(level, table, self.context.kernels)
-        positions = self.context.kept["positions"]
+            self.context.batch_values["positions"] = repeated(level, table, self.context.kernels)
+        positions = self.context.batch_values["positions"]
         some = self.context.rows or self.context.active
         if some is not None:
             own = some.tokens(0)

@@ -41,16 +41,16 @@ class RotaryPositions(nn.Module):
         context = self.context
         if self.text_ids is not None and not len(ids):
             return self._of_texts(self.text_ids, ids)
-        if "positions" not in context.kept:
+        if "positions" not in context.batch_values:
             angles = {
                 (group.height, group.width): self.embed(self.image_ids(group.height, group.width, ids))
                 for group in context.batch.levels[0].groups
             }
-            context.kept["positions"] = tuple(
+            context.batch_values["positions"] = tuple(
                 repeated(context.batch.levels[0], lambda *size, part=part: angles[size][part], context.kernels)
                 for part in (0, 1)
             )
-        cosines, sines = context.kept["positions"]
+        cosines, sines = context.batch_values["positions"]
         some = context.rows or context.active
         if some is None:
             return cosines, sines
@@ -58,12 +58,12 @@ class RotaryPositions(nn.Module):
         return cosines.index_select(0, own), sines.index_select(0, own)
 
     def _of_texts(self, text_ids: Callable[[int, Tensor], Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-        kept, (rows, length, _) = self.context.kept, embedded_text(self.context).shape
-        if "text positions" not in kept:
-            kept["text positions"] = tuple(part.repeat(rows, 1) for part in self.embed(text_ids(length, like)))
+        batch_values, (rows, length, _) = self.context.batch_values, embedded_text(self.context).shape
+        if "text positions" not in batch_values:
+            batch_values["text positions"] = tuple(part.repeat(rows, 1) for part in self.embed(text_ids(length, like)))
         some = self.context.rows
         num_tokens = length * (rows if some is None else len(some.rows))  # they are the same for all rows
-        cosines, sines = kept["text positions"]
+        cosines, sines = batch_values["text positions"]
         return cosines[:num_tokens], sines[:num_tokens]
 
 
@@ -82,9 +82,9 @@ class RotaryOfBoth(nn.Module):
     def forward(self, sizes: object, max_txt_seq_len: int, device: torch.device) -> tuple[Tensor, ...]:
         """Return cosines and sines [tokens, width], with the text tokens of all rows first; `sizes` is ignored."""
         context = self.context
-        if "positions" not in context.kept:
-            context.kept["positions"] = self._angles(max_txt_seq_len, device)
-        both, some = context.kept["positions"], context.rows or context.active
+        if "positions" not in context.batch_values:
+            context.batch_values["positions"] = self._angles(max_txt_seq_len, device)
+        both, some = context.batch_values["positions"], context.rows or context.active
         if some is not None:
             both = both.index_select(0, some.stream(max_txt_seq_len).places)
         return both[:, 0], both[:, 1]
@@ -110,11 +110,11 @@ def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
         found = context.rows.stream(length).rows
     else:
         key = "rows of the stream", length
-        if key not in context.kept:
+        if key not in context.batch_values:
             image = context.row_of_token
             own = torch.arange(rows, device=image.device).repeat_interleave(length)
-            context.kept[key] = torch.cat([own, image])
-        found = context.kept[key]
+            context.batch_values[key] = torch.cat([own, image])
+        found = context.batch_values[key]
     context.stream_rows = found
     return found
 
