@@ -148,7 +148,7 @@ def _serve_rounds(
     prompts, texts, rounds = load_prompts(), [], 0
     joins = settings.joins(combination.num_requests)
     for side in sides:
-        side.forget()
+        side.reset()
     try:
         for number in range(-1, settings.rounds):
             requests = _requests(model, combination, prompts, settings, max(number, 0), len(joins))
@@ -158,7 +158,7 @@ def _serve_rounds(
                 on_batch(f"{combination.label}, {side.setting.label}")
                 side.serve(requests, joins, num_steps=_WARMUP_STEPS if number < 0 else None)
                 if number < 0:
-                    side.forget()
+                    side.reset()
             if number >= 0:
                 texts += [request.prompt for request in requests]
                 rounds += 1

@@ -66,10 +66,10 @@ class Side:
         stepper = self.model.stepper
         return stepper.model.cache if isinstance(stepper, PatchedStepper) else None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard all measurements and the content of the cache."""
         self.seconds, self.saved, self.overhead_s, self.images = [], [], [], []
-        self.model.forget_cache()
+        self.model.clear_cache()
 
     def keep_rounds(self, count: int, num_requests: int) -> None:
         """Discard the measurements after the first `count` rounds of `num_requests` requests."""

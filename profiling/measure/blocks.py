@@ -282,7 +282,7 @@ def _changes(
             on_step()
     finally:
         cache.on_computed = None
-        cache.forget()
+        cache.clear()
 
 
 def _mean_square(values: Tensor) -> Tensor:

@@ -269,7 +269,7 @@ class EngineSide:
     ) -> RunResult:
         # Reset, so that the failures and the cache's figures are those of one run.
         model.stepper.batch_failures = Failures()
-        model.forget_cache()
+        model.clear_cache()
         batch = self._settings.max_batch_size
         engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=batch)
         return replay(engine, list(map(system.adapt, requests)), standalone_s=standalone_s)

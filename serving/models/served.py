@@ -124,10 +124,10 @@ class ServedModel:
     def _patch_cache(self) -> PatchCache | None:
         return self.stepper.model.cache if isinstance(self.stepper, PatchedStepper) else None
 
-    def forget_cache(self) -> None:
+    def clear_cache(self) -> None:
         """Clear the cache, and reset `cache_stats`."""
         if (cache := self._patch_cache) is not None:
-            cache.forget()
+            cache.clear()
             cache.stats = CacheStats()
         elif self._skipped is not None:
             self._skipped = CacheStats()

@@ -262,4 +262,4 @@ def keep_keys_values(
     attention, tokens = leaf.attention, hidden_states.flatten(0, 1)
     key, value = (heads_of(layer(tokens), 1, leaf.heads()) for layer in (attention.to_k, attention.to_v))
     key = key if attention.norm_k is None else attention.norm_k(key)
-    leaf.slots.buffer.keep(torch.cat([key, value], 1), tables, level)
+    leaf.slots.buffer.store(torch.cat([key, value], 1), tables, level)

@@ -93,7 +93,7 @@ class PatchedConv(nn.Module):
 
     def _keep(self, x: Tensor) -> None:
         if self.context.cells is not None and self.keeps_input:
-            self.slots.buffer.keep(to_tokens(x), self.context.cells, self.context.level.index)
+            self.slots.buffer.store(to_tokens(x), self.context.cells, self.context.level.index)
 
     def shape_key(self, side: int) -> str:
         """Return a key of the properties that determine the convolution's time, apart from the number of positions."""
@@ -148,7 +148,7 @@ class PatchedGroupNorm(nn.Module):
         if context.active is not None:
             return to_patches(self._masked(to_tokens(x), context.active), level.side)
         if context.cells is not None:
-            self.slots.buffer.keep(to_tokens(x), context.cells, level.index)
+            self.slots.buffer.store(to_tokens(x), context.cells, level.index)
         if level.neighbours is None:
             is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu"
             norm_tokens = self._by_sums if is_slow and level.num_tokens > _FEW_TOKENS else self._by_resolution
@@ -252,7 +252,7 @@ class PatchedUpsample(nn.Module):
         if context.active is not None:
             return self.conv.masked(to_tokens(hidden_states), level, finer)
         if context.cells is not None:
-            self.conv.slots.buffer.keep(to_tokens(hidden_states), context.cells, level.index)
+            self.conv.slots.buffer.store(to_tokens(hidden_states), context.cells, level.index)
         if level.neighbours is not None:
             return self.conv(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"))
         tokens = to_tokens(hidden_states).index_select(0, level.sources_of(finer))

@@ -148,7 +148,9 @@ class MaskedPasses:
                 context.cells = tables
                 predicted = self._model.forward(tokens, timesteps, conditions, rows.batch_values)
             recorded = {
-                name: values for name, buffer in self._record_buffers.items() if (values := buffer.taken()) is not None
+                name: values
+                for name, buffer in self._record_buffers.items()
+                if (values := buffer.take_values()) is not None
             }
         finally:
             context.cells = None

@@ -51,13 +51,13 @@ class _SeparatePasses(ABC):
     """Requests that take passes of their own kind, sorted by size.
 
     Attributes:
-        together: the batch of latents.
+        denoise_batch: the batch of latents.
         forecast: always empty; see `stepper.PackedBatch`.
-        left_out: the requests for which a step reads a part instead of computing it.
+        reusing: the requests for which a step reads a part instead of computing it.
     """
 
     forecast: frozenset[int] = frozenset()
-    left_out: Sequence[PreparedRequest] = ()
+    reusing: Sequence[PreparedRequest] = ()
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class _SeparatePasses(ABC):
         row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
         self._conditions, repeats = conditions_of(self._batch, conditions, shorten=passes.shorten)
         self._rows = self._begin(row_packing, repeats)
-        self.together = DenoiseBatch(
+        self.denoise_batch = DenoiseBatch(
             self._batch, self._packing, row_packing, sampler, self._predict, dtype=passes.dtype
         )
 
@@ -110,7 +110,7 @@ class MaskedBatch(_SeparatePasses):
         self._planner = planner
         self.plan: PassPlan | None = None
         super().__init__(passes, conditions, sampler, active)
-        self.left_out = self._batch
+        self.reusing = self._batch
 
     def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:
         cells = [cells_of(each, self._passes.cell) for each in self._batch]
@@ -153,7 +153,7 @@ class RecordedBatch(_SeparatePasses):
 
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
         predicted, rows = self._passes.record(self._rows, tokens, timesteps, self._conditions)
-        seen, latents = iter(rows), self.together.latents
+        seen, latents = iter(rows), self.denoise_batch.latents
         for index, each in enumerate(self._batch):
             assert each.on_pass is not None
             own = [next(seen) for _ in range(each.num_rows)]
@@ -192,8 +192,8 @@ def inputs_of(
     packing = passes.pack([each.size for each in steps])
     row_packing = passes.pack([size for each in steps for size in [each.size] * each.num_rows])
     named, repeats = conditions_of(steps, conditions, shorten=passes.shorten)
-    together = DenoiseBatch(steps, packing, row_packing, sampler, _never, dtype=passes.dtype)
-    return row_packing, repeats, (*together.inputs(), named)
+    denoise_batch = DenoiseBatch(steps, packing, row_packing, sampler, _never, dtype=passes.dtype)
+    return row_packing, repeats, (*denoise_batch.inputs(), named)
 
 
 def _never(tokens: Tensor, timesteps: Tensor) -> Tensor:

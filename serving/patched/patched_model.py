@@ -228,12 +228,12 @@ class PatchedModel:
     @property
     def reused(self) -> Booleans | None:
         """(requests,) which of those given to `begin` the last call skipped as a whole; None if this never happens."""
-        return self.cache.left_out if self.cache is not None and self.cache.is_used and self.cache.is_whole else None
+        return self.cache.has_reused if self.cache is not None and self.cache.is_used and self.cache.is_whole else None
 
     @property
-    def left_out(self) -> Sequence[int]:
+    def reusing_requests(self) -> Sequence[int]:
         """Indices, among the requests given to `begin`, of those for which the last call has reused anything."""
-        return () if self.cache is None or not self.cache.is_used else self.cache.left_out.nonzero()[0].tolist()
+        return () if self.cache is None or not self.cache.is_used else self.cache.has_reused.nonzero()[0].tolist()
 
     def forward(
         self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], batch_values: dict[Any, Any]
@@ -281,7 +281,7 @@ class PatchedModel:
                     own = self._patches_of(patches, active)
                     output = self._denoise(own, context.timesteps, _of_rows(conditions, active.rows))
             outputs = with_previous(store, self._to_tokens(output.float()), active)
-            cache.keep(0, inputs, outputs, (), active)
+            cache.store_outputs(0, inputs, outputs, (), active)
             if active is None:
                 return output.float()
         return self._from_tokens(forecast(store), patches.shape)

@@ -96,5 +96,5 @@ def attended_keys_values(slots: TokenSlots, keys_values: Tensor, context: PatchC
     if context.active is not None:
         return slots.write(keys_values, context.active, context.level.index)
     if context.cells is not None:
-        slots.buffer.keep(keys_values, context.cells, context.level.index)
+        slots.buffer.store(keys_values, context.cells, context.level.index)
     return keys_values

@@ -262,7 +262,7 @@ def _cached(pipe: Any, options: CacheOptions) -> tuple[ServedModel, PatchCache]:
     if options is _CACHE:
         cache.rule = ByPlace()
         # Else the first step that wants a mask is computed in full, whoever wants it.
-        cache.wants_masks[:] = [True] * len(cache.names)
+        cache.uses_masks[:] = [True] * len(cache.names)
     return model, cache
 
 

@@ -141,7 +141,7 @@ def test_who_is_served_takes_as_many_iterations_as_are_computed(tmp_path: Path) 
     stats = model.cache_stats
     assert stats is not None
     assert stats.saved_share == 15 / 20
-    model.forget_cache()
+    model.clear_cache()
     assert model.cache_stats is not None
     assert model.cache_stats.patches == 0
 
