@@ -129,7 +129,7 @@ class PatchedGroupNorm(nn.Module):
     """GroupNorm over the whole image of each row, with the SiLU after it if there is one.
 
     If the convolution after both stitches patches, norm, SiLU and stitching are one kernel (PatchedServe 4.2.2), and
-    the result is padded. `conv` is the convolution that follows with only an `ActivationUnlessDone` between.
+    the result is padded. `conv` is the convolution that follows with only an `FusableActivation` between.
     """
 
     def __init__(self, norm: nn.GroupNorm, context: PatchContext, conv: PatchedConv | None = None) -> None:
@@ -222,7 +222,7 @@ class PatchedGroupNorm(nn.Module):
         return scale.view(-1, 1, norm.num_channels), shift.view(-1, 1, norm.num_channels)
 
 
-class ActivationUnlessDone(nn.Module):
+class FusableActivation(nn.Module):
     """SiLU, skipped if the norm before it has applied it already."""
 
     def __init__(self, activation: nn.Module, context: PatchContext) -> None:

@@ -40,7 +40,7 @@ class RefinedText(nn.Module):
         return text
 
 
-class TokensInOneRow(nn.Module):
+class SingleStreamTokens(nn.Module):
     """Cuts the input of the model into tokens, and computes the rotary angles of each token.
 
     The position of a text token is its number; that of an image token is the length of its text, row and column.
@@ -96,7 +96,7 @@ def places_of(size: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.cartesian_prod(rows, columns)
 
 
-class StreamBegins(nn.Module):
+class StreamStart(nn.Module):
     """First entry of the list of single-stream blocks: [1, tokens, channels] -> [tokens, 1, channels]."""
 
     def __init__(self, context: PatchContext) -> None:
@@ -108,7 +108,7 @@ class StreamBegins(nn.Module):
         return hidden_states.transpose(0, 1)
 
 
-class Turned(nn.Module):
+class SwappedAxes(nn.Module):
     """A module on tokens, with the first two dimensions of its output swapped; it is also called as a final block."""
 
     def __init__(self, module: nn.Module) -> None:

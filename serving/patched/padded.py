@@ -20,7 +20,7 @@ from .streams import begin_stream, text_of_rows
 
 
 def no_angles(ids: Tensor) -> Tensor:
-    """Return zeros in place of the angles of positions in one image, since `TurnedInStream` computes the angles."""
+    """Return zeros in place of the angles of positions in one image, which `StreamRotaryAttention` computes."""
     return ids.new_zeros(len(ids), 1, dtype=torch.float32)
 
 
@@ -46,7 +46,7 @@ class PaddedText(nn.Module):
         return self.embedder(text)
 
 
-class TurnedInStream(nn.Module):
+class StreamRotaryAttention(nn.Module):
     """Attention of the blocks of a stream, with the angles computed at the beginning of the stream."""
 
     def __init__(self, attention: Any, stream: "PaddedStream") -> None:
@@ -126,7 +126,7 @@ def _text_places(length: int, device: torch.device) -> Tensor:
     return torch.cat([numbers, numbers.new_zeros(1 + length, 2)], 1)
 
 
-class _End(nn.Module):
+class _StreamBoundary(nn.Module):
     """Module that is called as a block before or after the blocks of a stream."""
 
     def __init__(self, stream: PaddedStream) -> None:
@@ -134,7 +134,7 @@ class _End(nn.Module):
         self.stream = stream
 
 
-class ImagesBegin(_End):
+class ImageStreamStart(_StreamBoundary):
     """First entry of the list of blocks that compute the images alone."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
@@ -143,7 +143,7 @@ class ImagesBegin(_End):
         return self.stream.begin(pad.expand(len(text_of_rows(context)), 1, -1), x[0, : context.num_tokens])
 
 
-class ImagesEnd(_End):
+class ImageStreamEnd(_StreamBoundary):
     """Final entry of this list, which passes the pads to the stream of all tokens."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
@@ -153,7 +153,7 @@ class ImagesEnd(_End):
         return x[-num_tokens:].transpose(0, 1)
 
 
-class AllBegin(_End):
+class JointStreamStart(_StreamBoundary):
     """First entry of the list of blocks that compute image and text."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
@@ -163,7 +163,7 @@ class AllBegin(_End):
         return self.stream.begin(torch.cat([pads, text_of_rows(self.stream.context)], 1), x[0])
 
 
-class AllEnd(_End):
+class JointStreamEnd(_StreamBoundary):
     """Final entry of this list, which keeps the image tokens [tokens, 1, width]."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:

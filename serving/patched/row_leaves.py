@@ -46,7 +46,7 @@ class ResultsToPatches(nn.Module):
         return tuple(result.index_select(0, rows) for result in self.module(*inputs, **named))
 
 
-class KeptConstant(nn.Module):
+class CachedConstant(nn.Module):
     """A module whose output depends only on the number of rows, and is kept on the model's device.
 
     The model passes it an input on the CPU, and a copy from there would wait for the device in every pass.
@@ -64,7 +64,7 @@ class KeptConstant(nn.Module):
         return self._kept[rows]
 
 
-class CaptionForReaders(nn.Module):
+class CachedCaption(nn.Module):
     """A projection of the text for cross attention, which `PatchedModel` runs once for a batch.
 
     The model expects text for each patch, and gets zeros, which are not used.

@@ -67,7 +67,7 @@ class RotaryPositions(nn.Module):
         return cosines[:num_tokens], sines[:num_tokens]
 
 
-class RotaryOfBoth(nn.Module):
+class JointRotary(nn.Module):
     """The rotary angles of all tokens, for models in which those of a text depend on the size of its image.
 
     Args:
@@ -125,7 +125,7 @@ def text_of_rows(context: PatchContext) -> Tensor:
     return text if rows is None else text.index_select(0, rows.rows)
 
 
-class KeptText(nn.Module):
+class CachedText(nn.Module):
     """A text embedding that `PatchedModel` runs once for a batch; its own input is ignored."""
 
     def __init__(self, embed: nn.Module, context: PatchContext) -> None:
@@ -136,7 +136,7 @@ class KeptText(nn.Module):
         return text_of_rows(self.context)
 
 
-class StreamsJoined(nn.Module):
+class JoinStreams(nn.Module):
     """Final entry of the list of joint blocks, which joins image and text to one stream."""
 
     def __init__(self, context: PatchContext) -> None:
@@ -150,7 +150,7 @@ class StreamsJoined(nn.Module):
         return tokens[:, :0], tokens
 
 
-class StreamsParted(nn.Module):
+class SplitStreams(nn.Module):
     """Final entry of the list of single-stream blocks, which keeps only the image's tokens."""
 
     def __init__(self, context: PatchContext) -> None:
@@ -178,11 +178,11 @@ class EmbToStream(nn.Module):
         self.norm, self.context = norm, context
 
     def forward(self, x: Tensor, emb: Tensor) -> Any:
-        assert self.context.stream_rows is not None, "a stream begins with `StreamsJoined`"
+        assert self.context.stream_rows is not None, "a stream begins with `JoinStreams`"
         return self.norm(x, emb=emb.index_select(0, self.context.stream_rows))
 
 
-class BlocksWithEnds(nn.ModuleList):
+class BlocksWithBoundaries(nn.ModuleList):
     """List of blocks with modules before and after them that are called as blocks.
 
     `len` does not count these modules, because models number their blocks by it.
@@ -208,11 +208,11 @@ class RowsToStream(nn.Module):
         self.linear, self.context = linear, context
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.context.stream_rows is not None, "a stream begins with `StreamsJoined`"
+        assert self.context.stream_rows is not None, "a stream begins with `JoinStreams`"
         return self.linear(x).index_select(0, self.context.stream_rows)
 
 
-class RowsToStreamAhead(nn.Module):
+class RowsToUpcomingStream(nn.Module):
     """The same for a layer that runs once for all blocks, before the stream begins."""
 
     def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
