@@ -78,49 +78,49 @@ class MeasuredSide:
             self.waited_ms.append(1e3 * (self._end.waited_s - waited_s))
 
 
-class NobodyElse:
+class ZeroFilledEnd:
     """Rank 0's end of a group whose other ranks do not exist: zeros replace what they would send, without any wait."""
 
     rank = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._asked: dict[int, Message] = {}
+        self._last_messages: dict[int, Message] = {}
 
-    def __enter__(self) -> "NobodyElse":
+    def __enter__(self) -> "ZeroFilledEnd":
         return self
 
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def tell(self, rank: int, message: Message) -> None:
-        """Keep the message, from which `hear` derives the shape of the answer."""
-        self._asked[rank] = message
+    def send(self, rank: int, message: Message) -> None:
+        """Keep the message, from which `receive` derives the shape of the answer."""
+        self._last_messages[rank] = message
 
-    def hear(self, rank: int, *, is_idle: bool = False) -> Message:
+    def receive(self, rank: int, *, is_idle: bool = False) -> Message:
         """Return a prediction of zeros in the shape of the rank's strip."""
-        asked = self._asked[rank]
-        place, starts = list(asked.facts["members"]).index(rank), asked.facts["starts"]
-        rows, channels, _, width = asked.tensors["latents"].shape
+        message = self._last_messages[rank]
+        place, starts = list(message.facts["members"]).index(rank), message.facts["starts"]
+        rows, channels, _, width = message.tensors["latents"].shape
         shape = (rows, channels, starts[place + 1] - starts[place], width)
-        return Message("predicted", {}, {"prediction": asked.tensors["latents"].new_zeros(shape)})
+        return Message("predicted", {}, {"prediction": message.tensors["latents"].new_zeros(shape)})
 
     def swap(
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
-    ) -> "NobodysZeros":
+    ) -> "PendingZeros":
         """Return zeros of the shapes that the other ranks would send."""
-        return NobodysZeros(shapes, next(iter(sends.values())).device, dtype)
+        return PendingZeros(shapes, next(iter(sends.values())).device, dtype)
 
 
-class NobodysZeros:
+class PendingZeros:
     """Zeros in place of tensors from other ranks, received as soon as they are awaited."""
 
     def __init__(self, shapes: Mapping[int, Sequence[int]], device: torch.device, dtype: torch.dtype) -> None:
-        self._found = {rank: torch.zeros(tuple(shape), device=device, dtype=dtype) for rank, shape in shapes.items()}
+        self._zeros = {rank: torch.zeros(tuple(shape), device=device, dtype=dtype) for rank, shape in shapes.items()}
 
     def wait(self) -> dict[int, Tensor]:
         """Return the zeros by rank, at once."""
-        return self._found
+        return self._zeros
 
 
 class OneRank:
@@ -130,7 +130,7 @@ class OneRank:
     decoder = None
 
     def __init__(self, model: torch.nn.Module, options: ParallelOptions) -> None:
-        self.end = NobodyElse(options.count)
+        self.end = ZeroFilledEnd(options.count)
         self.ranks = Ranks(self.end, StripModel(model), options)
 
     def use(self, options: ParallelOptions) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, RowName, Swapped
+from .exchange import Exchange, ExchangedTensors, RowName
 from .group import Communicator
 from .options import NormOptions
 from .strips import Strips
@@ -192,7 +192,7 @@ class StripContext:
         shapes: dict[int, Sequence[int]],
         *,
         at_once: bool = False,
-    ) -> Swapped:
+    ) -> ExchangedTensors:
         now = self.now
         is_displaced = (False,) * len(now.rows) if at_once else now.is_displaced
         is_last = (True,) * len(now.rows) if at_once else now.is_last

@@ -19,10 +19,10 @@ from .decoder import StripDecoder, follow_decoding
 from .group import GroupError
 from .nccl import Nccl
 from .options import Backend
-from .processes import FOR_EVER, ProcessEnd
+from .processes import UNLIMITED_WAIT, ProcessEnd
 from .ranks import follow
 from .strip_model import StripModel
-from .transport import LOOPBACK, meet
+from .transport import LOOPBACK, connect_ranks
 
 GroupKind = Literal["meet", "decode"]
 """Purpose of a group: to call the model (`meet`) or, concurrently, to decode images (`decode`)."""
@@ -121,12 +121,12 @@ def end_of(what: GroupKind, number: int, settings: RankSettings, store: dist.Sto
         GroupError: a rank does not connect.
     """
     own, timeout = dist.PrefixStore(key_of(what, number), store), timedelta(seconds=settings.timeout_s)
-    transport = meet(own, rank, size, timeout, settings.host, settings.backend)
+    transport = connect_ranks(own, rank, size, timeout, settings.host, settings.backend)
     nccl = None
     # Decoding runs concurrently with the model's calls, and two NCCL groups that do not take turns may deadlock.
     if settings.backend == "nccl" and what == "meet":
         device = torch.device("cuda", torch.device(settings.device).index or 0)
-        nccl = Nccl(dist.PrefixStore("nccl", own), rank, size, timeout, device, transport.look)
+        nccl = Nccl(dist.PrefixStore("nccl", own), rank, size, timeout, device, transport.check_peer)
     # Only rank 0 has other work between calls.
     threads = settings.threads if settings.rank == 0 else None
     return ProcessEnd(transport, rank, size, settings.timeout_s, settings.device, threads, nccl)
@@ -189,7 +189,7 @@ def _serve_groups(
         else:
             ends[0].close()
             if beside is not None:
-                ends[1].break_off()
+                ends[1].disconnect()
                 beside.join(_END_S)
             return
         watch.leave(number)
@@ -207,7 +207,7 @@ def _decode_beside(end: ProcessEnd, decoder: StripDecoder) -> None:
     except Exception as error:  # noqa: BLE001  shown to the user; serving continues without this
         sys.stderr.write(f"Warning: rank {end.rank} cannot decode: {type(error).__name__}: {error}\n")
     finally:
-        end.break_off()
+        end.disconnect()
 
 
 def _store_of(settings: RankSettings) -> dist.TCPStore:
@@ -217,7 +217,7 @@ def _store_of(settings: RankSettings) -> dist.TCPStore:
 def _members_of(store: dist.Store, number: int) -> list[int]:
     """Wait until rank 0 has chosen the ranks of a group, and return them in order."""
     # Without rank 0 the watch ends this process.
-    store.wait([key_of("group", number)], FOR_EVER)
+    store.wait([key_of("group", number)], UNLIMITED_WAIT)
     return json.loads(store.get(key_of("group", number)))
 
 
@@ -242,7 +242,7 @@ class _Watch:
         with self._lock:
             if self._now is not None and self._now[0] == number:
                 for end in self._now[1]:
-                    end.break_off()
+                    end.disconnect()
                 self._now = None
 
     def end(self) -> None:
