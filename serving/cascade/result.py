@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ..core.request_state import RequestRecord
-from .allocators import Seen
+from .allocators import Observations
 from .legs import Leg, Side
 from .problem import AllocationPlan
 
@@ -41,13 +41,13 @@ class PlanRow:
 
     Attributes:
         start_s: time from which the plan holds.
-        plan, seen: the plan, and the observations that it was made from.
+        plan, observed: the plan, and the observations that it was made from.
         solve_s: wall-clock time that it took to make the plan: the only field that differs between equal runs.
     """
 
     start_s: float
     plan: AllocationPlan
-    seen: Seen
+    observed: Observations
     solve_s: float = field(compare=False)
 
 

@@ -152,7 +152,7 @@ def simulate(
             place += 1
         while events and events[0][0] <= now_s:
             _, what, index, number = heappop(events)
-            if workers[index].happened(what, number, now_s):
+            if workers[index].handle_event(what, number, now_s):
                 touched.add(index)
         for index in sorted(touched):
             workers[index].proceed(now_s)

@@ -152,7 +152,7 @@ class SimulatedWorker:
             state.record.active_share, state.record.reused = view.active_share, view.active_share < 1
         self._prepare_next(now_s)
 
-    def happened(self, what: int, number: int, now_s: float) -> bool:
+    def handle_event(self, what: int, number: int, now_s: float) -> bool:
         """Process an event of the clock; return False if it is obsolete, as the end of its stage has moved since."""
         if what == BETWEEN:
             self._is_between = False

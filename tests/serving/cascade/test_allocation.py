@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
-from patchedserve.serving.cascade.allocators import Cluster, Seen, Shared
+from patchedserve.serving.cascade.allocators import Cluster, Observations, Shared
 from patchedserve.serving.cascade.deferral import deferral_curve
 from patchedserve.serving.cascade.enumeration import enumerate_plan
 from patchedserve.serving.cascade.milp import Milp
@@ -275,7 +275,7 @@ def test_shared_workers_have_the_largest_threshold_that_there_is_room_for() -> N
         light, heavy = (_first(times, count) for times in (problem.light, problem.heavy))
         cluster = Cluster(problem.num_workers, light, heavy, dict(problem.slos_s))
         waiting, arrivals = chance.choice((0, 0, 3)), chance.uniform(0.1, 10)
-        plan = Shared(cluster)(Seen(problem.demand, problem.curve, waiting, 0.0, arrivals, 0.0))
+        plan = Shared(cluster)(Observations(problem.demand, problem.curve, waiting, 0.0, arrivals, 0.0))
         seen[plan.status] += 1
         assert (plan.num_light, plan.num_heavy, plan.light_batch) == (problem.num_workers,) * 2 + (plan.heavy_batch,)
         wanted = {}

@@ -23,7 +23,7 @@ from patchedserve.data.errors import RunError
 from patchedserve.data.requests import Request, TracedEdit
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade import cluster, worker
-from patchedserve.serving.cascade.allocators import Seen
+from patchedserve.serving.cascade.allocators import Observations
 from patchedserve.serving.cascade.backend import CascadeBackend, CascadeSetup
 from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.cluster import CascadeCluster, ProcessWorker, TraceSource, settings_for
@@ -83,8 +83,8 @@ def dispatcher(plans: list[AllocationPlan], models: Mapping[Leg, LegModel] = MOD
     """Each plan holds for a period, the last one from then on; with a worker less the first."""
     made: list[AllocationPlan] = []
 
-    def allocate(seen: Seen) -> AllocationPlan:
-        if seen.num_workers == 1:
+    def allocate(observed: Observations) -> AllocationPlan:
+        if observed.num_workers == 1:
             return AllocationPlan(1, 0, 4, 0, 0.0, 0.0)
         made.append(plans[min(len(made), len(plans) - 1)])
         return made[-1]
@@ -248,7 +248,7 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
 
         def kill() -> None:
             # In the middle of its work: it has ended some, and has others.
-            until(lambda: len(one.result.legs) >= 5 and bool(one.slots[0].given), 60)
+            until(lambda: len(one.result.legs) >= 5 and bool(one.slots[0].assignments), 60)
             os.kill(workers.pids[0], signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()
@@ -258,7 +258,7 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
     assert result.num_lost == 1
     assert "its requests go to others" in notes[0]
     assert "Worker 0 serves again" in notes[-1]
-    assert {row.seen.num_workers for row in result.plans} == {None, 1, 2}
+    assert {row.observed.num_workers for row in result.plans} == {None, 1, 2}
 
 
 def test_what_a_worker_is_told_waits_for_nobody(template: WorkerSettings) -> None:
@@ -326,7 +326,7 @@ def test_workers_that_stand_still_hold_no_places_and_come_back(
     names: dict[Leg, str] = {"light": "light", "heavy": "heavy"}
 
     def make(on_end: Callable[[RequestRecord], None], result: CascadeResult) -> Dispatcher:
-        controller = Controller(lambda seen: LIGHT_ONLY, [0.5])
+        controller = Controller(lambda observed: LIGHT_ONLY, [0.5])
         return Dispatcher(
             MODELS, controller, Balancer(), lambda number: 0.0, "discard", "plan", on_end=on_end, result=result
         )

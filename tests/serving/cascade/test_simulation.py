@@ -11,7 +11,7 @@ import pytest
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.cascade.allocators import Cluster, DiffServe, Fixed, Proteus, Seen, clipper, static
+from patchedserve.serving.cascade.allocators import Cluster, DiffServe, Fixed, Observations, Proteus, clipper, static
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.deferral import deferral_curve
 from patchedserve.serving.cascade.legs import Leg
@@ -136,7 +136,7 @@ def test_the_systems_that_it_is_compared_with() -> None:
 def test_at_constant_demand_static_and_dynamic_plans_are_the_same() -> None:
     curve = deferral_curve(CONFIDENCES)
     plan = static(CLUSTER, curve, 6.0).plan
-    assert DiffServe(CLUSTER)(Seen(6.0, curve)) == plan
+    assert DiffServe(CLUSTER)(Observations(6.0, curve)) == plan
 
 
 def test_a_late_heavy_image_may_be_the_light_one() -> None:
@@ -182,7 +182,7 @@ def test_replacing_a_plan_in_which_somebody_is_about_to_leave_keeps_him() -> Non
     first, second = AllocationPlan(5, 1, 2, 2, 0.5, 0.4), AllocationPlan(2, 4, 2, 2, 0.5, 0.4)
     plans = iter([first, *([second, first] * 200)])
     requests = trace(8.0, 300)
-    result = run(requests, lambda seen: next(plans))
+    result = run(requests, lambda observed: next(plans))
     check(result, requests)
     assert result.num_switches > 10
     assert replace(first, num_light=2, num_heavy=4) == second
