@@ -25,7 +25,7 @@ from ...serving.models.served import ServedModel
 from ..metrics.judges import Judges
 from .plots import plot_quality, plot_saved
 from .quality import QualityOptions, compare_sides, real_features
-from .sides import Setting, Side, make_side
+from .sides import CacheBenchSide, CacheSetting, make_side
 
 RESULT_FILE, QUALITY_PLOT, SAVED_PLOT, IMAGES_FILE = "cache.json", "cache.png", "cache-saved.png", "cache-images.png"
 _WARMUP_STEPS = 3
@@ -65,7 +65,7 @@ class CacheBenchSettings:
 def run_cache_bench(
     model: ServedModel,
     combinations: Sequence[Combination],
-    cached: Sequence[Setting],
+    cached: Sequence[CacheSetting],
     workspace: ModelWorkspace,
     settings: CacheBenchSettings,
     quality: QualityOptions,
@@ -97,7 +97,7 @@ def run_cache_bench(
     resolutions = sorted({size for each in combinations for size in each.resolutions})
     sides = [
         make_side(model, setting, workspace, resolutions)
-        for setting in (Setting("off", "off", CacheOptions()), *cached)
+        for setting in (CacheSetting("off", "off", CacheOptions()), *cached)
     ]
     real = real_features(judges, quality, resolutions, workspace.root.parent.parent)
     run_dir = workspace.new_run("bench")
@@ -138,7 +138,7 @@ def run_cache_bench(
 def _serve_rounds(
     model: ServedModel,
     combination: Combination,
-    sides: Sequence[Side],
+    sides: Sequence[CacheBenchSide],
     settings: CacheBenchSettings,
     on_batch: Callable[[str], None],
 ) -> tuple[int, bool, list[str]]:

@@ -17,10 +17,10 @@ from ...profiling.steps.rows import Row, median_interval
 from ...serving.cache.options import CacheOptions
 from ..cache.bench import CacheBenchSettings, run_cache_bench
 from ..cache.quality import QualityOptions
-from ..cache.sides import Setting, settings_of
+from ..cache.sides import CacheSetting, settings_of
 from ..metrics.judges import Judges
 from .lab import Lab, finish
-from .paper import SDXL, Found
+from .paper import SDXL, ExhibitResult
 from .serving import scheduling_shares
 from .statement import Statement
 
@@ -29,12 +29,12 @@ _TINY = 0.05
 """Maximum share of a request's time that counts as tiny, the paper's word for the overhead of splitting."""
 
 
-def block_savings(lab: Lab, settings: _Settings) -> Found:
+def block_savings(lab: Lab, settings: _Settings) -> ExhibitResult:
     """Measure figure 4: the share of blocks whose output changes by less than a threshold, by resolution."""
     summary = summarize_block_changes(lab.block_profile())
     whole = summary["whole_blocks"]
     ours = {**whole, "patches_by_threshold": summary["by_resolution"], "thresholds": summary["thresholds"]}
-    return Found(ours, [savings_differ(whole["by_request"]["mse"])])
+    return ExhibitResult(ours, [savings_differ(whole["by_request"]["mse"])])
 
 
 def savings_differ(by_request: Mapping[str, Sequence[float]]) -> Statement:
@@ -54,7 +54,7 @@ def savings_differ(by_request: Mapping[str, Sequence[float]]) -> Statement:
     return Statement(text, Estimate(abs(found.value), low, high, found.n), (), "points", 1)
 
 
-def step_latencies(lab: Lab, settings: _Settings) -> Found:
+def step_latencies(lab: Lab, settings: _Settings) -> ExhibitResult:
     """Measure figure 5: step latencies of all batches of three requests."""
     counts = [each for each in product(range(4), repeat=len(lab.sizes)) if sum(each) == 3]
     batches = sorted((Combination(lab.sizes, each) for each in counts), key=lambda each: each.num_pixels)
@@ -65,7 +65,7 @@ def step_latencies(lab: Lab, settings: _Settings) -> Found:
     if {"SML", "MML"} <= set(rows):
         text = "SML against MML, which has more pixels"
         said.append(Statement(text, _times_as_long(rows["SML"], rows["MML"])))
-    return Found({name: result[name] for name in ("rows", "letters", "run_dir")}, said)
+    return ExhibitResult({name: result[name] for name in ("rows", "letters", "run_dir")}, said)
 
 
 def _times_as_long(own: Row, other: Row) -> Estimate:
@@ -75,14 +75,14 @@ def _times_as_long(own: Row, other: Row) -> Estimate:
     return Estimate(median(ratios), low, high, len(ratios))
 
 
-def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Found:
+def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> ExhibitResult:
     """Measure figure 14: latency and throughput of mixed batches on plain diffusers, patched, and patched with the
     cache, and the shares of a request's time that splitting, the cache and the scheduler take.
     """
     batches = [Combination(lab.sizes, (count,) * len(lab.sizes)) for count in settings["of_each"]]
     sides = [
-        Setting("baseline", "plain", CacheOptions(), engine="plain"),
-        Setting("patched + cache", "patch", lab.cache()),
+        CacheSetting("baseline", "plain", CacheOptions(), engine="plain"),
+        CacheSetting("patched + cache", "patch", lab.cache()),
     ]
     found: list[dict[str, Any]] = []
     for row in _cache_rows(lab, settings, batches, sides):
@@ -119,7 +119,7 @@ def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Found:
             is_more=False,
         ),
     ]
-    return Found(ours, [*gains_by_round(found), *overheads])
+    return ExhibitResult(ours, [*gains_by_round(found), *overheads])
 
 
 def gains_by_round(rows: Sequence[Mapping[str, Any]]) -> list[Statement]:
@@ -174,7 +174,7 @@ def splitting_shares(row: Row, num_steps: int) -> list[float]:
     ]
 
 
-def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
+def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> ExhibitResult:
     """Measure figure 15: savings and latency of a request if single patches, or only whole batches, may be reused."""
     size = settings["requests"]
     places = range(len(lab.sizes))
@@ -203,7 +203,7 @@ def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
             for side in row["sides"]
         }
     statements = savings_by_round(found, is_sdxl=type(lab.model.pipe).__name__ == SDXL)
-    return Found({"threshold": threshold, "requests": size, "by_resolution": found}, statements)
+    return ExhibitResult({"threshold": threshold, "requests": size, "by_resolution": found}, statements)
 
 
 def savings_by_round(by_resolution: Mapping[str, Mapping[str, Any]], *, is_sdxl: bool) -> list[Statement]:
@@ -258,7 +258,7 @@ def _step_bench(lab: Lab, settings: _Settings, kind: BenchKind, batches: Sequenc
 
 
 def _cache_rows(
-    lab: Lab, settings: _Settings, batches: Sequence[Combination], sides: Sequence[Setting]
+    lab: Lab, settings: _Settings, batches: Sequence[Combination], sides: Sequence[CacheSetting]
 ) -> list[dict[str, Any]]:
     """Run a benchmark of the cache without judges of the images, and return its rows."""
     done = lab.start("batches", len(batches) * (len(sides) + 1) * (settings["rounds"] + 1))

@@ -8,11 +8,13 @@ from ..options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, plan_eval
 from ..run import draw_set
 from ..sets.drawers import EngineDrawer
 from .lab import Lab
-from .paper import Found
+from .paper import ExhibitResult
 from .statement import Statement
 
 
-def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[float, ...], *, is_more: bool) -> Found:
+def compared(
+    lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[float, ...], *, is_more: bool
+) -> ExhibitResult:
     """Measure a metric of plain diffusers' images and of ours with the cache, for every data set.
 
     Args:
@@ -60,4 +62,4 @@ def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[flo
         # The paper's "similar" is taken as no worse than the worst change that it prints.
         neutral = min(0, *said) if is_more else max(0, *said)
         statements.append(Statement(text, change.estimate, said, "score", neutral, is_more))
-    return Found({"datasets": found}, statements)
+    return ExhibitResult({"datasets": found}, statements)

@@ -33,14 +33,14 @@ SDXL, SD3 = "StableDiffusionXLPipeline", "StableDiffusion3Pipeline"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ExhibitResult:
     """What was measured for an exhibit: what its picture shows, as JSON, and what it says of the paper's statements."""
 
     ours: Mapping[str, Any]
     statements: Sequence[Statement]
 
 
-Measure = Callable[["Lab", Mapping[str, Any]], Found]
+Measure = Callable[["Lab", Mapping[str, Any]], ExhibitResult]
 """Measures an exhibit with its settings."""
 
 
@@ -76,7 +76,7 @@ class Exhibit:
         """Name of its files."""
         return f"{self.kind}-{self.number}"
 
-    def suits(self, pipeline: str) -> bool:
+    def applies_to(self, pipeline: str) -> bool:
         """Whether it is of models with this class of pipeline."""
         return not self.pipelines or pipeline in self.pipelines
 
@@ -97,7 +97,7 @@ class Paper:
     title: str
     exhibits: tuple[Exhibit, ...]
 
-    def chosen(self, figures: Sequence[int], tables: Sequence[int], pipeline: str) -> list[Exhibit]:
+    def select(self, figures: Sequence[int], tables: Sequence[int], pipeline: str) -> list[Exhibit]:
         """The exhibits with these numbers; without any, all that suit models with this class of pipeline.
 
         Raises:
@@ -110,10 +110,10 @@ class Paper:
                 if number not in known:
                     raise UsageError(f"--{kind} is {number}, but it must be one of {', '.join(map(str, known))}")
         if not figures and not tables:
-            return [each for each in self.exhibits if each.suits(pipeline)]
+            return [each for each in self.exhibits if each.applies_to(pipeline)]
         found = [each for each in self.exhibits if each.number in wanted[each.kind]]
         for each in found:
-            if not each.suits(pipeline):
+            if not each.applies_to(pipeline):
                 suited = " or ".join(each.pipelines)
                 raise UsageError(
                     f"--{each.kind} {each.number} is of models with a {suited}, but the model has a {pipeline}"
@@ -122,7 +122,7 @@ class Paper:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReproductionOutcome:
     """What a reproduction gives: the results that were asked for, as in their files, which of them are new, the page of
     all that the folder holds, what `count_verdicts` says of that, and whether Ctrl-C ended it.
     """
@@ -141,7 +141,7 @@ def reproduce(
     folder: Path,
     *,
     on_exhibit: Callable[[str], None] = lambda title: None,
-) -> Outcome:
+) -> ReproductionOutcome:
     """Measure what is not finished, and write the page.
 
     Args:
@@ -174,7 +174,7 @@ def reproduce(
             raise
         was_interrupted = True
     verdicts = write_index(paper, folder.parent)
-    return Outcome(results, measured, folder.parent / INDEX_FILE, verdicts, was_interrupted)
+    return ReproductionOutcome(results, measured, folder.parent / INDEX_FILE, verdicts, was_interrupted)
 
 
 def _kept(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -12,12 +12,12 @@ from ...data.tables.latency import TABLE_PATTERN
 from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...profiling.sweep.engine_side import EngineSide
 from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRates
-from ...profiling.sweep.runner import Side, WarmUp, sweep
+from ...profiling.sweep.runner import SweepSide, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
 from ...profiling.sweep.simulator_side import CALIBRATION_FILE, SimulatorFiles, SimulatorSide
 from ...training.latency.predictor import PREDICTOR_FILE
 from .lab import Lab, finish
-from .paper import Found
+from .paper import ExhibitResult
 from .statement import Statement
 
 _Settings = Mapping[str, Any]
@@ -28,7 +28,7 @@ _BATCH = 16
 """Largest batch of all systems, section 8."""
 
 
-def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
+def served_on_one_gpu(lab: Lab, settings: _Settings) -> ExhibitResult:
     """Figure 11: SLO attainment over the request rate, on the engine and in the simulator beside it.
 
     Beside the systems of the paper are `patched-slack`, which has no cache, and `patched-schedule`, which differs from
@@ -39,7 +39,7 @@ def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
     result = _served(lab, settings, systems, rates, settings["num_seeds"])
     figures = result["engines"]["real"]
     ours = _served_json(result) | {"by_slo_scale": _by_slo_scale(lab, settings, systems, median_low(rates), figures)}
-    return Found(ours, attainment_statements(figures))
+    return ExhibitResult(ours, attainment_statements(figures))
 
 
 def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
@@ -123,7 +123,7 @@ def _by_slo_scale(
     return {"request_rate": rate, "points": of_rate}
 
 
-def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
+def served_on_many_gpus(lab: Lab, settings: _Settings) -> ExhibitResult:
     """Figures 12 and 13: the same on 2, 4 and 8 GPUs, simulated.
 
     A request goes to the GPU with the fewest pixels left to draw; DistriFusion spans them all. Steps and stages last as
@@ -157,7 +157,7 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
         figures = result["engines"]["simulator"]
         ours["gpus"][str(num_gpus)] = _served_json(result)
         statements += statements_on_many(figures, num_gpus)
-    return Found(ours, statements)
+    return ExhibitResult(ours, statements)
 
 
 def statements_on_many(figures: Mapping[str, Any], num_gpus: int) -> list[Statement]:
@@ -228,7 +228,7 @@ def _sweep_settings(
     return SweepSettings(tuple(systems), tuple(rates), seeds, engine, trace, slo_scale, _BATCH, num_gpus)
 
 
-def _sweep(lab: Lab, settings: SweepSettings, side: Side, folder: Path) -> dict[str, Any]:
+def _sweep(lab: Lab, settings: SweepSettings, side: SweepSide, folder: Path) -> dict[str, Any]:
     done = lab.start("served traces", settings.num_runs)
     outcome = sweep(settings, side, lab.model.defaults, lambda: folder, on_done=lambda: done(1))
     finish(outcome.was_interrupted)

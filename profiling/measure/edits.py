@@ -37,7 +37,7 @@ from ...serving.families.geometry import Geometry
 from ...serving.models.served import ServedModel
 from ..machine import run_facts
 from ..steps.lanes import Lane
-from ..steps.sides import EngineSide
+from ..steps.sides import StepperSide
 
 RECORDED_STEPS = 8
 """Number of steps in the records; edits take steps from the middle on."""
@@ -51,7 +51,7 @@ EditBatch = tuple[tuple[Resolution, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class EditSettings:
+class EditProfileSettings:
     """Settings of an edit profile.
 
     Attributes:
@@ -122,7 +122,7 @@ def file_for(model: ServedModel, workspace: ModelWorkspace, keep: Keep) -> Path:
 
 def profile_edits(
     model: ServedModel,
-    settings: EditSettings,
+    settings: EditProfileSettings,
     workspace: ModelWorkspace,
     *,
     on_start: Callable[[str, int], Callable[[], None]],
@@ -228,7 +228,7 @@ def _mask(geometry: Geometry, size: Resolution, share: float, up_to: float, seed
 def _measured_steps(
     model: ServedModel,
     requests: Sequence[Sequence[Request]],
-    settings: EditSettings,
+    settings: EditProfileSettings,
     on_start: Callable[[str, int], Callable[[], None]],
 ) -> list[dict[str, Any]]:
     """Return the edits (width, height, active share) of each batch, and median seconds of its steps."""
@@ -236,7 +236,7 @@ def _measured_steps(
     for batch in requests:
         masked = [_by_itself(model.prepare(request)) for request in batch]
         whole = [replace(each, template=None) for each in masked]
-        lanes.append([Lane(EngineSide(model.stepper, side), model.device) for side in (masked, whole)])
+        lanes.append([Lane(StepperSide(model.stepper, side), model.device) for side in (masked, whole)])
     advance = on_start("visits of batches", len(lanes) * settings.repeats)
     # The largest batch warms up the machine, untimed.
     lanes[max(range(len(lanes)), key=lambda place: len(requests[place]))][1].warm_up()
@@ -271,7 +271,7 @@ def _by_itself(prepared: PreparedRequest) -> PreparedRequest:
 
 
 def _measured_loads(
-    records: dict[Resolution, Path], settings: EditSettings, on_start: Callable[[str, int], Callable[[], None]]
+    records: dict[Resolution, Path], settings: EditProfileSettings, on_start: Callable[[str, int], Callable[[], None]]
 ) -> list[dict[str, Any]]:
     """Return the bytes and the median load time in seconds of the first n steps of each record, for every n, whole
     records first.

@@ -56,7 +56,7 @@ class RequestShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StandaloneMeasurement:
     """Standalone measurement of a request.
 
     Attributes:
@@ -156,7 +156,7 @@ def standalone_latencies(
     return latencies
 
 
-def _measure(serve_alone: Callable[[], float], least: int) -> Measured:
+def _measure(serve_alone: Callable[[], float], least: int) -> StandaloneMeasurement:
     """Take samples until they agree, there are `MOST_SAMPLES`, or the time is over."""
     samples_s: list[float] = []
     waited: list[float] = []
@@ -165,7 +165,7 @@ def _measure(serve_alone: Callable[[], float], least: int) -> Measured:
         with Contention() as contention:
             samples_s.append(serve_alone())
         waited += [] if contention.share is None else [contention.share]
-        measured = Measured(tuple(samples_s), statistics.median(waited) if waited else None)
+        measured = StandaloneMeasurement(tuple(samples_s), statistics.median(waited) if waited else None)
         if len(samples_s) >= least and measured.agrees:
             break
     return measured
@@ -218,7 +218,7 @@ def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> floa
     return record.finish_s - record.prepare_start_s
 
 
-def read_standalone(path: Path) -> dict[str, Measured]:
+def read_standalone(path: Path) -> dict[str, StandaloneMeasurement]:
     """Return the measurements of the table by key; empty if there is no table, or one of an earlier version. A damaged
     or newer table is put aside with a warning. Raises OSError.
     """
@@ -238,13 +238,13 @@ def read_standalone(path: Path) -> dict[str, Measured]:
 
 def _read_row(
     samples_s: list[float], latency_s: float, waited: float | None = None, doubted: Doubted = "no"
-) -> Measured:
+) -> StandaloneMeasurement:
     if not samples_s or doubted not in get_args(Doubted):
         raise ValueError(f"a row has the samples {samples_s}, and doubted is {doubted!r}")
-    return Measured(tuple(map(float, samples_s)), waited, doubted)
+    return StandaloneMeasurement(tuple(map(float, samples_s)), waited, doubted)
 
 
-def _write(path: Path, known: dict[str, Measured]) -> None:
+def _write(path: Path, known: dict[str, StandaloneMeasurement]) -> None:
     rows = [
         {"key": json.loads(key), "latency_s": measured.latency_s, **asdict(measured)}
         for key, measured in sorted(known.items())

@@ -46,7 +46,7 @@ Row = tuple[str, int, float, float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class AccountedFigure:
     """One figure.
 
     Attributes:
@@ -76,7 +76,7 @@ class Figure:
         return {name: getattr(self, name) for name in names}
 
 
-def account(plan: AccountingPlan, counted: Mapping[Call, int]) -> list[Figure]:
+def account(plan: AccountingPlan, counted: Mapping[Call, int]) -> list[AccountedFigure]:
     """Return all figures of a plan. `counted` holds the MACs of its calls in the unmodified model, by torch."""
     printed = printed_by_place() if plan.is_paper_model else {}
     found = []
@@ -88,7 +88,7 @@ def account(plan: AccountingPlan, counted: Mapping[Call, int]) -> list[Figure]:
         )
         for quantity, num_ranks, ours, by_torch in rows:
             place = quantity, str(resolution), num_ranks
-            found.append(Figure(*place, ours, by_torch, printed.get(place)))
+            found.append(AccountedFigure(*place, ours, by_torch, printed.get(place)))
     order = list(QUANTITIES)
     return sorted(found, key=lambda figure: order.index(figure.quantity))
 
@@ -168,7 +168,7 @@ def latencies(plan: AccountingPlan, resolution: Resolution, printed: Mapping[Pla
             yield "speedup_split_x", num_ranks, alone_s / split_s, None
 
 
-def figures_tables(figures: Sequence[Figure]) -> list[Table]:
+def figures_tables(figures: Sequence[AccountedFigure]) -> list[Table]:
     """Return tables for display: the figures beside the paper's, if there are any, and all figures by device count."""
     counted = [abs(each.ours / each.counted - 1) for each in figures if each.counted is not None]
     note = f"By number of devices. MACs are by closed form; torch counts the same within {max(counted):.2%}."
@@ -187,7 +187,7 @@ def figures_tables(figures: Sequence[Figure]) -> list[Table]:
     return [Table("Beside DistriFusion's paper", columns, beside, num_words=2), ours] if beside else [ours]
 
 
-def _texts(figure: Figure) -> tuple[str, str, str]:
+def _texts(figure: AccountedFigure) -> tuple[str, str, str]:
     """Return the texts of our value, the paper's, and the difference."""
     form = ",.1f" if figure.ours >= 100 else ".3g"
     if figure.paper is None or figure.difference is None:

@@ -35,7 +35,7 @@ from ..report.words import DASH
 from ..steps.combinations import Combination
 from ..steps.lanes import BenchSettings, Lane, ratios_of, time_lanes
 from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval, name_of
-from ..steps.sides import EngineSide, RequestPool, plain_side
+from ..steps.sides import RequestPool, StepperSide, plain_side
 from .ways import WAYS
 
 RUN_KIND = "bench-parallel"
@@ -53,7 +53,7 @@ class MeasuredSide:
         end: rank 0's end of the ranks' group; None for one process.
     """
 
-    def __init__(self, side: EngineSide, threads: int | None = None, end: ProcessEnd | None = None) -> None:
+    def __init__(self, side: StepperSide, threads: int | None = None, end: ProcessEnd | None = None) -> None:
         self._side, self._threads, self._end = side, threads, end
         self.waited_ms: list[float] = []
 
@@ -196,9 +196,9 @@ class ParallelBench:
                 sides[f"{name}, {form}"] = MeasuredSide(plain_side(self.model, models, requests), threads)
         for name, (served, pool) in self._served.items():
             requests = pool.take(combination)
-            sides[name] = MeasuredSide(EngineSide(served.stepper, requests), end=_process_end(served))
+            sides[name] = MeasuredSide(StepperSide(served.stepper, requests), end=_process_end(served))
         # Requests prepared for any of the parallel steppers work here.
-        sides[_ALONE] = MeasuredSide(EngineSide(self._alone, requests), self._share)
+        sides[_ALONE] = MeasuredSide(StepperSide(self._alone, requests), self._share)
         lanes = {name: Lane(side, self.model.device) for name, side in sides.items()}
         time_lanes(lanes.values(), self.settings)
         # Both sides of one process use the memory format that is faster for them.
@@ -248,7 +248,7 @@ def difference(one: Stepper, other: Stepper, requests: Sequence[PreparedRequest]
     """
     found = []
     for stepper in (one, other):
-        side = EngineSide(stepper, requests)
+        side = StepperSide(stepper, requests)
         side.begin()
         for _ in range(_SETTLED):
             side.step()

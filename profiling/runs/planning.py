@@ -1,7 +1,7 @@
 """Searches that plan a deployment: the rate that GPUs sustain, and the GPUs that a rate needs. No torch.
 
 A search is only as accurate as the simulator. It therefore runs three times: once as simulated, and with steps as much
-faster and slower as runs on the engine were (`how_slow`).
+faster and slower as runs on the engine were (`duration_ratio_range`).
 """
 
 import json
@@ -41,7 +41,7 @@ class InfeasibleError(RunError):
 
 
 @dataclass(frozen=True, slots=True)
-class HowSlow:
+class DurationRatioRange:
     """Range of the ratio of the measured to the simulated duration of a run's steps.
 
     Attributes:
@@ -56,7 +56,7 @@ class HowSlow:
     source: str
 
 
-def how_slow(calibration: Calibration, engine: EngineName, file: Path) -> HowSlow | None:
+def duration_ratio_range(calibration: Calibration, engine: EngineName, file: Path) -> DurationRatioRange | None:
     """Return the range from the sweep that wrote a calibration file: from its comparison if it has one, otherwise from
     the calibration. None if neither has enough runs.
 
@@ -77,14 +77,14 @@ def how_slow(calibration: Calibration, engine: EngineName, file: Path) -> HowSlo
         return None
     # The interval for another run, not for the mean.
     middle, half = sum(interval) / 2, (interval[1] - interval[0]) / 2 * math.sqrt(len(ratios) + 1)
-    return HowSlow(max(middle - half, middle / 10), middle + half, len(ratios), source)
+    return DurationRatioRange(max(middle - half, middle / 10), middle + half, len(ratios), source)
 
 
 def with_error(
     found: SearchResult,
     search: Callable[[Deployment], SearchResult],
     deployment: Deployment,
-    error: HowSlow | None,
+    error: DurationRatioRange | None,
     *,
     worst: float | None = None,
 ) -> Estimate:

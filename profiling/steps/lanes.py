@@ -10,7 +10,7 @@ import torch
 
 from ...serving.core.timing import synchronize
 from .matrix_peak import count_operations
-from .sides import Side
+from .sides import StepSide
 
 SHORTEST_TIMING_S = 0.005
 """Shorter steps are repeated within one timing until it takes this long."""
@@ -34,7 +34,7 @@ class Lane:
     steps that it is not too short for the clock.
     """
 
-    side: Side
+    side: StepSide
     device: torch.device
     first_ms: list[float] = field(default_factory=list)
     samples_ms: list[float] = field(default_factory=list)
@@ -79,7 +79,7 @@ def ratios_of(base_ms: Sequence[float], patched_ms: Sequence[float]) -> list[flo
     return [own / ours for own, ours in zip(base_ms, patched_ms, strict=True)]
 
 
-def operations_of(side: Side) -> int:
+def operations_of(side: StepSide) -> int:
     """Return the number of operations of one step of a batch that stays the same."""
     side.begin()
     side.step()

@@ -41,7 +41,7 @@ from ..runs.simulate import SimulatedEngine, StepFile
 from ..runs.step_latencies import tables_measured_under
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone, WarmUp
-from .settings import Served, SweepFolder, SweepSettings
+from .settings import SweepFolder, SweepRunResult, SweepSettings
 from .simulator_side import CALIBRATION_FILE, SimulatorSide, read_calibrations
 
 _CALIBRATION_LOADS = (0.4, 0.8, 1.3)
@@ -185,7 +185,7 @@ class EngineSide:
                     folder.forget("simulator")
         return {"real": self.run, "simulator": self._simulate} if is_both else {"real": self.run}
 
-    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
+    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> SweepRunResult:
         """Serve a trace on the system's engine, after the calibration runs that are due before it."""
         if system.engine in self._due:
             self._calibrate_beside(system.engine)
@@ -197,9 +197,9 @@ class EngineSide:
         result = self._replay(self._model_of(system), system, requests, standalone_s, predictor)
         figures = engine_figures(result) | what_was_learnt(self._model_of(system), predictor, before)
         figures["steps_by_batch"] = steps_by_batch(result.steps)
-        return Served(result.records, result.duration_s, figures, result.was_interrupted)
+        return SweepRunResult(result.records, result.duration_s, figures, result.was_interrupted)
 
-    def _simulate(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
+    def _simulate(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> SweepRunResult:
         """Serve a trace in the simulator, which is calibrated first, after all calibration runs."""
         if not self._simulated:
             for name in self._models:

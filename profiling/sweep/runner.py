@@ -13,7 +13,7 @@ from ...data.traces.traces import assign_slos
 from ...serving.models.defaults import ModelDefaults
 from ...serving.scheduling.systems import System, get_system
 from .figures import EngineKind
-from .settings import SWEEP_FILE, Served, SweepFolder, SweepSettings, read_head
+from .settings import SWEEP_FILE, SweepFolder, SweepRunResult, SweepSettings, read_head
 
 Standalone = Callable[[Request], float]
 """Returns the latency in seconds of a request that is served alone on plain diffusers, the same for all systems."""
@@ -37,11 +37,11 @@ class WarmUp:
         require_counts({"num requests": self.num_requests, "combinations": self.combinations, "repeats": self.repeats})
 
 
-Serve = Callable[[System, Sequence[Request], Standalone], Served]
+Serve = Callable[[System, Sequence[Request], Standalone], SweepRunResult]
 """Serves a trace of submitted requests with SLOs, which the system adapts."""
 
 
-class Side(Protocol):
+class SweepSide(Protocol):
     """Side that serves the runs of a sweep. `sweep` calls `check`, `head` and `begin` at most once each, in this order,
     the first two with a request of every resolution.
     """
@@ -78,7 +78,7 @@ class SweepOutcome:
 
 def sweep(
     settings: SweepSettings,
-    side: Side,
+    side: SweepSide,
     defaults: ModelDefaults,
     open_folder: Callable[[], Path],
     *,

@@ -143,7 +143,7 @@ class SweepSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class SweepRunResult:
     """Result of one run: records, seconds until the last request ended, other figures, and whether Ctrl-C ended it."""
 
     records: Sequence[RequestRecord]
@@ -199,7 +199,7 @@ class SweepFolder:
         """Return whether a run is finished."""
         return self._file(engine, system, rate, seed).exists()
 
-    def save(self, engine: EngineKind, system: str, rate: float, seed: int, served: Served) -> None:
+    def save(self, engine: EngineKind, system: str, rate: float, seed: int, served: SweepRunResult) -> None:
         """Keep a finished run. Raises OSError."""
         about = {"engine": engine, "policy": system, "request_rate": rate, "seed": seed}
         about |= {"duration_s": served.duration_s, "figures": dict(served.figures)}

@@ -23,7 +23,7 @@ from ..runs.simulate import SimulatedEngine, StepFile, load_stage_times, load_st
 from ..runs.step_latencies import measured_alone
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone
-from .settings import Served, SweepFolder, SweepSettings
+from .settings import SweepFolder, SweepRunResult, SweepSettings
 
 CALIBRATION_FILE = "calibration.json"
 """File in a sweep's folder with the simulator's calibration by engine, fitted to real runs."""
@@ -73,7 +73,7 @@ class SimulatorSide:
         """Return the function that serves the runs; there is nothing to prepare."""
         return {"simulator": self.run}
 
-    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
+    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> SweepRunResult:
         """Simulate a trace on the system's engine."""
         engine, limits = self.engines[system.engine], (self.settings.max_batch_size, self.settings.num_gpus)
         if system.cache == "schedule" and self.schedule is not None:
@@ -83,7 +83,7 @@ class SimulatorSide:
             "busy_rate": [busy_s / result.duration_s for busy_s in result.busy_s],
             "steps_by_batch": steps_by_batch(result.steps),
         }
-        return Served(result.records, result.duration_s, figures)
+        return SweepRunResult(result.records, result.duration_s, figures)
 
 
 @dataclass(frozen=True, slots=True)

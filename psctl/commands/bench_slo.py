@@ -20,7 +20,7 @@ from ..options.target import Target
 from ..output import Output
 
 if TYPE_CHECKING:
-    from ...profiling.sweep.runner import Side
+    from ...profiling.sweep.runner import SweepSide
     from ...profiling.sweep.settings import SweepEngine
 
 _NAMES = ", ".join(name for name, system in SYSTEMS.items() if system.engine != "parallel")
@@ -154,7 +154,7 @@ def bench_slo(
         check_resumed(resume, settings)
     require_places(target.workspace, file=output_file)
 
-    side: Side
+    side: SweepSide
     if is_simulated:
         from ...profiling.runs.step_latencies import table_for_simulation
         from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide

@@ -138,7 +138,7 @@ def simulate(
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables, search_table
     from ...profiling.runs.outside_profile import warn_of_small_table
-    from ...profiling.runs.planning import at_rate, gpus_needed, highest_rate, how_slow, with_error
+    from ...profiling.runs.planning import at_rate, duration_ratio_range, gpus_needed, highest_rate, with_error
     from ...profiling.runs.simulate import (
         Deployment,
         SimulatedEngine,
@@ -283,7 +283,7 @@ def simulate(
             needed = None if request_rate is None else gpus_needed(deployment, requests, slo_target)
             error = None
             if calibrated is not None and calibration is not None:
-                error = how_slow(calibrated, chosen.engine, calibration)
+                error = duration_ratio_range(calibrated, chosen.engine, calibration)
             figures = {
                 "highest_request_rate": with_error(
                     rate, lambda each: highest_rate(each, trace_at, slo_target), deployment, error, worst=0.0

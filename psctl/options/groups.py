@@ -8,7 +8,7 @@ import typer
 
 from ...data.datasets.spec import spec_options_help
 from ...eval.options import EvalOptions
-from ...profiling.runs.trace_settings import EditSettings, TraceSettings
+from ...profiling.runs.trace_settings import TraceEditSettings, TraceSettings
 from ...serving.cache.options import CacheOptions
 from ...serving.options import EngineOptions, ModelOptions
 from ...serving.parallel.options import NormOptions, ParallelOptions
@@ -265,7 +265,7 @@ TRACE = Flags(
     },
 )
 EDITS = Flags(
-    EditSettings,
+    TraceEditSettings,
     {
         "share": flag("--edits", "Share of the requests that edit an image.", metavar="SHARE"),
         "mask_ratios": flag(

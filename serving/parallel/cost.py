@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from .levels import Level, Levels
+from .levels import LevelCounts, Levels
 from .strips import Strips
 
 Halos = Literal["neighbours", "all"]
@@ -150,7 +150,7 @@ class Cost:
         pixels = ((level, height * width) for level, height, width in self._sizes(call))
         return call.rows * sum(count * level.key_values for level, count in pixels)
 
-    def _sizes(self, call: Call) -> Iterator[tuple[Level, int, int]]:
+    def _sizes(self, call: Call) -> Iterator[tuple[LevelCounts, int, int]]:
         """Iterate over the levels, with the height and width of the images there."""
         for factor, level in self.levels.by_factor.items():
             yield level, -(-call.height // factor), -(-call.width // factor)

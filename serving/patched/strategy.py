@@ -13,7 +13,7 @@ _MOST_CHOSEN = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class StrategyTiming:
     """Times of a convolution of a shape in one batch.
 
     Attributes:
@@ -37,7 +37,7 @@ class Point:
 class StrategyTable:
     """Measured times of convolutions. Shapes that were not measured use `regroup`."""
 
-    points: Sequence[Point] = ()
+    points: Sequence[StrategyTiming] = ()
     _chosen: dict[tuple[str, int, int], Strategy] = field(default_factory=dict)
 
     def choose(self, conv: PatchedConv, level: Level, out_level: Level) -> Strategy:

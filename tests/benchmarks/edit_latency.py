@@ -25,7 +25,7 @@ from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.profiling.machine import cpu_name
-from patchedserve.profiling.runs.trace_settings import EditSettings, TraceSettings, draw_requests
+from patchedserve.profiling.runs.trace_settings import TraceEditSettings, TraceSettings, draw_requests
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.replay import replay
 from patchedserve.serving.engine.run_result import RunResult
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--output-file", type=Path, default=RESULTS / "edit-latency.json")
     given = parser.parse_args()
     served = load_model(given.model, given.device, given.dtype, EngineOptions(stages="processes"))
-    edits = EditSettings(share=1.0, mask_ratios="public", templates=TEMPLATES)
+    edits = TraceEditSettings(share=1.0, mask_ratios="public", templates=TEMPLATES)
     settings = TraceSettings(
         num_prompts=given.num_edits, resolutions=str(given.side), seed=given.seed, request_rate=1.0, edits=edits
     )

@@ -15,7 +15,16 @@ from PIL import Image
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.statistics import Estimate
-from patchedserve.eval.reproduce.paper import INDEX_FILE, SD3, SDXL, Exhibit, Found, Paper, reproduce, write_index
+from patchedserve.eval.reproduce.paper import (
+    INDEX_FILE,
+    SD3,
+    SDXL,
+    Exhibit,
+    ExhibitResult,
+    Paper,
+    reproduce,
+    write_index,
+)
 from patchedserve.eval.reproduce.patchedserve import PATCHEDSERVE
 from patchedserve.eval.reproduce.statement import Statement
 from patchedserve.profiling.report.table import Table
@@ -35,12 +44,12 @@ class Room:
 
 
 def exhibit(number: int, kind: Any = "figure", pipelines: tuple[str, ...] = ()) -> Exhibit:
-    def measure(lab: Any, settings: Mapping[str, Any]) -> Found:
+    def measure(lab: Any, settings: Mapping[str, Any]) -> ExhibitResult:
         if lab.stop_at == number:
             raise KeyboardInterrupt
         lab.measured.append(number)
         ours = Estimate(1 + number / 10, 1 + number / 20, 1 + number / 5)
-        return Found({"bar": number}, [Statement("ours against theirs", ours, (1.1, 1.5))])
+        return ExhibitResult({"bar": number}, [Statement("ours against theirs", ours, (1.1, 1.5))])
 
     def draw(result: Mapping[str, Any]) -> Figure:
         figure = new_figure(2, 1)
@@ -120,16 +129,16 @@ def test_an_old_file_is_read(tmp_path: Path) -> None:
 
 def test_what_is_reproduced_of_patchedserve() -> None:
     def keys(pipeline: str) -> list[str]:
-        return [each.key for each in PATCHEDSERVE.chosen((), (), pipeline)]
+        return [each.key for each in PATCHEDSERVE.select((), (), pipeline)]
 
     common = ["figure-4", "figure-5", "figure-11", "figure-14", "figure-15", "table-1", "table-2"]
     assert sorted(keys(SDXL)) == sorted([*common, "figure-12"])
     assert sorted(keys(SD3)) == sorted([*common, "figure-13"])
-    assert [each.key for each in PATCHEDSERVE.chosen((14, 4), (2,), SDXL)] == ["figure-4", "figure-14", "table-2"]
+    assert [each.key for each in PATCHEDSERVE.select((14, 4), (2,), SDXL)] == ["figure-4", "figure-14", "table-2"]
     with pytest.raises(UsageError, match="--table is 3, but it must be one of 1, 2"):
-        PATCHEDSERVE.chosen((), (3,), SDXL)
+        PATCHEDSERVE.select((), (3,), SDXL)
     with pytest.raises(UsageError, match=f"--figure 13 is of models with a {SD3}, but the model has a {SDXL}"):
-        PATCHEDSERVE.chosen((13,), (), SDXL)
+        PATCHEDSERVE.select((13,), (), SDXL)
 
 
 def test_a_picture_is_drawn_in_the_colours_of_all() -> None:
