@@ -138,7 +138,7 @@ def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
                         shutil.rmtree(folder)
 
 
-def put_aside(path: Path, what: str, error: Exception) -> None:
+def quarantine(path: Path, what: str, error: Exception) -> None:
     """Rename a damaged file or folder, so that the caller can continue without it, and issue a warning.
 
     Args:
@@ -146,10 +146,10 @@ def put_aside(path: Path, what: str, error: Exception) -> None:
         what: name of the file or folder, with which the warning begins.
         error: error that shows the damage.
     """
-    aside = path.with_name(f"{path.name}-{time.time_ns()}.bad")
+    quarantined = path.with_name(f"{path.name}-{time.time_ns()}.bad")
     try:
-        path.rename(aside)
-        done = f"it was put aside as {aside}"
+        path.rename(quarantined)
+        done = f"it was put aside as {quarantined}"
     except OSError:  # another process has renamed it, or the folder is read-only
         done = "it is left there"
     warnings.warn(f"{what} is damaged ({error}); {done}", stacklevel=3)

@@ -154,7 +154,7 @@ class ReplicaDrawer:
 
         async def one(path: Path, request: Request) -> RequestRecord:
             async with places:
-                saved = _Saved(request, path, on_step)
+                saved = _ImageSaver(request, path, on_step)
                 try:
                     await self._backend.submit(saved.request, saved)
                 except ApiError as error:
@@ -168,19 +168,19 @@ class ReplicaDrawer:
             await self._backend.stop()
 
 
-class _Saved:
+class _ImageSaver:
     """Saves the image of a request that a replica draws."""
 
     def __init__(self, request: Request, path: Path, on_step: OnStep | None) -> None:
         loop = asyncio.get_running_loop()
         self.request = replace(request, arrival_s=loop.time())
         self.record: asyncio.Future[RequestRecord] = loop.create_future()
-        self._path, self._tell, self._steps_done = path, on_step, 0
+        self._path, self._on_step, self._steps_done = path, on_step, 0
 
     def on_step(self, request_id: int, steps_done: int) -> None:
         """See `Follower`."""
-        if self._tell is not None:
-            self._tell(steps_done - self._steps_done)
+        if self._on_step is not None:
+            self._on_step(steps_done - self._steps_done)
         self._steps_done = steps_done
 
     def on_partial(self, request_id: int, index: int, image: "Image") -> None:

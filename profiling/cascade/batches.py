@@ -97,7 +97,7 @@ def profile_leg(
     """
     for size in resolutions:
         model.check_resolution(size)
-    with _as_a_worker(model):
+    with _like_worker(model):
         return _measured(model, num_steps, resolutions, tables, batch_sizes, load_s, score, strength, on_batch)
 
 
@@ -108,7 +108,7 @@ def worker_facts(model: ServedModel) -> RunFacts:
 
 
 @contextmanager
-def _as_a_worker(model: ServedModel) -> Iterator[None]:
+def _like_worker(model: ServedModel) -> Iterator[None]:
     """Run the context as a worker does, on one processor, which threads inherit from the thread that starts them."""
     if model.device.type != "cpu":
         yield
@@ -217,7 +217,7 @@ def _batches(model: ServedModel, example: Request, count: int, num_batches: int,
     prompts = list(islice(cycle(load_prompts(None)), count * num_batches))
     numbers = iter(range(len(prompts)))
 
-    def come() -> None:
+    def submit_next() -> None:
         number = next(numbers, None)
         if number is None:
             engine.close()
@@ -232,11 +232,11 @@ def _batches(model: ServedModel, example: Request, count: int, num_batches: int,
         max_batch_size=count,
         collector=collector,
         on_image=None if score is None else lambda request, image: score(image),
-        on_finish=lambda record: come() if record.status == "completed" else engine.close(),
+        on_finish=lambda record: submit_next() if record.status == "completed" else engine.close(),
     )
     engine.start()
     for _ in range(min(2, num_batches) * count):
-        come()
+        submit_next()
     if engine.run().was_interrupted:
         raise KeyboardInterrupt
     failed = [record for record in collector.records if record.status != "completed"]

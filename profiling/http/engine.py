@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _WARM_UP_STEPS = 4
 _LOCK_FILE = "server.lock"
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class BuiltEngine:
     model: "ServedModel"
     correction: "OnlineCorrection | None"
 
-    def keep_correction(self, workspace: ModelWorkspace, *, on_note: Tell) -> None:
+    def keep_correction(self, workspace: ModelWorkspace, *, on_note: Notify) -> None:
         """Keep the correction for the next server. `on_note` is as in `corrections.keep_correction`."""
         if self.correction is not None:
             keep_correction(self.model, workspace, self.correction, on_note=on_note)
@@ -96,7 +96,7 @@ def ignore(text: str) -> None:
 
 
 def build_engine(
-    recipe: EngineRecipe, *, model: "ServedModel | None" = None, on_note: Tell = ignore, on_warning: Tell = ignore
+    recipe: EngineRecipe, *, model: "ServedModel | None" = None, on_note: Notify = ignore, on_warning: Notify = ignore
 ) -> BuiltEngine:
     """Load the model, unless it is given, and take the measurements that its workspace lacks.
 

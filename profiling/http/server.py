@@ -11,7 +11,7 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...serving.core.step_row import StepRow
 from ...serving.server.limits import Limits
-from .engine import BuiltEngine, EngineRecipe, Tell, build_engine, build_for_replica, ignore
+from .engine import BuiltEngine, EngineRecipe, Notify, build_engine, build_for_replica, ignore
 
 if TYPE_CHECKING:
     from ...serving.cluster.deployment import ReplicaPlan
@@ -74,8 +74,8 @@ def make_server(
     plan: "ReplicaPlan | None" = None,
     book: "LoadBook | None" = None,
     load: "Callable[[], ServedModel] | None" = None,
-    on_note: Tell = ignore,
-    on_warning: Tell = ignore,
+    on_note: Notify = ignore,
+    on_warning: Notify = ignore,
 ) -> ServerParts:
     """Assemble a server. Nothing is served yet; replicas are warm.
 

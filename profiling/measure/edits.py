@@ -284,7 +284,7 @@ def _measured_loads(
         order = list(points)
         random.Random(settings.seed * 1_000_003 + number).shuffle(order)
         for size, count in order:
-            _forget(files[size][:count])
+            _drop_from_page_cache(files[size][:count])
             start_s = time.perf_counter()
             for path in files[size][:count]:
                 read_step(path)
@@ -305,7 +305,7 @@ def _files_of(record: Path) -> list[Path]:
     return sorted(record.glob("step-*.safetensors"))
 
 
-def _forget(paths: Sequence[Path]) -> None:
+def _drop_from_page_cache(paths: Sequence[Path]) -> None:
     """Drop files from the operating system's page cache, where it supports that."""
     if not hasattr(os, "posix_fadvise"):
         return

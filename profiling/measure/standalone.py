@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...data.errors import RunError
-from ...data.files import put_aside, write_json
+from ...data.files import quarantine, write_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from .contention import MOST_WAITED, Contention, contention_now
@@ -232,7 +232,7 @@ def read_standalone(path: Path) -> dict[str, StandaloneMeasurement]:
             raise ValueError(f"version {table['version']}")
         return {_encode(row.pop("key")): _read_row(**row) for row in table["rows"]}
     except (ValueError, KeyError, TypeError) as error:
-        put_aside(path, str(path), error)
+        quarantine(path, str(path), error)
         return {}
 
 

@@ -143,7 +143,7 @@ def calibrate(
     # The requests that the model ran for; if there are none, a step lasts as long as the work of reuse.
     batches = [_batch(row.ran) for row in rows]
     changed = [each for run in runs for each in _changed(run)]
-    steady_s = np.array([steps.told.step_latency_s(batch) if batch else 0.0 for batch in batches])
+    steady_s = np.array([steps.policy_latency.step_latency_s(batch) if batch else 0.0 for batch in batches])
     extra_s = np.array([steps.extra_s(*each) if each[0] else 0.0 for each in zip(batches, changed, strict=True)])
     counts = np.array([len(batch) for batch in batches])
     is_reusing = np.array([row.computed is not None for row in rows], dtype=float)
@@ -169,7 +169,7 @@ def calibrate(
         fit = _fit(works, stage, np.array([[name == each for each in known] for name in names], dtype=float))
         shares[stage], alone[stage] = fit.lost, dict(zip(known, fit.weights.tolist(), strict=True))
     *scales, first_scale, aside_s = step.weights.tolist()
-    full_s = sum(steps.told.step_latency_s(_batch(row.resolutions)) for row in rows)
+    full_s = sum(steps.policy_latency.step_latency_s(_batch(row.resolutions)) for row in rows)
     ends = np.cumsum([len(run.steps) for run in runs])[:-1]
     parts = zip(np.split(measured_s, ends), np.split(step.fitted_s, ends), strict=True)
     return Calibration(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from ...data.files import put_aside, write_json
+from ...data.files import quarantine, write_json
 from ...data.parsing import parse
 from ...data.requests import Request
 from ...data.resolution import parse as parse_resolution
@@ -76,7 +76,7 @@ def correction_of(
         line = LearntLine(known.line)
         return OnlineCorrection(latency, scale=known.scale, pace=known.pace, after_s=after_s, line=line)
     except ValueError as error:
-        put_aside(_path(workspace), str(_path(workspace)), error)
+        quarantine(_path(workspace), str(_path(workspace)), error)
         return OnlineCorrection(latency)
 
 
@@ -151,5 +151,5 @@ def _read(path: Path) -> dict[str, CorrectionState]:
     try:
         return parse(dict[str, CorrectionState], json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        put_aside(path, str(path), error)
+        quarantine(path, str(path), error)
         return {}

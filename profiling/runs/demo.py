@@ -21,14 +21,14 @@ from ..measure.standalone import shape_of, standalone_latencies
 from ..report.comparison import ComparedRun, headline, write_comparison
 from ..report.run_data import RunData
 from .serve import ServeOutcome, run_serve
-from .step_latencies import latencies_for_serving, told_if_coarse
+from .step_latencies import coarseness_notes, latencies_for_serving
 from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
 
 SYSTEMS = ("bucketed", "patched-slack", "patched-schedule")
 _BASE = SYSTEMS[0]
 _WARM_UP, _NEVER_LATE_S = 32, 600.0
 """Number of requests that warm up each system, all at once, and their SLO in seconds."""
-_Tell = Callable[[str], None]
+_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ def run_demo(
     folder: Path,
     settings: DemoSettings,
     *,
-    on_note: _Tell,
-    on_warning: _Tell,
+    on_note: _Notify,
+    on_warning: _Notify,
     on_start: Callable[[str, Sequence[Request]], Callable[[], None]],
 ) -> DemoOutcome:
     """Serve the same trace with all systems, one after the other, and write a page that compares them.
@@ -168,5 +168,5 @@ def run_demo(
         )
     facts = [describe(run_facts(model).to_json()), f"{len(requests)} requests at {rate:.3g}/s"]
     facts.append(f"SLO {settings.slo_scale:g} times the standalone latency on plain diffusers")
-    facts += told_if_coarse(latency)
+    facts += coarseness_notes(latency)
     return DemoOutcome(tuple(runs), write_comparison(folder, runs, facts), headline(runs))

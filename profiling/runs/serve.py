@@ -125,7 +125,7 @@ def run_serve(
     result = replay(engine, adapted, standalone_s=lambda request: alone_s[request.request_id])
     summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
     summary |= engine_figures(result)
-    summary |= what_was_learnt(model, predictor, outside_before)
+    summary |= optional_figures(model, predictor, outside_before)
     summary["standalone_latency"] = {
         f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
     }
@@ -221,7 +221,7 @@ def engine_figures(result: "RunResult") -> dict[str, Any]:
     }
 
 
-def what_was_learnt(
+def optional_figures(
     model: "ServedModel", predictor: StepLatencyPredictor | None, outside_before: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """Return the parts of a summary that not every run has.

@@ -36,7 +36,7 @@ from ..measure.standalone import shape_of, standalone_latencies
 from ..runs.calibration import Calibration, ServedRun, calibrate, step_sources
 from ..runs.outside_profile import predictions_outside
 from ..runs.planning import at_rate
-from ..runs.serve import engine_figures, what_was_learnt
+from ..runs.serve import engine_figures, optional_figures
 from ..runs.simulate import SimulatedEngine, StepFile
 from ..runs.step_latencies import tables_measured_under
 from .figures import EngineKind, steps_by_batch
@@ -182,7 +182,7 @@ class EngineSide:
                 self._due[name] = [(place * num_runs // len(left), key) for place, key in enumerate(left)]
                 if left or num_runs:
                     # Earlier simulated runs would not agree with the new calibration.
-                    folder.forget("simulator")
+                    folder.delete_runs("simulator")
         return {"real": self.run, "simulator": self._simulate} if is_both else {"real": self.run}
 
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> SweepRunResult:
@@ -195,7 +195,7 @@ class EngineSide:
             predictor = self._predictors[id(self._model_of(system))]
         before = predictions_outside(predictor)
         result = self._replay(self._model_of(system), system, requests, standalone_s, predictor)
-        figures = engine_figures(result) | what_was_learnt(self._model_of(system), predictor, before)
+        figures = engine_figures(result) | optional_figures(self._model_of(system), predictor, before)
         figures["steps_by_batch"] = steps_by_batch(result.steps)
         return SweepRunResult(result.records, result.duration_s, figures, result.was_interrupted)
 

@@ -206,7 +206,7 @@ class SweepFolder:
         path = self._file(engine, system, rate, seed)
         write_table(path, RECORDS, [record.to_row() for record in served.records], about=about)
 
-    def forget(self, engine: EngineKind) -> None:
+    def delete_runs(self, engine: EngineKind) -> None:
         """Delete all finished runs of an engine. Raises OSError."""
         for path in self.runs.glob(f"{engine}-*.parquet"):
             path.unlink()

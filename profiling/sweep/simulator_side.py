@@ -28,7 +28,7 @@ from .settings import SweepFolder, SweepRunResult, SweepSettings
 CALIBRATION_FILE = "calibration.json"
 """File in a sweep's folder with the simulator's calibration by engine, fitted to real runs."""
 
-_Tell = Callable[[str], None]
+_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class SimulatorSide:
         """Raise UsageError if an engine's latencies do not cover the resolution of a request."""
         for request in examples:
             for name in self.settings.engine_names:
-                self.engines[name].durations.steps.told.step_latency_s((request.resolution,))
+                self.engines[name].durations.steps.policy_latency.step_latency_s((request.resolution,))
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
         """Return settings, model and sources of the runs, and simulated standalone latencies by resolution."""
@@ -122,7 +122,7 @@ class SimulatorFiles:
         return {name: named_by_content(path) for name, path in files.items() if path is not None}
 
     def engines(
-        self, max_batch_size: int = 16, on_warning: _Tell = lambda text: None
+        self, max_batch_size: int = 16, on_warning: _Notify = lambda text: None
     ) -> dict[EngineName, SimulatedEngine]:
         """Return both engines from the files, for batches of up to `max_batch_size`.
 
@@ -160,7 +160,7 @@ def calibration_of(path: Path, engine: EngineName) -> Calibration:
 
 
 def newest_calibration(
-    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution], on_warning: _Tell
+    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution], on_warning: _Notify
 ) -> Path | None:
     """Return the newest `calibration.json` in a workspace that has an engine and whose table has these resolutions.
 
@@ -180,7 +180,7 @@ def newest_calibration(
 
 
 def plain_engine(
-    latency: Path | None, calibration: Path | None, times: StageTimes, *, on_warning: _Tell
+    latency: Path | None, calibration: Path | None, times: StageTimes, *, on_warning: _Notify
 ) -> SimulatedEngine | None:
     """Return the plain engine from a file of its step latencies, or else from a calibration; None if neither has it.
 

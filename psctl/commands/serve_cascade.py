@@ -11,7 +11,7 @@ from ...serving.cascade.legs import parse_cascade
 from ..options.cascade import CascadeOptions
 from ..options.target import Target
 from ..output import Output
-from .simulate_cascade import CascadeImages, cascade_table, found_images
+from .simulate_cascade import CascadeImages, cascade_table, find_cascade_images
 
 if TYPE_CHECKING:
     from ...data.workspace import ModelWorkspace
@@ -27,12 +27,12 @@ class ToServe:
     place: "ModelWorkspace"
 
 
-def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
+def find_cascade_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
     """Look up these settings before anything is loaded. Raises UsageError: a part is missing or of other models."""
     from ...profiling.runs.serve_cascade import CascadeFiles
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE
 
-    images = found_images(cascade, options, target)
+    images = find_cascade_images(cascade, options, target)
     place = images.place(target)
     discriminator = place.find_predictor(DISCRIMINATOR_FILE)
     if discriminator is None:
@@ -62,7 +62,7 @@ def serve_cascade(
     from ...serving.cascade.systems import get_cascade_system
 
     get_cascade_system(system)
-    found = found_to_serve(cascade, options, target)
+    found = find_cascade_to_serve(cascade, options, target)
     images, specs, place = found.images, found.files.specs, found.place
     deployment = images.deployment(options, system, num_workers, slo_scale, trace.seed)
     requests = draw_requests(trace, images.defaults)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
 from ...data.fair_store import FairStore, largest
-from ...data.files import atomic_folder, held, private_folder, put_aside, remove_leftovers, sha256_of, write_json
+from ...data.files import atomic_folder, held, private_folder, quarantine, remove_leftovers, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
 from ..core.prepared import RecordedRow
@@ -76,7 +76,7 @@ class TemplateStore:
         digest = key.digest
         with self._lock:
             if (known := self._in_memory.get(digest)) is not None:
-                self._in_memory.use(digest)
+                self._in_memory.touch(digest)
                 return known
             manifest = self.folder / digest / MANIFEST
             if not manifest.is_file():
@@ -93,7 +93,7 @@ class TemplateStore:
             except _DAMAGE as error:
                 if not manifest.is_file():  # another process has deleted it
                     return None
-                put_aside(self.folder / digest, f"template {digest}", error)
+                quarantine(self.folder / digest, f"template {digest}", error)
                 return None
             except OSError as error:
                 raise RunError(f"template {digest} in {self.folder} cannot be read: {error}") from error

@@ -60,4 +60,4 @@ class ImageStore:
 
     def _let_go(self) -> None:
         oldest_s = self.clock() - self.max_age_s
-        self._kept.pop_first(lambda image: image.stored_s < oldest_s)
+        self._kept.evict_while(lambda image: image.stored_s < oldest_s)

@@ -104,8 +104,8 @@ def simulate(
     num_workers = num_gpus
     if speedups is not None:
         latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus, speedups)), 1
-        told = DistriFusionLatency(durations.steps.told, num_gpus, speedups)
-        durations = replace(durations, steps=ProfiledSteps(told))
+        spanning = DistriFusionLatency(durations.steps.policy_latency, num_gpus, speedups)
+        durations = replace(durations, steps=ProfiledSteps(spanning))
     clock = SimulationClock(on_finish)
     workers = [
         SimulatedWorker(

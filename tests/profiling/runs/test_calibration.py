@@ -181,7 +181,9 @@ def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
     stopped = calibrate([ServedRun(results[1].records, rows)], steps).durations(steps)
     assert stopped.scale_of(4) == pytest.approx(truth.scale_of(4), rel=0.1)
     # Knowing nothing of first steps it must blame the scales.
-    blind = calibrate([ServedRun(result.records, result.steps) for result in results], ProfiledSteps(steps.told))
+    blind = calibrate(
+        [ServedRun(result.records, result.steps) for result in results], ProfiledSteps(steps.policy_latency)
+    )
     assert blind.durations(steps).scale_of(4) > 1.03 * truth.scale_of(4)
 
 
@@ -299,7 +301,7 @@ def test_plain_and_patch_engine_have_latencies_of_their_own() -> None:
     # A pass for each resolution, and only those that have changed are longer.
     assert plain.durations.undisturbed_s((S, L)) == pytest.approx(0.03)
     assert plain.durations.undisturbed_s((S, L), {S}) == pytest.approx(0.05)
-    assert plain.durations.steps.told.step_latency_s((S, L)) == pytest.approx(0.03)
+    assert plain.durations.steps.policy_latency.step_latency_s((S, L)) == pytest.approx(0.03)
     # A foreign table knows no first steps.
     assert step_sources(LatencyTable((LatencyRow({S: 1}, (10.0,)),)))[1] is None
 

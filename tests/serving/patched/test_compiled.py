@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.profiling.runs.serve import what_was_learnt
+from patchedserve.profiling.runs.serve import optional_figures
 from patchedserve.serving.core.captured import CapturedPasses, CudaRecorder, PassBatch, Recorder
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
@@ -231,7 +231,7 @@ def test_a_pass_that_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
     requests = [Request(n, "a cat", Resolution(32, 32 * n + 32), 4, seed=n) for n in range(2)]
     assert relative_error(_denoised(recorded, requests), _alone(pipe, requests)) <= 1e-4
     assert recorder.recorded == 1, "it is tried once"
-    failure = what_was_learnt(recorded, None)["recording_failure"]
+    failure = optional_figures(recorded, None)["recording_failure"]
     assert failure == "recording a pass: RuntimeError: operation not permitted when stream is capturing"
 
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.profiling.runs.serve import what_was_learnt
+from patchedserve.profiling.runs.serve import optional_figures
 from patchedserve.serving.core.captured import CapturedPasses, PassBatch
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.models.build import build_model
@@ -159,7 +159,7 @@ def test_recorded_passes_of_all_families_are_the_eager_ones(name: str) -> None:
         assert relative_error(denoised(recorded, batch), denoised(eager, batch)) <= 1e-5
     assert isinstance(recorded.stepper, PlainStepper)
     if name in NOT_RECORDED:
-        failure = what_was_learnt(recorded, None)["recording_failure"]
+        failure = optional_figures(recorded, None)["recording_failure"]
         assert failure == f"recording a pass: AssertionError: {NOT_RECORDED[name]}"
         return
     assert recorded.stepper.recording_failure is None
