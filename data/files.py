@@ -86,7 +86,7 @@ def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> 
     temporary, old = (target.with_name(f".{target.name[:100]}.{token}.{mark}") for mark in ("tmp", "old"))
     temporary.mkdir(mode=_PRIVATE_FOLDER if is_private else 0o777)
     try:
-        with held(temporary):
+        with lock_folder(temporary):
             yield temporary
         for current, _, names in os.walk(temporary):
             for name in names:
@@ -108,19 +108,19 @@ def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> 
 
 
 @contextmanager
-def held(folder: Path, *, with_others: bool = False) -> Iterator[bool]:
+def lock_folder(folder: Path, *, is_shared: bool = False) -> Iterator[bool]:
     """Lock a folder for the context, at most until this process ends in any way. Yields whether the lock was acquired,
     which some network file systems do not support. Raises OSError if it is not a folder.
 
-    `with_others` makes the lock a shared one.
+    `is_shared` makes the lock a shared one.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    is_held = False
+    is_locked = False
     with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if with_others else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        is_held = True
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        is_locked = True
     try:
-        yield is_held
+        yield is_locked
     finally:
         os.close(descriptor)
 
@@ -133,7 +133,7 @@ def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
         # Another process may have locked or deleted it meanwhile, or it is not a folder.
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime >= least_age_s:
-                with held(folder) as is_free:
+                with lock_folder(folder) as is_free:
                     if is_free:
                         shutil.rmtree(folder)
 

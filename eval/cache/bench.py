@@ -55,7 +55,7 @@ class CacheBenchSettings:
                 f"{self.rounds} rounds of {self.num_inference_steps} steps were asked for, but must be at least 1 of 2"
             )
 
-    def joins(self, batch_size: int) -> list[int]:
+    def join_steps(self, batch_size: int) -> list[int]:
         """Return the step before which each request of a round joins, ascending, for batches of `batch_size`."""
         if self.arrivals == "together":
             return [0] * batch_size
@@ -146,7 +146,7 @@ def _serve_rounds(
     ended them, and the prompts.
     """
     prompts, texts, rounds = load_prompts(), [], 0
-    joins = settings.joins(combination.num_requests)
+    joins = settings.join_steps(combination.num_requests)
     for side in sides:
         side.reset()
     try:

@@ -103,7 +103,7 @@ def _search(lab: "ScheduleLab", num_steps: int, settings: ScheduleSettings) -> t
         lab.requests(num_steps, number, settings.seed + first)
         for number, first in ((count, 0), (count // 2, count), (count // 2, 2 * count))
     )
-    found = lab.found_plans(fitting)
+    found = lab.search_plans_for(fitting)
     plain, tried = lab.draw(choosing), list[dict[str, Any]]()
     # The mean SSIM grows with the number of computed steps, so bisection finds the fewest that suffice.
     low, high, best = 0, num_steps, StepPlan.of_all(num_steps)
@@ -158,7 +158,7 @@ class ScheduleLab:
             for number in range(count)
         ]
 
-    def found_plans(self, requests: Sequence[Request]) -> dict[int, StepPlan]:
+    def search_plans_for(self, requests: Sequence[Request]) -> dict[int, StepPlan]:
         """Return the best plan for each number of computed steps, from the forecasts for these requests."""
         num_steps = requests[0].num_inference_steps
         gram: Floats = np.zeros((num_steps, num_steps))

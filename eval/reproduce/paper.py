@@ -156,7 +156,7 @@ def reproduce(
         KeyboardInterrupt: on Ctrl-C before the first exhibit was finished.
         OSError: results cannot be written.
     """
-    kept = {exhibit.key: _kept(folder / f"{exhibit.key}.json", settings) for exhibit, settings in wanted}
+    kept = {exhibit.key: _stored_result(folder / f"{exhibit.key}.json", settings) for exhibit, settings in wanted}
     results, measured, lab = [], [], None
     was_interrupted = False
     try:
@@ -177,7 +177,7 @@ def reproduce(
     return ReproductionOutcome(results, measured, folder.parent / INDEX_FILE, verdicts, was_interrupted)
 
 
-def _kept(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def _stored_result(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """The finished result of an exhibit. Raises UsageError if it was made with other settings."""
     if not path.is_file():
         return None

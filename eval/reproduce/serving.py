@@ -11,7 +11,7 @@ from ...data.statistics import Estimate
 from ...data.tables.latency import TABLE_PATTERN
 from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...profiling.sweep.engine_side import EngineSide
-from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRates
+from ...profiling.sweep.held import RATIO_TARGET, TARGETS, SustainedRates
 from ...profiling.sweep.runner import SweepSide, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
 from ...profiling.sweep.simulator_side import CALIBRATION_FILE, SimulatorFiles, SimulatorSide
@@ -61,11 +61,11 @@ def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
         Statement(text, _gain(figures, "patchedserve", "patched-fcfs", -1), (), "points", 0),
     ]
     held = {
-        each["policy"]: {target: HeldRates.from_json(rates) for target, rates in each["held_rates"].items()}
+        each["policy"]: {target: SustainedRates.from_json(rates) for target, rates in each["held_rates"].items()}
         for each in figures["policies"]
     }
 
-    def held_longer(target: float, other: str, name: str, *said: float) -> Statement:
+    def sustained_longer(target: float, other: str, name: str, *said: float) -> Statement:
         """How many times as high a rate is held, which may be known from one side only: then there is no interval."""
         rate, base = (held[system][f"{target:.2f}"] for system in ("patchedserve", other))
         found = rate.ratio_to(base)
@@ -74,10 +74,10 @@ def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
         return Statement(f"rate with {target:.0%} in time, PatchedServe against {name}{bound}", ours, said)
 
     against_cache = [
-        held_longer(target, "patched-fcfs", "PatchedCache", said)
+        sustained_longer(target, "patched-fcfs", "PatchedCache", said)
         for target, said in zip(TARGETS, (1.5, 1.12, 1.1), strict=True)
     ]
-    return [*statements, held_longer(RATIO_TARGET, "nirvana", "NIRVANA"), *against_cache]
+    return [*statements, sustained_longer(RATIO_TARGET, "nirvana", "NIRVANA"), *against_cache]
 
 
 def _gain(figures: Mapping[str, Any], system: str, other: str, place: int | None = None) -> Estimate:

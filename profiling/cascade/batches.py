@@ -207,7 +207,7 @@ def _example(model: ServedModel, size: Resolution, num_steps: int, strength: flo
     """Return a request; with a strength below 1 it starts from a gray image, which takes as long as any other."""
     edit = None
     if strength < 1:
-        edit = EditSpec.of_all(np.full((size.height, size.width, 3), 128, np.uint8), strength)
+        edit = EditSpec.of_whole_image(np.full((size.height, size.width, 3), 128, np.uint8), strength)
     return Request(0, "", size, num_steps, model.defaults.guidance_scale, edit=edit)
 
 

@@ -107,7 +107,7 @@ class EngineSide:
         self._capacity: dict[System, float] = {}
 
     @property
-    def others(self) -> Sequence[Request]:
+    def extra_requests(self) -> Sequence[Request]:
         """Requests of the warm-up and of the calibration."""
         return [*self._warm, *itertools.chain.from_iterable(self._calibrating.values())]
 

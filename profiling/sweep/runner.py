@@ -47,7 +47,7 @@ class SweepSide(Protocol):
     """
 
     @property
-    def others(self) -> Sequence[Request]:
+    def extra_requests(self) -> Sequence[Request]:
         """Requests that are served in addition to the sweep's own."""
         ...
 
@@ -100,7 +100,7 @@ def sweep(
     """
     from .report import sweep_result, write_sweep
 
-    examples = examples_of(settings, defaults, side.others)
+    examples = examples_of(settings, defaults, side.extra_requests)
     side.check(examples)
     path = open_folder()
     known_s = read_head(path)["standalone_s"] if (path / SWEEP_FILE).exists() else {}
@@ -122,13 +122,15 @@ def sweep(
     return SweepOutcome(result, write_sweep(result, path), path, was_interrupted)
 
 
-def examples_of(settings: SweepSettings, defaults: ModelDefaults, others: Iterable[Request] = ()) -> list[Request]:
-    """Return a request of every resolution in the sweep or in `others`, from small to large. Draws all traces once, and
-    raises UsageError if one cannot be drawn.
+def examples_of(
+    settings: SweepSettings, defaults: ModelDefaults, extra_requests: Iterable[Request] = ()
+) -> list[Request]:
+    """Return a request of every resolution in the sweep or in `extra_requests`, from small to large. Draws all traces
+    once, and raises UsageError if one cannot be drawn.
     """
     found: dict[Any, Request] = {}
     traces = (settings.requests(rate, seed, defaults) for rate, seed, _ in settings.order())
-    for trace in (*traces, others):
+    for trace in (*traces, extra_requests):
         for request in trace:
             found.setdefault(request.resolution, request)
     return [found[size] for size in sorted(found, key=lambda size: (size.pixels, size))]

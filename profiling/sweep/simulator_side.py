@@ -50,7 +50,7 @@ class SimulatorSide:
     schedule: CacheSchedule | None = None
 
     @property
-    def others(self) -> Sequence[Request]:
+    def extra_requests(self) -> Sequence[Request]:
         """Empty: nothing needs a warm-up."""
         return ()
 

@@ -128,7 +128,7 @@ class DiffServe:
             problem = cluster.problem(observed, light_wait_s=waits[0], heavy_wait_s=waits[1])
         plan = self.solve(problem)
         if self.threshold and plan.threshold != self.threshold:
-            return _as_far_as_possible(problem, self.threshold)
+            return _closest_plan(problem, self.threshold)
         return plan
 
 
@@ -284,7 +284,7 @@ def _longer(times: ModelTimes, factor: float) -> ModelTimes:
     return replace(times, latency_s=latency_s)
 
 
-def _as_far_as_possible(problem: Problem, threshold: float) -> AllocationPlan:
+def _closest_plan(problem: Problem, threshold: float) -> AllocationPlan:
     """Return the plan for a threshold that exceeds the capacity.
 
     Workers are divided in proportion to the work of each model, at the batch sizes of the highest throughput.

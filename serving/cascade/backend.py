@@ -102,7 +102,7 @@ class CascadeBackend:
         self._settings = replace(setup.worker, image_dir=Path(self._folder.name), reports_steps=True)
         self._clients = _Clients()
         # Final records go to clients; none are kept.
-        self._dispatcher = setup.make(partial(self._post, self._ended), CascadeResult.of_the_last(0))
+        self._dispatcher = setup.make(partial(self._post, self._ended), CascadeResult.keeping_last(0))
         self._cluster = CascadeCluster(
             settings_for(self._settings, setup.num_workers, setup.num_cores),
             self._dispatcher,

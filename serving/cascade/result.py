@@ -72,7 +72,7 @@ class CascadeResult:
     wasted_s: float = 0.0
 
     @classmethod
-    def of_the_last(cls, count: int) -> "CascadeResult":
+    def keeping_last(cls, count: int) -> "CascadeResult":
         """Return a result that keeps only the last `count` entries of each list, for services without an end."""
         return cls(deque(maxlen=count), deque(maxlen=count), deque(maxlen=count))
 

@@ -269,7 +269,7 @@ class _WorkerProcess:
         assert request.traced is not None
         file = image_file(self._settings, request.request_id, "light")
         image = read_image(read_content(file), file.name)
-        return replace(request, traced=None, edit=EditSpec.of_all(image, request.traced.strength))
+        return replace(request, traced=None, edit=EditSpec.of_whole_image(image, request.traced.strength))
 
     def _watch(self, request: Request) -> "Watch | None":
         if not self._settings.reports_steps:

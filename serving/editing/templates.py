@@ -21,7 +21,15 @@ from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
 from ...data.fair_store import FairStore, largest
-from ...data.files import atomic_folder, held, private_folder, quarantine, remove_leftovers, sha256_of, write_json
+from ...data.files import (
+    atomic_folder,
+    lock_folder,
+    private_folder,
+    quarantine,
+    remove_leftovers,
+    sha256_of,
+    write_json,
+)
 from ...data.requests import Request
 from ...data.templates import Keep
 from ..core.prepared import RecordedRow
@@ -84,7 +92,7 @@ class TemplateStore:
             try:
                 with contextlib.ExitStack() as reading:
                     # Others may share the folder, and make room in it.
-                    reading.enter_context(held(self.folder / digest, with_others=True))
+                    reading.enter_context(lock_folder(self.folder / digest, is_shared=True))
                     self._check(digest)
                     found = self._read(digest, device)
                     if found.steps is None:
@@ -214,7 +222,7 @@ class TemplateStore:
             owner = largest({each[3]: sizes[each[3]] for each in may_go})
             gone = next(each for each in may_go if each[3] == owner)
             may_go.remove(gone)
-            with contextlib.suppress(FileNotFoundError), held(self.folder / gone[1]) as is_free:
+            with contextlib.suppress(FileNotFoundError), lock_folder(self.folder / gone[1]) as is_free:
                 if is_free:  # else it is read, by whichever process
                     self._delete(gone[1])
                     sizes[owner] -= gone[2]

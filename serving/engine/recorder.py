@@ -35,9 +35,9 @@ class TemplateRecorder:
     def __init__(self, model: ServedModel, changed: threading.Condition, on_error: Callable[[], None]) -> None:
         assert model.reuse.store is not None, "there is no place for records"
         self._model, self._store, self._changed = model, model.reuse.store, changed
-        self._open: dict[str, str] = {}
+        self._owners_recording: dict[str, str] = {}
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
-        self._due: Sequence[PreparedRequest] = ()
+        self._pending_passes: Sequence[PreparedRequest] = ()
         self._results: queue.SimpleQueue[_RecordedPasses | Exception | None] = queue.SimpleQueue()
         self._thread = StageThread("psctl-record", self._record, device=model.device, on_error=on_error)
 
@@ -49,7 +49,7 @@ class TemplateRecorder:
     @property
     def is_due(self) -> bool:
         """Whether there are passes to run."""
-        return bool(self._due)
+        return bool(self._pending_passes)
 
     def start(self) -> None:
         """Start the thread."""
@@ -71,16 +71,16 @@ class TemplateRecorder:
         ):
             return
         key = self._model.reuse.key_of(request)
-        if key is None or key.digest in self._open or key.digest in self._given_up:
+        if key is None or key.digest in self._owners_recording or key.digest in self._given_up:
             return
-        if sum(owner == key.owner for owner in list(self._open.values())) >= _MOST_WAITING:
+        if sum(owner == key.owner for owner in list(self._owners_recording.values())) >= _MOST_WAITING:
             return
-        self._open[key.digest] = key.owner
+        self._owners_recording[key.digest] = key.owner
         self._thread.put((request, key))
 
     def take_passes(self, num_free: int) -> None:
         """Run pending passes, at most `num_free`, in one batch; called from the engine's thread."""
-        passes, self._due = self._due[:num_free], ()
+        passes, self._pending_passes = self._pending_passes[:num_free], ()
         try:
             self._results.put(self._model.reuse.record(passes))
         except Exception as error:  # noqa: BLE001  requests in the batch are not affected
@@ -104,13 +104,13 @@ class TemplateRecorder:
             self._given_up.append(key.digest)
             warnings.warn(f"template {key.digest} could not be recorded, and is not tried again: {error}", stacklevel=1)
         finally:
-            self._open.pop(key.digest, None)
+            self._owners_recording.pop(key.digest, None)
 
     def _recorded_steps(self, request: Request) -> Iterator[Sequence[Mapping[str, Tensor]]]:
         passes = self._model.reuse.template_passes(request)
         while passes:
             with self._changed:
-                self._due = passes[:PASSES_TOGETHER]
+                self._pending_passes = passes[:PASSES_TOGETHER]
                 self._changed.notify_all()
             taken = self._results.get()
             if taken is None:

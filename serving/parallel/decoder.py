@@ -164,6 +164,6 @@ def follow_decoding(end: Communicator, decoder: StripDecoder) -> None:
         message = end.receive(0, is_idle=True)
         if message.kind == "stop":
             return
-        call = Pass.of_facts(message.facts, end, decoder.factor)
+        call = Pass.from_facts(message.facts, end, decoder.factor)
         image = decoder.decode(call, message.tensors["latents"])
         end.send(0, Message("decoded", {}, {"image": image}))

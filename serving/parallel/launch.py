@@ -99,7 +99,7 @@ class ProcessRanks:
         self._options, self._number, self.losses = options, 0, list[str]()
         self.decoder = None if autoencoder is None else SharedDecoder(StripDecoder(autoencoder), options.weights)
         self._decoding: ProcessEnd | None = None
-        self._launcher = TorchRun.of_environment(options) or Children()
+        self._launcher = TorchRun.from_environment(options) or Children()
         self._store = self._launcher.store
         facts = facts_of(fingerprint, model)
         # Other machines have their own devices.

@@ -301,7 +301,7 @@ def follow(end: Communicator, model: StripModel) -> None:
             timesteps = tensors.pop("timesteps")
             end.send(0, Message("drawn", {}, stacked(model.draw(rows, unstacked(tensors), timesteps))))
         elif message.kind == "predict":
-            call = Pass.of_facts(message.facts, end, model.unit)
+            call = Pass.from_facts(message.facts, end, model.unit)
             predicted = model.predict(call, message.tensors["latents"], message.tensors["timesteps"])
             end.send(0, Message("predicted", {}, {"prediction": predicted}))
         else:

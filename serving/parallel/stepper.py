@@ -154,7 +154,7 @@ class ParallelStepper(PlainStepper):
         self._whole = {prepared.key for prepared in whole}
         # A request that changes between whole and strips needs another batch.
         moved = before ^ self._whole
-        self._let_go([batch for batch in self._batches if any(each.key in moved for each in batch.requests)])
+        self._dissolve([batch for batch in self._batches if any(each.key in moved for each in batch.requests)])
         shared = [prepared for prepared in active if prepared.key not in self._whole]
         groups = [
             [each for each in whole if each.state.coefficients is not None],

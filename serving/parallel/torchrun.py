@@ -34,7 +34,7 @@ class TorchRun:
         self._options, self.store = options, connect()
 
     @classmethod
-    def of_environment(cls, options: ParallelOptions) -> "TorchRun | None":
+    def from_environment(cls, options: ParallelOptions) -> "TorchRun | None":
         """Read the environment; None if torchrun has not started this process or no rank processes are requested."""
         if options.is_virtual or not options.is_on or "TORCHELASTIC_RUN_ID" not in os.environ:
             return None

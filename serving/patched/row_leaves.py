@@ -55,13 +55,13 @@ class CachedConstant(nn.Module):
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.module, self._device = module, device
-        self._kept: dict[int, Tensor] = {}
+        self._cached_outputs: dict[int, Tensor] = {}
 
     def forward(self, numbers: Tensor) -> Tensor:
         rows = len(numbers)
-        if rows not in self._kept:
-            self._kept[rows] = self.module(numbers).to(self._device)
-        return self._kept[rows]
+        if rows not in self._cached_outputs:
+            self._cached_outputs[rows] = self.module(numbers).to(self._device)
+        return self._cached_outputs[rows]
 
 
 class CachedCaption(nn.Module):

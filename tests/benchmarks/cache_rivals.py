@@ -118,7 +118,7 @@ def main() -> None:
         return
     model = load_model(options.model)
     lab = ScheduleLab(model, lambda count: None)
-    plans = lab.found_plans(lab.requests(options.steps, _FITTING, 0))
+    plans = lab.search_plans_for(lab.requests(options.steps, _FITTING, 0))
     requests = lab.requests(options.steps, options.num_prompts, _FIRST)
     workspace = Workspace(Path("psctl-workspace")).for_model(model.name, "cpu")
     sizes = sorted({request.resolution for request in requests})

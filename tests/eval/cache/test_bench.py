@@ -55,7 +55,7 @@ def bench_of(
 @pytest.mark.slow
 def test_bench_serves_requests_at_different_steps(tmp_path: Path) -> None:
     outcome = bench_of(model_of(tiny_sdxl(), tmp_path), tmp_path / "w", [(1, 2)], "staggered")
-    assert CacheBenchSettings(num_inference_steps=STEPS, arrivals="staggered").joins(3) == [0, 2, 4, 6, 8, 10]
+    assert CacheBenchSettings(num_inference_steps=STEPS, arrivals="staggered").join_steps(3) == [0, 2, 4, 6, 8, 10]
     [row] = outcome.result["rows"]
     rows = {side["label"]: side for side in row["sides"]}
     # As many again follow the first three, in both rounds.

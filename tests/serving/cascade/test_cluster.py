@@ -220,7 +220,7 @@ def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
     edits = []
     for request in requests:
         with Image.open(image_file(template, request.request_id, "light")) as file:
-            edits.append(replace(request, edit=EditSpec.of_all(np.asarray(file), 0.5)))
+            edits.append(replace(request, edit=EditSpec.of_whole_image(np.asarray(file), 0.5)))
     check_images(template, edits, "heavy")
     alone, again = (drawn(template, each[:1], "heavy")[0] for each in (requests, edits))
     assert np.abs(np.asarray(alone, dtype=int) - np.asarray(again, dtype=int)).max() > 10, "noise alone gives another"

@@ -179,7 +179,7 @@ def test_a_request_can_be_cancelled_wherever_it_is() -> None:
 
 
 def test_who_serves_for_ever_keeps_the_last_only() -> None:
-    house = House([THREE], result=CascadeResult.of_the_last(2))
+    house = House([THREE], result=CascadeResult.keeping_last(2))
     for number in range(5):
         house.ask(number)
         house.end(next(slot.index for slot in house.dispatcher.slots if slot.assignments), number, 1.0, 0.9)

@@ -127,9 +127,9 @@ def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: P
 READER = """
 import sys
 from pathlib import Path
-from patchedserve.data.files import held
+from patchedserve.data.files import lock_folder
 
-with held(Path(sys.argv[1]), with_others=True) as is_held:
+with lock_folder(Path(sys.argv[1]), is_shared=True) as is_held:
     print(is_held, flush=True)
     sys.stdin.read()
 """
