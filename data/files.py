@@ -125,14 +125,14 @@ def lock_folder(folder: Path, *, is_shared: bool = False) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
+def remove_leftovers(parent: Path, min_age_s: float = 60.0) -> None:
     """Delete leftovers of killed processes in `parent`: hidden folders that no process has locked (see `atomic_folder`)
     and that are too old to be about to be locked. A folder that cannot be deleted stays.
     """
     for folder in parent.glob(".*"):
         # Another process may have locked or deleted it meanwhile, or it is not a folder.
         with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime >= least_age_s:
+            if time.time() - folder.stat().st_mtime >= min_age_s:
                 with lock_folder(folder) as is_free:
                     if is_free:
                         shutil.rmtree(folder)

@@ -60,7 +60,7 @@ class TargetSettings:
             raise UsageError(f"target-prompts is {self.num_prompts}, but it must be 2 or more")
 
     @property
-    def most_draws(self) -> int:
+    def max_draws(self) -> int:
         """Maximum number of times that the requests are drawn."""
         return 1 + _HALVINGS * (len(self.thresholds) or len(_SHARES))
 

@@ -14,7 +14,7 @@ WARMUPS = (0, 1, 2, 4)
 FEW_STEPS = 10
 """Number of steps in figure 7."""
 _NEAR = 1.1
-_MOST_FID = 8.0
+_MAX_FID = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Verdict:
         if claim.kind == "near":
             return self.better <= _NEAR * self.worse
         if claim.kind == "within":
-            return self.difference <= _MOST_FID
+            return self.difference <= _MAX_FID
         if self.low is None or self.high is None:
             return False
         is_higher = claim.metric == "psnr"

@@ -39,9 +39,9 @@ from ...serving.simulator.stage_times import StageTimes
 from ..machine import run_facts
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-MOST_STEPS = 10
+MAX_STEPS = 10
 """Maximum number of measured steps of a request; the others are assumed to last as long."""
-_MOST_ALONE, _MOST_FOLLOWING, _LEAST_FOLLOWING = 4, 12, 4
+_MAX_ALONE, _MAX_FOLLOWING, _MIN_FOLLOWING = 4, 12, 4
 """Measured batches of one request alone and in the loop, and the minimum in the loop. Larger batches are fewer."""
 Score = Callable[[Image.Image], float]
 """Discriminator, which returns the confidence of an image."""
@@ -176,11 +176,11 @@ def measure_batches(
 ) -> BatchTimes:
     """Measure batches of `count` requests of one resolution, number of steps and strength. Raises as `profile_leg`."""
     wanted = steps_taken(num_steps, strength)
-    example = _example(model, size, min(num_steps, math.ceil(MOST_STEPS / strength)), strength)
+    example = _example(model, size, min(num_steps, math.ceil(MAX_STEPS / strength)), strength)
     taken = example.num_steps
     # The loop runs first, because its first batch, which is not counted, is also a warm-up.
-    loop = _batches(model, example, count, max(_LEAST_FOLLOWING, _MOST_FOLLOWING // count), score)
-    alone = [_batches(model, example, count, 1, score) for _ in range(max(1, _MOST_ALONE // count))]
+    loop = _batches(model, example, count, max(_MIN_FOLLOWING, _MAX_FOLLOWING // count), score)
+    alone = [_batches(model, example, count, 1, score) for _ in range(max(1, _MAX_ALONE // count))]
     ends = _ends(loop, count)
     # The last batch was prepared before it began, and no request arrived while it was drawn.
     step_s = statistics.median(row.duration_s for row in loop.steps if row.active == count and row.start_s >= ends[-2])

@@ -26,7 +26,7 @@ from ...data.errors import RunError
 from ...data.files import quarantine, write_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from .contention import MOST_WAITED, Contention, contention_now
+from .contention import MAX_WAITED, Contention, contention_now
 
 if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
@@ -38,7 +38,7 @@ AGREED = 1.1
 """Maximum ratio of the third smallest sample to the smallest for samples to agree."""
 _NO_MATTER_S = 0.01
 """Seconds by which samples may differ in addition."""
-MOST_SAMPLES = 9
+MAX_SAMPLES = 9
 BUDGET_S = 60.0
 """Seconds after which no further sample of a request begins."""
 TOO_LONG = 1.5
@@ -77,7 +77,7 @@ class StandaloneMeasurement:
     @property
     def doubt(self) -> str | None:
         """Reason why the latency may be too long; None if there is no doubt."""
-        if (self.waited or 0.0) > MOST_WAITED:
+        if (self.waited or 0.0) > MAX_WAITED:
             return f"other work had the processor for {self.waited:.0%} of the time"
         if not self.agrees:
             return f"it took {min(self.samples_s):.3g} to {max(self.samples_s):.3g} s"
@@ -140,7 +140,7 @@ def standalone_latencies(
     ):
         key = _key_of(context, shape)
         if key in known and known[key].doubt is not None and is_quiet is None:
-            is_quiet = (contention_now() or 0.0) <= MOST_WAITED
+            is_quiet = (contention_now() or 0.0) <= MAX_WAITED
         if remeasure or key not in known or (known[key].doubt is not None and is_quiet):
             if on_measure is not None:
                 on_measure(shape)
@@ -157,11 +157,11 @@ def standalone_latencies(
 
 
 def _measure(serve_alone: Callable[[], float], least: int) -> StandaloneMeasurement:
-    """Take samples until they agree, there are `MOST_SAMPLES`, or the time is over."""
+    """Take samples until they agree, there are `MAX_SAMPLES`, or the time is over."""
     samples_s: list[float] = []
     waited: list[float] = []
     start_s = time.monotonic()
-    while not samples_s or (len(samples_s) < MOST_SAMPLES and time.monotonic() - start_s < BUDGET_S):
+    while not samples_s or (len(samples_s) < MAX_SAMPLES and time.monotonic() - start_s < BUDGET_S):
         with Contention() as contention:
             samples_s.append(serve_alone())
         waited += [] if contention.share is None else [contention.share]

@@ -122,7 +122,7 @@ def _macs(plan: AccountingPlan, resolution: Resolution, counted: Mapping[Call, i
 def _exchange(plan: AccountingPlan, resolution: Resolution) -> Iterator[Row]:
     for num_ranks in plan.num_ranks:
         call = plan.call(resolution)
-        gathered, ours = (plan.cost.most_received(call, num_ranks, halos) for halos in ("all", "neighbours"))
+        gathered, ours = (plan.cost.max_received(call, num_ranks, halos) for halos in ("all", "neighbours"))
         yield "received_gathered_g", num_ranks, (gathered.key_values + gathered.halos) / 1e9, None
         yield "received_g", num_ranks, (ours.key_values + ours.halos) / 1e9, None
         yield "statistics_mb", num_ranks, 4 * ours.statistics / 1e6, None
@@ -151,7 +151,7 @@ def latencies(plan: AccountingPlan, resolution: Resolution, printed: Mapping[Pla
     alone_s = model.step_s("nocomm", 1, 0)
 
     def received_bytes(count: int, rows: int) -> int:
-        received = plan.cost.most_received(plan.call(resolution, rows=rows), count, "all")
+        received = plan.cost.max_received(plan.call(resolution, rows=rows), count, "all")
         return ELEMENT_BYTES * (received.key_values + received.halos)
 
     yield "latency_nocomm_s", 1, NUM_STEPS * alone_s, None

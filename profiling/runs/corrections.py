@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
 
 CORRECTIONS_FILE = "corrections.json"
-_LEAST_STEPS = 30
+_MIN_STEPS = 30
 """Minimum number of steps of a run whose correction is kept; after fewer, its scale is still half the earlier one."""
 _FAR_OFF = 1 / 3
 """Mean error of a profile above which users are notified of the correction."""
@@ -113,7 +113,7 @@ def keep_correction(
     do not include. Raises as `correction_of`.
     """
     drift = correction.drift()
-    if drift.num_observations < _LEAST_STEPS:
+    if drift.num_observations < _MIN_STEPS:
         return
     is_first = _known(model, workspace) is None
     _keep(model, workspace, CorrectionState.of(correction))

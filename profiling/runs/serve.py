@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
 
 _MAX_REPORT_IMAGES = 24
-_MOST_TIMES_SERVED = 5.0
+_MAX_TIMES_SERVED = 5.0
 """Ratio of a request's standalone latency to its time in a run above which its SLO is in doubt."""
 
 
@@ -162,7 +162,7 @@ def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Pa
 
 def doubtful_alone(records: Sequence[RequestRecord], alone_s: Mapping[int, float | None]) -> dict[str, float]:
     """Return, by resolution, the ratio of the standalone latency on plain diffusers to the shortest time in which a
-    request was served, waiting excluded. Only ratios above `_MOST_TIMES_SERVED` are returned.
+    request was served, waiting excluded. Only ratios above `_MAX_TIMES_SERVED` are returned.
 
     Steps take longer in a batch, not shorter, and neither the cache nor fewer steps save as much. Such a ratio means
     that the standalone latencies, from which the SLOs are derived, were measured on a busy machine.
@@ -174,7 +174,7 @@ def doubtful_alone(records: Sequence[RequestRecord], alone_s: Mapping[int, float
             continue
         times = alone / served_s
         found[str(record.resolution)] = max(times, found.get(str(record.resolution), 0.0))
-    return {name: times for name, times in sorted(found.items()) if times > _MOST_TIMES_SERVED}
+    return {name: times for name, times in sorted(found.items()) if times > _MAX_TIMES_SERVED}
 
 
 def _exact_s(

@@ -59,7 +59,7 @@ def latencies_for_serving(
     """
     from ...serving.models.build import without_cache
     from ..machine import run_facts
-    from ..measure.contention import MOST_WAITED, Contention
+    from ..measure.contention import MAX_WAITED, Contention
     from ..measure.latency import LatencySettings, profile_latency
 
     about, wanted = run_facts(model), tuple(sorted(set(resolutions)))
@@ -87,7 +87,7 @@ def latencies_for_serving(
         outcome = profile_latency(without_cache(model), settings, workspace, budget_s=COARSE_BUDGET_S)
     if outcome.was_interrupted:
         raise KeyboardInterrupt
-    if (waited := contention.share or 0.0) > MOST_WAITED:
+    if (waited := contention.share or 0.0) > MAX_WAITED:
         on_warning(
             f"other work had the processor for {waited:.0%} of the time while the table was measured; it is corrected "
             "while serving (psctl profile on a quiet machine makes a better one)"

@@ -14,7 +14,7 @@ from .sides import StepSide
 
 SHORTEST_TIMING_S = 0.005
 """Shorter steps are repeated within one timing until it takes this long."""
-_MOST_STEPS = 100
+_MAX_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Lane:
         self.first_ms.append(self._time(1))
         steady_ms = self._time(1)
         wanted = math.ceil(SHORTEST_TIMING_S * 1e3 / steady_ms)
-        self.steps_per_timing = max(1, min(wanted, _MOST_STEPS, self.side.steps_left - 1))
+        self.steps_per_timing = max(1, min(wanted, _MAX_STEPS, self.side.steps_left - 1))
 
     def measure(self) -> None:
         self.make_room()

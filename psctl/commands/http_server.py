@@ -116,7 +116,7 @@ def _serve(
     slo_scale: float,
     fixed_s: SloOf,
     folder: Path,
-    most_at_once: int,
+    max_at_once: int,
     target: Target,
     out: Output,
 ) -> "ServerParts":
@@ -141,7 +141,7 @@ def _serve(
                 parts.front_end,
                 parts.metrics,
                 parts.live,
-                Batches(folder / "batches", parts.front_end, most_at_once, address.keys),
+                Batches(folder / "batches", parts.front_end, max_at_once, address.keys),
                 address,
                 listening,
                 on_ready=lambda url: out.note(f"Serving at {url}"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from .active import Active
 from .cells import CellTables, Integers, match_keys
 
-LEAST_SQUARE = 1e-12
+MIN_SQUARE = 1e-12
 """Lower bound on the mean square of an input, so that its relative change is finite even if it is zero everywhere."""
 
 
@@ -95,7 +95,7 @@ class BlockStore:
             self.samples, self._moved = tuple(map(by_cell, self.samples)), list(map(by_cell, self._moved))
             self._measured_at = list(map(in_order, self._measured_at))
             if self.square is not None:
-                self.square = by_cell(self.square).clamp_(min=LEAST_SQUARE)
+                self.square = by_cell(self.square).clamp_(min=MIN_SQUARE)
             # A row is known as soon as one of its cells is.
             rows, taken = np.unique(tables.row_of_cell[here], return_index=True)
             old_rows = old.row_of_cell[there][taken]
@@ -213,7 +213,7 @@ class BlockStore:
 
     def _mean_square(self, samples: Sequence[Tensor]) -> Tensor:
         total = torch.stack([(sample * sample).sum(1, dtype=torch.float32) for sample in samples]).sum(0)
-        return total.div_(self._sample_size).clamp_(min=LEAST_SQUARE)
+        return total.div_(self._sample_size).clamp_(min=MIN_SQUARE)
 
 
 def sampled(tensor: Tensor, tables: CellTables, cells: Tensor | None = None) -> Tensor:

@@ -28,13 +28,13 @@ from .result import CascadeResult
 from .worker import WorkerSettings
 
 _ENTRY = f"{__package__}.worker:run_worker"
-MOST_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
+MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 SILENT_S = 15.0
 """A worker that has sent nothing for this time is killed; it sends a heartbeat every `worker.ALIVE_EVERY_S`."""
 _LOAD_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
-_MOST_WAIT_S = 0.5
-_MOST_UNSENT = 10_000
+_MAX_WAIT_S = 0.5
+_MAX_UNSENT = 10_000
 """Most messages that wait for a worker: more than there are ever open requests."""
 
 
@@ -55,7 +55,7 @@ class ProcessWorker:
         self.num_waiting = 0
         self.is_ready = False
         self.silent_s = 0.0
-        self._unsent: queue.Queue[tuple[object, ...] | None] = queue.Queue(_MOST_UNSENT)
+        self._unsent: queue.Queue[tuple[object, ...] | None] = queue.Queue(_MAX_UNSENT)
         name = f"psctl-worker-{settings.index}"
         self.process = start_process(_ENTRY, settings, leg, other, device=settings.device, name=name)
         other.close()
@@ -168,7 +168,7 @@ class CascadeCluster:
     ) -> None:
         self._settings, self._dispatcher, self._on_note, self._on_steps = settings, dispatcher, on_note, on_steps
         self._workers: dict[int, ProcessWorker] = {}
-        self._restarted_s = [deque[float](maxlen=MOST_RESTARTS) for _ in settings]
+        self._restarted_s = [deque[float](maxlen=MAX_RESTARTS) for _ in settings]
         self._zero_s = 0.0
         self._is_ended = False
         self.was_interrupted = False
@@ -255,7 +255,7 @@ class CascadeCluster:
                 source.take(dispatcher, math.inf)
                 dispatcher.end_all("failed", now_s, "no worker is left")
                 raise RunError(f"all {len(self._settings)} workers died, and none could be started any more")
-            timeout_s = min(max(min(next_tick_s, source.next_s) - self.now_s(), 0.0), _MOST_WAIT_S)
+            timeout_s = min(max(min(next_tick_s, source.next_s) - self.now_s(), 0.0), _MAX_WAIT_S)
             self._receive_messages(timeout_s, source.wake_connection)
             before_s, looked_s = looked_s, time.monotonic()
             self._end_silent(looked_s - before_s)
@@ -302,7 +302,7 @@ class CascadeCluster:
         """Kill workers that have been silent too long; `passed_s` is the time since the last check."""
         for index, worker in self._workers.items():
             # A pause of this process or of the machine does not count as silence of a worker.
-            worker.silent_s += min(passed_s, 2 * _MOST_WAIT_S)
+            worker.silent_s += min(passed_s, 2 * _MAX_WAIT_S)
             limit_s = SILENT_S if worker.is_ready else _LOAD_TIMEOUT_S
             if worker.silent_s > limit_s and worker.process.is_alive():
                 self._on_note(f"Worker {index} has told nothing for {limit_s:g} s and is killed.")
@@ -318,8 +318,8 @@ class CascadeCluster:
         if worker.is_ready:
             self._dispatcher.worker_died(index, now_s, reason)
         restarted_s = self._restarted_s[index]
-        if len(restarted_s) == MOST_RESTARTS and now_s - restarted_s[0] < RESTARTS_WITHIN_S:
-            times = f"for the {MOST_RESTARTS + 1}th time within {RESTARTS_WITHIN_S / 60:g} min"
+        if len(restarted_s) == MAX_RESTARTS and now_s - restarted_s[0] < RESTARTS_WITHIN_S:
+            times = f"for the {MAX_RESTARTS + 1}th time within {RESTARTS_WITHIN_S / 60:g} min"
             self._on_note(f"{reason}, {times}: it is not started again.")
             return
         restarted_s.append(now_s)

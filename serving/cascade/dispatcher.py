@@ -31,7 +31,7 @@ OnLate = Literal["discard", "light"]
 Batching = Literal["plan", "aimd"]
 SKIPPED_FROM = 0.98
 """Share of deferred requests from which light images are skipped, with `skip_light`."""
-MOST_ATTEMPTS = 2
+MAX_ATTEMPTS = 2
 """Most attempts of one model at a request when workers die."""
 
 
@@ -215,7 +215,7 @@ class Dispatcher:
     def worker_died(self, index: int, now_s: float, reason: str) -> None:
         """Handle the death of a worker: retry its requests on other workers and make a plan for the remaining ones.
 
-        A request that has used up `MOST_ATTEMPTS` fails.
+        A request that has used up `MAX_ATTEMPTS` fails.
         """
         slot = self.slots[index]
         slot.worker, slot.is_away, slot.pending_pixel_steps = None, True, 0
@@ -226,7 +226,7 @@ class Dispatcher:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            if self._attempts[request_id, assignment.leg] < MOST_ATTEMPTS:
+            if self._attempts[request_id, assignment.leg] < MAX_ATTEMPTS:
                 self._send(assignment.leg, request, now_s)
             else:
                 self._finish(request, "failed", now_s, reason, assignment.leg)

@@ -20,7 +20,7 @@ def largest_step(problem: Problem, *, with_waiting: bool) -> int | None:
     """Return k of the largest threshold t_k of any feasible plan; None if no plan is feasible."""
     shares, best = problem.curve.shares, None
     for light in range(len(problem.light.batch_sizes)):
-        num_heavy = problem.num_workers - problem.least_light(light)
+        num_heavy = problem.num_workers - problem.min_light_workers(light)
         if num_heavy < 0:
             continue
         if best is None and problem.is_in_time(light, None, with_waiting=with_waiting):

@@ -183,7 +183,7 @@ class Problem:
             for name, slo_s in self.slos_s.items()
         )
 
-    def least_light(self, light: int) -> int:
+    def min_light_workers(self, light: int) -> int:
         """Return the least x_1 that carries the load at the batch size with this index (equation 2); at least 1."""
         # A billionth of a worker counts as a rounding error.
         return max(1, math.ceil(self.load / self.light.throughput[light] - 1e-9))
@@ -199,7 +199,7 @@ def best_of(problem: Problem, step: int, *, with_waiting: bool) -> AllocationPla
     needed = problem.load * share
     found: list[tuple[tuple[float, ...], AllocationPlan]] = []
     for light, light_batch in enumerate(problem.light.batch_sizes):
-        num_light = problem.least_light(light)
+        num_light = problem.min_light_workers(light)
         num_heavy = problem.num_workers - num_light
         if num_heavy < 0:
             continue

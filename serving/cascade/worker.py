@@ -181,7 +181,7 @@ class _WorkerProcess:
 
     def _new_engine(self) -> "Engine":
         from ..engine.engine import Engine
-        from ..engine.side_stages import MOST_FAILED
+        from ..engine.side_stages import MAX_FAILURES
 
         engine = Engine(
             self._models[self._leg or "light"],
@@ -191,7 +191,7 @@ class _WorkerProcess:
             image_path=lambda request: image_file(self._settings, request.request_id, self._leg_of(request)),
             on_image=None if self._leg == "heavy" else self._score,
             on_step=lambda row: self._note_waiting(row.waiting),
-            most_failed=MOST_FAILED,
+            max_failures=MAX_FAILURES,
         )
         engine.start()
         self._cancelled.clear()

@@ -16,7 +16,7 @@ from typing import Any
 from .garbage import imports_are_no_garbage
 
 _PRELOADED = "patchedserve.serving.preload"
-_MOST_LETTERS = 15
+_MAX_LETTERS = 15
 """Longest process name on Linux."""
 _starting = threading.Lock()
 
@@ -77,7 +77,7 @@ def _without_script() -> Iterator[None]:
 def _begin(entry: str, name: str, *arguments: Any) -> None:
     os.setsid()
     with contextlib.suppress(OSError):  # other systems have no such file
-        Path("/proc/self/comm").write_text(name[:_MOST_LETTERS])
+        Path("/proc/self/comm").write_text(name[:_MAX_LETTERS])
     module, _, function = entry.partition(":")
     with imports_are_no_garbage():
         run = getattr(import_module(module), function)

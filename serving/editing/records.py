@@ -23,7 +23,7 @@ from .uploads import LoadedUnit, PackedRows, Uploads, uploads_to
 
 LATENTS, END = "latents", "end"
 """Keys in the first row of a generation's record: latents (1, channels, h, w) before each step, and the final ones."""
-_MOST_OPEN = 4
+_MAX_OPEN = 4
 """Most open files of one record; edits at one step need two."""
 
 
@@ -57,7 +57,7 @@ class FileSteps:
         for key in file.keys():  # noqa: SIM118  it is no dictionary
             keys[unit_of(key.partition(".")[2])].append(key)
         self._files[step] = file, keys
-        while len(self._files) > _MOST_OPEN:
+        while len(self._files) > _MAX_OPEN:
             self._files.popitem(last=False)
         return file, keys
 

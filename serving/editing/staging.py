@@ -84,11 +84,11 @@ class Staging:
     The step that a pass reads is staged even beyond the bound; steps are read ahead only within it.
 
     Args:
-        most_bytes: bound on the size of all staged steps together.
+        max_bytes: bound on the size of all staged steps together.
     """
 
-    def __init__(self, most_bytes: float) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: float) -> None:
+        self._max_bytes = max_bytes
         self._staged: OrderedDict[tuple[int, int], _StagedEntry] = OrderedDict()
         self._lock = threading.RLock()  # a record may be finalised, and so evicted, while the lock is held
 
@@ -100,10 +100,10 @@ class Staging:
 
     def check(self, num_bytes: float) -> None:
         """Raise RunError if a step of this size does not fit."""
-        if num_bytes > self._most_bytes:
+        if num_bytes > self._max_bytes:
             raise RunError(
                 f"a step of the template's record is {num_bytes / 1e6:,.1f} MB, and --template-staging-mb is "
-                f"{self._most_bytes / 1e6:g}"
+                f"{self._max_bytes / 1e6:g}"
             )
 
     def read(self, record: int, step: int, num_bytes: float, make: Callable[[], _StagedStep]) -> StepReading:
@@ -145,7 +145,7 @@ class Staging:
 
     def _make_room(self, num_bytes: float, may_go: Callable[[_StagedEntry], bool]) -> bool:
         """Evict the least recently used steps among those that may go; return whether `num_bytes` then fit."""
-        excess = self.num_bytes + num_bytes - self._most_bytes
+        excess = self.num_bytes + num_bytes - self._max_bytes
         for key, entry in list(self._staged.items()):
             if excess <= 0:
                 break

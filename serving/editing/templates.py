@@ -62,13 +62,13 @@ class TemplateStore:
 
     def __init__(self, folder: Path, tiers: TemplateTiers | None = None, *, link_mbps: float | None = None) -> None:
         tiers = tiers or TemplateTiers()
-        self.folder, self._most_disk_bytes = folder, tiers.disk_mb * 1e6
-        self._most_bytes = tiers.memory_mb * 1e6 if link_mbps is None else 0.0
+        self.folder, self._max_disk_bytes = folder, tiers.disk_mb * 1e6
+        self._max_bytes = tiers.memory_mb * 1e6 if link_mbps is None else 0.0
         self.staging = Staging(tiers.staging_mb * 1e6)
         self.num_added = 0
         self._lock = threading.Lock()
         self._link = RecordLink(link_mbps)
-        self._in_memory: FairStore[TemplateRecord] = FairStore(self._most_bytes)
+        self._in_memory: FairStore[TemplateRecord] = FairStore(self._max_bytes)
         self._checked: set[str] = set()
 
     @property
@@ -118,7 +118,7 @@ class TemplateStore:
             OSError: the record cannot be written; it is still kept in memory if it fits.
         """
         digest, place = key.digest, self.folder / key.digest
-        collector, failure = _StepCollector(self._most_bytes), None
+        collector, failure = _StepCollector(self._max_bytes), None
         recorded = collector.collect(map(_on_cpu, steps))
         if not (place / MANIFEST).is_file():
             try:
@@ -146,9 +146,9 @@ class TemplateStore:
     ) -> None:
         files = {}
         for step, rows in enumerate(steps):
-            if collector.num_bytes > self._most_disk_bytes:
+            if collector.num_bytes > self._max_disk_bytes:
                 raise RunError(
-                    f"the template's record is larger than {self._most_disk_bytes / 1e6:,.0f} MB, which is all that "
+                    f"the template's record is larger than {self._max_disk_bytes / 1e6:,.0f} MB, which is all that "
                     f"{self.folder} may hold"
                 )
             content = content_of(rows)
@@ -218,7 +218,7 @@ class TemplateStore:
         for _, _, size, owner in found:
             sizes[owner] = sizes.get(owner, 0.0) + size
         may_go = [each for each in sorted(found) if each[1] != protected.digest]
-        while may_go and sum(sizes.values()) > self._most_disk_bytes:
+        while may_go and sum(sizes.values()) > self._max_disk_bytes:
             owner = largest({each[3]: sizes[each[3]] for each in may_go})
             gone = next(each for each in may_go if each[3] == owner)
             may_go.remove(gone)
@@ -252,7 +252,7 @@ class TemplateStore:
     def _read(self, digest: str, device: torch.device) -> TemplateRecord:
         place = self.folder / digest
         content = _manifest_of(place)
-        if content["bytes"] > self._most_bytes:
+        if content["bytes"] > self._max_bytes:
             num_steps, num_rows = len(content["files"]), content["about"]["rows"]
             return from_files(device, content["bytes"], place, num_steps, num_rows, self._link, self.staging)
         steps = [read_step(place / name) for name in sorted(content["files"])]
@@ -271,8 +271,8 @@ class _StepCollector:
         steps: the steps so far; None if they do not fit into memory.
     """
 
-    def __init__(self, most_bytes: float) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: float) -> None:
+        self._max_bytes = max_bytes
         self.num_bytes = 0
         self.steps: list[Sequence[RecordedRow]] | None = []
 
@@ -283,7 +283,7 @@ class _StepCollector:
                 if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
                     raise RunError("the template's passes give numbers that are not finite: nothing is recorded")
             self.num_bytes += sum(tensor.nbytes for row in rows for tensor in row.values())
-            if self.num_bytes > self._most_bytes:
+            if self.num_bytes > self._max_bytes:
                 self.steps = None
             elif self.steps is not None:
                 self.steps.append(rows)

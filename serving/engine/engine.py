@@ -51,8 +51,8 @@ class Engine:
             request.
         preview: draws partial images for watches, as soon as it has learnt enough; None: they are decoded.
         records_templates: whether missing templates of edits are recorded, in free places of the batch.
-        most_failed: number of failures in a row that end the run with a RunError: of steps that failed for all of their
-            requests, or of requests that could not be prepared, or decoded; None: the run continues.
+        max_failures: number of failures in a row that end the run with a RunError: of steps that failed for all of
+            their requests, or of requests that could not be prepared, or decoded; None: the run continues.
 
     Attributes:
         collector: collector of the run.
@@ -76,7 +76,7 @@ class Engine:
         on_image: OnImage | None = None,
         preview: Preview | None = None,
         records_templates: bool = False,
-        most_failed: int | None = None,
+        max_failures: int | None = None,
     ) -> None:
         self._model = model
         self.collector = collector or InMemory()
@@ -100,7 +100,7 @@ class Engine:
             on_image=on_image,
             preview=preview,
             records_templates=records_templates,
-            most_failed=most_failed,
+            max_failures=max_failures,
         )
         # Guards the scheduler, the open requests and the fields below.
         self._changed = self._stages.changed
@@ -233,7 +233,7 @@ class Engine:
         the result is returned with `was_interrupted`. A second Ctrl-C discards the images that are not written yet, as
         `abort` does immediately.
 
-        Raises RunError if everything fails (`most_failed`). Requests that are open then are "cancelled".
+        Raises RunError if everything fails (`max_failures`). Requests that are open then are "cancelled".
         """
         if self._zero is None:
             self.start()

@@ -15,7 +15,7 @@ from ..models.reuse import PASSES_TOGETHER
 from ..models.served import ServedModel
 from .stages import StageThread
 
-_MOST_WAITING, _MOST_GIVEN_UP = 16, 1024
+_MAX_WAITING, _MAX_GIVEN_UP = 16, 1024
 _RecordedPasses = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
@@ -36,7 +36,7 @@ class TemplateRecorder:
         assert model.reuse.store is not None, "there is no place for records"
         self._model, self._store, self._changed = model, model.reuse.store, changed
         self._owners_recording: dict[str, str] = {}
-        self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
+        self._given_up: deque[str] = deque(maxlen=_MAX_GIVEN_UP)
         self._pending_passes: Sequence[PreparedRequest] = ()
         self._results: queue.SimpleQueue[_RecordedPasses | Exception | None] = queue.SimpleQueue()
         self._thread = StageThread("psctl-record", self._record, device=model.device, on_error=on_error)
@@ -73,7 +73,7 @@ class TemplateRecorder:
         key = self._model.reuse.key_of(request)
         if key is None or key.digest in self._owners_recording or key.digest in self._given_up:
             return
-        if sum(owner == key.owner for owner in list(self._owners_recording.values())) >= _MOST_WAITING:
+        if sum(owner == key.owner for owner in list(self._owners_recording.values())) >= _MAX_WAITING:
             return
         self._owners_recording[key.digest] = key.owner
         self._thread.put((request, key))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _LAG_S = 0.05
-MOST_FAILED = 8
+MAX_FAILURES = 8
 """Number of consecutive failures of one stage after which a service considers its engine broken. A persistent error,
 such as one of CUDA, fails every try, and each failure is an error for a client. That this many requests in a row fail
 for reasons of their own is possible but rare.
@@ -75,7 +75,7 @@ class SideStages:
         on_image: OnImage | None,
         preview: Preview | None,
         records_templates: bool,
-        most_failed: int | None,
+        max_failures: int | None,
     ) -> None:
         self.changed = threading.Condition()
         self.open: dict[int, RequestState] = {}
@@ -83,7 +83,7 @@ class SideStages:
         self.watches: dict[int, Watch] = {}
         self.last_end_s: float | None = None
         self.callback_failures = Failures()
-        self._most_failed = most_failed
+        self._max_failures = max_failures
         self._failed_in_a_row: Counter[str] = Counter()
         self._broken: RunError | None = None
         self._model = model
@@ -126,10 +126,10 @@ class SideStages:
     def count_attempt(self, stage: str, failure: str | None) -> None:
         """Record a try of a stage, and count consecutive failures; a success, with `failure` None, resets the count.
 
-        After `most_failed` failures in a row, `error` is set. Only one thread at a time may call this for a stage.
+        After `max_failures` failures in a row, `error` is set. Only one thread at a time may call this for a stage.
         """
         self._failed_in_a_row[stage] = num_failed = 0 if failure is None else self._failed_in_a_row[stage] + 1
-        if num_failed == self._most_failed:
+        if num_failed == self._max_failures:
             self._broken = RunError(f"{num_failed} tries in a row have failed, the last one with {failure}")
             self._wake()
 

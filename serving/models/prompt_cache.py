@@ -18,8 +18,8 @@ class PromptCache:
     images are the same with and without the cache. One thread at a time may call it.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._num_bytes = most_bytes, 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
         self._entries: OrderedDict[Any, Conditioning] = OrderedDict()
         self._hits = self._misses = 0
 
@@ -36,7 +36,7 @@ class PromptCache:
         found = encode(request, is_guided)
         self._entries[key] = dict(found)
         self._num_bytes += _num_bytes(found)
-        while self._num_bytes > self._most_bytes:
+        while self._num_bytes > self._max_bytes:
             self._num_bytes -= _num_bytes(self._entries.popitem(last=False)[1])
         return found
 

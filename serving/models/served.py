@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 MAX_TIMES_PIXELS = 64
 """Largest request, relative to the largest resolution that a model is made for; beyond it, images are useless."""
-_MOST_SCHEDULES = 4096
+_MAX_SCHEDULES = 4096
 """Most schedules (steps, first step and resolution) that are cached as valid."""
 
 
@@ -172,7 +172,7 @@ class ServedModel:
         except (ValueError, IndexError, RuntimeError) as error:
             scheduler = type(self.pipe.scheduler).__name__
             raise UsageError(f"{scheduler} cannot take {request.num_inference_steps} steps: {error}") from error
-        if len(self._known_schedules) >= _MOST_SCHEDULES:
+        if len(self._known_schedules) >= _MAX_SCHEDULES:
             self._known_schedules.clear()
         self._known_schedules.add(schedule)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .group import Communicator, Message
 from .latency_model import Link, ParallelLatency
 
-LEAST_SAVED = 0.1
+MIN_SAVED = 0.1
 """Share of a synchronous step that displaced calls must save."""
 _ROUNDS = 7
 """Number of swaps measured. The first one waits for the other rank to begin."""
@@ -29,7 +29,7 @@ def choose(latency: ParallelLatency, num_ranks: int, num_bytes: int) -> ModeChoi
     saved = latency.displaced_saves(num_ranks, num_bytes)
     step_ms = 1e3 * latency.step_s("sync", num_ranks, num_bytes)
     reason = f"displaced calls are expected to save {saved:.0%} of {step_ms:.3g} ms"
-    return ModeChoice("displaced" if saved > LEAST_SAVED else "sync", reason)
+    return ModeChoice("displaced" if saved > MIN_SAVED else "sync", reason)
 
 
 def measure_link(end: Communicator, num_exchanges: int, large: Tensor, displaced_share: float) -> Link:

@@ -139,7 +139,7 @@ class Cost:
             statistics += 2 * others * level.groups
         return ReceivedElements(call.rows * key_values, call.rows * rows, call.rows * statistics)
 
-    def most_received(self, call: Call, num_ranks: int, halos: Halos = "neighbours") -> ReceivedElements:
+    def max_received(self, call: Call, num_ranks: int, halos: Halos = "neighbours") -> ReceivedElements:
         """Return what the rank that receives most gets in a call that all ranks share evenly, as `received` counts."""
         strips = Strips.of(call.height, self.levels.unit, (1.0,) * num_ranks)
         every = [self.received(call, Share(strips, place), halos) for place in range(num_ranks)]

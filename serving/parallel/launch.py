@@ -30,7 +30,7 @@ from .worker import GroupKind, RankSettings, end_of, facts_of, key_of
 
 _ENTRY = "patchedserve.serving.models.rank:run"
 _START_S = 300.0
-_MOST_PER_CORE = 4
+_MAX_PER_CORE = 4
 _END_S = 5.0
 _LOOK_EVERY_S = 0.02
 
@@ -256,7 +256,7 @@ def _devices_of(device: torch.device, options: ParallelOptions, is_here: bool) -
     if not is_here:
         return [str(device)] * options.count
     if device.type == "cpu":
-        most = _MOST_PER_CORE * usable_cores()
+        most = _MAX_PER_CORE * usable_cores()
         if options.count > most:
             raise UsageError(
                 f"--parallel {options.ranks} takes a process for each rank, but here at most {most} make sense: try "

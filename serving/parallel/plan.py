@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...data.resolution import RESOLUTION_MULTIPLE
 
-_MOST_TRIED = 16
+_MAX_TRIED = 16
 """Largest number of requests, the largest ones, that are considered for strips. Ranks share out the rest as wholes."""
 
 
@@ -100,7 +100,7 @@ def in_strips(works: Sequence[StripWork], speeds: Sequence[float]) -> list[bool]
     """
     order = sorted(range(len(works)), key=lambda index: (-works[index].rows * works[index].row_us, index))
     best, best_us, strips_us = 0, math.inf, 0.0
-    for count in range(min(len(works), _MOST_TRIED) + 1):
+    for count in range(min(len(works), _MAX_TRIED) + 1):
         if count:
             strips_us += works[order[count - 1]].strips_us
         if strips_us >= best_us:

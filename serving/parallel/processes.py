@@ -19,7 +19,7 @@ UNLIMITED_WAIT = timedelta(days=365)
 """How long a rank without work waits for some. A lost rank is noticed at once, as its connection closes."""
 _MESSAGES = 0
 """The tag of messages. The tags of tensors count up, so that tensors may be awaited in any order."""
-_MOST_TAGS = 1 << 20
+_MAX_TAGS = 1 << 20
 
 
 class ProcessEnd:
@@ -116,7 +116,7 @@ class ProcessEnd:
 
     def _tag(self, source: int, target: int) -> int:
         """Return the tag of the next tensor between two ranks."""
-        return _MESSAGES + 1 + self._next("tensor", source, target) % _MOST_TAGS
+        return _MESSAGES + 1 + self._next("tensor", source, target) % _MAX_TAGS
 
     def _next(self, *channel: Any) -> int:
         """Return the number of the next item on a channel between two ranks; both ranks count alike."""

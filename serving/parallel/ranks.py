@@ -22,7 +22,7 @@ from .strips import Strips
 from .whole import stacked, unstacked
 
 _LINK_BYTES = 16 << 20
-_MOST_TEXT = 1.1
+_MAX_TEXT = 1.1
 """Largest ratio of the tokens that all ranks compute with whole texts to those without repetition, at which each rank
 gets the whole text (`auto`).
 """
@@ -90,7 +90,7 @@ class Ranks:
 
     def draws_whole(self, height: int, width: int) -> bool:
         """Return whether images with latents of this size are below the given number of pixels for strips."""
-        return RESOLUTION_MULTIPLE**2 * height * width < self._options.least_pixels
+        return RESOLUTION_MULTIPLE**2 * height * width < self._options.min_pixels
 
     def count_for(self, height: int, width: int) -> int:
         """Return the number of ranks that share an image with latents of this size. Raises UsageError if the image is
@@ -114,7 +114,7 @@ class Ranks:
     def received_bytes(self, height: int, width: int, num_rows: int) -> int:
         """Return the most bytes that a rank receives in a call with `num_rows` rows of latents of this size."""
         call = Call(height, width, self._model.text_length, num_rows)
-        return self._model.cost.most_received(call, self.size).num_bytes(self._model.element_size)
+        return self._model.cost.max_received(call, self.size).num_bytes(self._model.element_size)
 
     def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
         """Send every rank the conditions of the rows that it does not know yet: tensors (rows, ...) by name."""
@@ -273,7 +273,7 @@ class Ranks:
         if self._options.text == "replicate" or self.mode == "naive" or not 1 < count <= length:
             return ()
         tokens = self._model.tokens(part.strips.starts[-1], width)
-        if self._options.text == "auto" and tokens + count * length <= _MOST_TEXT * (tokens + length):
+        if self._options.text == "auto" and tokens + count * length <= _MAX_TEXT * (tokens + length):
             return ()
         return Strips.of(length, 1, (1.0,) * count).starts
 

@@ -31,13 +31,13 @@ _WORD = struct.Struct("<IIQQ")
 _BACK = (1 << 32) - 1
 _RANK = struct.Struct("<I")
 """First record on a connection: the number of the rank that has connected."""
-_LEAST_BYTES = 4096
+_MIN_BYTES = 4096
 _MEMORY_BYTES = 16 << 20
 """Size of a memory from which blocks are cut. The system allocates only the pages that are used."""
-_MOST_FILES = 16
+_MAX_FILES = 16
 """Largest number of files received at once. A record comes with at most one."""
 _LARGE_BYTES = 1 << 16
-_MOST_KEPT = 16
+_MAX_KEPT = 16
 _LOOK_S = 60.0
 _SPIN_S = 2e-4
 """How long an idle processor polls before it sleeps, as waking it takes longer than that."""
@@ -87,7 +87,7 @@ class Peer:
 
     def block_for(self, num_bytes: int) -> tuple[Block, int | None]:
         """Return a free block, and the file of its memory if the other rank does not have it yet."""
-        size, file = max(_LEAST_BYTES, 1 << max(0, num_bytes - 1).bit_length()), None
+        size, file = max(_MIN_BYTES, 1 << max(0, num_bytes - 1).bit_length()), None
         if not self._free[size]:
             self.read_all()
         if free := self._free[size]:
@@ -105,7 +105,7 @@ class Peer:
     def return_block(self, block: Block) -> None:
         """Return a block to the other rank for reuse: large blocks immediately, small ones a few at a time."""
         self._returned += _WORD.pack(_BACK, block.number, block.start, 0)
-        if len(block.bytes) >= _LARGE_BYTES or len(self._returned) >= _MOST_KEPT * _WORD.size:
+        if len(block.bytes) >= _LARGE_BYTES or len(self._returned) >= _MAX_KEPT * _WORD.size:
             self.send_unsent(with_returns=True)
 
     def send_record(self, word: bytes, file: int | None = None) -> None:
@@ -152,7 +152,7 @@ class Peer:
     def read(self) -> bool:
         """Receive the records that have arrived; return False if there are none."""
         try:
-            data, files, _, _ = socket.recv_fds(self.socket, 64 * _WORD.size, _MOST_FILES)
+            data, files, _, _ = socket.recv_fds(self.socket, 64 * _WORD.size, _MAX_FILES)
         except BlockingIOError:
             return False
         except OSError as error:

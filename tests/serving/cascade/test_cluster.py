@@ -266,7 +266,7 @@ def test_what_a_worker_is_told_waits_for_nobody(template: WorkerSettings) -> Non
     os.kill(worker.process.pid or 0, signal.SIGSTOP)
 
     def tell() -> None:
-        for number in range(cluster._MOST_UNSENT // 2):
+        for number in range(cluster._MAX_UNSENT // 2):
             worker.cancel(number, "its client has left")
 
     # Three times half of what may wait is more, also where the connection takes a part; then it is given up.
