@@ -188,7 +188,7 @@ class EngineSide:
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> SweepRunResult:
         """Serve a trace on the system's engine, after the calibration runs that are due before it."""
         if system.engine in self._due:
-            self._calibrate_beside(system.engine)
+            self._calibrate_between_runs(system.engine)
             self._num_served[system.engine] += 1
         predictor = None
         if get_policy(system.policy).requires_predictor:
@@ -203,7 +203,7 @@ class EngineSide:
         """Serve a trace in the simulator, which is calibrated first, after all calibration runs."""
         if not self._simulated:
             for name in self._models:
-                self._calibrate_beside(name, all_left=True)
+                self._calibrate_between_runs(name, all_left=True)
             self._simulated = self._calibrated()
         model = self._model_of(system)
         engine = replace(self._simulated[system.engine], schedule=model.schedule)
@@ -231,7 +231,7 @@ class EngineSide:
         write_json(self._folder.path / CALIBRATION_FILE, content)
         return {name: SimulatedEngine.of(self._profiled[name], each) for name, each in found.items()}
 
-    def _calibrate_beside(self, name: EngineName, *, all_left: bool = False) -> None:
+    def _calibrate_between_runs(self, name: EngineName, *, all_left: bool = False) -> None:
         """Serve the calibration runs that precede the next run of the sweep, or all remaining ones."""
         due = self._due[name]
         while due and (all_left or due[0][0] <= self._num_served[name]):

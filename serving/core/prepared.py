@@ -67,7 +67,7 @@ class PreparedRequest:
         history: values of earlier steps that the next step of a batched multistep sampler reads,
             (1, k * channels, ...).
         key: unique key under which a stepper keeps state of the request.
-        known: area of the image that an edit keeps; None for a new image.
+        known_area: area of the image that an edit keeps; None for a new image.
         template: record that an edit reads outside its mask, after its first `full_steps`; None if the whole image is
             computed.
         on_pass: called with each pass of a request that is being recorded; None for all others.
@@ -82,7 +82,7 @@ class PreparedRequest:
     is_guided: bool
     history: torch.Tensor | None = None
     key: int = -1
-    known: KnownArea | None = None
+    known_area: KnownArea | None = None
     template: Template | None = None
     on_pass: OnPass | None = None
     guided_norm: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -22,7 +22,7 @@ _starting = threading.Lock()
 
 
 def start_process(entry: str, *arguments: Any, device: str, name: str) -> BaseProcess:
-    """Start a process, which must not outlive this one: it polls `parent_lives` or watches a connection.
+    """Start a process, which must not outlive this one: it polls `is_parent_alive` or watches a connection.
 
     It has a session of its own, so that only this process receives Ctrl-C.
 
@@ -40,7 +40,7 @@ def start_process(entry: str, *arguments: Any, device: str, name: str) -> BasePr
     return process
 
 
-def parent_lives() -> bool:
+def is_parent_alive() -> bool:
     """Return whether the process that has started this one is still alive."""
     parent = multiprocessing.parent_process()
     return parent is None or parent.is_alive()

@@ -80,7 +80,7 @@ def noised_steps(first: PreparedRequest) -> list[PreparedRequest]:
     Args:
         first: prepared request of strength 1, before its first step.
     """
-    known = first.known
+    known = first.known_area
     assert known is not None, "only edits have an image"
     steps = [first]
     for index in range(1, first.state.num_steps):

@@ -48,7 +48,7 @@ class Trajectory:
             yield rows
 
 
-def begin_on(
+def begin_on_trajectory(
     trajectory: Tensor,
     edit: EditSpec,
     state: SamplerState,

@@ -215,7 +215,7 @@ class SideStages:
                 continue
             steps_done = prepared.state.num_passed
             self.queue_call(partial(self.call_safely, partial(watch.on_step, steps_done)), may_lag=watch.may_lag)
-            if watch.is_due(steps_done, prepared.state.num_wanted) and (latents := peek(prepared)) is not None:
+            if watch.is_due(steps_done, prepared.state.num_requested) and (latents := peek(prepared)) is not None:
                 watch.count_partial()
                 # The thread that decodes them works on another stream.
                 finish_stream(latents.device)

@@ -28,7 +28,7 @@ from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.start import begin_edit
-from ..editing.trajectory import begin_on
+from ..editing.trajectory import begin_on_trajectory
 from ..families import Decode, Family
 from ..families.decoder import FiniteDecoder
 from ..options import EngineOptions
@@ -242,7 +242,7 @@ class ServedModel:
         with self._preparing:
             prepared = self._prepare(request)
         if self._skipped is not None:
-            self._skipped.count(WHOLE_MODEL, prepared.state.num_wanted, prepared.steps_reused)
+            self._skipped.count(WHOLE_MODEL, prepared.state.num_requested, prepared.steps_reused)
         return prepared
 
     def _prepare(self, request: Request) -> PreparedRequest:
@@ -264,7 +264,7 @@ class ServedModel:
             if self.family.scales_noise:
                 latents = latents * state.scheduler.init_noise_sigma
         elif record is not None and edit.template is not None and edit.template.kind == "trajectory":
-            latents, known = begin_on(
+            latents, known = begin_on_trajectory(
                 record.latents(state.first),
                 edit,
                 state,
@@ -290,11 +290,11 @@ class ServedModel:
             conditioning,
             state,
             is_guided,
-            known=known,
+            known_area=known,
             template=record,
             guided_norm=self.family.guided_norm,
             neutral_scale=self.family.neutral_scale,
-            steps_reused=state.num_wanted - state.num_steps,
+            steps_reused=state.num_requested - state.num_steps,
         )
         if (trajectory := self.reuse.trajectories.get(request.request_id)) is not None:
             prepared.on_pass = trajectory.note

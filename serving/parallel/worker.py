@@ -135,7 +135,7 @@ def end_of(what: GroupKind, number: int, settings: RankSettings, store: dist.Sto
 def serve_rank(
     settings: RankSettings,
     load: Callable[[], RankModels],
-    is_wanted: Callable[[], bool],
+    should_run: Callable[[], bool],
     connect: Callable[[], dist.Store] | None = None,
 ) -> int:
     """Run a rank until it ends; return the exit code.
@@ -143,11 +143,11 @@ def serve_rank(
     Args:
         settings: settings of the rank.
         load: loads the parts of the model that the rank needs.
-        is_wanted: returns whether the process that this one depends on is alive; if not, this process ends.
+        should_run: returns whether the process that this one depends on is alive; if not, this process ends.
         connect: opens connections to the store where the ranks meet; None for the store of rank 0.
     """
     connect = connect or (lambda: _store_of(settings))
-    watch = _Watch(is_wanted, connect)
+    watch = _Watch(should_run, connect)
     torch.set_num_threads(settings.threads)
     store = connect()
     try:
@@ -178,7 +178,7 @@ def _serve_groups(
             ends = [end_of("meet", number, settings, store, rank, size)]
             if decoder is not None:
                 ends.append(end_of("decode", number, settings, store, rank, size))
-                beside = threading.Thread(target=_decode_beside, args=(ends[1], decoder), daemon=True)
+                beside = threading.Thread(target=_decode_concurrently, args=(ends[1], decoder), daemon=True)
                 beside.start()
             watch.follow(number, ends)
             follow(ends[0], model)
@@ -198,7 +198,7 @@ def _serve_groups(
         number += 1
 
 
-def _decode_beside(end: ProcessEnd, decoder: StripDecoder) -> None:
+def _decode_concurrently(end: ProcessEnd, decoder: StripDecoder) -> None:
     """Decode while the group lasts. A failure ends the group's decoding: rank 0 reports it and decodes alone."""
     try:
         follow_decoding(end, decoder)
@@ -224,8 +224,8 @@ def _members_of(store: dist.Store, number: int) -> list[int]:
 class _Watch:
     """Ends this process when rank 0's has ended, and disconnects from a group that rank 0 has marked as over."""
 
-    def __init__(self, is_wanted: Callable[[], bool], connect: Callable[[], dist.Store]) -> None:
-        self._is_wanted, self._connect = is_wanted, connect
+    def __init__(self, should_run: Callable[[], bool], connect: Callable[[], dist.Store]) -> None:
+        self._should_run, self._connect = should_run, connect
         self._lock = threading.Lock()
         self._now: tuple[int, Sequence[ProcessEnd]] | None = None
         self._is_over = threading.Event()
@@ -253,7 +253,7 @@ class _Watch:
     def _look(self) -> None:
         try:
             store = self._connect()
-            while self._is_wanted():
+            while self._should_run():
                 now = self._now
                 if now is not None and store.check([key_of("over", now[0])]):
                     self.leave(now[0])

@@ -55,7 +55,7 @@ class StreamRotaryAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: None, freqs_cis: object) -> Tensor:
         assert attention_mask is None
-        return self.leaf(hidden_states, image_rotary_emb=self.stream.turns())
+        return self.leaf(hidden_states, image_rotary_emb=self.stream.angles())
 
 
 class PaddedStream:
@@ -81,7 +81,7 @@ class PaddedStream:
         """
         context, (rows, length, _) = self.context, text.shape
         if ("turns", length) not in context.batch_values:
-            context.batch_values["turns", length] = self._turns(length, image.device)
+            context.batch_values["turns", length] = self._compute_angles(length, image.device)
             context.batch_values["pad bias"] = self._bias(text)
         begin_stream(context, rows, length)
         self._length, bias = length, context.batch_values["pad bias"]
@@ -90,7 +90,7 @@ class PaddedStream:
         context.text_bias = bias if context.rows is None else bias.index_select(0, context.rows.rows)
         return torch.cat([text.flatten(0, 1), image])[:, None]
 
-    def turns(self) -> tuple[Tensor, ...]:
+    def angles(self) -> tuple[Tensor, ...]:
         """Return cosines and sines of the tokens of the present stream that are computed."""
         context, length = self.context, self._length
         both, some = context.batch_values["turns", length], context.rows or context.active
@@ -106,7 +106,7 @@ class PaddedStream:
         counts = -self.context.batch.levels[0].row_tokens % self._multiple
         return torch.where(counts > 0, counts.log(), LEFT_OUT).to(like.dtype)
 
-    def _turns(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _compute_angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of all tokens of the batch.
 
         The position of a text token is its number; that of an image token is the length of its text, row and column.

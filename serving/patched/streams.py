@@ -72,12 +72,12 @@ class JointRotary(nn.Module):
 
     Args:
         embed: the model's own module.
-        turns: see `Transformer`.
+        joint_angles: see `Transformer`.
     """
 
-    def __init__(self, embed: Any, turns: Callable[..., tuple[Tensor, Tensor]], context: PatchContext) -> None:
+    def __init__(self, embed: Any, joint_angles: Callable[..., tuple[Tensor, Tensor]], context: PatchContext) -> None:
         super().__init__()
-        self.embed, self.turns, self.context = embed, turns, context
+        self.embed, self.joint_angles, self.context = embed, joint_angles, context
 
     def forward(self, sizes: object, max_txt_seq_len: int, device: torch.device) -> tuple[Tensor, ...]:
         """Return cosines and sines [tokens, width], with the text tokens of all rows first; `sizes` is ignored."""
@@ -93,15 +93,15 @@ class JointRotary(nn.Module):
         """Return [tokens, 2, width]: angles of the text tokens of all rows, then of image tokens in packed order."""
         level = self.context.batch.levels[0]
         sizes = {(group.height, group.width) for group in level.groups}
-        made = {size: tuple(map(_parts_of, self.turns(self.embed, *size, length, device))) for size in sizes}
+        made = {size: tuple(map(_parts_of, self.joint_angles(self.embed, *size, length, device))) for size in sizes}
         text = torch.cat([made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups])
         image = repeated(level, lambda *size: made[size][0].flatten(1), self.context.kernels)
         return torch.cat([text, image.unflatten(1, (2, -1))])
 
 
-def _parts_of(turns: Tensor) -> Tensor:
+def _parts_of(angles: Tensor) -> Tensor:
     """Complex [tokens, half the width] -> cosines and sines [tokens, 2, width]."""
-    return torch.view_as_real(turns).float().movedim(2, 1).repeat_interleave(2, 2)
+    return torch.view_as_real(angles).float().movedim(2, 1).repeat_interleave(2, 2)
 
 
 def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:

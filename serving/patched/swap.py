@@ -117,8 +117,8 @@ class PatchSwap(Swap):
         if transformer.text_refiner is not None:
             self._swap_one_row(model, transformer, transformer.text_refiner)
             return
-        if transformer.turns is not None:
-            self.put(model, "pos_embed", JointRotary(model.pos_embed, transformer.turns, context))
+        if transformer.joint_angles is not None:
+            self.put(model, "pos_embed", JointRotary(model.pos_embed, transformer.joint_angles, context))
         elif ids is None:
             self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:

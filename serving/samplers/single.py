@@ -86,7 +86,7 @@ class SamplerState:
         return self.place(self.steps_done) - self.first
 
     @property
-    def num_wanted(self) -> int:
+    def num_requested(self) -> int:
         """Number of requested steps, computed or skipped."""
         return len(self.timesteps) if self.plan is None else self.plan.num_steps
 

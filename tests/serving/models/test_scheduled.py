@@ -156,7 +156,7 @@ def test_an_edit_skips_steps_and_keeps_what_is_outside_its_mask(tmp_path: Path) 
         request = Request(0, "a hat", SIZES[0], 20, 3.0, edit=EditSpec(image, mask, strength))
         assert model.num_computed(request) == model.prepare(request).state.num_steps == computed
         [latents] = run_joining(model, [request])[0].values()
-        known = model.prepare(request).known
+        known = model.prepare(request).known_area
         assert known is not None
         torch.testing.assert_close(latents[:, :, 4:], known.clean[0, :, :, 4:])
         assert bool(latents.isfinite().all())
