@@ -187,7 +187,7 @@ def shortened(text: str, length: int = 60) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def existing(path: str | Path, what: str) -> Path:
+def require_existing(path: str | Path, what: str) -> Path:
     """Return the path with ~ expanded. Raises UsageError if it does not exist."""
     found = Path(path).expanduser()
     if not found.exists():

@@ -61,14 +61,14 @@ def step_latencies(lab: Lab, settings: _Settings) -> ExhibitResult:
     result = _step_bench(lab, settings, STEPS, batches)
     rows = {row["label"]: row for row in result["rows"]}
     small, *_, large = rows
-    said = [Statement(f"{large} against {small}", _times_as_long(rows[large], rows[small]), (1.68,))]
+    said = [Statement(f"{large} against {small}", _duration_ratio(rows[large], rows[small]), (1.68,))]
     if {"SML", "MML"} <= set(rows):
         text = "SML against MML, which has more pixels"
-        said.append(Statement(text, _times_as_long(rows["SML"], rows["MML"])))
+        said.append(Statement(text, _duration_ratio(rows["SML"], rows["MML"])))
     return ExhibitResult({name: result[name] for name in ("rows", "letters", "run_dir")}, said)
 
 
-def _times_as_long(own: Row, other: Row) -> Estimate:
+def _duration_ratio(own: Row, other: Row) -> Estimate:
     """Return the median of the repeats' ratios of two independent batches, whose pairing does not matter."""
     ratios = ratios_of(own["patched_samples_ms"], other["patched_samples_ms"])
     low, high = median_interval(ratios) or (None, None)

@@ -80,7 +80,7 @@ def step_latencies(result: Mapping[str, Any]) -> Figure:
     times = [row["patched_ms"] for row in rows]
     ax.bar(range(len(rows)), times, 0.74, color=THEME.series[0], label="here")
     for place, (own, row) in enumerate(zip(times, rows, strict=True)):
-        _above(ax, place, row["patched_p90_ms"], number(own))
+        _label_above(ax, place, row["patched_p90_ms"], number(own))
     ends = [[own - row["patched_p10_ms"], row["patched_p90_ms"] - own] for own, row in zip(times, rows, strict=True)]
     low, high = zip(*(map(abs, each) for each in ends), strict=True)
     ax.errorbar(
@@ -227,10 +227,10 @@ def _bars(ax: Axes, values: Sequence[float], place: int, of: int, colour: str, l
     places = [index + (place - (of - 1) / 2) * width for index in range(len(values))]
     ax.bar(places, values, width * 0.92, color=colour, label=label)
     for where, value in zip(places, values, strict=True):
-        _above(ax, where, value, share(value, 0) if is_share else number(value))
+        _label_above(ax, where, value, share(value, 0) if is_share else number(value))
 
 
-def _above(ax: Axes, x: float, y: float, text: str) -> None:
+def _label_above(ax: Axes, x: float, y: float, text: str) -> None:
     # Outlined, where marks cross it.
     outline = withStroke(linewidth=2.5, foreground=THEME.background)
     offset = {"xytext": (0, 2.5), "textcoords": "offset points", "zorder": 5, "path_effects": [outline]}

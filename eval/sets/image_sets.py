@@ -16,7 +16,7 @@ from .generate import Manifest
 
 
 @dataclass(frozen=True)
-class GivenImages:
+class RemappedImages:
     """Images of another source under ids, or in sizes, of their own; an `ImageSource`."""
 
     name: str
@@ -26,10 +26,10 @@ class GivenImages:
     content: Callable[[str], bytes]
 
 
-def named_files(folder: ImageFolder, files: Mapping[str, str]) -> GivenImages:
+def named_files(folder: ImageFolder, files: Mapping[str, str]) -> RemappedImages:
     """Images of a folder under ids of their own; `files` has the id of each in `folder` by the id that it has here."""
     ids = tuple(files)
-    return GivenImages(
+    return RemappedImages(
         folder.name,
         ids,
         ids,
@@ -38,13 +38,13 @@ def named_files(folder: ImageFolder, files: Mapping[str, str]) -> GivenImages:
     )
 
 
-def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> GivenImages:
+def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> RemappedImages:
     """Real images of a sample, each cut and scaled to the size of the generated one.
 
     Metrics of pairs need equal sizes, and a set of small generated images would otherwise differ from a set of large
     real ones by its blur alone.
     """
-    return GivenImages(
+    return RemappedImages(
         sample.name,
         sample.ids,
         sample.reading_order,
@@ -54,7 +54,7 @@ def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> GivenImage
     )
 
 
-def set_of(root: Path, manifest: Manifest) -> GivenImages:
+def set_of(root: Path, manifest: Manifest) -> RemappedImages:
     """The images of a generated set by the ids of their text-image pairs.
 
     A missing file is met when it is read, and counts as bad then.
@@ -63,7 +63,7 @@ def set_of(root: Path, manifest: Manifest) -> GivenImages:
     return named_files(folder, {item.id: item.file for item in manifest.items})
 
 
-def ground_truth_of(manifest: Manifest, *, max_bad: int = 0, cache_dir: Path | None = None) -> GivenImages:
+def ground_truth_of(manifest: Manifest, *, max_bad: int = 0, cache_dir: Path | None = None) -> RemappedImages:
     """Real images under the ids of a set, each cut and scaled to the size of the generated one.
 
     Args:
@@ -89,7 +89,7 @@ def ground_truth_of(manifest: Manifest, *, max_bad: int = 0, cache_dir: Path | N
     return fitted_sample(sample, {item.id: Resolution(item.width, item.height) for item in items})
 
 
-def sources_of_pairs(pairs: FolderPairs) -> tuple[GivenImages, GivenImages]:
+def sources_of_pairs(pairs: FolderPairs) -> tuple[RemappedImages, RemappedImages]:
     """Generated and reference images of two folders by the stems that they share."""
     return (
         named_files(pairs.generated, dict(zip(pairs.stems, pairs.generated_ids, strict=True))),

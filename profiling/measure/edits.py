@@ -234,7 +234,7 @@ def _measured_steps(
     """Return the edits (width, height, active share) of each batch, and median seconds of its steps."""
     lanes = []
     for batch in requests:
-        masked = [_by_itself(model.prepare(request)) for request in batch]
+        masked = [_with_own_record(model.prepare(request)) for request in batch]
         whole = [replace(each, template=None) for each in masked]
         lanes.append([Lane(StepperSide(model.stepper, side), model.device) for side in (masked, whole)])
     advance = on_start("visits of batches", len(lanes) * settings.repeats)
@@ -264,7 +264,7 @@ def _measured_steps(
     return found
 
 
-def _by_itself(prepared: PreparedRequest) -> PreparedRequest:
+def _with_own_record(prepared: PreparedRequest) -> PreparedRequest:
     """Return the request with its own copy of the record object, as for edits of different images."""
     assert isinstance(prepared.template, TemplateRecord), "the template was recorded, and the mask touches few cells"
     return replace(prepared, template=replace(prepared.template))

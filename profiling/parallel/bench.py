@@ -167,7 +167,7 @@ class ParallelBench:
         self._pool = RequestPool(model, settings.seed)
         self._plain = {form: PlainModels(model.denoiser, always=form) for form in PlainModels(model.denoiser).formats}
         self._reference = build_plain(model.pipe, model.family, self._plain["default"])
-        self._alone = alone_of(model, options)
+        self._alone = lone_rank_stepper(model, options)
         self._served: dict[str, tuple[ServedModel, RequestPool]] = {}
         try:
             for name in ways:
@@ -234,7 +234,7 @@ class ParallelBench:
         }
 
 
-def alone_of(model: ServedModel, options: ParallelOptions) -> ParallelStepper:
+def lone_rank_stepper(model: ServedModel, options: ParallelOptions) -> ParallelStepper:
     """Return the stepper of rank 0 in a group of `options.count` ranks, the others of which do not exist."""
     only = replace(options, mode="sync", cfg_split="off")
     plain = build_plain(model.pipe, model.family, PlainModels(model.denoiser))

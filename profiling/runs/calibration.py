@@ -203,7 +203,7 @@ def _reuse(runs: Sequence[ServedRun], warmup_steps: int, aside_s: float) -> Reus
     return Reuse(warmup_steps, max(1.0, (took - always) / max(1, ran - always)), aside_s)
 
 
-class _Works(NamedTuple):
+class _StageIntervals(NamedTuple):
     """Work of the stages in a run, by stage: starts and ends in seconds, and the names of the resolutions."""
 
     starts: list[list[float]]
@@ -234,7 +234,9 @@ class _Fit(NamedTuple):
     fitted_s: np.ndarray
 
 
-def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: np.ndarray | None = None) -> _Fit:
+def _fit(
+    works: Sequence[_StageIntervals], stage: int, columns: np.ndarray, expected_s: np.ndarray | None = None
+) -> _Fit:
     """Fit durations of a stage to `columns` (n, k), its unweighted work, and to the overlap with other stages.
 
     Errors are relative to `expected_s`, because a millisecond matters more to a short step. If `expected_s` is given,
@@ -265,7 +267,7 @@ def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: n
     return _Fit(weights, tuple(slowdowns), columns @ weights + lost_s)
 
 
-def _works_of(run: ServedRun, between_s: float | None) -> _Works:
+def _works_of(run: ServedRun, between_s: float | None) -> _StageIntervals:
     """Return when the stages worked, step after step and request after request.
 
     Decoding starts when the request is denoised and the previous image is done. Where the stages work between steps, it
@@ -288,7 +290,7 @@ def _works_of(run: ServedRun, between_s: float | None) -> _Works:
     names = [[str(record.resolution) for record in each] for each in (records, done)]
     spans = prepare, step, decode
     starts, ends = ([[span[end] for span in each] for each in spans] for end in (0, 1))
-    return _Works(starts, ends, [names[0], [], names[1]])
+    return _StageIntervals(starts, ends, [names[0], [], names[1]])
 
 
 def _changed(run: ServedRun) -> list[set[Resolution]]:

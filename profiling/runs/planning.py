@@ -17,7 +17,7 @@ from ...data.traces.traces import retime
 from ...serving.options import EngineName
 from ...serving.scheduling.systems import get_system
 from .calibration import Calibration
-from .simulate import Deployment
+from .simulate import SimulatedDeployment
 
 MAX_GPUS = 4096
 """Maximum number of GPUs that a search tries."""
@@ -82,8 +82,8 @@ def duration_ratio_range(calibration: Calibration, engine: EngineName, file: Pat
 
 def with_error(
     found: SearchResult,
-    search: Callable[[Deployment], SearchResult],
-    deployment: Deployment,
+    search: Callable[[SimulatedDeployment], SearchResult],
+    deployment: SimulatedDeployment,
     error: DurationRatioRange | None,
     *,
     worst: float | None = None,
@@ -118,7 +118,9 @@ def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
     return retime(requests, speed=rate * span_s / (len(requests) - 1), from_zero=True)
 
 
-def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Request]], target: float) -> SearchResult:
+def highest_rate(
+    deployment: SimulatedDeployment, trace_at: Callable[[float], Sequence[Request]], target: float
+) -> SearchResult:
     """Find the highest request rate at which the SLO attainment is at least `target`.
 
     The rate is doubled until it is too high and then bisected to 1 %. Attainment falls with the rate, but not strictly
@@ -159,7 +161,7 @@ def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Re
     return search.result(low)
 
 
-def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: float) -> SearchResult:
+def gpus_needed(deployment: SimulatedDeployment, requests: Sequence[Request], target: float) -> SearchResult:
     """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection. The
     deployment's own `num_gpus` is ignored.
 

@@ -135,7 +135,7 @@ def run_serve(
     summary["run_dir"] = str(run_dir)
     write_figures(summary, run_figures(summary, result.records))
     _write(run_dir, result, summary, save_dir)
-    served_s = _exact_s(model, adapted, result.records)
+    served_s = _exact_standalone_s(model, adapted, result.records)
     for shape, known_s in doubt_standalone(model, workspace.tables, served_s).items():
         on_doubt(
             f"{shape.resolution} was served in {served_s[shape]:.3g} s, but had taken {known_s:.3g} s alone: the next "
@@ -177,7 +177,7 @@ def doubtful_alone(records: Sequence[RequestRecord], alone_s: Mapping[int, float
     return {name: times for name, times in sorted(found.items()) if times > _MAX_TIMES_SERVED}
 
 
-def _exact_s(
+def _exact_standalone_s(
     model: "ServedModel", requests: Sequence[Request], records: Sequence[RequestRecord]
 ) -> dict[RequestShape, float]:
     """Return, by shape, the shortest time in which a new image without reused steps was served, waiting excluded.

@@ -147,7 +147,7 @@ class SimulatedEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class SimulatedDeployment:
     """Configuration that serves a simulated trace.
 
     Attributes:
@@ -269,7 +269,7 @@ def loop_figures(result: SimulationResult) -> dict[str, Any]:
 
 
 def simulation_summary(
-    result: SimulationResult, deployment: Deployment, *, model: str, dataset: str, config: Mapping[str, Any]
+    result: SimulationResult, deployment: SimulatedDeployment, *, model: str, dataset: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the figures of a simulated run: those of a served run (`serving.core.metrics.summarize`), and those of its
     GPUs.

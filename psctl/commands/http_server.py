@@ -14,7 +14,7 @@ from ..options.http import HttpFlags
 from ..options.replicas import ReplicaFlags, RouterFlags
 from ..options.target import Target
 from ..output import Output
-from .serve_cascade import find_cascade_to_serve
+from .serve_cascade import find_cascade_launch
 
 SloOf = Callable[[Resolution], float | None]
 """Seconds that a request may take which names none, by resolution; None where `--slo` does not say."""
@@ -81,7 +81,7 @@ def serve_cascade_http(
     out: Output,
 ) -> None:
     """Serve with a light and a heavy model until a signal arrives. Raises what `serve_http` raises."""
-    served = find_cascade_to_serve(cascade, options, target)
+    served = find_cascade_launch(cascade, options, target)
     deployment = served.images.deployment(options, system, num_workers, slo_scale, seed)
     profiled = served.images.profile.legs
     if resolutions is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ToServe:
+class CascadeLaunch:
     """Settings from which the workers of a cascade are started."""
 
     images: CascadeImages
@@ -27,7 +27,7 @@ class ToServe:
     place: "ModelWorkspace"
 
 
-def find_cascade_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
+def find_cascade_launch(cascade: str, options: CascadeOptions, target: Target) -> CascadeLaunch:
     """Look up these settings before anything is loaded. Raises UsageError: a part is missing or of other models."""
     from ...profiling.runs.serve_cascade import CascadeFiles
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE
@@ -39,7 +39,7 @@ def find_cascade_to_serve(cascade: str, options: CascadeOptions, target: Target)
         raise UsageError(f"no discriminator of {cascade} is in {place.root}: psctl train-predictor discriminator")
     files = CascadeFiles(parse_cascade(cascade), target.root, target.device, target.dtype, discriminator)
     files.require_profiled(images.profile)
-    return ToServe(images, files, place)
+    return CascadeLaunch(images, files, place)
 
 
 def serve_cascade(
@@ -62,7 +62,7 @@ def serve_cascade(
     from ...serving.cascade.systems import get_cascade_system
 
     get_cascade_system(system)
-    found = find_cascade_to_serve(cascade, options, target)
+    found = find_cascade_launch(cascade, options, target)
     images, specs, place = found.images, found.files.specs, found.place
     deployment = images.deployment(options, system, num_workers, slo_scale, trace.seed)
     requests = draw_requests(trace, images.defaults)

@@ -140,7 +140,7 @@ def simulate(
     from ...profiling.runs.outside_profile import warn_of_small_table
     from ...profiling.runs.planning import at_rate, duration_ratio_range, gpus_needed, highest_rate, with_error
     from ...profiling.runs.simulate import (
-        Deployment,
+        SimulatedDeployment,
         SimulatedEngine,
         load_stage_times,
         load_step_file,
@@ -244,7 +244,7 @@ def simulate(
             out.note(
                 f"SLOs are multiples of what {latency} says of a request alone; --plain-latency takes plain diffusers."
             )
-    deployment = Deployment(
+    deployment = SimulatedDeployment(
         chosen,
         simulated,
         num_gpus=gpus,
@@ -298,11 +298,11 @@ def simulate(
             "gpus": gpus,
             "highest_request_rate": rate.value,
             "attainment_at_highest_rate": rate.attainment,
-            "tried_rates": _tried(rate, "request_rate"),
+            "tried_rates": _search_rows(rate, "request_rate"),
             "request_rate": config["request_rate"],
             "gpus_needed": None if needed is None else int(needed.value),
             "attainment_with_gpus_needed": None if needed is None else needed.attainment,
-            "tried_gpus": None if needed is None else _tried(needed, "gpus"),
+            "tried_gpus": None if needed is None else _search_rows(needed, "gpus"),
             "error_of_steps": None if error is None else asdict(error),
             "config": config,
         }
@@ -327,5 +327,5 @@ def simulate(
     out.note(f"Results: {run_dir / 'report.html' if with_report else run_dir}{more}")
 
 
-def _tried(search: "SearchResult", name: Literal["request_rate", "gpus"]) -> list[dict[str, float]]:
+def _search_rows(search: "SearchResult", name: Literal["request_rate", "gpus"]) -> list[dict[str, float]]:
     return [{name: value, "slo_attainment_rate": share} for value, share in search.tried.items()]

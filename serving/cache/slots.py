@@ -59,11 +59,11 @@ class SlotBuffer:
         # A later pass has newer tokens of the requests that it shares with an earlier one.
         for last in sorted(set(self._pending.values()), key=lambda each: each.number):
             places, values = self._placed(last.tokens, last.tables, last.level)
-            self._reach((int(last.tables.slots.max()) + 1) * per_slot, values).index_copy_(0, places, values)
+            self._grow_to((int(last.tables.slots.max()) + 1) * per_slot, values).index_copy_(0, places, values)
         self._pending.clear()
         self._pending_bytes = 0
         assert self._rows is not None, "a block was masked before it ran in full"
-        return self._reach((int(tables.slots.max()) + 1) * per_slot, self._rows)
+        return self._grow_to((int(tables.slots.max()) + 1) * per_slot, self._rows)
 
     def take_values(self) -> Tensor | None:
         """Return and discard the values of the last pass, [cells, entries of a cell, ...] in the order of its tables;
@@ -85,7 +85,7 @@ class SlotBuffer:
         self.clear()
         self._parts = parts
 
-    def _reach(self, count: int, like: Tensor) -> Tensor:
+    def _grow_to(self, count: int, like: Tensor) -> Tensor:
         old = self._rows
         if old is None or len(old) < count:
             # Grow by at least half, so that a growing batch does not copy at every join.

@@ -69,7 +69,7 @@ def build_model(
     stepper = build_stepper(pipe, family, options, facts, fingerprint, adapters)
     decode = stepper.group.decoder if isinstance(stepper, ParallelStepper) else None
     if stages is not None:
-        family = stages.take_over(family, denoiser_of(pipe).device)
+        family = stages.use_processes(family, denoiser_of(pipe).device)
     return ServedModel(
         pipe,
         family,

@@ -192,7 +192,7 @@ def _serve_groups(
                 ends[1].disconnect()
                 beside.join(_END_S)
             return
-        watch.leave(number)
+        watch.disconnect_from(number)
         model.clear()
         store.set(key_of("left", number, settings.rank), reason)
         number += 1
@@ -229,7 +229,7 @@ class _Watch:
         self._lock = threading.Lock()
         self._now: tuple[int, Sequence[ProcessEnd]] | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._watch_group, daemon=True)
         self._thread.start()
 
     def follow(self, number: int, ends: Sequence[ProcessEnd]) -> None:
@@ -237,7 +237,7 @@ class _Watch:
         with self._lock:
             self._now = number, ends
 
-    def leave(self, number: int) -> None:
+    def disconnect_from(self, number: int) -> None:
         """Disconnect from a group, if this process is still in it."""
         with self._lock:
             if self._now is not None and self._now[0] == number:
@@ -250,13 +250,13 @@ class _Watch:
         self._is_over.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _watch_group(self) -> None:
         try:
             store = self._connect()
             while self._should_run():
                 now = self._now
                 if now is not None and store.check([key_of("over", now[0])]):
-                    self.leave(now[0])
+                    self.disconnect_from(now[0])
                 if self._is_over.wait(_LOOK_EVERY_S):
                     return
         finally:

@@ -84,7 +84,7 @@ class _Wrapper:
         elif cache.keeps_inputs(self.number, active):
             context.cells = cache.tables if active is None else active.own
         try:
-            with context.only(active) if isinstance(active, ActiveRows) else nullcontext():
+            with context.restricted_to(active) if isinstance(active, ActiveRows) else nullcontext():
                 return self.run(*arguments, **named)
         finally:
             context.active = context.cells = None

@@ -110,7 +110,7 @@ class PatchContext:
         self._fused.clear()
 
     @contextmanager
-    def only(self, rows: ActiveRows) -> Iterator[None]:
+    def restricted_to(self, rows: ActiveRows) -> Iterator[None]:
         """Restrict the leaves to some rows of the batch, as a batch of their own, until the context ends."""
         packing, level, text_bias, biased_text = self.packing, self.level.index, self.text_bias, self.biased_text
         own = rows.own.packing
@@ -163,11 +163,11 @@ class PatchContext:
             return Entries(("stream", len(stream)), lambda: stream, are_tokens=True)
         raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, which is neither rows nor tokens of the batch")
 
-    def put_fused(self, *work: Fused) -> None:
+    def record_fused(self, *work: Fused) -> None:
         """Record which work of the leaves after it a norm has done."""
         self._fused = set(work)
 
-    def take_fused(self, work: Fused) -> bool:
+    def consume_fused(self, work: Fused) -> bool:
         """Return whether the norm before this leaf has done its work already, and clear this record."""
         is_done = work in self._fused
         self._fused.discard(work)

@@ -55,7 +55,7 @@ class PatchedConv(nn.Module):
             weight = self.conv.weight.view(self.out_channels, -1)
             out = to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
             return self._with_adapters(out, lambda down: down(x))
-        if context.take_fused("stitching"):
+        if context.consume_fused("stitching"):
             self._keep(x[:, :, 1:-1, 1:-1])
             return self._with_adapters(self._valid(x), lambda down: down._valid(x))
         level = context.at(x)
@@ -144,7 +144,7 @@ class PatchedGroupNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         context, conv = self.context, self._conv[0]
         level = context.at(x)
-        context.put_fused(*self._fused)
+        context.record_fused(*self._fused)
         if context.active is not None:
             return to_patches(self._masked(to_tokens(x), context.active), level.side)
         if context.cells is not None:
@@ -158,7 +158,7 @@ class PatchedGroupNorm(nn.Module):
         mean, rstd = group_norm_stats(x, level.row_index, num_rows, norm.num_groups, norm.eps, kernels=kernels)
         known = (x, mean, rstd, norm.weight, norm.bias, level.row_index)
         if conv is not None and context.choose(conv, level, level) == "stitch":
-            context.put_fused("activation", "stitching")
+            context.record_fused("activation", "stitching")
             return group_norm_silu_stitch(*known, level.neighbours, kernels=kernels)
         return group_norm_apply(*known, activation=conv is not None, kernels=kernels)
 
@@ -231,7 +231,7 @@ class FusableActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Timestep embeddings pass through the same module.
-        return x if x.dim() == 4 and self.context.take_fused("activation") else self.activation(x)
+        return x if x.dim() == 4 and self.context.consume_fused("activation") else self.activation(x)
 
 
 class PatchedUpsample(nn.Module):

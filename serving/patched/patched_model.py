@@ -276,7 +276,7 @@ class PatchedModel:
                 output = self._denoise(patches, timesteps, conditions)
             else:
                 assert isinstance(active, ActiveRows), "requests are computed whole"
-                with context.only(active):
+                with context.restricted_to(active):
                     context.timesteps = timesteps.index_select(0, active.rows)
                     own = self._patches_of(patches, active)
                     output = self._denoise(own, context.timesteps, _of_rows(conditions, active.rows))

@@ -257,7 +257,7 @@ class Scheduler:
         self._ready.clear()
         dropped: list[RequestState] = []
         if self._waiting:
-            self._send_back()
+            self._return_yielding()
             dropped += self._ask_policy(self._waiting, now_s)
         if self._yielding and not self._waiting:
             dropped += self._ask_policy(self._yielding, now_s)
@@ -396,14 +396,14 @@ class Scheduler:
     def _room_of(self, state: RequestState) -> WaitingRoom:
         return self._yielding if state.request.yields else self._waiting
 
-    def _send_back(self) -> None:
+    def _return_yielding(self) -> None:
         """Move all yielding requests back to waiting; they resume later where they stopped."""
         for state in [*self._active, *self._joining.values()]:
             if not state.request.yields:
                 continue
             if state.stage == "active":
                 self._leave_batch(state)
-                state.wait_again(self.num_steps)
+                state.return_to_waiting(self.num_steps)
             else:
                 del self._joining[state.request.request_id]
                 state.stage = "waiting"

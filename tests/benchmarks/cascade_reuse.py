@@ -33,7 +33,7 @@ from patchedserve.eval.metrics.fid import frechet_distance
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.sets.drawers import EngineDrawer
 from patchedserve.eval.sets.generate import read_manifest
-from patchedserve.eval.sets.image_sets import GivenImages, named_files, set_of
+from patchedserve.eval.sets.image_sets import RemappedImages, named_files, set_of
 from patchedserve.profiling.cascade.bank import Bank
 from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.models.loading import load_model
@@ -45,8 +45,8 @@ _SHOWN = 8
 
 
 def draw(
-    model: ServedModel, bank: Bank, light: GivenImages, settings: Mapping[str, Any], strength: float, folder: Path
-) -> GivenImages:
+    model: ServedModel, bank: Bank, light: RemappedImages, settings: Mapping[str, Any], strength: float, folder: Path
+) -> RemappedImages:
     """The bank's prompts once more, each from its light image; what the folder has is not drawn again."""
     folder.mkdir(exist_ok=True)
     files = {image_id: f"{place:06}.png" for place, image_id in enumerate(light.ids)}
@@ -102,7 +102,7 @@ def rows_of(
     return rows
 
 
-def sheet(columns: Mapping[str, GivenImages], path: Path) -> None:
+def sheet(columns: Mapping[str, RemappedImages], path: Path) -> None:
     """A row for each of some prompts, a column for each kind of image under its name."""
     side, head = 128, 20
     page = Image.new("RGB", (side * len(columns), head + side * _SHOWN), "white")
@@ -127,7 +127,7 @@ def main() -> None:
     bank = Bank.load(given.bank)
     features = load_features(given.bank, len(bank.entries))
     count = given.num_prompts or len(bank.entries)
-    sets: dict[str, GivenImages] = {}
+    sets: dict[str, RemappedImages] = {}
     for leg in ("light", "heavy"):
         folder = Path(bank.about[f"{leg}_images"])
         drawn = set_of(folder, read_manifest(folder))

@@ -17,7 +17,9 @@ from .waiting import ByDeadline
 def first_in_time(outlook: Outlook) -> list[int]:
     """Return, for the group of each kind, the index of the first request that would be in time if it ran alone."""
     now_s = outlook.now_s
-    return [bisect_left(group, (now_s + outlook.needs_alone_s(kind),)) for kind, group in enumerate(outlook.groups)]
+    return [
+        bisect_left(group, (now_s + outlook.alone_completion_s(kind),)) for kind, group in enumerate(outlook.groups)
+    ]
 
 
 class DroppingPolicy(LookAheadPolicy):

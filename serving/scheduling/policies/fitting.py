@@ -76,7 +76,7 @@ class EdfFittingPolicy(LookAheadPolicy):
             outlook.join(found.kind, found.deadline_s)
         grouped = zip(outlook.groups, firsts, strict=True)
         late = sorted((*one[:3], kind) for kind, (group, place) in enumerate(grouped) for one in group[:place])
-        kept = [one for one in late if one[0] - one[1] >= outlook.takes_alone_s(one[3])]
+        kept = [one for one in late if one[0] - one[1] >= outlook.alone_duration_s(one[3])]
         if attainment.in_time_with(len(kept)) < self.light:
             kept = []
         if len(admit) + len(late) == sum(map(len, outlook.groups)):
@@ -105,7 +105,7 @@ class EdfFittingPolicy(LookAheadPolicy):
             if places[kind] == len(group):
                 continue
             is_behind = group[places[kind]][3].resolution in behind
-            place = bisect_left(group, (outlook.now_s + outlook.needs_s(kind),), lo=places[kind])
+            place = bisect_left(group, (outlook.now_s + outlook.completion_s(kind),), lo=places[kind])
             if place < len(group) and self._tolerates(outlook, kind, longest_s):
                 fitting.append(_Candidate(not is_behind, *group[place][:3], kind, place))
             elif is_behind:

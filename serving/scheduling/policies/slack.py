@@ -72,7 +72,7 @@ class SlackPolicy(LookAheadPolicy):
                 if places[kind] == len(group):
                     continue
                 deadline_s, arrival_s, request_id, _ = group[places[kind]]
-                left_s = deadline_s - outlook.now_s - outlook.needs_s(kind)
+                left_s = deadline_s - outlook.now_s - outlook.completion_s(kind)
                 score = (slack(left_s, outlook.kinds[kind].unit_s), arrival_s, request_id)
                 if least is None or score < least:
                     least, chosen, spare_s = score, kind, left_s

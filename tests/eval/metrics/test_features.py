@@ -21,7 +21,7 @@ from patchedserve.eval.metrics.images import batches_by_size
 from patchedserve.eval.metrics.measure import measure_pairs
 from patchedserve.eval.metrics.psnr import psnr
 from patchedserve.eval.metrics.ssim import ssim
-from patchedserve.eval.sets.image_sets import GivenImages
+from patchedserve.eval.sets.image_sets import RemappedImages
 
 from ...support.eval_cases import Means, numbered_images
 
@@ -93,9 +93,9 @@ def test_a_table_is_read_in_one_pass_and_features_keep_the_order_of_the_sample(
     assert started == [0, 1]
 
 
-def _brighter(sample: Sample) -> GivenImages:
+def _brighter(sample: Sample) -> RemappedImages:
     """The images of a sample, all three levels brighter."""
-    return GivenImages(
+    return RemappedImages(
         "brighter",
         sample.ids,
         sample.ids,

@@ -16,7 +16,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_latencies
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.profiling.runs.calibration import Calibration, ServedRun, calibrate, step_sources
-from patchedserve.profiling.runs.simulate import Deployment, SimulatedEngine, StepFile, load_step_file
+from patchedserve.profiling.runs.simulate import SimulatedDeployment, SimulatedEngine, StepFile, load_step_file
 from patchedserve.profiling.sweep.simulator_side import read_calibrations
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.systems import get_system
@@ -137,7 +137,7 @@ def test_deployments_know_first_steps(tmp_path: Path) -> None:
 
     def latency_of(name: str, engine: Literal["patched", "plain"]) -> float | None:
         system = get_system("diffusers-fcfs").overridden(engine=engine)
-        deployment = Deployment(system, SimulatedEngine.of(load_step_file(tmp_path / name).of(engine)))
+        deployment = SimulatedDeployment(system, SimulatedEngine.of(load_step_file(tmp_path / name).of(engine)))
         return deployment.run([request(0, steps=4)])[1].records[0].latency_s
 
     assert latency_of("foreign.csv", "patched") == pytest.approx(0.040)

@@ -174,8 +174,8 @@ def test_norm_and_stitching_are_measured_as_they_run(monkeypatch: pytest.MonkeyP
     context = patched.context
     assert context.choose is choose
     assert context.level is context.packing.levels[0]
-    assert not context.take_fused("activation")
-    assert not context.take_fused("stitching")
+    assert not context.consume_fused("activation")
+    assert not context.consume_fused("stitching")
 
 
 def test_sizes_that_no_patch_fits_are_refused_before_they_are_served() -> None:
