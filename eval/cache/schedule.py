@@ -18,7 +18,7 @@ from PIL.Image import Image
 from ...data.errors import RunError, UsageError
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
-from ...data.tables.block_facts import ModelFacts
+from ...data.tables.block_facts import ProfiledModel
 from ...serving.core.prepared import PreparedRequest
 from ...serving.models.build import as_plain
 from ...serving.models.served import ServedModel
@@ -92,7 +92,7 @@ def search_schedule(
         plan, figures = _search(lab, num_steps, settings)
         plans[num_steps], report[str(num_steps)] = plan, figures
     report = {"target_ssim": settings.target_ssim, "num_prompts": settings.num_prompts, "by_steps": report}
-    facts = ModelFacts(model.name, model.fingerprint, type(model.pipe.scheduler).__name__)
+    facts = ProfiledModel(model.name, model.fingerprint, type(model.pipe.scheduler).__name__)
     return CacheSchedule(facts, plans, report)
 
 

@@ -14,7 +14,7 @@ from patchedserve.data.edits import EditSpec
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.data.tables.block_facts import ModelFacts
+from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.editing.templates import TemplateStore
@@ -43,7 +43,7 @@ SIZES = (Resolution(64, 64), Resolution(96, 64), Resolution(32, 64))
 def scheduled(pipe: Any, folder: Path, **options: Any) -> ServedModel:
     file = folder / "schedule.json"
     plans = {number: StepPlan(number, steps) for number, steps in STEPS.items()}
-    CacheSchedule(ModelFacts("tiny", "", type(pipe.scheduler).__name__), plans).save(file)
+    CacheSchedule(ProfiledModel("tiny", "", type(pipe.scheduler).__name__), plans).save(file)
     cache = CacheOptions("schedule", schedule=file)
     engine = EngineOptions(cache=cache, **options)
     return build_model(pipe, name="tiny", defaults=ModelDefaults(**short_texts(pipe)), options=engine)
@@ -215,7 +215,7 @@ def test_adapters_of_requests_are_theirs_where_steps_are_skipped(tmp_path: Path)
     folder = save_tiny(tmp_path / "model", pipe)
     file = tmp_path / "schedule.json"
     plans = {number: StepPlan(number, steps) for number, steps in STEPS.items()}
-    CacheSchedule(ModelFacts(str(folder), "", "EulerDiscreteScheduler"), plans).save(file)
+    CacheSchedule(ProfiledModel(str(folder), "", "EulerDiscreteScheduler"), plans).save(file)
     options = EngineOptions(
         cache=CacheOptions("schedule", schedule=file), model=ModelOptions(adapter=[f"pixel={lora}"])
     )
@@ -248,7 +248,7 @@ def test_the_baseline_computes_every_step(tmp_path: Path) -> None:
 def test_what_does_not_go_with_it(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     file = tmp_path / "schedule.json"
-    CacheSchedule(ModelFacts("other", "", "EulerDiscreteScheduler"), {20: StepPlan(20, (0, 1))}).save(file)
+    CacheSchedule(ProfiledModel("other", "", "EulerDiscreteScheduler"), {20: StepPlan(20, (0, 1))}).save(file)
     with pytest.raises(UsageError, match="was made for other, not for tiny; run psctl train-predictor schedule"):
         build_model(pipe, name="tiny", options=EngineOptions(cache=CacheOptions("schedule", schedule=file)))
     with pytest.raises(UsageError, match="--cache schedule needs a list of steps"):
