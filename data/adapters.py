@@ -7,14 +7,14 @@ from .errors import UsageError
 
 Adapters = tuple[tuple[str, float], ...]
 """Names of adapters, each with the scale of its change of the model."""
-MAX_SCALE, _MOST_ADAPTERS = 100.0, 16
+MAX_SCALE, _MAX_ADAPTERS = 100.0, 16
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 def check_adapters(adapters: Sequence[tuple[object, object]]) -> None:
     """Raise UsageError if a name is invalid or repeated, a scale is invalid, or there are too many adapters."""
-    if len(adapters) > _MOST_ADAPTERS:
-        raise UsageError(f"{len(adapters)} adapters are named, but a request may have at most {_MOST_ADAPTERS}")
+    if len(adapters) > _MAX_ADAPTERS:
+        raise UsageError(f"{len(adapters)} adapters are named, but a request may have at most {_MAX_ADAPTERS}")
     for name, scale in adapters:
         check_adapter_name(name)
         if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not -MAX_SCALE <= scale <= MAX_SCALE:

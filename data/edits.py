@@ -110,7 +110,7 @@ class EditSpec:
             raise UsageError("feather_px fades the new image into the old one, so it needs paste")
 
     @classmethod
-    def of_all(cls, image: NDArray[np.uint8], strength: float) -> Self:
+    def of_whole_image(cls, image: NDArray[np.uint8], strength: float) -> Self:
         """Return an edit that redraws the whole image, noised to `strength`."""
         return cls(image, np.ones(image.shape[:2], dtype=bool), strength, paste=False)
 

@@ -12,60 +12,60 @@ class FairStore(Generic[Value]):
     one that was used longest ago: who has less than an equal part loses nothing to others.
 
     Args:
-        most: of all sizes together.
+        max_size: of all sizes together.
 
     Attributes:
         size: of all that is kept.
     """
 
-    def __init__(self, most: float) -> None:
-        self._most, self.size = most, 0.0
-        self._kept: dict[str, OrderedDict[str, tuple[Value, float]]] = {}
+    def __init__(self, max_size: float) -> None:
+        self._max_size, self.size = max_size, 0.0
+        self._entries: dict[str, OrderedDict[str, tuple[Value, float]]] = {}
         self._sizes: dict[str, float] = {}
         self._owners: dict[str, str] = {}
 
     def put(self, owner: str, name: str, value: Value, size: float) -> None:
         """Keep a value in place of that of the same name; one that is larger than the bound is not kept."""
         self.pop(name)
-        if size > self._most:
+        if size > self._max_size:
             return
-        self._kept.setdefault(owner, OrderedDict())[name] = value, size
+        self._entries.setdefault(owner, OrderedDict())[name] = value, size
         self._owners[name] = owner
         self._sizes[owner] = self._sizes.get(owner, 0.0) + size
         self.size += size
-        while self.size > self._most:
-            self.pop(next(iter(self._kept[largest(self._sizes)])))
+        while self.size > self._max_size:
+            self.pop(next(iter(self._entries[largest(self._sizes)])))
 
     def get(self, name: str) -> Value | None:
         """A value, if it is kept."""
         owner = self._owners.get(name)
-        return None if owner is None else self._kept[owner][name][0]
+        return None if owner is None else self._entries[owner][name][0]
 
-    def use(self, name: str) -> None:
+    def touch(self, name: str) -> None:
         """A value that is kept is the last of its owner's to go."""
-        self._kept[self._owners[name]].move_to_end(name)
+        self._entries[self._owners[name]].move_to_end(name)
 
     def pop(self, name: str) -> Value | None:
         """Take a value out, if it is kept."""
         owner = self._owners.pop(name, None)
         if owner is None:
             return None
-        value, size = self._kept[owner].pop(name)
+        value, size = self._entries[owner].pop(name)
         self.size -= size
         self._sizes[owner] -= size
-        if not self._kept[owner]:
-            del self._kept[owner], self._sizes[owner]
+        if not self._entries[owner]:
+            del self._entries[owner], self._sizes[owner]
         return value
 
-    def pop_first(self, is_over: Callable[[Value], bool]) -> None:
+    def evict_while(self, should_evict: Callable[[Value], bool]) -> None:
         """Take out each owner's first values, in the order of their use, as long as this holds for them."""
-        for owner in list(self._kept):
-            while (of_owner := self._kept.get(owner)) and is_over(next(iter(of_owner.values()))[0]):
+        for owner in list(self._entries):
+            while (of_owner := self._entries.get(owner)) and should_evict(next(iter(of_owner.values()))[0]):
                 self.pop(next(iter(of_owner)))
 
     def values(self) -> list[Value]:
         """All values, owner by owner."""
-        return [value for kept in self._kept.values() for value, _ in kept.values()]
+        return [value for entries in self._entries.values() for value, _ in entries.values()]
 
     def __contains__(self, name: str) -> bool:
         return name in self._owners

@@ -86,7 +86,7 @@ def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> 
     temporary, old = (target.with_name(f".{target.name[:100]}.{token}.{mark}") for mark in ("tmp", "old"))
     temporary.mkdir(mode=_PRIVATE_FOLDER if is_private else 0o777)
     try:
-        with held(temporary):
+        with lock_folder(temporary):
             yield temporary
         for current, _, names in os.walk(temporary):
             for name in names:
@@ -108,37 +108,37 @@ def atomic_folder(path: str | os.PathLike[str], *, is_private: bool = False) -> 
 
 
 @contextmanager
-def held(folder: Path, *, with_others: bool = False) -> Iterator[bool]:
+def lock_folder(folder: Path, *, is_shared: bool = False) -> Iterator[bool]:
     """Lock a folder for the context, at most until this process ends in any way. Yields whether the lock was acquired,
     which some network file systems do not support. Raises OSError if it is not a folder.
 
-    `with_others` makes the lock a shared one.
+    `is_shared` makes the lock a shared one.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    is_held = False
+    is_locked = False
     with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if with_others else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        is_held = True
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        is_locked = True
     try:
-        yield is_held
+        yield is_locked
     finally:
         os.close(descriptor)
 
 
-def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
+def remove_leftovers(parent: Path, min_age_s: float = 60.0) -> None:
     """Delete leftovers of killed processes in `parent`: hidden folders that no process has locked (see `atomic_folder`)
     and that are too old to be about to be locked. A folder that cannot be deleted stays.
     """
     for folder in parent.glob(".*"):
         # Another process may have locked or deleted it meanwhile, or it is not a folder.
         with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime >= least_age_s:
-                with held(folder) as is_free:
+            if time.time() - folder.stat().st_mtime >= min_age_s:
+                with lock_folder(folder) as is_free:
                     if is_free:
                         shutil.rmtree(folder)
 
 
-def put_aside(path: Path, what: str, error: Exception) -> None:
+def quarantine(path: Path, what: str, error: Exception) -> None:
     """Rename a damaged file or folder, so that the caller can continue without it, and issue a warning.
 
     Args:
@@ -146,10 +146,10 @@ def put_aside(path: Path, what: str, error: Exception) -> None:
         what: name of the file or folder, with which the warning begins.
         error: error that shows the damage.
     """
-    aside = path.with_name(f"{path.name}-{time.time_ns()}.bad")
+    quarantined = path.with_name(f"{path.name}-{time.time_ns()}.bad")
     try:
-        path.rename(aside)
-        done = f"it was put aside as {aside}"
+        path.rename(quarantined)
+        done = f"it was put aside as {quarantined}"
     except OSError:  # another process has renamed it, or the folder is read-only
         done = "it is left there"
     warnings.warn(f"{what} is damaged ({error}); {done}", stacklevel=3)

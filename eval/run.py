@@ -244,7 +244,9 @@ def measure(
         )
         results.metrics.update(found)
         results.warnings.extend(warnings)
-        results.warnings.extend(f"image left out: {each}" for each in (*bad_generated.found, *bad_reference.found))
+        results.warnings.extend(
+            f"image left out: {each}" for each in (*bad_generated.problems, *bad_reference.problems)
+        )
     if "clip" in options.metrics:
         assert captions is not None, "checked by the callers"
         result, values = measure_clip(
@@ -275,7 +277,7 @@ def measure(
         )
         results.metrics.update(found)
         results.per_image.update(all_values)
-        results.warnings.extend(f"pair left out: {each}" for each in bad_pairs.found)
+        results.warnings.extend(f"pair left out: {each}" for each in bad_pairs.problems)
     return results
 
 

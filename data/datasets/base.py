@@ -103,34 +103,34 @@ class BadEntries:
             raise UsageError(f"the number of bad entries allowed is {limit}, but it must be 0 or more")
         self.source = source
         self.limit = limit
-        self._found: dict[str, str] = {}
+        self._problems: dict[str, str] = {}
 
     def add(self, name: str, problem: object) -> None:
         """Count a bad entry; several problems of one entry count once.
 
         Raises UsageError if there are more than `limit`. The message holds the first bad entry and their number.
         """
-        self._found.setdefault(name, f"{name}: {problem}")
-        count = len(self._found)
+        self._problems.setdefault(name, f"{name}: {problem}")
+        count = len(self._problems)
         if count > self.limit:
             many = "1 bad entry" if count == 1 else f"{count} bad entries"
             raise UsageError(
                 f"{self.source}: {many} so far, but at most {self.limit} allowed (--max-bad); the first: "
-                f"{self.found[0]}"
+                f"{self.problems[0]}"
             )
 
     @property
-    def found(self) -> tuple[str, ...]:
+    def problems(self) -> tuple[str, ...]:
         """Bad entries with their problems, in the order in which they were added."""
-        return tuple(self._found.values())
+        return tuple(self._problems.values())
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the bad entries."""
-        return tuple(self._found)
+        return tuple(self._problems)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._problems)
 
 
 def clean_caption(text: str) -> str:
@@ -187,7 +187,7 @@ def shortened(text: str, length: int = 60) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def existing(path: str | Path, what: str) -> Path:
+def require_existing(path: str | Path, what: str) -> Path:
     """Return the path with ~ expanded. Raises UsageError if it does not exist."""
     found = Path(path).expanduser()
     if not found.exists():

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from ..errors import UsageError
 from ..files import sha256_of
 from ..records import TABLE_SUFFIXES, column_name
-from .base import CaptionEntry, ImageKind, existing
+from .base import CaptionEntry, ImageKind, require_existing
 from .record_entries import ColumnChoice, entry_of_record, records_with_columns
 
 
@@ -54,7 +54,7 @@ def open_captions(path: str, *, caption_column: str | None = None, id_column: st
 
     Raises UsageError if there is no such file, or it has another suffix.
     """
-    file = existing(path, "a file of captions")
+    file = require_existing(path, "a file of captions")
     if not file.is_file() or file.suffix.lower() not in TABLE_SUFFIXES:
         raise UsageError(f"{path}: captions must come from a file that ends in {', '.join(TABLE_SUFFIXES)}")
     names = [name and column_name(name) for name in (caption_column, id_column)]

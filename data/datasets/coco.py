@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import UsageError
 from ..files import sha256_of
 from ..records import json_type, read_json
-from .base import CaptionEntry, ImageKind, choose_split, clean_captions, existing, shortened
+from .base import CaptionEntry, ImageKind, choose_split, clean_captions, require_existing, shortened
 from .files import ImageFiles, name_problem
 
 _PREFIX = "captions_"
@@ -68,12 +68,12 @@ def open_coco(path: str, *, split: str | None = None, image_dir: str | Path | No
 
     Options are as in `spec.parse_spec`. Raises UsageError if something is missing, or a split must be chosen.
     """
-    root = existing(path, "a folder of COCO or a captions_*.json")
+    root = require_existing(path, "a folder of COCO or a captions_*.json")
     if split is not None and not root.is_dir():
         raise UsageError(f"{root}: split is {split!r}, but one annotation file is one split")
     annotations = _annotation_file(root, split) if root.is_dir() else root
     if image_dir is not None:
-        images = existing(image_dir, "the folder of the images")
+        images = require_existing(image_dir, "the folder of the images")
         if not images.is_dir():
             raise UsageError(f"{image_dir}: is a file, but it must be the folder of the images")
         return CocoCaptions(images, annotations)

@@ -98,17 +98,17 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
     return image
 
 
-def size_of(content: bytes, name: str, most_pixels: int | None = None) -> tuple[int, int]:
+def size_of(content: bytes, name: str, max_pixels: int | None = None) -> tuple[int, int]:
     """Return the (width, height) that `decode_rgb` would give, from the header. The pixels of a PNG without EXIF in its
-    header are read too, because EXIF may follow them, unless the image has more than `most_pixels`.
+    header are read too, because EXIF may follow them, unless the image has more than `max_pixels`.
 
-    Raises BadImageError if the file is damaged or no image, or has more than `most_pixels`.
+    Raises BadImageError if the file is damaged or no image, or has more than `max_pixels`.
     """
     try:
         with Image.open(io.BytesIO(content)) as image:
             width, height = image.size
-            if most_pixels is not None and width * height > most_pixels:
-                raise BadImageError(f"{name}: {width}x{height} pixels, but at most {most_pixels:,} in all are taken")
+            if max_pixels is not None and width * height > max_pixels:
+                raise BadImageError(f"{name}: {width}x{height} pixels, but at most {max_pixels:,} in all are taken")
             try:
                 is_sideways = image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
             except _DAMAGE:

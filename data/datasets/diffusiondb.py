@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import UsageError
 from ..files import sha256_of
 from ..records import json_type, read_json
-from .base import CaptionDataset, CaptionEntry, ImageKind, clean_captions, existing, shortened
+from .base import CaptionDataset, CaptionEntry, ImageKind, clean_captions, require_existing, shortened
 from .decode import is_image_name
 from .diffusiondb_metadata import ImageFacts, Metadata
 from .files import ImageFiles, name_problem
@@ -109,7 +109,7 @@ def open_diffusiondb(
         return table_captions("diffusiondb", table, ColumnChoice(), needs_images=False, **limit)
     if config is not None or revision is not None:
         raise UsageError(f"diffusiondb:{path} is local, but config and revision are for diffusiondb:hub")
-    root = existing(path, "a folder of DiffusionDB")
+    root = require_existing(path, "a folder of DiffusionDB")
     if root.is_file():
         return table_captions("diffusiondb", parquet_rows(root, split), ColumnChoice(), needs_images=False, **limit)
     if any((root / mark).is_file() for mark in DISK_MARKS):

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import UsageError
 from ..resolution import Resolution
-from .base import existing
+from .base import require_existing
 from .decode import IMAGE_SUFFIXES
 from .files import ImageFiles, images_below
 
@@ -51,7 +51,7 @@ def open_folder(path: str | Path) -> ImageFolder:
 
     Raises UsageError if it is not a folder, or holds no image.
     """
-    root = existing(path, "a folder of images")
+    root = require_existing(path, "a folder of images")
     if not root.is_dir():
         raise UsageError(f"{path}: is a file, but it must be a folder of images")
     ids = [path.relative_to(root).as_posix() for path in images_below(root)]

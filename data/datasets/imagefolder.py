@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import UsageError
 from ..files import sha256_of
 from ..records import column_name
-from .base import CaptionEntry, ImageKind, existing
+from .base import CaptionEntry, ImageKind, require_existing
 from .files import ImageFiles, images_below, name_problem
 from .record_entries import ColumnChoice, entry_of_record, records_with_columns
 
@@ -66,9 +66,9 @@ def open_imagefolder(path: str, *, split: str | None = None, caption_column: str
     Options are as in `spec.parse_spec`. Raises UsageError if there is no such folder, or it has no metadata, or two
     metadata files are in one place.
     """
-    root = existing(path, "an image folder")
+    root = require_existing(path, "an image folder")
     if split is not None:
-        root = existing(root / split, f"the folder of the split {split!r}")
+        root = require_existing(root / split, f"the folder of the split {split!r}")
     if not root.is_dir():
         raise UsageError(f"{root}: is a file, but it must be a folder of images with {' or '.join(METADATA_NAMES)}")
     found = sorted(file for name in METADATA_NAMES for file in root.rglob(name) if file.is_file())

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from ..errors import UsageError
 from ..tables.schemas import parquet_file
-from .base import choose_split, existing
+from .base import choose_split, require_existing
 from .record_entries import ColumnChoice
 from .tables import TableCaptions, table_captions
 
@@ -155,7 +155,7 @@ def open_parquet(
 
 def parquet_rows(path: str | Path, split: str | None = None) -> ParquetRows:
     """Return the rows of the parquet files at a path, of one split. Raises as `open_parquet`."""
-    root = existing(path, "a parquet file or a folder of them")
+    root = require_existing(path, "a parquet file or a folder of them")
     if root.is_file():
         if split is not None:
             raise UsageError(f"{root}: split is {split!r}, but it is one file, and splits are for folders of them")

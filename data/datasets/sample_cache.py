@@ -16,13 +16,13 @@ _VERSION = 1  # changes whenever another sample would be drawn, or the file has 
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CachedSample:
     key: dict[str, Any]
     sha256: str
     items: tuple[CaptionedImage, ...]
 
 
-_adapter = TypeAdapter(_Kept)
+_adapter = TypeAdapter(_CachedSample)
 
 
 def sample_key(fingerprint: dict[str, Any], n: int | None, seed: int) -> dict[str, Any]:

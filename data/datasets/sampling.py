@@ -125,7 +125,7 @@ def sample_pairs(
     items = _draw(dataset, n, seed, bad, workers)
     if cache_dir is not None and key is not None and not len(bad):
         write_cached(cache_dir, key, items)
-    return Sample(dataset, tuple(items), seed, bad.found)
+    return Sample(dataset, tuple(items), seed, bad.problems)
 
 
 def _draw(

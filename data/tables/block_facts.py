@@ -12,7 +12,7 @@ of the last block."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ProfiledModel:
     """Model and scheduler of a profile.
 
     Attributes:
@@ -25,7 +25,7 @@ class ModelFacts:
     fingerprint: str
     scheduler: str
 
-    def check_model(self, served: "ModelFacts", *, source: str, remedy: str) -> None:
+    def check_model(self, served: "ProfiledModel", *, source: str, remedy: str) -> None:
         """Check that `source` was made for the served model and scheduler; `remedy` ends the message.
 
         Models are compared by fingerprint, or by name if one of them has none.
@@ -47,11 +47,11 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFacts(ModelFacts):
+class BlockFacts(ProfiledModel):
     """Model, scheduler, patch size and blocks of a profile.
 
     Attributes:
-        model, fingerprint, scheduler: as in `ModelFacts`.
+        model, fingerprint, scheduler: as in `ProfiledModel`.
         patch_size: side of a patch in latent pixels.
         blocks: names of the cached blocks, in the order in which a step runs them.
     """

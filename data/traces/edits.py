@@ -27,7 +27,7 @@ _PRODUCTION = (0.048, 0.061, 0.072, 0.082, 0.095, 0.110, 0.128, 0.154, 0.208)
 _PUBLIC = (0.013, 0.018, 0.025, 0.036, 0.056, 0.155, 0.197, 0.253, 0.765)
 _BEND = 0.98
 _VITON = (3.5, 6.5)
-_LEAST_RATIO = 1e-4
+_MIN_RATIO = 1e-4
 _COLUMN = "mask_ratio"
 _WAVES = 3
 _TOLERANCE = 0.01
@@ -102,7 +102,7 @@ def _viton() -> MaskRatios:
     from scipy.special import betaincinv
 
     shares = np.linspace(0, 1, 1001)
-    ratios = np.clip(betaincinv(*_VITON, shares), _LEAST_RATIO, 1)
+    ratios = np.clip(betaincinv(*_VITON, shares), _MIN_RATIO, 1)
     return MaskRatios(tuple(shares.tolist()), tuple(ratios.tolist()))
 
 

@@ -25,7 +25,7 @@ from ...serving.runs.machine import run_facts
 from ..metrics.judges import Judges
 from .plots import plot_quality, plot_saved
 from .quality import QualityOptions, compare_sides, real_features
-from .sides import Setting, Side, make_side
+from .sides import CacheBenchSide, CacheSetting, make_side
 
 RESULT_FILE, QUALITY_PLOT, SAVED_PLOT, IMAGES_FILE = "cache.json", "cache.png", "cache-saved.png", "cache-images.png"
 _WARMUP_STEPS = 3
@@ -55,7 +55,7 @@ class CacheBenchSettings:
                 f"{self.rounds} rounds of {self.num_inference_steps} steps were asked for, but must be at least 1 of 2"
             )
 
-    def joins(self, batch_size: int) -> list[int]:
+    def join_steps(self, batch_size: int) -> list[int]:
         """Return the step before which each request of a round joins, ascending, for batches of `batch_size`."""
         if self.arrivals == "together":
             return [0] * batch_size
@@ -65,7 +65,7 @@ class CacheBenchSettings:
 def run_cache_bench(
     model: ServedModel,
     combinations: Sequence[Combination],
-    cached: Sequence[Setting],
+    cached: Sequence[CacheSetting],
     workspace: ModelWorkspace,
     settings: CacheBenchSettings,
     quality: QualityOptions,
@@ -97,7 +97,7 @@ def run_cache_bench(
     resolutions = sorted({size for each in combinations for size in each.resolutions})
     sides = [
         make_side(model, setting, workspace, resolutions)
-        for setting in (Setting("off", "off", CacheOptions()), *cached)
+        for setting in (CacheSetting("off", "off", CacheOptions()), *cached)
     ]
     real = real_features(judges, quality, resolutions, workspace.root.parent.parent)
     run_dir = workspace.new_run("bench")
@@ -138,7 +138,7 @@ def run_cache_bench(
 def _serve_rounds(
     model: ServedModel,
     combination: Combination,
-    sides: Sequence[Side],
+    sides: Sequence[CacheBenchSide],
     settings: CacheBenchSettings,
     on_batch: Callable[[str], None],
 ) -> tuple[int, bool, list[str]]:
@@ -146,9 +146,9 @@ def _serve_rounds(
     ended them, and the prompts.
     """
     prompts, texts, rounds = load_prompts(), [], 0
-    joins = settings.joins(combination.num_requests)
+    joins = settings.join_steps(combination.num_requests)
     for side in sides:
-        side.forget()
+        side.reset()
     try:
         for number in range(-1, settings.rounds):
             requests = _requests(model, combination, prompts, settings, max(number, 0), len(joins))
@@ -158,7 +158,7 @@ def _serve_rounds(
                 on_batch(f"{combination.label}, {side.setting.label}")
                 side.serve(requests, joins, num_steps=_WARMUP_STEPS if number < 0 else None)
                 if number < 0:
-                    side.forget()
+                    side.reset()
             if number >= 0:
                 texts += [request.prompt for request in requests]
                 rounds += 1

@@ -24,7 +24,7 @@ from ..metrics.measure import pair_values
 from ..metrics.psnr import MAX_PSNR_DB
 from ..options import FEATURES_DIR, SAMPLES_DIR
 from ..sets.image_sets import fitted_sample
-from .sides import Side
+from .sides import CacheBenchSide
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def real_features(
 
 
 def compare_sides(
-    sides: Sequence[Side],
+    sides: Sequence[CacheBenchSide],
     num_requests: int,
     texts: Sequence[str],
     judges: Judges,
@@ -128,7 +128,7 @@ def _note(row: dict[str, Any], name: str, values: np.ndarray) -> None:
     row["intervals"][name] = None if mean.interval is None else list(mean.interval)
 
 
-def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
+def _times(side: CacheBenchSide, off: CacheBenchSide, num_requests: int) -> dict[str, Any]:
     ratios = [plain / own for plain, own in zip(off.seconds, side.seconds, strict=True)]
     row: dict[str, Any] = {
         "label": side.setting.label,

@@ -18,7 +18,7 @@ from PIL.Image import Image
 from ...data.errors import RunError, UsageError
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
-from ...data.tables.block_facts import ModelFacts
+from ...data.tables.block_facts import ProfiledModel
 from ...serving.core.prepared import PreparedRequest
 from ...serving.models.build import as_plain
 from ...serving.models.served import ServedModel
@@ -92,7 +92,7 @@ def search_schedule(
         plan, figures = _search(lab, num_steps, settings)
         plans[num_steps], report[str(num_steps)] = plan, figures
     report = {"target_ssim": settings.target_ssim, "num_prompts": settings.num_prompts, "by_steps": report}
-    facts = ModelFacts(model.name, model.fingerprint, type(model.pipe.scheduler).__name__)
+    facts = ProfiledModel(model.name, model.fingerprint, type(model.pipe.scheduler).__name__)
     return CacheSchedule(facts, plans, report)
 
 
@@ -103,7 +103,7 @@ def _search(lab: "ScheduleLab", num_steps: int, settings: ScheduleSettings) -> t
         lab.requests(num_steps, number, settings.seed + first)
         for number, first in ((count, 0), (count // 2, count), (count // 2, 2 * count))
     )
-    found = lab.found_plans(fitting)
+    found = lab.search_plans_for(fitting)
     plain, tried = lab.draw(choosing), list[dict[str, Any]]()
     # The mean SSIM grows with the number of computed steps, so bisection finds the fewest that suffice.
     low, high, best = 0, num_steps, StepPlan.of_all(num_steps)
@@ -158,7 +158,7 @@ class ScheduleLab:
             for number in range(count)
         ]
 
-    def found_plans(self, requests: Sequence[Request]) -> dict[int, StepPlan]:
+    def search_plans_for(self, requests: Sequence[Request]) -> dict[int, StepPlan]:
         """Return the best plan for each number of computed steps, from the forecasts for these requests."""
         num_steps = requests[0].num_inference_steps
         gram: Floats = np.zeros((num_steps, num_steps))

@@ -24,7 +24,7 @@ from ...serving.patched.stepper import PatchedStepper
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CacheSetting:
     """One way of caching.
 
     Attributes:
@@ -43,7 +43,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Side:
+class CacheBenchSide:
     """One setting, the model that serves it, and its measurements.
 
     Attributes:
@@ -54,7 +54,7 @@ class Side:
         images: images of all rounds.
     """
 
-    setting: Setting
+    setting: CacheSetting
     model: ServedModel
     seconds: list[float] = field(default_factory=list)
     saved: list[float] = field(default_factory=list)
@@ -66,10 +66,10 @@ class Side:
         stepper = self.model.stepper
         return stepper.model.cache if isinstance(stepper, PatchedStepper) else None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard all measurements and the content of the cache."""
         self.seconds, self.saved, self.overhead_s, self.images = [], [], [], []
-        self.model.forget_cache()
+        self.model.clear_cache()
 
     def keep_rounds(self, count: int, num_requests: int) -> None:
         """Discard the measurements after the first `count` rounds of `num_requests` requests."""
@@ -129,8 +129,8 @@ class Side:
 
 
 def make_side(
-    model: ServedModel, setting: Setting, workspace: ModelWorkspace, resolutions: Sequence[Resolution]
-) -> Side:
+    model: ServedModel, setting: CacheSetting, workspace: ModelWorkspace, resolutions: Sequence[Resolution]
+) -> CacheBenchSide:
     """Return a side with its own engine, tuned for the resolutions.
 
     Raises:
@@ -145,7 +145,7 @@ def make_side(
         assert isinstance(own.stepper, PatchedStepper), "only the patch engine has a cache that goes by a rule"
         own.stepper.model.use_cache(setting.options, setting.rule)
     own.tune(resolutions, workspace.tables)
-    return Side(setting, own)
+    return CacheBenchSide(setting, own)
 
 
 def settings_of(
@@ -161,7 +161,7 @@ def settings_of(
     max_reuses: Sequence[int | None] = (None,),
     seed: int,
     max_rows: int = 300_000,
-) -> list[Setting]:
+) -> list[CacheSetting]:
     """Return the settings of all sides of a run but the one without a cache.
 
     Args:
@@ -195,13 +195,16 @@ def settings_of(
                     # The rule is given, so the threshold in the options only labels the side.
                     options = replace(base, mode=mode, threshold=threshold, max_reuse=max_reuse)
                     label = f"{mode} {threshold:g}" + (f", {max_reuse} in a row" if len(max_reuses) > 1 else "")
-                    found.append(Setting(label, mode, options, Predicted(predictor, max_reuse)))
+                    found.append(CacheSetting(label, mode, options, Predicted(predictor, max_reuse)))
     # Only their own rule limits the reuses of the baselines.
     free = replace(base, max_reuse=1_000)
     for interval in intervals:
         options = replace(free, mode="interval", interval=interval, threshold=None)
-        found.append(Setting(f"interval {interval}", "interval", options))
+        found.append(CacheSetting(f"interval {interval}", "interval", options))
     for total in sums:
         options = replace(free, mode="accumulated", threshold=total)
-        found.append(Setting(f"accumulated {total:g}", "accumulated", options))
-    return [*found, *(Setting(file.stem, "schedule", CacheOptions("schedule", schedule=file)) for file in schedules)]
+        found.append(CacheSetting(f"accumulated {total:g}", "accumulated", options))
+    return [
+        *found,
+        *(CacheSetting(file.stem, "schedule", CacheOptions("schedule", schedule=file)) for file in schedules),
+    ]

@@ -24,7 +24,7 @@ from ...training.cache.predictor import CachePredictor
 from ...training.cache.samples import BlockSamples
 from ..metrics.bootstrap import bootstrap_mean
 from .quality import similarity
-from .sides import Setting, Side, make_side
+from .sides import CacheBenchSide, CacheSetting, make_side
 
 FIRST_SEED = 1 << 30
 """Seed of the first request, beyond those of profiles, which count up from the user's seed."""
@@ -60,7 +60,7 @@ class TargetSettings:
             raise UsageError(f"target-prompts is {self.num_prompts}, but it must be 2 or more")
 
     @property
-    def most_draws(self) -> int:
+    def max_draws(self) -> int:
         """Maximum number of times that the requests are drawn."""
         return 1 + _HALVINGS * (len(self.thresholds) or len(_SHARES))
 
@@ -102,7 +102,7 @@ def train_to_target(
     requests = _requests(model, target.num_prompts)
     sizes = sorted({request.resolution for request in requests})
 
-    def draw(setting: Setting) -> Side:
+    def draw(setting: CacheSetting) -> CacheBenchSide:
         on_draw(setting.label)
         side = make_side(model, setting, workspace, sizes)
         for first in range(0, len(requests), _BATCH_SIZE):
@@ -110,7 +110,7 @@ def train_to_target(
             side.serve(batch, [0] * len(batch))
         return side
 
-    plain = draw(Setting("without cache", "off", CacheOptions())).images
+    plain = draw(CacheSetting("without cache", "off", CacheOptions())).images
     tried: list[dict[str, Any]] = []
     best: dict[str, Any] | None = None
     of_model = samples.output_mse[samples.is_whole(facts)]
@@ -122,7 +122,7 @@ def train_to_target(
         for _ in range(_HALVINGS):
             cut = replace(predictor, min_confidence=(low + high) / 2)
             label = f"threshold {threshold:g}, confidence {cut.min_confidence:g}"
-            side = draw(Setting(label, "patch", options, Predicted(cut)))
+            side = draw(CacheSetting(label, "patch", options, Predicted(cut)))
             row = _figures(cut, side, similarity(side.images, plain, None)["ssim"])
             tried.append(row)
             is_better = best is None or row["saved_computation"] > best["saved_computation"]
@@ -155,7 +155,7 @@ def train_to_target(
     return replace(trained, report={**trained.report, "images": measured})
 
 
-def _figures(cut: CachePredictor, side: Side, ssim: np.ndarray) -> dict[str, Any]:
+def _figures(cut: CachePredictor, side: CacheBenchSide, ssim: np.ndarray) -> dict[str, Any]:
     assert side.cache is not None
     mean, stats = bootstrap_mean(ssim), side.cache.stats
     return {

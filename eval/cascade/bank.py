@@ -130,7 +130,7 @@ def _draw_reused(
 
     def from_light(request: Request) -> Request:
         image = drawn_light.open_image(plan.items[request.request_id].id)
-        return replace(request, edit=EditSpec.of_all(np.asarray(image.convert("RGB")), strength))
+        return replace(request, edit=EditSpec.of_whole_image(np.asarray(image.convert("RGB")), strength))
 
     return draw_set(
         EngineDrawer(model, from_light),

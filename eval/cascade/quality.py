@@ -12,7 +12,7 @@ from ..compare.paired import FidOfCounts, PairedResult, compare_fids
 from ..metrics.fid import counts_of, frechet_distance
 from ..metrics.kid import kid
 
-LEAST_IMAGES, KID_WINDOW = 2, 256
+MIN_IMAGES, KID_WINDOW = 2, 256
 _CURVE_POINTS = 21
 """Number of points of a quality curve: shares of deferred images a twentieth apart."""
 
@@ -43,7 +43,7 @@ def served_quality(
     prompts = sum(served.values(), start=torch.zeros(len(features["light"]), dtype=torch.int64))
 
     def fid(counts: Mapping[Side, torch.Tensor]) -> float | None:
-        return None if int(prompts.sum()) < LEAST_IMAGES else _fid(features, counts)
+        return None if int(prompts.sum()) < MIN_IMAGES else _fid(features, counts)
 
     return {
         "fid": fid(served),
@@ -141,8 +141,8 @@ def compare_served(
     Requests that either system did not serve are omitted on both sides. Raises UsageError if fewer than two are left.
     """
     both = [index for index, legs in enumerate(zip(first, second, strict=True)) if None not in legs]
-    if len(both) < LEAST_IMAGES:
-        raise UsageError(f"{len(both)} requests were served by both systems, but FID needs at least {LEAST_IMAGES}")
+    if len(both) < MIN_IMAGES:
+        raise UsageError(f"{len(both)} requests were served by both systems, but FID needs at least {MIN_IMAGES}")
     known = [places[index] for index in both]
     prompts, size = torch.tensor(sorted(set(known))), len(features["light"])
 

@@ -144,7 +144,7 @@ class _Sets:
         )
         self.comparison.metrics.update(found)
         self.comparison.per_image.update(values)
-        self._warn(f"pair left out: {each}" for each in bad.found)
+        self._warn(f"pair left out: {each}" for each in bad.problems)
 
     def measure_clip(self, manifest: Manifest) -> None:
         """Measure the CLIP score of each side's images, and the difference."""
@@ -198,7 +198,7 @@ class _Sets:
             for what, source, each in zip(("first", "second", "real"), (*self.sources, truth), bad, strict=True)
         )
         one, other = self._pairs_of_features((one, other), (bad[0], bad[1]))
-        self._warn(f"real image left out: {each}" for each in bad[2].found)
+        self._warn(f"real image left out: {each}" for each in bad[2].problems)
         comparison, details = self.comparison, self.judges.inception_details() | {"reference": truth.name}
         warnings: list[str] = []
         for features, side in ((one, comparison.first), (other, comparison.second)):
@@ -219,9 +219,9 @@ class _Sets:
         pairs = BadEntries(f"{other.name} against {one.name}", self.max_bad)
         # The second side first, in the order of `measure_pairs`, so that a pair that is bad on both is reported once.
         for side in reversed(bad):
-            for name, found in zip(side.names, side.found, strict=True):
+            for name, found in zip(side.names, side.problems, strict=True):
                 pairs.add(name, found.removeprefix(f"{name}: "))
-        self._warn(f"pair left out: {each}" for each in pairs.found)
+        self._warn(f"pair left out: {each}" for each in pairs.problems)
         kept = [
             [i for i, name in enumerate(name for name in one.ids if name not in side.names) if name not in pairs.names]
             for side in bad

@@ -77,7 +77,7 @@ class GateVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _NamedFigure:
     """A figure with its full name and its files."""
 
     name: str
@@ -147,13 +147,13 @@ def _figures_in(files: Sequence[ResultFile]) -> dict[str, Estimate]:
     return {name: figure for each in files for name, figure in each.figures.items()}
 
 
-def _find(gate: Gate, files: _Files, results: Sequence[Path]) -> _Found:
+def _find(gate: Gate, files: _Files, results: Sequence[Path]) -> _NamedFigure:
     searched = [gate.file] if gate.file is not None else list(dict.fromkeys(results))
-    found: list[_Found] = []
+    found: list[_NamedFigure] = []
     for path in searched:
         # If several files in a run's folder have the figure, the last one counts.
         mine = [(each, figure) for each in files[path] if (figure := each.find(gate.metric, gate.statistic))]
-        found += [_Found(*figure, str(each.file)) for each, figure in mine[-1:]]
+        found += [_NamedFigure(*figure, str(each.file)) for each, figure in mine[-1:]]
     if not found:
         read = [each for path in searched for each in files[path]]
         there = {name for each in read for name in (each.figures if gate.statistic == "mean" else each.per_image)}
@@ -163,7 +163,7 @@ def _find(gate: Gate, files: _Files, results: Sequence[Path]) -> _Found:
         raise UsageError(f"gate {gate.name!r}: {what} {gate.metric!r} in {where}; there: {names}")
     sources = [each.source for each in found]
     if gate.repeats:
-        return _Found(found[0].name, Estimate.of_mean([each.figure.value for each in found]), ", ".join(sources))
+        return _NamedFigure(found[0].name, Estimate.of_mean([each.figure.value for each in found]), ", ".join(sources))
     if len(found) > 1:
         raise UsageError(
             f"gate {gate.name!r}: metric {gate.metric!r} is in {' and in '.join(sources)}; "
@@ -224,7 +224,7 @@ def write_baseline(path: Path, gates: Sequence[Gate], results: Sequence[Path]) -
     """
     files = _read_all(gates, results)
     figures = _figures_in(read_results(path)) if path.exists() else {}
-    by_name: dict[str, list[tuple[Gate, _Found]]] = {}
+    by_name: dict[str, list[tuple[Gate, _NamedFigure]]] = {}
     for gate in gates:
         found = _find(gate, files, results)
         by_name.setdefault(found.name, []).append((gate, found))

@@ -14,11 +14,11 @@ WARMUPS = (0, 1, 2, 4)
 FEW_STEPS = 10
 """Number of steps in figure 7."""
 _NEAR = 1.1
-_MOST_FID = 8.0
+_MAX_FID = 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ParallelSetting:
     """Settings with which a set is drawn.
 
     Attributes:
@@ -104,26 +104,26 @@ class ParallelPlan:
         if not self.parts or not set(self.parts) <= set(PARTS):
             raise UsageError(f"--parts are {self.parts}, but they must be some of {', '.join(PARTS)}")
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[ParallelSetting]:
         """Return all sets, each once, the original first."""
         return list({setting.name: setting for setting in self._settings()}.values())
 
-    def _settings(self) -> Iterator[Setting]:
+    def _settings(self) -> Iterator[ParallelSetting]:
         if set(self.parts) != {"fig7"}:
-            yield Setting(name_of_original(), None)
+            yield ParallelSetting(name_of_original(), None)
         most = self.num_ranks[-1]
         if "table1" in self.parts:
             for count in self.num_ranks:
-                yield Setting(_displaced(count), self._options(count))
-                yield Setting(_naive(count), ParallelOptions(f"virtual:{count}", mode="naive", cfg_split="off"))
+                yield ParallelSetting(_displaced(count), self._options(count))
+                yield ParallelSetting(_naive(count), ParallelOptions(f"virtual:{count}", mode="naive", cfg_split="off"))
         if "fig8" in self.parts:
             for mode in get_args(NormMode):
-                yield Setting(_norm(mode, most), self._options(most, NormOptions(mode)))
-            yield Setting(_norm(_UNGUARDED, most), self._options(most, NormOptions(guard=0.0)))
+                yield ParallelSetting(_norm(mode, most), self._options(most, NormOptions(mode)))
+            yield ParallelSetting(_norm(_UNGUARDED, most), self._options(most, NormOptions(guard=0.0)))
         if "fig7" in self.parts:
-            yield Setting(name_of_original(few_steps=True), None, few_steps=True)
+            yield ParallelSetting(name_of_original(few_steps=True), None, few_steps=True)
             for warmup in WARMUPS:
-                yield Setting(_warm(warmup), self._options(most, warmup=warmup), few_steps=True)
+                yield ParallelSetting(_warm(warmup), self._options(most, warmup=warmup), few_steps=True)
 
     def _options(self, count: int, norms: NormOptions | None = None, warmup: int | None = None) -> ParallelOptions:
         return ParallelOptions(
@@ -193,7 +193,7 @@ class Verdict:
         if claim.kind == "near":
             return self.better <= _NEAR * self.worse
         if claim.kind == "within":
-            return self.difference <= _MOST_FID
+            return self.difference <= _MAX_FID
         if self.low is None or self.high is None:
             return False
         is_higher = claim.metric == "psnr"

@@ -29,7 +29,7 @@ from ..run import StartPhase, draw_set
 from ..sets.drawers import EngineDrawer
 from ..sets.generate import read_manifest
 from ..sets.image_sets import set_of
-from .plan import FEW_STEPS, Claim, ParallelPlan, Setting, Verdict, name_of_original
+from .plan import FEW_STEPS, Claim, ParallelPlan, ParallelSetting, Verdict, name_of_original
 
 RESULT_KIND = "psctl-parallel-quality"
 METRICS = ("psnr", "ssim", "lpips", "fid")
@@ -118,7 +118,7 @@ def facts_of(model: ServedModel, wanted: ParallelPlan, plan: EvalPlan, options: 
 
 def draw_sets(
     model: ServedModel,
-    settings: Sequence[Setting],
+    settings: Sequence[ParallelSetting],
     plan: EvalPlan,
     options: EvalOptions,
     workspace: ModelWorkspace,
@@ -170,11 +170,11 @@ def judge_sets(
         for setting in wanted.settings()
         if setting.options is not None
     }
-    judge = _Judge(comparisons, folders, judges, options, shared_root / FEATURES_DIR)
+    judge = _ClaimJudge(comparisons, folders, judges, options, shared_root / FEATURES_DIR)
     return ParallelQuality(comparisons, [judge.verdict(claim) for claim in wanted.claims()], settings)
 
 
-def check(model: ServedModel, setting: Setting, plan: EvalPlan) -> None:
+def check(model: ServedModel, setting: ParallelSetting, plan: EvalPlan) -> None:
     """Raise UsageError if an image is too small for the ranks, or the model does not suit figure 7's sampler."""
     if setting.few_steps and model.pipe.scheduler.config.get("prediction_type") not in _PREDICTIONS:
         raise UsageError(f"figure 7 is drawn with DPM-Solver++, which {model.name} was not made for: leave out fig7")
@@ -189,7 +189,7 @@ def check(model: ServedModel, setting: Setting, plan: EvalPlan) -> None:
             raise UsageError(f"{item.width}x{item.height} pixels, {setting.name}: {error}") from None
 
 
-def served_with(model: ServedModel, setting: Setting) -> ServedModel:
+def served_with(model: ServedModel, setting: ParallelSetting) -> ServedModel:
     """Return the same loaded model with the sampler and the ranks of a setting, which must fit it."""
     pipe, name = model.pipe, model.name
     if setting.few_steps:
@@ -204,7 +204,7 @@ def served_with(model: ServedModel, setting: Setting) -> ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
+class _ClaimJudge:
     """Compares two sets, over the same prompts."""
 
     comparisons: Mapping[str, Comparison]

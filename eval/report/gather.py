@@ -143,7 +143,7 @@ def gather(paths: Iterable[Path], *, on_warning: Callable[[str], None], is_stric
                 raise
             on_warning(f"left out: {error}")
     if not is_strict:
-        sides = _fitting_the_newest(sides, on_warning)
+        sides = _matching_newest(sides, on_warning)
     for message in _drop_other_references(sides):
         if is_strict:
             raise UsageError(message)
@@ -243,7 +243,7 @@ def _side(
     return ReportedSide(dict(settings), metrics=figures, cache_use=cache_use, images=folder, sources=[str(file)])
 
 
-def _fitting_the_newest(sides: list[ReportedSide], on_warning: Callable[[str], None]) -> list[ReportedSide]:
+def _matching_newest(sides: list[ReportedSide], on_warning: Callable[[str], None]) -> list[ReportedSide]:
     newest = {side.subject_key: side for side in sides}
     kept = [side for side in sides if not _mismatch(newest[side.subject_key], side)]
     files, kept_files = ({source for side in group for source in side.sources} for group in (sides, kept))

@@ -17,7 +17,7 @@ from ...profiling.report.table import markdown_text
 from ..sets.generate import ImageItem, flat_settings, read_manifest
 from ..sets.image_sets import require_same_prompts
 from .gather import ReportedSide, Subject, find_results, gather
-from .tables import Figure, Judge, ReportTable, tables_of
+from .tables import MetricNetwork, ReportFigure, ReportTable, tables_of
 
 REPORT_KIND = "psctl-eval-report"
 VERSION = 1
@@ -205,7 +205,7 @@ def to_json(subjects: Sequence[Subject], tables: Sequence[ReportTable], warnings
                 "title": table.title,
                 "columns": table.columns,
                 "rows": [
-                    {name: asdict(cell) if isinstance(cell, Figure) else cell for name, cell in row.items()}
+                    {name: asdict(cell) if isinstance(cell, ReportFigure) else cell for name, cell in row.items()}
                     for row in table.rows
                 ],
                 "missing": [{"what": what, "command": command} for command, what in table.missing.items()],
@@ -224,7 +224,7 @@ def to_json(subjects: Sequence[Subject], tables: Sequence[ReportTable], warnings
     }
 
 
-def letters(tables: Sequence[ReportTable]) -> dict[Judge, str]:
+def letters(tables: Sequence[ReportTable]) -> dict[MetricNetwork, str]:
     """Return a letter for each judge of a report: a, b, ..., z, aa, ..."""
     judges = dict.fromkeys(judge for table in tables for judge in table.judges)
     return {judge: _letter(i) for i, judge in enumerate(judges)}
@@ -234,7 +234,7 @@ def _letter(number: int) -> str:
     return (_letter(number // 26 - 1) if number >= 26 else "") + chr(ord("a") + number % 26)
 
 
-def _notes(table: ReportTable, marks: Mapping[Judge, str]) -> Iterator[tuple[str, str]]:
+def _notes(table: ReportTable, marks: Mapping[MetricNetwork, str]) -> Iterator[tuple[str, str]]:
     """Yield the lines under a table, each with a command or "": judges, real images, and missing figures."""
     for judge in table.judges:
         yield f"{marks[judge]}: {judge.name}, weights SHA-256 {judge.weights_sha256[:16]}", ""

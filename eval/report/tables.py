@@ -33,7 +33,7 @@ _QUALITY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class MetricNetwork:
     """Network behind a metric, with its weights."""
 
     name: str
@@ -41,7 +41,7 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ReportFigure:
     """A number in a table.
 
     Attributes:
@@ -60,7 +60,7 @@ class Figure:
     high: float | None
     n: int
     unit: str = ""
-    judge: Judge | None = None
+    judge: MetricNetwork | None = None
     reference: str | None = None
     source: str = ""
     is_difference: bool = False
@@ -89,16 +89,16 @@ class ReportTable:
     title: str
     about: str
     columns: dict[str, str]
-    rows: list[dict[str, str | Figure | None]] = field(default_factory=list)
+    rows: list[dict[str, str | ReportFigure | None]] = field(default_factory=list)
     missing: dict[str, list[str]] = field(default_factory=dict)
 
     @property
-    def figures(self) -> list[Figure]:
+    def figures(self) -> list[ReportFigure]:
         """Figures of the table, in order."""
-        return [cell for row in self.rows for cell in row.values() if isinstance(cell, Figure)]
+        return [cell for row in self.rows for cell in row.values() if isinstance(cell, ReportFigure)]
 
     @property
-    def judges(self) -> list[Judge]:
+    def judges(self) -> list[MetricNetwork]:
         """Judges of the figures, in order."""
         return list(dict.fromkeys(figure.judge for figure in self.figures if figure.judge is not None))
 
@@ -115,11 +115,11 @@ class ReportTable:
             for command, what in self.missing.items()
         ]
 
-    def to_table(self, marks: Mapping[Judge, str] | None = None, *, title: str = "") -> Table:
+    def to_table(self, marks: Mapping[MetricNetwork, str] | None = None, *, title: str = "") -> Table:
         """Return the table for display, with the letters of the judges if given."""
 
-        def cell(value: str | Figure | None) -> str | Cell:
-            if not isinstance(value, Figure):
+        def cell(value: str | ReportFigure | None) -> str | Cell:
+            if not isinstance(value, ReportFigure):
                 return value or DASH
             return value.to_cell("" if marks is None or value.judge is None else marks[value.judge])
 
@@ -209,19 +209,19 @@ def _note_missing(table: ReportTable, subject: Subject, side: ReportedSide | Non
         table.missing.setdefault(measuring_command(subject, side), []).append(f"{what}, {subject}")
 
 
-def _saved(side: ReportedSide | None) -> Figure | None:
+def _saved(side: ReportedSide | None) -> ReportFigure | None:
     if side is None or side.cache_use is None:
         return None
     use = side.cache_use
-    return Figure(use["saved_computation"], None, None, use["num_images"], "%", source=side.sources[0])
+    return ReportFigure(use["saved_computation"], None, None, use["num_images"], "%", source=side.sources[0])
 
 
-def _figure(side: ReportedSide | None, name: str, *, to_original: bool = False) -> Figure | None:
+def _figure(side: ReportedSide | None, name: str, *, to_original: bool = False) -> ReportFigure | None:
     metric = None if side is None else (side.to_original if to_original else side.metrics).get(name)
     if side is None or metric is None:
         return None
     reference = None if to_original else metric.details.get("reference")
-    return Figure(
+    return ReportFigure(
         metric.value,
         metric.low,
         metric.high,
@@ -233,24 +233,26 @@ def _figure(side: ReportedSide | None, name: str, *, to_original: bool = False) 
     )
 
 
-def _difference(side: ReportedSide | None, name: str) -> Figure | None:
+def _difference(side: ReportedSide | None, name: str) -> ReportFigure | None:
     each = None if side is None else side.differences.get(name)
     if side is None or each is None:
         return None
     judge = judge_of(side.metrics[name]) if name in side.metrics else None
-    return Figure(each.difference, each.low, each.high, each.n, "", judge, source=side.sources[-1], is_difference=True)
+    return ReportFigure(
+        each.difference, each.low, each.high, each.n, "", judge, source=side.sources[-1], is_difference=True
+    )
 
 
-def judge_of(metric: MetricResult) -> Judge | None:
+def judge_of(metric: MetricResult) -> MetricNetwork | None:
     """Return the network behind a metric, or None for PSNR and SSIM, which need none."""
     checksum = metric.details.get("weights_sha256")
     if checksum is None:
         return None
     if metric.name.startswith("clip["):
-        return Judge(f"CLIP {metric.name[5:-1]}", str(checksum))
+        return MetricNetwork(f"CLIP {metric.name[5:-1]}", str(checksum))
     kind = "LPIPS, AlexNet v0.1" if metric.name == "lpips" else "Inception v3"
     weights = metric.details.get("weights")
-    return Judge(kind if weights is None else f"{kind} ({weights})", str(checksum))
+    return MetricNetwork(kind if weights is None else f"{kind} ({weights})", str(checksum))
 
 
 def measuring_command(subject: Subject, ours: ReportedSide | None) -> str:

@@ -17,7 +17,7 @@ from ...profiling.steps.rows import Row, median_interval
 from ...serving.cache.options import CacheOptions
 from ..cache.bench import CacheBenchSettings, run_cache_bench
 from ..cache.quality import QualityOptions
-from ..cache.sides import Setting, settings_of
+from ..cache.sides import CacheSetting, settings_of
 from ..metrics.judges import Judges
 from .lab import Lab, finish
 from .paper import SDXL, Measurement
@@ -81,8 +81,8 @@ def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Measurement
     """
     batches = [Combination(lab.sizes, (count,) * len(lab.sizes)) for count in settings["of_each"]]
     sides = [
-        Setting("baseline", "plain", CacheOptions(), engine="plain"),
-        Setting("patched + cache", "patch", lab.cache()),
+        CacheSetting("baseline", "plain", CacheOptions(), engine="plain"),
+        CacheSetting("patched + cache", "patch", lab.cache()),
     ]
     found: list[dict[str, Any]] = []
     for row in _cache_rows(lab, settings, batches, sides):
@@ -258,7 +258,7 @@ def _step_bench(lab: Lab, settings: _Settings, kind: BenchKind, batches: Sequenc
 
 
 def _cache_rows(
-    lab: Lab, settings: _Settings, batches: Sequence[Combination], sides: Sequence[Setting]
+    lab: Lab, settings: _Settings, batches: Sequence[Combination], sides: Sequence[CacheSetting]
 ) -> list[dict[str, Any]]:
     """Run a benchmark of the cache without judges of the images, and return its rows."""
     done = lab.start("batches", len(batches) * (len(sides) + 1) * (settings["rounds"] + 1))

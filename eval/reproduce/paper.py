@@ -97,7 +97,7 @@ class Paper:
     title: str
     exhibits: tuple[Exhibit, ...]
 
-    def chosen(self, figures: Sequence[int], tables: Sequence[int], pipeline: str) -> list[Exhibit]:
+    def select(self, figures: Sequence[int], tables: Sequence[int], pipeline: str) -> list[Exhibit]:
         """Return the exhibits with these numbers; without numbers, all that apply to this class of pipeline.
 
         Raises:
@@ -122,7 +122,7 @@ class Paper:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReproductionOutcome:
     """Outcome of a reproduction.
 
     Attributes:
@@ -147,7 +147,7 @@ def reproduce(
     folder: Path,
     *,
     on_exhibit: Callable[[str], None] = lambda title: None,
-) -> Outcome:
+) -> ReproductionOutcome:
     """Measure the exhibits that are not finished, and write the page.
 
     Args:
@@ -180,7 +180,7 @@ def reproduce(
             raise
         was_interrupted = True
     verdicts = write_index(paper, folder.parent)
-    return Outcome(results, measured, folder.parent / INDEX_FILE, verdicts, was_interrupted)
+    return ReproductionOutcome(results, measured, folder.parent / INDEX_FILE, verdicts, was_interrupted)
 
 
 def _finished_result(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ import numpy as np
 from ...data.statistics import Estimate
 from ...data.tables.latency import TABLE_PATTERN
 from ...profiling.sweep.engine_side import EngineSide
-from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRates
-from ...profiling.sweep.runner import Side, WarmUp, sweep
+from ...profiling.sweep.held import RATIO_TARGET, TARGETS, SustainedRates
+from ...profiling.sweep.runner import SweepSide, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
 from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
 from ...serving.runs.simulated.files import CALIBRATION_FILE
@@ -61,11 +61,11 @@ def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
         Statement(text, _gain(figures, "patchedserve", "patched-fcfs", -1), (), "points", 0),
     ]
     held = {
-        each["policy"]: {target: HeldRates.from_json(rates) for target, rates in each["held_rates"].items()}
+        each["policy"]: {target: SustainedRates.from_json(rates) for target, rates in each["held_rates"].items()}
         for each in figures["policies"]
     }
 
-    def held_longer(target: float, other: str, name: str, *said: float) -> Statement:
+    def sustained_longer(target: float, other: str, name: str, *said: float) -> Statement:
         """Compare held rates as a ratio. If only a bound of the ratio is known, there is no interval."""
         rate, base = (held[system][f"{target:.2f}"] for system in ("patchedserve", other))
         found = rate.ratio_to(base)
@@ -74,10 +74,10 @@ def attainment_statements(figures: Mapping[str, Any]) -> list[Statement]:
         return Statement(f"rate with {target:.0%} in time, PatchedServe against {name}{bound}", ours, said)
 
     against_cache = [
-        held_longer(target, "patched-fcfs", "PatchedCache", said)
+        sustained_longer(target, "patched-fcfs", "PatchedCache", said)
         for target, said in zip(TARGETS, (1.5, 1.12, 1.1), strict=True)
     ]
-    return [*statements, held_longer(RATIO_TARGET, "nirvana", "NIRVANA"), *against_cache]
+    return [*statements, sustained_longer(RATIO_TARGET, "nirvana", "NIRVANA"), *against_cache]
 
 
 def _gain(figures: Mapping[str, Any], system: str, other: str, place: int | None = None) -> Estimate:
@@ -216,7 +216,7 @@ def _sweep_settings(
     return SweepSettings(tuple(systems), tuple(rates), seeds, engine, trace, max_batch_size=_BATCH, num_gpus=num_gpus)
 
 
-def _sweep(lab: Lab, settings: SweepSettings, side: Side, folder: Path) -> dict[str, Any]:
+def _sweep(lab: Lab, settings: SweepSettings, side: SweepSide, folder: Path) -> dict[str, Any]:
     done = lab.start("served traces", settings.num_runs)
     outcome = sweep(settings, side, lab.model.defaults, lambda: folder, on_done=lambda: done(1))
     finish(outcome.was_interrupted)

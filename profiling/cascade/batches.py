@@ -39,9 +39,9 @@ from ...serving.runs.machine import run_facts
 from ...serving.simulator.stage_times import StageTimes
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-MOST_STEPS = 10
+MAX_STEPS = 10
 """Maximum number of measured steps of a request; the others are assumed to last as long."""
-_MOST_ALONE, _MOST_FOLLOWING, _LEAST_FOLLOWING = 4, 12, 4
+_MAX_ALONE, _MAX_FOLLOWING, _MIN_FOLLOWING = 4, 12, 4
 """Measured batches of one request alone and in the loop, and the minimum in the loop. Larger batches are fewer."""
 Score = Callable[[Image.Image], float]
 """Discriminator, which returns the confidence of an image."""
@@ -97,7 +97,7 @@ def profile_leg(
     """
     for size in resolutions:
         model.check_resolution(size)
-    with _as_a_worker(model):
+    with _like_worker(model):
         return _measured(model, num_steps, resolutions, tables, batch_sizes, load_s, score, strength, on_batch)
 
 
@@ -108,7 +108,7 @@ def worker_facts(model: ServedModel) -> RunFacts:
 
 
 @contextmanager
-def _as_a_worker(model: ServedModel) -> Iterator[None]:
+def _like_worker(model: ServedModel) -> Iterator[None]:
     """Run the context as a worker does, on one processor, which threads inherit from the thread that starts them."""
     if model.device.type != "cpu":
         yield
@@ -176,11 +176,11 @@ def measure_batches(
 ) -> BatchTimes:
     """Measure batches of `count` requests of one resolution, number of steps and strength. Raises as `profile_leg`."""
     wanted = steps_taken(num_steps, strength)
-    example = _example(model, size, min(num_steps, math.ceil(MOST_STEPS / strength)), strength)
+    example = _example(model, size, min(num_steps, math.ceil(MAX_STEPS / strength)), strength)
     taken = example.num_steps
     # The loop runs first, because its first batch, which is not counted, is also a warm-up.
-    loop = _batches(model, example, count, max(_LEAST_FOLLOWING, _MOST_FOLLOWING // count), score)
-    alone = [_batches(model, example, count, 1, score) for _ in range(max(1, _MOST_ALONE // count))]
+    loop = _batches(model, example, count, max(_MIN_FOLLOWING, _MAX_FOLLOWING // count), score)
+    alone = [_batches(model, example, count, 1, score) for _ in range(max(1, _MAX_ALONE // count))]
     ends = _ends(loop, count)
     # The last batch was prepared before it began, and no request arrived while it was drawn.
     step_s = statistics.median(row.duration_s for row in loop.steps if row.active == count and row.start_s >= ends[-2])
@@ -207,7 +207,7 @@ def _example(model: ServedModel, size: Resolution, num_steps: int, strength: flo
     """Return a request; with a strength below 1 it starts from a gray image, which takes as long as any other."""
     edit = None
     if strength < 1:
-        edit = EditSpec.of_all(np.full((size.height, size.width, 3), 128, np.uint8), strength)
+        edit = EditSpec.of_whole_image(np.full((size.height, size.width, 3), 128, np.uint8), strength)
     return Request(0, "", size, num_steps, model.defaults.guidance_scale, edit=edit)
 
 
@@ -217,7 +217,7 @@ def _batches(model: ServedModel, example: Request, count: int, num_batches: int,
     prompts = list(islice(cycle(load_prompts(None)), count * num_batches))
     numbers = iter(range(len(prompts)))
 
-    def come() -> None:
+    def submit_next() -> None:
         number = next(numbers, None)
         if number is None:
             engine.close()
@@ -232,11 +232,11 @@ def _batches(model: ServedModel, example: Request, count: int, num_batches: int,
         max_batch_size=count,
         collector=collector,
         on_image=None if score is None else lambda request, image: score(image),
-        on_finish=lambda record: come() if record.status == "completed" else engine.close(),
+        on_finish=lambda record: submit_next() if record.status == "completed" else engine.close(),
     )
     engine.start()
     for _ in range(min(2, num_batches) * count):
-        come()
+        submit_next()
     if engine.run().was_interrupted:
         raise KeyboardInterrupt
     failed = [record for record in collector.records if record.status != "completed"]

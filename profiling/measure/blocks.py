@@ -29,7 +29,7 @@ from ...data.tables.streams import TableWriter
 from ...serving.cache.cells import Floats, Integers
 from ...serving.cache.patch_cache import PatchCache, Tokens
 from ...serving.cache.rules import NeverReuse
-from ...serving.cache.store import LEAST_SQUARE, sampled
+from ...serving.cache.store import MIN_SQUARE, sampled
 from ...serving.models.served import ServedModel
 from ...training.cache.schedule import share_followed
 from ..steps.sides import patched_stepper
@@ -222,7 +222,7 @@ def _changes(
                 told.add_(told - kept[older][0].index_select(0, places), alpha=share)
             mse = _mean_square(told.sub_(own))
             pairs.append(torch.stack([mse, mse / square.index_select(0, places)]))
-        before.append((new, _mean_square(new).clamp_(min=LEAST_SQUARE)))
+        before.append((new, _mean_square(new).clamp_(min=MIN_SQUARE)))
         if not pairs:
             return np.empty(0, np.float32), np.empty(0, np.float32)
         larger = torch.stack(pairs, 1).view(2, len(pairs), *cells.shape).amax(2)
@@ -282,7 +282,7 @@ def _changes(
             on_step()
     finally:
         cache.on_computed = None
-        cache.forget()
+        cache.clear()
 
 
 def _mean_square(values: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class EditBenchSettings:
 
 
 @dataclass(slots=True)
-class _Way:
+class _EditMethod:
     """One way of drawing edits, with the seconds of its rounds and the images of the last round."""
 
     model: ServedModel
@@ -198,7 +198,7 @@ class EditBench:
                     model.reuse.use_template(request, records, lambda count: None)
         of_each = {"crop": list(cropped), "frozen": over_records, "reuse": over_records}
         ways = {
-            name: _Way(
+            name: _EditMethod(
                 self._models.get(name, self.model),
                 1 if name in ("diffusers", "frozen") else settings.max_batch_size,
                 of_each.get(name, plain),
@@ -229,7 +229,7 @@ class EditBench:
             "sides": sides,
         }
 
-    def _rounds(self, ways: Mapping[str, _Way]) -> None:
+    def _rounds(self, ways: Mapping[str, _EditMethod]) -> None:
         """Run an untimed round, then `repeats` rounds in which the ways draw in turn, in rotated order."""
         names = list(ways)
         for number in range(-1, self.settings.repeats):
@@ -244,7 +244,7 @@ class EditBench:
         reuse = self.model.reuse
         store, reuse.store = reuse.store, None
         try:
-            way = _Way(self.model, self.settings.max_batch_size, requests)
+            way = _EditMethod(self.model, self.settings.max_batch_size, requests)
             way.draw()
         finally:
             reuse.store = store
@@ -260,7 +260,7 @@ def _with_template(request: Request) -> Request:
     return replace(request, edit=replace(_edit_of(request), template=TemplateSpec()))
 
 
-def _ratios(seconds: Sequence[float], ways: Mapping[str, _Way]) -> dict[str, Any]:
+def _ratios(seconds: Sequence[float], ways: Mapping[str, _EditMethod]) -> dict[str, Any]:
     """Return the speed-ups of a way over diffusers and of `reuse` over that way: medians of the rounds' ratios."""
     speedup = ratios_of(ways["diffusers"].seconds, seconds)
     gain = ratios_of(seconds, ways["reuse"].seconds)

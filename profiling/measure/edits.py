@@ -37,7 +37,7 @@ from ...serving.families.geometry import Geometry
 from ...serving.models.served import ServedModel
 from ...serving.runs.machine import run_facts
 from ..steps.lanes import Lane
-from ..steps.sides import EngineSide
+from ..steps.sides import StepperSide
 
 RECORDED_STEPS = 8
 """Number of steps in the records; edits take steps from the middle on."""
@@ -51,7 +51,7 @@ EditBatch = tuple[tuple[Resolution, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class EditSettings:
+class EditProfileSettings:
     """Settings of an edit profile.
 
     Attributes:
@@ -122,7 +122,7 @@ def file_for(model: ServedModel, workspace: ModelWorkspace, keep: Keep) -> Path:
 
 def profile_edits(
     model: ServedModel,
-    settings: EditSettings,
+    settings: EditProfileSettings,
     workspace: ModelWorkspace,
     *,
     on_start: Callable[[str, int], Callable[[], None]],
@@ -228,15 +228,15 @@ def _mask(geometry: Geometry, size: Resolution, share: float, up_to: float, seed
 def _measured_steps(
     model: ServedModel,
     requests: Sequence[Sequence[Request]],
-    settings: EditSettings,
+    settings: EditProfileSettings,
     on_start: Callable[[str, int], Callable[[], None]],
 ) -> list[dict[str, Any]]:
     """Return the edits (width, height, active share) of each batch, and median seconds of its steps."""
     lanes = []
     for batch in requests:
-        masked = [_by_itself(model.prepare(request)) for request in batch]
+        masked = [_with_own_record(model.prepare(request)) for request in batch]
         whole = [replace(each, template=None) for each in masked]
-        lanes.append([Lane(EngineSide(model.stepper, side), model.device) for side in (masked, whole)])
+        lanes.append([Lane(StepperSide(model.stepper, side), model.device) for side in (masked, whole)])
     advance = on_start("visits of batches", len(lanes) * settings.repeats)
     # The largest batch warms up the machine, untimed.
     lanes[max(range(len(lanes)), key=lambda place: len(requests[place]))][1].warm_up()
@@ -264,14 +264,14 @@ def _measured_steps(
     return found
 
 
-def _by_itself(prepared: PreparedRequest) -> PreparedRequest:
+def _with_own_record(prepared: PreparedRequest) -> PreparedRequest:
     """Return the request with its own copy of the record object, as for edits of different images."""
     assert isinstance(prepared.template, TemplateRecord), "the template was recorded, and the mask touches few cells"
     return replace(prepared, template=replace(prepared.template))
 
 
 def _measured_loads(
-    records: dict[Resolution, Path], settings: EditSettings, on_start: Callable[[str, int], Callable[[], None]]
+    records: dict[Resolution, Path], settings: EditProfileSettings, on_start: Callable[[str, int], Callable[[], None]]
 ) -> list[dict[str, Any]]:
     """Return the bytes and the median load time in seconds of the first n steps of each record, for every n, whole
     records first.
@@ -284,7 +284,7 @@ def _measured_loads(
         order = list(points)
         random.Random(settings.seed * 1_000_003 + number).shuffle(order)
         for size, count in order:
-            _forget(files[size][:count])
+            _drop_from_page_cache(files[size][:count])
             start_s = time.perf_counter()
             for path in files[size][:count]:
                 read_step(path)
@@ -305,7 +305,7 @@ def _files_of(record: Path) -> list[Path]:
     return sorted(record.glob("step-*.safetensors"))
 
 
-def _forget(paths: Sequence[Path]) -> None:
+def _drop_from_page_cache(paths: Sequence[Path]) -> None:
     """Drop files from the operating system's page cache, where it supports that."""
     if not hasattr(os, "posix_fadvise"):
         return

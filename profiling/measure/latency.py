@@ -30,7 +30,7 @@ from ...training.latency.predictor import LatencyPredictor, load_workspace_predi
 from ..report.latency_plots import plot_latencies
 from ..steps.combinations import Combination, single_combinations, stratified_combinations
 from ..steps.lanes import Lane
-from ..steps.sides import EngineSide, RequestPool
+from ..steps.sides import RequestPool, StepperSide
 
 TIMINGS_PER_VISIT = 2
 """Timings per visit. A timing is one step, or several if they are short (`steps.lanes.Lane`). Latency varies between
@@ -232,7 +232,7 @@ def _visits(
 
 def _visit(model: ServedModel, pool: RequestPool, combination: Combination) -> tuple[tuple[float, ...], ...]:
     """Time steps of a combination. Returns steady and first steps in ms."""
-    lane = Lane(EngineSide(model.stepper, pool.take(combination)), model.device)
+    lane = Lane(StepperSide(model.stepper, pool.take(combination)), model.device)
     lane.warm_up()
     for _ in range(TIMINGS_PER_VISIT):
         lane.measure()

@@ -10,7 +10,7 @@ from ...serving.parallel.cost import Call, Share
 from ...serving.parallel.latency_model import ParallelLatency
 from ..report.table import Table
 from ..report.words import DASH
-from .plan import Plan
+from .plan import AccountingPlan
 
 RESULT_KIND = "psctl-parallel-cost"
 NUM_STEPS = 50
@@ -46,7 +46,7 @@ Row = tuple[str, int, float, float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class AccountedFigure:
     """One figure.
 
     Attributes:
@@ -76,7 +76,7 @@ class Figure:
         return {name: getattr(self, name) for name in names}
 
 
-def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
+def account(plan: AccountingPlan, counted: Mapping[Call, int]) -> list[AccountedFigure]:
     """Return all figures of a plan. `counted` holds the MACs of its calls in the unmodified model, by torch."""
     printed = printed_by_place() if plan.is_paper_model else {}
     found = []
@@ -88,7 +88,7 @@ def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
         )
         for quantity, num_ranks, ours, by_torch in rows:
             place = quantity, str(resolution), num_ranks
-            found.append(Figure(*place, ours, by_torch, printed.get(place)))
+            found.append(AccountedFigure(*place, ours, by_torch, printed.get(place)))
     order = list(QUANTITIES)
     return sorted(found, key=lambda figure: order.index(figure.quantity))
 
@@ -98,7 +98,7 @@ def printed_by_place() -> dict[Place, float]:
     return {(each.quantity, each.resolution, each.num_ranks): each.value for each in printed_figures("distrifusion")}
 
 
-def _macs(plan: Plan, resolution: Resolution, counted: Mapping[Call, int]) -> Iterator[Row]:
+def _macs(plan: AccountingPlan, resolution: Resolution, counted: Mapping[Call, int]) -> Iterator[Row]:
     cost, whole = plan.cost, plan.call(resolution)
     ours, by_torch = cost.macs(whole), counted[whole]
     yield "macs_step_g", 1, ours / 1e9, by_torch / 1e9
@@ -119,10 +119,10 @@ def _macs(plan: Plan, resolution: Resolution, counted: Mapping[Call, int]) -> It
         yield "macs_strips_device_t", num_ranks, max(ours), None
 
 
-def _exchange(plan: Plan, resolution: Resolution) -> Iterator[Row]:
+def _exchange(plan: AccountingPlan, resolution: Resolution) -> Iterator[Row]:
     for num_ranks in plan.num_ranks:
         call = plan.call(resolution)
-        gathered, ours = (plan.cost.most_received(call, num_ranks, halos) for halos in ("all", "neighbours"))
+        gathered, ours = (plan.cost.max_received(call, num_ranks, halos) for halos in ("all", "neighbours"))
         yield "received_gathered_g", num_ranks, (gathered.key_values + gathered.halos) / 1e9, None
         yield "received_g", num_ranks, (ours.key_values + ours.halos) / 1e9, None
         yield "statistics_mb", num_ranks, 4 * ours.statistics / 1e6, None
@@ -135,7 +135,7 @@ def _exchange(plan: Plan, resolution: Resolution) -> Iterator[Row]:
             yield name, num_ranks, ELEMENT_BYTES * plan.cost.slots(plan.call(resolution, rows=rows)) / 1e9, None
 
 
-def latencies(plan: Plan, resolution: Resolution, printed: Mapping[Place, float]) -> Iterator[Row]:
+def latencies(plan: AccountingPlan, resolution: Resolution, printed: Mapping[Place, float]) -> Iterator[Row]:
     """Yield modelled latencies on the paper's devices. Yields nothing without printed ones for the resolution.
 
     The parameters a and b are fitted to the paper's latencies without communication, and halos are gathered.
@@ -151,7 +151,7 @@ def latencies(plan: Plan, resolution: Resolution, printed: Mapping[Place, float]
     alone_s = model.step_s("nocomm", 1, 0)
 
     def received_bytes(count: int, rows: int) -> int:
-        received = plan.cost.most_received(plan.call(resolution, rows=rows), count, "all")
+        received = plan.cost.max_received(plan.call(resolution, rows=rows), count, "all")
         return ELEMENT_BYTES * (received.key_values + received.halos)
 
     yield "latency_nocomm_s", 1, NUM_STEPS * alone_s, None
@@ -168,7 +168,7 @@ def latencies(plan: Plan, resolution: Resolution, printed: Mapping[Place, float]
             yield "speedup_split_x", num_ranks, alone_s / split_s, None
 
 
-def figures_tables(figures: Sequence[Figure]) -> list[Table]:
+def figures_tables(figures: Sequence[AccountedFigure]) -> list[Table]:
     """Return tables for display: the figures beside the paper's, if there are any, and all figures by device count."""
     counted = [abs(each.ours / each.counted - 1) for each in figures if each.counted is not None]
     note = f"By number of devices. MACs are by closed form; torch counts the same within {max(counted):.2%}."
@@ -187,7 +187,7 @@ def figures_tables(figures: Sequence[Figure]) -> list[Table]:
     return [Table("Beside DistriFusion's paper", columns, beside, num_words=2), ours] if beside else [ours]
 
 
-def _texts(figure: Figure) -> tuple[str, str, str]:
+def _texts(figure: AccountedFigure) -> tuple[str, str, str]:
     """Return the texts of our value, the paper's, and the difference."""
     form = ",.1f" if figure.ours >= 100 else ".3g"
     if figure.paper is None or figure.difference is None:

@@ -35,7 +35,7 @@ from ..report.words import DASH
 from ..steps.combinations import Combination
 from ..steps.lanes import BenchSettings, Lane, ratios_of, time_lanes
 from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval, name_of
-from ..steps.sides import EngineSide, RequestPool, plain_side
+from ..steps.sides import RequestPool, StepperSide, plain_side
 from .ways import WAYS
 
 RUN_KIND = "bench-parallel"
@@ -53,7 +53,7 @@ class MeasuredSide:
         end: rank 0's end of the ranks' group; None for one process.
     """
 
-    def __init__(self, side: EngineSide, threads: int | None = None, end: ProcessEnd | None = None) -> None:
+    def __init__(self, side: StepperSide, threads: int | None = None, end: ProcessEnd | None = None) -> None:
         self._side, self._threads, self._end = side, threads, end
         self.waited_ms: list[float] = []
 
@@ -78,49 +78,49 @@ class MeasuredSide:
             self.waited_ms.append(1e3 * (self._end.waited_s - waited_s))
 
 
-class NobodyElse:
+class ZeroFilledEnd:
     """Rank 0's end of a group whose other ranks do not exist: zeros replace what they would send, without any wait."""
 
     rank = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._asked: dict[int, Message] = {}
+        self._last_messages: dict[int, Message] = {}
 
-    def __enter__(self) -> "NobodyElse":
+    def __enter__(self) -> "ZeroFilledEnd":
         return self
 
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def tell(self, rank: int, message: Message) -> None:
-        """Keep the message, from which `hear` derives the shape of the answer."""
-        self._asked[rank] = message
+    def send(self, rank: int, message: Message) -> None:
+        """Keep the message, from which `receive` derives the shape of the answer."""
+        self._last_messages[rank] = message
 
-    def hear(self, rank: int, *, is_idle: bool = False) -> Message:
+    def receive(self, rank: int, *, is_idle: bool = False) -> Message:
         """Return a prediction of zeros in the shape of the rank's strip."""
-        asked = self._asked[rank]
-        place, starts = list(asked.facts["members"]).index(rank), asked.facts["starts"]
-        rows, channels, _, width = asked.tensors["latents"].shape
+        message = self._last_messages[rank]
+        place, starts = list(message.facts["members"]).index(rank), message.facts["starts"]
+        rows, channels, _, width = message.tensors["latents"].shape
         shape = (rows, channels, starts[place + 1] - starts[place], width)
-        return Message("predicted", {}, {"prediction": asked.tensors["latents"].new_zeros(shape)})
+        return Message("predicted", {}, {"prediction": message.tensors["latents"].new_zeros(shape)})
 
     def swap(
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
-    ) -> "NobodysZeros":
+    ) -> "PendingZeros":
         """Return zeros of the shapes that the other ranks would send."""
-        return NobodysZeros(shapes, next(iter(sends.values())).device, dtype)
+        return PendingZeros(shapes, next(iter(sends.values())).device, dtype)
 
 
-class NobodysZeros:
+class PendingZeros:
     """Zeros in place of tensors from other ranks, received as soon as they are awaited."""
 
     def __init__(self, shapes: Mapping[int, Sequence[int]], device: torch.device, dtype: torch.dtype) -> None:
-        self._found = {rank: torch.zeros(tuple(shape), device=device, dtype=dtype) for rank, shape in shapes.items()}
+        self._zeros = {rank: torch.zeros(tuple(shape), device=device, dtype=dtype) for rank, shape in shapes.items()}
 
     def wait(self) -> dict[int, Tensor]:
         """Return the zeros by rank, at once."""
-        return self._found
+        return self._zeros
 
 
 class OneRank:
@@ -130,7 +130,7 @@ class OneRank:
     decoder = None
 
     def __init__(self, model: torch.nn.Module, options: ParallelOptions) -> None:
-        self.end = NobodyElse(options.count)
+        self.end = ZeroFilledEnd(options.count)
         self.ranks = Ranks(self.end, StripModel(model), options)
 
     def use(self, options: ParallelOptions) -> None:
@@ -167,7 +167,7 @@ class ParallelBench:
         self._pool = RequestPool(model, settings.seed)
         self._plain = {form: PlainModels(model.denoiser, always=form) for form in PlainModels(model.denoiser).formats}
         self._reference = build_plain(model.pipe, model.family, self._plain["default"])
-        self._alone = alone_of(model, options)
+        self._alone = lone_rank_stepper(model, options)
         self._served: dict[str, tuple[ServedModel, RequestPool]] = {}
         try:
             for name in ways:
@@ -196,9 +196,9 @@ class ParallelBench:
                 sides[f"{name}, {form}"] = MeasuredSide(plain_side(self.model, models, requests), threads)
         for name, (served, pool) in self._served.items():
             requests = pool.take(combination)
-            sides[name] = MeasuredSide(EngineSide(served.stepper, requests), end=_process_end(served))
+            sides[name] = MeasuredSide(StepperSide(served.stepper, requests), end=_process_end(served))
         # Requests prepared for any of the parallel steppers work here.
-        sides[_ALONE] = MeasuredSide(EngineSide(self._alone, requests), self._share)
+        sides[_ALONE] = MeasuredSide(StepperSide(self._alone, requests), self._share)
         lanes = {name: Lane(side, self.model.device) for name, side in sides.items()}
         time_lanes(lanes.values(), self.settings)
         # Both sides of one process use the memory format that is faster for them.
@@ -234,7 +234,7 @@ class ParallelBench:
         }
 
 
-def alone_of(model: ServedModel, options: ParallelOptions) -> ParallelStepper:
+def lone_rank_stepper(model: ServedModel, options: ParallelOptions) -> ParallelStepper:
     """Return the stepper of rank 0 in a group of `options.count` ranks, the others of which do not exist."""
     only = replace(options, mode="sync", cfg_split="off")
     plain = build_plain(model.pipe, model.family, PlainModels(model.denoiser))
@@ -248,7 +248,7 @@ def difference(one: Stepper, other: Stepper, requests: Sequence[PreparedRequest]
     """
     found = []
     for stepper in (one, other):
-        side = EngineSide(stepper, requests)
+        side = StepperSide(stepper, requests)
         side.begin()
         for _ in range(_SETTLED):
             side.step()

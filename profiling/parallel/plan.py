@@ -42,7 +42,7 @@ def read_config(spec: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AccountingPlan:
     """Model, images and numbers of devices to count.
 
     Attributes:

@@ -12,10 +12,10 @@ from ...serving.parallel.cost import Cost
 from ...serving.parallel.latency_model import Link
 from ...serving.simulator.distrifusion import ALONE, PUBLISHED, Points, Speedups
 from .accounting import latencies, printed_by_place
-from .plan import TEXT_LENGTH, Plan
+from .plan import TEXT_LENGTH, AccountingPlan
 from .ways import WAYS
 
-_MOST_RANKS = 8
+_MAX_RANKS = 8
 
 
 def read_speedups(source: str) -> Speedups:
@@ -34,7 +34,7 @@ def modelled() -> Speedups:
     printed = printed_by_place()
     sizes = [parse(size) for size in sorted({size for quantity, size, _ in printed if quantity == "latency_nocomm_s"})]
     cost = Cost.of(published_config("sdxl"))
-    plan = Plan(cost, TEXT_LENGTH["UNet2DConditionModel"], sizes, range(2, _MOST_RANKS + 1), Link(), True)
+    plan = AccountingPlan(cost, TEXT_LENGTH["UNet2DConditionModel"], sizes, range(2, _MAX_RANKS + 1), Link(), True)
     points: dict[int, Points] = {1: ALONE}
     for num_ranks in plan.num_ranks:
         found = [

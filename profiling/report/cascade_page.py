@@ -42,7 +42,7 @@ def over_time(result: CascadeResult, windows: Sequence[Mapping[str, Any]]) -> Fi
         return np.append(starts_s, end_s), np.append(values, values[-1])
 
     demand.step(
-        *steps([row.seen.demand for row in plans]),
+        *steps([row.observed.demand for row in plans]),
         where="post",
         color=THEME.series[1],
         label="planned for",

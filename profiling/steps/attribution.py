@@ -43,7 +43,7 @@ _MOVING_KERNELS = ("halo", "patch_move")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class HostSpan:
     """An operator or a scope that ran on the host. Times are in us."""
 
     name: str
@@ -71,7 +71,7 @@ class _Frame:
     us: float
 
 
-def attribute(spans: Iterable[Span], kernels: Iterable[Kernel] | None = None) -> dict[str, float]:
+def attribute(spans: Iterable[HostSpan], kernels: Iterable[Kernel] | None = None) -> dict[str, float]:
     """Divide one step by category, in us.
 
     Args:
@@ -102,12 +102,12 @@ def attribute(spans: Iterable[Span], kernels: Iterable[Kernel] | None = None) ->
     return us
 
 
-def _order(event: Span | Kernel) -> tuple[float, float]:
+def _order(event: HostSpan | Kernel) -> tuple[float, float]:
     # If two spans start together, the longer one is the outer one; a kernel is launched inside both.
     return (event.launched, 0.0) if isinstance(event, Kernel) else (event.start, -event.end)
 
 
-def _open(span: Span, parent: _Frame | None) -> _Frame:
+def _open(span: HostSpan, parent: _Frame | None) -> _Frame:
     duration = span.end - span.start
     if span.name.startswith(SCOPE_PREFIX):
         inner = span.name.removeprefix(SCOPE_PREFIX)

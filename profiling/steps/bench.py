@@ -33,11 +33,11 @@ from .rows import BenchOutcome, Row, measure_rows, median_interval, name_of
 from .sides import (
     EAGER,
     Effort,
-    EngineSide,
     MakeRecorder,
     OneByOne,
     RequestPool,
-    Side,
+    StepperSide,
+    StepSide,
     patched_stepper,
     plain_models,
     plain_side,
@@ -108,14 +108,14 @@ class StepBench:
 
     def lanes(self, combination: Combination, sides: Sequence[SideName] = get_args(SideName)) -> dict[Contender, Lane]:
         """Return the lanes of these sides, with every effort and in every memory format."""
-        requests, model, found = self.pool.take(combination), self.model, dict[Contender, Side]()
+        requests, model, found = self.pool.take(combination), self.model, dict[Contender, StepSide]()
         for effort in self.efforts:
             plain = self.plain[effort]
             found[Contender("one_by_one", effort)] = OneByOne(model, plain[None], requests)
             for form, models in plain.items():
                 if form is not None:
                     found[Contender("same_resolution", effort, form)] = plain_side(model, models, requests)
-            found[Contender("patched", effort)] = EngineSide(self.patched[effort].stepper, requests)
+            found[Contender("patched", effort)] = StepperSide(self.patched[effort].stepper, requests)
         return {each: Lane(side, model.device) for each, side in found.items() if each.side in sides}
 
     def measure(self, combination: Combination) -> Row:
@@ -159,7 +159,7 @@ class StepBench:
     def _is_plain(self, combination: Combination, effort: Effort) -> bool:
         """Return whether the patch engine runs this batch through the unmodified model."""
         stepper = patched_stepper(self.patched[effort])
-        side = EngineSide(stepper, self.pool.take(combination))
+        side = StepperSide(stepper, self.pool.take(combination))
         side.begin()
         side.step()
         assert stepper.batch is not None, "requests of a benchmark do not finish in their first step"

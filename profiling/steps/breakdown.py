@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...data.errors import RunError
 from ...serving.core.timing import synchronize
-from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, Kernel, Span, attribute
+from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, HostSpan, Kernel, attribute
 from .bench import BenchKind, StepBench, fastest
 from .combinations import Combination
 from .lanes import Lane, time_lanes
@@ -117,7 +117,7 @@ def _scope_us() -> float:
     return (scoped_s - bare_s) / _EMPTY_CALLS * 1e6
 
 
-def _steps(events: Iterable[Any]) -> Iterator[tuple[str, list[Span], list[Kernel]]]:
+def _steps(events: Iterable[Any]) -> Iterator[tuple[str, list[HostSpan], list[Kernel]]]:
     """Yield the recorded steps: the side, the spans (the step's own scope first), and the kernels of each."""
     on_host = [event for event in events if event.device_type == DeviceType.CPU and not event.is_async]
     # Events of the device carry the id of the call that launched them; the device's timeline repeats every scope.
@@ -129,7 +129,7 @@ def _steps(events: Iterable[Any]) -> Iterator[tuple[str, list[Span], list[Kernel
     ]
     # The profiler also records each event's parent, but runtime calls would come in between.
     spans = [
-        (event.thread, Span(event.name, event.time_range.start, event.time_range.end))
+        (event.thread, HostSpan(event.name, event.time_range.start, event.time_range.end))
         for event in on_host
         if not event.name.startswith(_RUNTIME)
     ]

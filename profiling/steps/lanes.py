@@ -10,11 +10,11 @@ import torch
 
 from ...serving.core.timing import synchronize
 from .matrix_peak import count_operations
-from .sides import Side
+from .sides import StepSide
 
 SHORTEST_TIMING_S = 0.005
 """Shorter steps are repeated within one timing until it takes this long."""
-_MOST_STEPS = 100
+_MAX_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Lane:
     steps that it is not too short for the clock.
     """
 
-    side: Side
+    side: StepSide
     device: torch.device
     first_ms: list[float] = field(default_factory=list)
     samples_ms: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Lane:
         self.first_ms.append(self._time(1))
         steady_ms = self._time(1)
         wanted = math.ceil(SHORTEST_TIMING_S * 1e3 / steady_ms)
-        self.steps_per_timing = max(1, min(wanted, _MOST_STEPS, self.side.steps_left - 1))
+        self.steps_per_timing = max(1, min(wanted, _MAX_STEPS, self.side.steps_left - 1))
 
     def measure(self) -> None:
         self.make_room()
@@ -79,7 +79,7 @@ def ratios_of(base_ms: Sequence[float], patched_ms: Sequence[float]) -> list[flo
     return [own / ours for own, ours in zip(base_ms, patched_ms, strict=True)]
 
 
-def operations_of(side: Side) -> int:
+def operations_of(side: StepSide) -> int:
     """Return the number of operations of one step of a batch that stays the same."""
     side.begin()
     side.step()

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from ...serving.core.timing import synchronize
 
 _SIDE = {"cpu": 2048, "cuda": 8192}
-_LEAST_S = 0.3
-_MOST_PRODUCTS = 50
+_MIN_S = 0.3
+_MAX_PRODUCTS = 50
 
 
 @cache
@@ -24,7 +24,7 @@ def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
     side = _SIDE[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out, times = torch.empty(side, side, device=device, dtype=dtype), [0.0]
-    while len(times) < 4 or (sum(times) < _LEAST_S and len(times) <= _MOST_PRODUCTS):
+    while len(times) < 4 or (sum(times) < _MIN_S and len(times) <= _MAX_PRODUCTS):
         start = time.perf_counter()
         torch.mm(left, right, out=out)
         synchronize(device)

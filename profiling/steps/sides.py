@@ -57,7 +57,7 @@ def efforts_of(*, compiled: bool, recorded: bool) -> tuple[Effort, ...]:
     return tuple(each for each in chosen if each.is_compiled <= compiled and each.is_recorded <= recorded)
 
 
-class Side(Protocol):
+class StepSide(Protocol):
     """One way of denoising the requests of a combination."""
 
     def begin(self) -> None:
@@ -112,7 +112,7 @@ class RequestPool:
         )
 
 
-class EngineSide:
+class StepperSide:
     """An engine, whose step is one step of its stepper over all requests."""
 
     def __init__(self, stepper: Stepper, requests: Sequence[PreparedRequest]) -> None:
@@ -128,7 +128,7 @@ class EngineSide:
                 # Each request's own scheduler is called, and it counts steps itself.
                 state.scheduler = _scheduler_at(prepared, state.steps_done)
             latents = _start(prepared)
-            history = latents.repeat(1, state.num_kept, 1, 1) if state.num_kept else None
+            history = latents.repeat(1, state.num_history, 1, 1) if state.num_history else None
             self.active.append(replace(prepared, latents=latents, state=state, history=history))
 
     @property
@@ -164,9 +164,9 @@ class OneByOne:
             side.step()
 
 
-def plain_side(model: ServedModel, models: PlainModels, requests: Sequence[PreparedRequest]) -> EngineSide:
+def plain_side(model: ServedModel, models: PlainModels, requests: Sequence[PreparedRequest]) -> StepperSide:
     """Return plain diffusers as `--engine plain` runs it: one batch for each resolution, one after the other."""
-    return EngineSide(build_plain(model.pipe, model.family, models), requests)
+    return StepperSide(build_plain(model.pipe, model.family, models), requests)
 
 
 def patched_stepper(model: ServedModel) -> PatchedStepper:

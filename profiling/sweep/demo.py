@@ -17,7 +17,7 @@ from ...serving.models.served import ServedModel
 from ...serving.runs.machine import run_facts
 from ...serving.runs.serve import ServeOutcome, run_serve
 from ...serving.runs.standalone import shape_of, standalone_latencies
-from ...serving.runs.step_latencies import latencies_for_serving, told_if_coarse
+from ...serving.runs.step_latencies import coarseness_notes, latencies_for_serving
 from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
 from ...serving.scheduling.systems import System, get_system
 from ...training.latency.online_correction import OnlineCorrection
@@ -30,7 +30,7 @@ SYSTEMS = ("bucketed", "patched-slack", "patched-schedule")
 _BASE = SYSTEMS[0]
 _WARM_UP, _NEVER_LATE_S = 32, 600.0
 """Number of requests that warm up each system, all at once, and their SLO in seconds."""
-_Tell = Callable[[str], None]
+_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def run_demo(
     folder: Path,
     settings: DemoSettings,
     *,
-    on_note: _Tell,
-    on_warning: _Tell,
+    on_note: _Notify,
+    on_warning: _Notify,
     on_start: Callable[[str, Sequence[Request]], Callable[[], None]],
 ) -> DemoOutcome:
     """Serve the same trace with all systems, one after the other, and write a page that compares them.
@@ -177,5 +177,5 @@ def run_demo(
         )
     facts = [describe(run_facts(model).to_json()), f"{len(requests)} requests at {rate:.3g}/s"]
     facts.append(f"SLO {settings.slo_scale:g} times the standalone latency on plain diffusers")
-    facts += told_if_coarse(latency)
+    facts += coarseness_notes(latency)
     return DemoOutcome(tuple(runs), write_comparison(folder, runs, facts), headline(runs))

@@ -35,7 +35,7 @@ from ...serving.runs.simulated.planning import at_rate
 from ...serving.runs.standalone import shape_of, standalone_latencies
 from ...serving.runs.step_file import StepFile, step_sources
 from ...serving.runs.step_latencies import tables_measured_under
-from ...serving.runs.summary import engine_figures, what_was_learnt
+from ...serving.runs.summary import engine_figures, optional_figures
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.step_durations import ProfiledSteps
@@ -43,7 +43,7 @@ from ...training.latency.online_correction import OnlineCorrection
 from ..measure.latency import LatencySettings, profile_latency
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone, WarmUp
-from .settings import Served, SweepFolder, SweepSettings
+from .settings import SweepFolder, SweepRunResult, SweepSettings
 from .simulator_side import SimulatorSide
 
 _CALIBRATION_LOADS = (0.4, 0.8, 1.3)
@@ -110,7 +110,7 @@ class EngineSide:
         self._capacity: dict[System, float] = {}
 
     @property
-    def others(self) -> Sequence[Request]:
+    def extra_requests(self) -> Sequence[Request]:
         """Requests of the warm-up and of the calibration."""
         return [*self._warm, *itertools.chain.from_iterable(self._calibrating.values())]
 
@@ -186,28 +186,28 @@ class EngineSide:
                 self._due[name] = [(place * num_runs // len(left), key) for place, key in enumerate(left)]
                 if left or num_runs:
                     # Earlier simulated runs would not agree with the new calibration.
-                    folder.forget("simulator")
+                    folder.delete_runs("simulator")
         return {"real": self.run, "simulator": self._simulate} if is_both else {"real": self.run}
 
-    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
+    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> SweepRunResult:
         """Serve a trace on the system's engine, after the calibration runs that are due before it."""
         if system.engine in self._due:
-            self._calibrate_beside(system.engine)
+            self._calibrate_between_runs(system.engine)
             self._num_served[system.engine] += 1
         predictor = None
         if get_policy(system.policy).requires_predictor:
             predictor = self._predictors[id(self._model_of(system))]
         before = predictions_outside(predictor)
         result = self._replay(self._model_of(system), system, requests, standalone_s, predictor)
-        figures = engine_figures(result) | what_was_learnt(self._model_of(system), predictor, before)
+        figures = engine_figures(result) | optional_figures(self._model_of(system), predictor, before)
         figures["steps_by_batch"] = steps_by_batch(result.steps)
-        return Served(result.records, result.duration_s, figures, result.was_interrupted)
+        return SweepRunResult(result.records, result.duration_s, figures, result.was_interrupted)
 
-    def _simulate(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
+    def _simulate(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> SweepRunResult:
         """Serve a trace in the simulator, which is calibrated first, after all calibration runs."""
         if not self._simulated:
             for name in self._models:
-                self._calibrate_beside(name, all_left=True)
+                self._calibrate_between_runs(name, all_left=True)
             self._simulated = self._calibrated()
         model = self._model_of(system)
         engine = replace(self._simulated[system.engine], schedule=model.schedule)
@@ -235,7 +235,7 @@ class EngineSide:
         write_json(self._folder.path / CALIBRATION_FILE, content)
         return {name: SimulatedEngine.of(self._profiled[name], each) for name, each in found.items()}
 
-    def _calibrate_beside(self, name: EngineName, *, all_left: bool = False) -> None:
+    def _calibrate_between_runs(self, name: EngineName, *, all_left: bool = False) -> None:
         """Serve the calibration runs that precede the next run of the sweep, or all remaining ones."""
         due = self._due[name]
         while due and (all_left or due[0][0] <= self._num_served[name]):
@@ -273,7 +273,7 @@ class EngineSide:
     ) -> RunResult:
         # Reset, so that the failures and the cache's figures are those of one run.
         model.stepper.batch_failures = Failures()
-        model.forget_cache()
+        model.clear_cache()
         batch = self._settings.max_batch_size
         engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=batch)
         checked = [model.checked(system.adapt(each), standalone_s(each)) for each in requests]

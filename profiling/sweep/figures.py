@@ -14,7 +14,7 @@ import numpy as np
 
 from ...data.statistics import Estimate
 from ...serving.core.step_row import StepRow
-from .held import RATIO_TARGET, TARGETS, HeldRates, best_held, share_interval
+from .held import RATIO_TARGET, TARGETS, SustainedRates, best_sustained, share_interval
 
 BASELINES = ("diffusers", "diffusers-fcfs", "bucketed")
 """Systems the best of which the others are compared with."""
@@ -147,7 +147,7 @@ def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     """
     points: list[dict[str, Any]] = []
     systems: list[dict[str, Any]] = []
-    held_at: dict[str, HeldRates] = {}
+    held_at: dict[str, SustainedRates] = {}
     for name in dict.fromkeys(run.system for run in runs):
         mine = [run for run in runs if run.system == name]
         rates = sorted({run.request_rate for run in mine})
@@ -157,7 +157,7 @@ def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
         by_seed: dict[int, dict[float, float]] = {}
         for run in mine:
             by_seed.setdefault(run.seed, {})[run.request_rate] = run.attainment
-        held = {target: HeldRates.of(shares, by_seed, target) for target in TARGETS}
+        held = {target: SustainedRates.of(shares, by_seed, target) for target in TARGETS}
         held_at[name] = held[RATIO_TARGET]
         systems.append(
             {
@@ -168,7 +168,7 @@ def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
             }
         )
     baselines = [name for name in held_at if name in BASELINES]
-    best = best_held(held_at[name].pooled for name in baselines) if baselines else None
+    best = best_sustained(held_at[name].pooled for name in baselines) if baselines else None
     base = next((held_at[name] for name in baselines if held_at[name].pooled == best), None)
     for system in systems:
         system["ratio_at_95"] = None if base is None else held_at[system["policy"]].ratio_to(base)

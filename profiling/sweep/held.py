@@ -65,7 +65,7 @@ def _positive_interval(value: float, by_seed: Sequence[float]) -> tuple[float, f
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRate:
+class SustainedRate:
     """Request rate up to which a system holds an attainment.
 
     Attributes:
@@ -78,7 +78,7 @@ class HeldRate:
     rate: float
 
 
-def held_rate(attainments: Shares, target: float) -> HeldRate:
+def sustained_rate(attainments: Shares, target: float) -> SustainedRate:
     """Return the rate up to which a target attainment is held, given the attainment at each measured rate.
 
     From the lowest rate up, it is the point where the attainment first falls below the target, on a straight line
@@ -89,14 +89,14 @@ def held_rate(attainments: Shares, target: float) -> HeldRate:
     if not points:
         raise ValueError("no rate was measured")
     if points[0][1] < target:
-        return HeldRate("below", points[0][0])
+        return SustainedRate("below", points[0][0])
     for (low, above), (high, under) in pairwise(points):
         if under < target:
-            return HeldRate("between", low + (high - low) * (above - target) / (above - under))
-    return HeldRate("beyond", points[-1][0])
+            return SustainedRate("between", low + (high - low) * (above - target) / (above - under))
+    return SustainedRate("beyond", points[-1][0])
 
 
-def ratio(held: HeldRate, base: HeldRate) -> dict[str, Any]:
+def ratio(held: SustainedRate, base: SustainedRate) -> dict[str, Any]:
     """Return the ratio of two held rates as `value`, and its `kind`: `exact`, at `least`, at `most` or `unknown`.
 
     A rate that is only a bound makes the ratio a bound; two bounds of the same kind leave it `unknown`.
@@ -111,14 +111,14 @@ def ratio(held: HeldRate, base: HeldRate) -> dict[str, Any]:
     return {"value": None if kind == "unknown" else held.rate / base.rate, "kind": kind}
 
 
-def best_held(held: Iterable[HeldRate]) -> HeldRate:
+def best_sustained(held: Iterable[SustainedRate]) -> SustainedRate:
     """Return the highest held rate: one beyond the sweep, else the highest between, else one below."""
     order = {"below": 0, "between": 1, "beyond": 2}
     return max(held, key=lambda each: (order[each.where], each.rate))
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRates:
+class SustainedRates:
     """Rate up to which a system holds an attainment.
 
     Attributes:
@@ -126,20 +126,20 @@ class HeldRates:
         by_seed: rate of every seed that has a run at every rate.
     """
 
-    pooled: HeldRate
-    by_seed: Mapping[int, HeldRate]
+    pooled: SustainedRate
+    by_seed: Mapping[int, SustainedRate]
 
     @classmethod
     def of(cls, shares: Shares, by_seed: Mapping[int, Shares], target: float) -> Self:
         """Return the rates for the pooled attainments, and for those of each seed."""
         whole = {seed: own for seed, own in by_seed.items() if set(own) == set(shares)}
-        return cls(held_rate(shares, target), {seed: held_rate(own, target) for seed, own in whole.items()})
+        return cls(sustained_rate(shares, target), {seed: sustained_rate(own, target) for seed, own in whole.items()})
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Return the rates that `to_json` serialized."""
-        seeds = {int(seed): HeldRate(**held) for seed, held in content["by_seed"].items()}
-        return cls(HeldRate(content["where"], content["rate"]), seeds)
+        seeds = {int(seed): SustainedRate(**held) for seed, held in content["by_seed"].items()}
+        return cls(SustainedRate(content["where"], content["rate"]), seeds)
 
     def to_json(self) -> dict[str, Any]:
         """Return the rate, those of the seeds, and its 95 % interval over them, as JSON.

@@ -20,7 +20,7 @@ from .simulator_side import SimulatorFiles, SimulatorSide
 if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
 
-_Tell = Callable[[str], None]
+_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SweepPlan:
         return sum(arrivals_s) * len(settings.systems) * len(settings.seeds) or None
 
     def on_simulator(
-        self, defaults: ModelDefaults, schedule: CacheSchedule | None, *, on_note: _Tell, on_warning: _Tell
+        self, defaults: ModelDefaults, schedule: CacheSchedule | None, *, on_note: _Notify, on_warning: _Notify
     ) -> "ReadySweep":
         """Return the sweep in the simulator.
 
@@ -93,8 +93,8 @@ class SweepPlan:
         defaults: ModelDefaults,
         load: "Callable[[], tuple[ServedModel, ModelWorkspace]]",
         *,
-        on_note: _Tell,
-        on_warning: _Tell,
+        on_note: _Notify,
+        on_warning: _Notify,
     ) -> "ReadySweep":
         """Return the sweep on the engine, and in the simulator beside it if the settings ask for both.
 
@@ -137,7 +137,7 @@ class ReadySweep:
     side: Side
     place: ModelWorkspace
 
-    def run(self, *, on_run: _Tell, on_done: Callable[[], None]) -> SweepOutcome:
+    def run(self, *, on_run: _Notify, on_done: Callable[[], None]) -> SweepOutcome:
         """Serve the sweep, or what is left of it. Raises as `sweep`, which takes the same functions."""
         plan = self.plan
         return sweep(

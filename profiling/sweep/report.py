@@ -162,13 +162,13 @@ def tables_of(result: Mapping[str, Any]) -> list[Table]:
     found = []
     for engine, figures in result["engines"].items():
         where = f" ({engine})" if len(result["engines"]) > 1 else ""
-        found += [_held_table(figures, where), _points_table(figures, where)]
+        found += [_sustained_rate_table(figures, where), _points_table(figures, where)]
     if result["agreement"] is not None:
         found.append(_agreement_table(result["agreement"]))
     return found
 
 
-def _held_table(figures: Mapping[str, Any], where: str) -> Table:
+def _sustained_rate_table(figures: Mapping[str, Any], where: str) -> Table:
     *others, last = figures["baselines"] or [""]
     baselines = f"{', '.join(others)} and {last}" if others else last
     against = f"at {RATIO_TARGET:.0%}, against best of {baselines}" if figures["baselines"] else "ratio"

@@ -13,7 +13,7 @@ from ...data.traces.traces import assign_slos
 from ...serving.models.defaults import ModelDefaults
 from ...serving.scheduling.systems import System, get_system
 from .figures import EngineKind
-from .settings import SWEEP_FILE, Served, SweepFolder, SweepSettings, read_head
+from .settings import SWEEP_FILE, SweepFolder, SweepRunResult, SweepSettings, read_head
 
 Standalone = Callable[[Request], float]
 """Returns the latency in seconds of a request that is served alone on plain diffusers, the same for all systems."""
@@ -37,17 +37,17 @@ class WarmUp:
         require_counts({"num requests": self.num_requests, "combinations": self.combinations, "repeats": self.repeats})
 
 
-Serve = Callable[[System, Sequence[Request], Standalone], Served]
+Serve = Callable[[System, Sequence[Request], Standalone], SweepRunResult]
 """Serves a trace of submitted requests with SLOs, which the system adapts."""
 
 
-class Side(Protocol):
+class SweepSide(Protocol):
     """Side that serves the runs of a sweep. `sweep` calls `check`, `head` and `begin` at most once each, in this order,
     the first two with a request of every resolution.
     """
 
     @property
-    def others(self) -> Sequence[Request]:
+    def extra_requests(self) -> Sequence[Request]:
         """Requests that are served in addition to the sweep's own."""
         ...
 
@@ -78,7 +78,7 @@ class SweepOutcome:
 
 def sweep(
     settings: SweepSettings,
-    side: Side,
+    side: SweepSide,
     defaults: ModelDefaults,
     open_folder: Callable[[], Path],
     *,
@@ -100,7 +100,7 @@ def sweep(
     """
     from .report import sweep_result, write_sweep
 
-    examples = examples_of(settings, defaults, side.others)
+    examples = examples_of(settings, defaults, side.extra_requests)
     side.check(examples)
     path = open_folder()
     known_s = read_head(path)["standalone_s"] if (path / SWEEP_FILE).exists() else {}
@@ -122,13 +122,15 @@ def sweep(
     return SweepOutcome(result, write_sweep(result, path), path, was_interrupted)
 
 
-def examples_of(settings: SweepSettings, defaults: ModelDefaults, others: Iterable[Request] = ()) -> list[Request]:
-    """Return a request of every resolution in the sweep or in `others`, from small to large. Draws all traces once, and
-    raises UsageError if one cannot be drawn.
+def examples_of(
+    settings: SweepSettings, defaults: ModelDefaults, extra_requests: Iterable[Request] = ()
+) -> list[Request]:
+    """Return a request of every resolution in the sweep or in `extra_requests`, from small to large. Draws all traces
+    once, and raises UsageError if one cannot be drawn.
     """
     found: dict[Any, Request] = {}
     traces = (settings.requests(rate, seed, defaults) for rate, seed, _ in settings.order())
-    for trace in (*traces, others):
+    for trace in (*traces, extra_requests):
         for request in trace:
             found.setdefault(request.resolution, request)
     return [found[size] for size in sorted(found, key=lambda size: (size.pixels, size))]

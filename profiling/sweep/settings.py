@@ -143,7 +143,7 @@ class SweepSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class SweepRunResult:
     """Result of one run: records, seconds until the last request ended, other figures, and whether Ctrl-C ended it."""
 
     records: Sequence[RequestRecord]
@@ -199,14 +199,14 @@ class SweepFolder:
         """Return whether a run is finished."""
         return self._file(engine, system, rate, seed).exists()
 
-    def save(self, engine: EngineKind, system: str, rate: float, seed: int, served: Served) -> None:
+    def save(self, engine: EngineKind, system: str, rate: float, seed: int, served: SweepRunResult) -> None:
         """Keep a finished run. Raises OSError."""
         about = {"engine": engine, "policy": system, "request_rate": rate, "seed": seed}
         about |= {"duration_s": served.duration_s, "figures": dict(served.figures)}
         path = self._file(engine, system, rate, seed)
         write_table(path, RECORDS, [record.to_row() for record in served.records], about=about)
 
-    def forget(self, engine: EngineKind) -> None:
+    def delete_runs(self, engine: EngineKind) -> None:
         """Delete all finished runs of an engine. Raises OSError."""
         for path in self.runs.glob(f"{engine}-*.parquet"):
             path.unlink()

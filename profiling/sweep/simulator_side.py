@@ -18,9 +18,9 @@ from ...serving.scheduling.systems import System
 from ...training.cache.schedule import CacheSchedule
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone
-from .settings import Served, SweepFolder, SweepSettings
+from .settings import SweepFolder, SweepRunResult, SweepSettings
 
-_Tell = Callable[[str], None]
+_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SimulatorSide:
     schedule: CacheSchedule | None = None
 
     @property
-    def others(self) -> Sequence[Request]:
+    def extra_requests(self) -> Sequence[Request]:
         """Empty: nothing needs a warm-up."""
         return ()
 
@@ -50,7 +50,7 @@ class SimulatorSide:
         """Raise UsageError if an engine's latencies do not cover the resolution of a request."""
         for request in examples:
             for name in self.settings.engine_names:
-                self.engines[name].durations.steps.told.step_latency_s((request.resolution,))
+                self.engines[name].durations.steps.policy_latency.step_latency_s((request.resolution,))
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
         """Return settings, model and sources of the runs, and simulated standalone latencies by resolution."""
@@ -65,7 +65,7 @@ class SimulatorSide:
         """Return the function that serves the runs; there is nothing to prepare."""
         return {"simulator": self.run}
 
-    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
+    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> SweepRunResult:
         """Simulate a trace on the system's engine."""
         engine, limits = self.engines[system.engine], (self.settings.max_batch_size, self.settings.num_gpus)
         if system.cache == "schedule" and self.schedule is not None:
@@ -75,7 +75,7 @@ class SimulatorSide:
             "busy_rate": [busy_s / result.duration_s for busy_s in result.busy_s],
             "steps_by_batch": steps_by_batch(result.steps),
         }
-        return Served(result.records, result.duration_s, figures)
+        return SweepRunResult(result.records, result.duration_s, figures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class SimulatorFiles:
         return {name: named_by_content(path) for name, path in files.items() if path is not None}
 
     def engines(
-        self, max_batch_size: int = 16, on_warning: _Tell = lambda text: None
+        self, max_batch_size: int = 16, on_warning: _Notify = lambda text: None
     ) -> dict[EngineName, SimulatedEngine]:
         """Return both engines from the files, for batches of up to `max_batch_size`.
 

@@ -117,7 +117,7 @@ def bench_cache(
     served, place = target.load(out, engine)
     from ...eval.cache.bench import CacheBenchSettings, run_cache_bench
     from ...eval.cache.quality import QualityOptions
-    from ...eval.cache.sides import Setting, settings_of
+    from ...eval.cache.sides import CacheSetting, settings_of
     from ...eval.metrics.clip import DEFAULT_CLIP
     from ...eval.metrics.judges import Judges
     from ...profiling.report.table import to_rich
@@ -143,12 +143,14 @@ def bench_cache(
     if trained:
         options = target.with_cache_file(replace(cache, mode="patch", threshold=None))
         of_each = [
-            Setting(f"trained, {most} in a row" if in_a_row else "trained", "patch", replace(options, max_reuse=most))
+            CacheSetting(
+                f"trained, {most} in a row" if in_a_row else "trained", "patch", replace(options, max_reuse=most)
+            )
             for most in in_a_row or [None]
         ]
         scheduled = target.with_cache_file(CacheOptions("schedule"))
         if scheduled.schedule is not None and scheduled.schedule.is_file():
-            of_each.append(Setting("schedule", "schedule", scheduled))
+            of_each.append(CacheSetting("schedule", "schedule", scheduled))
         cached = [*of_each, *cached]
     with out.phases() as start:
         advance = start("batches", len(batches) * (len(cached) + 1) * (rounds + 1))

@@ -13,7 +13,7 @@ from ..options.common import Gpus, OutputFile, Seed, numbers_of
 from ..options.groups import TRACE
 from ..options.target import WHERE, Target
 from ..output import Output
-from .simulate_cascade import found_images
+from .simulate_cascade import find_cascade_images
 
 _SYSTEMS = "diffserve,diffserve-static,proteus,clipper-light,clipper-heavy"
 _ABLATIONS = ("diffserve-static-threshold", "diffserve-aimd", "diffserve-no-queue")
@@ -65,7 +65,7 @@ def bench_cascade(
     names = [name.strip() for name in systems.split(",") if name.strip()]
     if ablations:
         names += [name for name in _ABLATIONS if name not in names]
-    images = found_images(cascade, options, target, wants_reused=ours or _REUSED in names, on_published=out.note)
+    images = find_cascade_images(cascade, options, target, wants_reused=ours or _REUSED in names, on_published=out.note)
     if _REUSED in names and not images.has_reused:
         raise UsageError(f"--systems has {_REUSED}, which {_HOW_TO_REUSE}")
     with out.status("Loading ..."):

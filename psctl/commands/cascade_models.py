@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedCascade:
     """Both models, their parts of the workspace, and the time to load them."""
 
     models: "dict[Leg, ServedModel]"
@@ -37,9 +37,9 @@ def plans_of(specs: dict[Leg, LegSpec], options: EvalOptions, target: Target) ->
     }
 
 
-def load_both(specs: dict[Leg, LegSpec], target: Target, out: Output) -> "Loaded":
+def load_both(specs: dict[Leg, LegSpec], target: Target, out: Output) -> "LoadedCascade":
     """Load both models; if they are one model, load it once."""
-    found = Loaded({}, {}, {})
+    found = LoadedCascade({}, {}, {})
     for leg in LEGS:
         start_s = time.perf_counter()
         if leg == "heavy" and specs["heavy"].model == specs["light"].model:

@@ -14,7 +14,7 @@ from ..options.common import Gpus, OutputFile, Seed, numbers_of
 from ..options.groups import JudgeFlags
 from ..options.target import WHERE, Target
 from ..output import Output
-from .simulate_cascade import CascadeImages, found_images
+from .simulate_cascade import CascadeImages, find_cascade_images
 
 
 def eval_discriminators(
@@ -63,7 +63,7 @@ def eval_discriminators(
     """
     parse_cascade(cascade)
     require_places(target.workspace, file=output_file)
-    images = found_images(cascade, CascadeOptions(bank=bank), target)
+    images = find_cascade_images(cascade, CascadeOptions(bank=bank), target)
     tested = tuple(numbers_of("--shares", shares))
     with out.status("Loading ..."):
         from ...eval.cascade.bank import bank_scores, load_features
@@ -101,7 +101,7 @@ def eval_discriminators(
 def _workspace_file(images: CascadeImages, cascade: str) -> Path:
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE
 
-    found = None if images.found is None else images.found.find_predictor(DISCRIMINATOR_FILE)
+    found = None if images.workspace is None else images.workspace.find_predictor(DISCRIMINATOR_FILE)
     if found is None:
         raise UsageError(f"the workspace has no discriminator of {cascade}; name one")
     return found

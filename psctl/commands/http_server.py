@@ -14,7 +14,7 @@ from ..options.http import HttpFlags
 from ..options.replicas import ReplicaFlags, RouterFlags
 from ..options.target import Target
 from ..output import Output
-from .serve_cascade import found_to_serve
+from .serve_cascade import find_cascade_launch
 
 SloOf = Callable[[Resolution], float | None]
 """Seconds that a request may take which names none, by resolution; None where `--slo` does not say."""
@@ -88,7 +88,7 @@ def serve_cascade_http(plan: CascadePlan, web: HttpFlags, target: Target, out: O
 
     check_slo_scale(plan.slo_scale)
     slos = plan.slo_scale, parse_slo(plan.trace.slo)
-    served = found_to_serve(plan.cascade, plan.options, target)
+    served = find_cascade_launch(plan.cascade, plan.options, target)
     deployment = served.images.deployment(plan.options, plan.system, plan.num_workers, plan.slo_scale, plan.trace.seed)
     profiled = served.images.profile.legs
     if plan.trace.resolutions is None:
@@ -122,7 +122,7 @@ def _serve(
     sizes: Sequence[Resolution],
     slos: tuple[float, SloOf],
     folder: Path,
-    most_at_once: int,
+    max_at_once: int,
     target: Target,
     out: Output,
 ) -> "ServerParts":
@@ -148,7 +148,7 @@ def _serve(
                 parts.front_end,
                 parts.metrics,
                 parts.live,
-                Batches(folder / "batches", parts.front_end, most_at_once, address.keys),
+                Batches(folder / "batches", parts.front_end, max_at_once, address.keys),
                 address,
                 listening,
                 on_ready=lambda url: out.note(f"Serving at {url}"),

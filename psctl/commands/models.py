@@ -172,7 +172,7 @@ def models_train(
 
             def on_step(step: int, latest: dict[str, float]) -> None:
                 figures.update(latest)
-                start.last().reach(step)
+                start.last().advance_to(step)
 
             folder = train_part(
                 name,

@@ -238,10 +238,10 @@ def profile_edits(
     require_cells(target.model, sizes, several=True)
     require_keep(target.model, keep)
     require_places(target.workspace, file=output_file)
-    from ...profiling.measure.edits import EditSettings, file_for
+    from ...profiling.measure.edits import EditProfileSettings, file_for
     from ...profiling.measure.edits import profile_edits as run_profile
 
-    settings = EditSettings(sizes, combinations, max_batch_size, repeats, seed, keep)
+    settings = EditProfileSettings(sizes, combinations, max_batch_size, repeats, seed, keep)
     served, place = target.load(out, engine)
     with out.phases() as start:
         profile = run_profile(served, settings, place, on_start=start)

@@ -123,7 +123,7 @@ def profile_cascade(
     models = loaded.models
     scorer.to(models["light"].device).require_models(*facts_of(models, specs))
     file = place.tables / PROFILE_FILE
-    known = {} if remeasure or not file.is_file() else _still_holds(
+    known = {} if remeasure or not file.is_file() else _current_profiles(
         read_profile(file), models, specs, scorer.digest, counts, [str(size) for size in sizes]
     )  # fmt: skip
     strengths: dict[Side, float] = {"light": 1.0, "heavy": 1.0}
@@ -194,7 +194,7 @@ def _discriminator(file: Path | None, place: "ModelWorkspace", cascade: str) -> 
     return load_discriminator(found)
 
 
-def _still_holds(
+def _current_profiles(
     known: "CascadeProfile",
     models: "dict[Leg, ServedModel]",
     specs: dict[Leg, LegSpec],

@@ -46,7 +46,7 @@ def profile_parallel(
         psctl profile parallel --config sd3-medium --resolutions 1024 --bandwidth 25 --json
     """
     # Everything that can be wrong is looked at before torch is imported.
-    from ...profiling.parallel.plan import TEXT_LENGTH, Plan, read_config
+    from ...profiling.parallel.plan import TEXT_LENGTH, AccountingPlan, read_config
     from ...serving.parallel.latency_model import Link
 
     sizes, ranks = parse_list(resolutions), _counts(num_ranks)
@@ -63,7 +63,7 @@ def profile_parallel(
     quiet_libraries()
     model = meta_model(given, config)
     kind = type(model).__name__
-    plan = Plan(Cost.of(model.config), TEXT_LENGTH[kind], sizes, ranks, link, config == "sdxl")
+    plan = AccountingPlan(Cost.of(model.config), TEXT_LENGTH[kind], sizes, ranks, link, config == "sdxl")
     counted = {}
     with out.phases() as start:
         calls = plan.calls()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ReproduceFlags:
     """Figures and tables to reproduce from a paper, and the output folder."""
 
     figures: Annotated[list[int] | None, flag("--figure", "Number of a figure; may be repeated.", metavar="N")] = None
@@ -57,7 +57,9 @@ class Choice:
     ] = None
 
 
-def reproduce_patchedserve(*, choice: Choice, judging: JudgeFlags, seed: Seed = 0, target: Target, out: Output) -> None:
+def reproduce_patchedserve(
+    *, choice: ReproduceFlags, judging: JudgeFlags, seed: Seed = 0, target: Target, out: Output
+) -> None:
     """Measure figures 4, 5, 11, 12, 13, 14, 15 and tables 1 and 2; without a choice, all that suit the model.
 
     Each gives a picture (tables: markdown) and a JSON file, with the paper's own numbers beside ours; one page shows
@@ -79,7 +81,9 @@ def reproduce_patchedserve(*, choice: Choice, judging: JudgeFlags, seed: Seed = 
     _reproduce(PATCHEDSERVE, choice, judging, seed, target, out)
 
 
-def _reproduce(paper: "Paper", choice: Choice, judging: JudgeFlags, seed: int, target: Target, out: Output) -> None:
+def _reproduce(
+    paper: "Paper", choice: ReproduceFlags, judging: JudgeFlags, seed: int, target: Target, out: Output
+) -> None:
     from ...data.workspace import Workspace
     from ...eval.reproduce.paper import reproduce
     from ...eval.reproduce.scale import FULL, QUICK
@@ -89,7 +93,7 @@ def _reproduce(paper: "Paper", choice: Choice, judging: JudgeFlags, seed: int, t
     from ...serving.models.loading import resolve_model
 
     index = resolve_model(target.model) / "model_index.json"
-    exhibits = paper.chosen(
+    exhibits = paper.select(
         choice.figures or (), choice.tables or (), read_index(index, source=target.model)["_class_name"]
     )
     sizes = target.defaults().resolutions if choice.resolutions is None else parse_list(choice.resolutions)

@@ -10,7 +10,7 @@ from ...serving.cascade.legs import parse_cascade
 from ..options.cascade import CascadeOptions, CascadePlan
 from ..options.target import Target
 from ..output import Output
-from .simulate_cascade import CascadeImages, cascade_table, found_images
+from .simulate_cascade import CascadeImages, cascade_table, find_cascade_images
 
 if TYPE_CHECKING:
     from ...data.workspace import ModelWorkspace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ToServe:
+class CascadeLaunch:
     """Settings from which the workers of a cascade are started."""
 
     images: CascadeImages
@@ -26,19 +26,19 @@ class ToServe:
     place: "ModelWorkspace"
 
 
-def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
+def find_cascade_launch(cascade: str, options: CascadeOptions, target: Target) -> CascadeLaunch:
     """Look up these settings before anything is loaded. Raises UsageError: a part is missing or of other models."""
     from ...serving.runs.cascade.serve import CascadeFiles
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE
 
-    images = found_images(cascade, options, target)
+    images = find_cascade_images(cascade, options, target)
     place = images.place(target)
     discriminator = place.find_predictor(DISCRIMINATOR_FILE)
     if discriminator is None:
         raise UsageError(f"no discriminator of {cascade} is in {place.root}: psctl train-predictor discriminator")
     files = CascadeFiles(parse_cascade(cascade), target.root, target.device, target.dtype, discriminator)
     files.require_profiled(images.profile)
-    return ToServe(images, files, place)
+    return CascadeLaunch(images, files, place)
 
 
 def serve_cascade(plan: CascadePlan, output_file: Path | None, target: Target, out: Output) -> None:
@@ -50,7 +50,7 @@ def serve_cascade(plan: CascadePlan, output_file: Path | None, target: Target, o
     from ...serving.runs.trace_settings import draw_requests
 
     get_cascade_system(plan.system)
-    found, trace = found_to_serve(plan.cascade, plan.options, target), plan.trace
+    found, trace = find_cascade_launch(plan.cascade, plan.options, target), plan.trace
     images, specs, place = found.images, found.files.specs, found.place
     deployment = images.deployment(plan.options, plan.system, plan.num_workers, plan.slo_scale, trace.seed)
     requests = draw_requests(trace, images.defaults)

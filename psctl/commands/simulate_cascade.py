@@ -13,7 +13,7 @@ from ...data.run_facts import describe
 from ...data.tables.published import published_cascade
 from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Side, cascade_name, parse_cascade
 from ..flags import Flags, given_flags
-from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, CascadePlan, found_place
+from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, CascadePlan, newest_profile_place
 from ..options.http import HttpFlags
 from ..options.target import Target
 from ..output import Output
@@ -57,14 +57,14 @@ class CascadeImages:
 
     Attributes:
         cascade: the cascade as the user writes it.
-        found: its part of the workspace; None if files were named.
+        workspace: its part of the workspace; None if files were named.
         profile_file, profile: times of both models.
         bank_folder, bank: prompts with confidences.
         defaults: default settings of requests.
     """
 
     cascade: str
-    found: "ModelWorkspace | None"
+    workspace: "ModelWorkspace | None"
     profile_file: Path
     profile: "CascadeProfile"
     bank_folder: Path
@@ -79,7 +79,7 @@ class CascadeImages:
 
     def place(self, target: Target) -> "ModelWorkspace":
         """Part of the workspace for runs."""
-        return self.found or target.root.for_model(self.cascade, "simulated")
+        return self.workspace or target.root.for_model(self.cascade, "simulated")
 
     def deployment(
         self, options: CascadeOptions, system: str, gpus: int, slo_scale: float, seed: int
@@ -153,7 +153,7 @@ class CascadeImages:
         return quality_curve(features, confidences, reuses_light=reuses_light)
 
 
-def found_images(
+def find_cascade_images(
     cascade: str,
     options: CascadeOptions,
     target: Target,
@@ -179,7 +179,7 @@ def found_images(
 
     specs = parse_cascade(cascade)
     name = cascade_name(specs)
-    found = None if options.cascade_profile is not None else found_place(target.root, specs)
+    found = None if options.cascade_profile is not None else newest_profile_place(target.root, specs)
     published = None
     file = options.cascade_profile or (found.tables / PROFILE_FILE if found is not None else None)
     if file is None and on_published is not None and (published := published_cascade(name)) is not None:
@@ -229,7 +229,7 @@ def simulate_cascade(plan: CascadePlan, output_file: Path | None, target: Target
 
     specs, trace = parse_cascade(plan.cascade), plan.trace
     get_cascade_system(plan.system)
-    images = found_images(plan.cascade, plan.options, target, on_published=out.note)
+    images = find_cascade_images(plan.cascade, plan.options, target, on_published=out.note)
     if trace.num_prompts is None and trace.duration_s is None and trace.trace in ("poisson", "gamma", "diurnal"):
         trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS)
         plan = replace(plan, trace=trace)

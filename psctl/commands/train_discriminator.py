@@ -18,7 +18,7 @@ from .cascade_models import facts_of, load_both, plans_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_LEAST_AUC = 0.6
+_MIN_AUC = 0.6
 
 
 def train_predictor_discriminator(
@@ -113,7 +113,7 @@ def train_predictor_discriminator(
     found.save(file)
     result = {**asdict(found.about), "file": str(file)}
     out.data(result, table=lambda: _discriminator_table(result))
-    if found.about.fit["auc"] < _LEAST_AUC:
+    if found.about.fit["auc"] < _MIN_AUC:
         out.warn(
             f"held-out images are hardly told apart (area under the ROC curve {found.about.fit['auc']:.2f}): "
             "confidences will say little; give more --num-prompts or --steps, or another --net or --real"

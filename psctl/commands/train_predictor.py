@@ -230,7 +230,7 @@ def train_predictor_cache(
         served, _ = target.load(out)
         facts.check_fits(served.block_facts(facts.patch_size), source=str(table))
         with out.phases() as start:
-            advance = start("draws at most", wanted.most_draws)
+            advance = start("draws at most", wanted.max_draws)
 
             def on_draw(label: str) -> None:
                 advance.show(label)

@@ -149,7 +149,7 @@ def place_of(root: Workspace, specs: dict[Leg, LegSpec], device: str) -> ModelWo
     return root.for_model(cascade_name(specs), device)
 
 
-def found_place(root: Workspace, specs: dict[Leg, LegSpec]) -> ModelWorkspace | None:
+def newest_profile_place(root: Workspace, specs: dict[Leg, LegSpec]) -> ModelWorkspace | None:
     """Return the part of the workspace with the newest profile of a cascade, on any device; None if there is none."""
     folder = place_of(root, specs, "any").root.parent
     found = sorted(folder.glob(f"*/tables/{PROFILE_FILE}"), key=lambda path: path.stat().st_mtime_ns)

@@ -11,7 +11,7 @@ from ...eval.options import EvalOptions
 from ...serving.cache.options import CacheOptions
 from ...serving.options import EngineOptions, ModelOptions
 from ...serving.parallel.options import NormOptions, ParallelOptions
-from ...serving.runs.trace_settings import EditSettings, TraceSettings
+from ...serving.runs.trace_settings import TraceEditSettings, TraceSettings
 from ..flags import Flags, flag, preset
 from .common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Prompts, Resolutions, Seed
 
@@ -265,7 +265,7 @@ TRACE = Flags(
     },
 )
 EDITS = Flags(
-    EditSettings,
+    TraceEditSettings,
     {
         "share": flag("--edits", "Share of the requests that edit an image.", metavar="SHARE"),
         "mask_ratios": flag(

@@ -96,7 +96,7 @@ class ActiveSet:
         self.tables, self._cells, self.freezes_norms = tables, cells, freezes_norms
         self.cells = self._tensor(cells)
         self._rows, self._local = np.unique(tables.row_of_cell[cells], return_inverse=True)
-        self._kept: dict[tuple[str | int, ...], Tensor] = {}
+        self._cached_tables: dict[tuple[str | int, ...], Tensor] = {}
         self._streams: dict[int, StreamPart] = {}
 
     def __len__(self) -> int:
@@ -119,13 +119,13 @@ class ActiveSet:
         """Return the index in `rows` for each token, or for each cell if a packed tensor has one entry per cell."""
         if not is_by_token:
             return self.row_of_cell
-        if ("rows", level) not in self._kept:
-            self._kept["rows", level] = self.row_of_cell.repeat_interleave(self.tables.side(level) ** 2)
-        return self._kept["rows", level]
+        if ("rows", level) not in self._cached_tables:
+            self._cached_tables["rows", level] = self.row_of_cell.repeat_interleave(self.tables.side(level) ** 2)
+        return self._cached_tables["rows", level]
 
     def tokens(self, level: int) -> Tensor:
         """Return (n * side * side,) the tokens of these cells in packed order."""
-        return self._own(self.tables.tokens, level)
+        return self._rows_of(self.tables.tokens, level)
 
     def stream(self, length: int) -> StreamPart:
         """Return the part of these cells and of their rows' texts in a stream whose texts have `length` tokens each."""
@@ -135,22 +135,22 @@ class ActiveSet:
 
     def slot_tokens(self, level: int) -> Tensor:
         """Return (n * side * side,) the positions of these cells' tokens in the buffers of operators."""
-        return self._own(self.tables.slot_tokens, level)
+        return self._rows_of(self.tables.slot_tokens, level)
 
     def window(self, level: int, out_level: int) -> Tensor:
         """Return (n * window side squared,), the rows of `CellTables.window` for these cells."""
-        return self._own(self.tables.window, level, out_level)
+        return self._rows_of(self.tables.window, level, out_level)
 
     def taps(self, level: int, out_level: int) -> Tensor:
         """Return (n * out side * out side * 9,), the rows of `CellTables.taps` for these cells."""
-        return self._own(self.tables.taps, level, out_level)
+        return self._rows_of(self.tables.taps, level, out_level)
 
-    def _own(self, table: Callable[..., Tensor], *levels: int) -> Tensor:
+    def _rows_of(self, table: Callable[..., Tensor], *levels: int) -> Tensor:
         """Return the rows of a table that belong to these cells."""
         key = table.__name__, *levels
-        if key not in self._kept:
-            self._kept[key] = table(*levels).index_select(0, self.cells).flatten()
-        return self._kept[key]
+        if key not in self._cached_tables:
+            self._cached_tables[key] = table(*levels).index_select(0, self.cells).flatten()
+        return self._cached_tables[key]
 
     @cached_property
     def slots(self) -> Tensor:

@@ -24,17 +24,17 @@ all tokens took half of the cache's time.
 """
 
 
-def _kept_tensor(make: Callable[..., Integers]) -> Callable[..., Tensor]:
+def _cached_tensor(make: Callable[..., Integers]) -> Callable[..., Tensor]:
     """Make a method of `CellTables` compute each of its tables once, as a tensor on their device."""
 
     @wraps(make)
-    def kept(self: "CellTables", *levels: int) -> Tensor:
+    def cached(self: "CellTables", *levels: int) -> Tensor:
         key = make.__name__, *levels
-        if key not in self.kept:
-            self.kept[key] = torch.from_numpy(np.array(make(self, *levels))).to(self.device)
-        return self.kept[key]
+        if key not in self.cached_tables:
+            self.cached_tables[key] = torch.from_numpy(np.array(make(self, *levels))).to(self.device)
+        return self.cached_tables[key]
 
-    return kept
+    return cached
 
 
 class CellTables:
@@ -50,7 +50,7 @@ class CellTables:
         num_cells: number of cells in all rows.
         row_of_cell: (cells,) row of every cell.
         row_start: (rows + 1,) first cell of each row, then the number of cells.
-        kept: tables computed so far, by name and levels.
+        cached_tables: tables computed so far, by name and levels.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CellTables:
         self.num_cells = int(self.row_start[-1])
         assert len(slots) == self.num_cells
         self.row_of_cell = np.repeat(np.arange(len(counts)), counts)
-        self.kept: dict[tuple[str | int, ...], Tensor] = {}
+        self.cached_tables: dict[tuple[str | int, ...], Tensor] = {}
 
     def of_rows(self, rows: Sequence[int], slots: Integers) -> "CellTables":
         """Return tables of only these rows, whose cells have these slots."""
@@ -96,19 +96,19 @@ class CellTables:
         """Return the level whose packed tensors have this number of tokens."""
         return next(level for level in self.packing.levels if level.num_tokens == num_tokens)
 
-    @_kept_tensor
+    @_cached_tensor
     def tokens(self, level: int) -> Integers:
         """Return (cells, side * side) tokens of each cell in packed order."""
         return self._tokens(level)
 
-    @_kept_tensor
+    @_cached_tensor
     def sample(self, level: int) -> Integers:
         """Return (cells, n) the tokens of each cell from which its change is computed: the same in every packing."""
         side = self._sides[level]
         every = 2 if side >= _SAMPLE_FROM_SIDE else 1
         return self._tokens(level).reshape(-1, side, side)[:, ::every, ::every].reshape(self.num_cells, -1)
 
-    @_kept_tensor
+    @_cached_tensor
     def slot_tokens(self, level: int) -> Integers:
         """Return (cells, side * side) positions of each cell's tokens in the buffers of operators."""
         return self._slot_tokens(level)
@@ -117,7 +117,7 @@ class CellTables:
         """Return the side of the window that a 3 x 3 convolution reads for the outputs of a cell."""
         return (2 if out_level < level else 1) * self._sides[level] + 2
 
-    @_kept_tensor
+    @_cached_tensor
     def window(self, level: int, out_level: int) -> Integers:
         """Return (cells, window side squared) the kept tokens that a 3 x 3 convolution reads for a cell and its border.
 
@@ -125,11 +125,11 @@ class CellTables:
             level: level of the kept tokens, the convolution's input (before up-sampling, if that comes first).
             out_level: level of the output: the same, the next coarser (stride 2) or the next finer (after up-sampling).
         """
-        side, kept, parts = self._sides[level], self._slot_tokens(level), []
+        side, places, parts = self._sides[level], self._slot_tokens(level), []
         for group in self.packing.levels[level].groups:
             high, wide = group.height // side, group.width // side
             first, end = self.row_start[[group.first_row, group.first_row + group.rows]]
-            own = kept[first:end].reshape(group.rows, high, wide, side, side)
+            own = places[first:end].reshape(group.rows, high, wide, side, side)
             raster = own.transpose(0, 1, 3, 2, 4).reshape(group.rows, group.height, group.width)
             if out_level < level:
                 raster = raster.repeat(2, 1).repeat(2, 2)
@@ -139,7 +139,7 @@ class CellTables:
             parts.append(windows.reshape(-1, taken * taken))
         return np.concatenate(parts)
 
-    @_kept_tensor
+    @_cached_tensor
     def taps(self, level: int, out_level: int) -> Integers:
         """Return (cells, out side * out side * 9) the tokens of `window` that each output reads."""
         side, stride = self.window_side(level, out_level), 2 if out_level > level else 1

@@ -107,12 +107,12 @@ class CacheOptions:
         """Whether a trained predictor decides."""
         return self.mode in ("patch", "image") and self.threshold is None
 
-    def own_full_above(self, *, tells_of_steps: bool) -> float | None:
+    def resolve_full_above(self, *, reuses_whole_steps: bool) -> float | None:
         """Return `full_above`, or the value of `grain`; None if a request takes all blocks of a step or none.
 
-        The latter is possible with rules that decide about all blocks as one (`tells_of_steps`).
+        The latter is possible with rules that decide about all blocks as one (`reuses_whole_steps`).
         """
-        if self.full_above is not None or (tells_of_steps and self.grain != "patch"):
+        if self.full_above is not None or (reuses_whole_steps and self.grain != "patch"):
             return self.full_above
         return 0.0 if self.grain == "request" else 0.5
 
@@ -162,7 +162,7 @@ class CacheOptions:
         options = self if self.is_on else CacheOptions(patch_size=8)
         asks = self.is_on and self.needs_predictor
         tells = asks or self.mode == "accumulated"
-        content = asdict(options) | {"full_above": options.own_full_above(tells_of_steps=tells)}
+        content = asdict(options) | {"full_above": options.resolve_full_above(reuses_whole_steps=tells)}
         del content["grain"], content["schedule"]
         if not asks:
             content["max_reuse"] = content["max_reuse"] or 4

@@ -12,7 +12,7 @@ from .active import ActiveRows, ActiveSet
 from .cells import CellTables, Integers, SlotTable
 from .rules import Booleans
 
-_KEPT = 16
+_MAX_CACHED = 16
 """Number of row sets, and of masks, whose index tables are kept while the batch lasts: blocks share them, and some
 recur.
 """
@@ -75,8 +75,8 @@ class PatchBatch:
         self.patch_of_cell: Integers = np.empty(self.tables.num_cells, np.int64)
         self.patch_of_cell[self.first_cell] = self.patch_of_cell[self.last_cell] = np.arange(self.num_patches)
         self._rows, self._counts = rows, counts
-        self._rows_kept: dict[bytes, ActiveRows] = {}
-        self._masks_kept: dict[bytes, ActiveSet] = {}
+        self._cached_rows: dict[bytes, ActiveRows] = {}
+        self._cached_masks: dict[bytes, ActiveSet] = {}
         device = self.tables.device
         self.patch: Integers = patch
         self.first_cell_tensor = torch.from_numpy(self.first_cell).to(device)
@@ -112,17 +112,17 @@ class PatchBatch:
         if is_touched.all() or not num_touched:
             return None
         rows = np.repeat(is_touched, np.diff(self._rows))
-        return _kept(self._rows_kept, rows, lambda: ActiveRows(self.tables, np.flatnonzero(rows)))
+        return _cached(self._cached_rows, rows, lambda: ActiveRows(self.tables, np.flatnonzero(rows)))
 
     def mask(self, is_reused: Booleans) -> ActiveSet:
         """Return the cells that are not reused, given `is_reused` (cells,)."""
-        return _kept(self._masks_kept, is_reused, lambda: ActiveSet(self.tables, np.flatnonzero(~is_reused)))
+        return _cached(self._cached_masks, is_reused, lambda: ActiveSet(self.tables, np.flatnonzero(~is_reused)))
 
 
-def _kept(kept: dict[bytes, _Made], chosen: Booleans, make: Callable[[], _Made]) -> _Made:
+def _cached(cached: dict[bytes, _Made], chosen: Booleans, make: Callable[[], _Made]) -> _Made:
     key = chosen.tobytes()
-    if key not in kept:
-        if len(kept) == _KEPT:
-            del kept[next(iter(kept))]
-        kept[key] = make()
-    return kept[key]
+    if key not in cached:
+        if len(cached) == _MAX_CACHED:
+            del cached[next(iter(cached))]
+        cached[key] = make()
+    return cached[key]

@@ -27,7 +27,7 @@ OnComputed = Callable[[int, Tokens, Tokens], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ReuseDecision:
     """Cells that go through a block.
 
     Attributes:
@@ -52,9 +52,9 @@ class PatchCache:
         patch_size: side of a patch in latent pixels.
         max_reuse: value of the options, or else of the rule.
         is_whole: whether all blocks count as one (`WHOLE_MODEL`): a request takes a step whole or not at all.
-        left_out: for each request of the batch, whether the last step has reused any of its patches in any block.
+        has_reused: for each request of the batch, whether the last step has reused any of its patches in any block.
         names, stores: names and stores of the blocks, in the order in which a step runs them.
-        wants_masks: for each block, whether some of its patches have ever been computed without the others of their
+        uses_masks: for each block, whether some of its patches have ever been computed without the others of their
             request. From then on, its operators keep their inputs.
 
     Raises:
@@ -71,18 +71,18 @@ class PatchCache:
             )
         self.options, self.rule, self.unit, self.num_blocks = options, rule, unit, num_blocks
         self.max_reuse = rule.max_reuse if options.max_reuse is None else options.max_reuse
-        full_above = options.own_full_above(tells_of_steps=rule.is_whole)
+        full_above = options.resolve_full_above(reuses_whole_steps=rule.is_whole)
         self.is_whole = full_above is None
         self._full_above = full_above or 0.0
         self.stats = CacheStats()
         self.on_computed: OnComputed | None = None
-        self.left_out: Booleans = np.zeros(0, bool)
+        self.has_reused: Booleans = np.zeros(0, bool)
         self.names: list[str] = []
         self.stores: list[BlockStore] = []
-        self._kept: list[list[SlotBuffer]] = []
+        self._input_buffers: list[list[SlotBuffer]] = []
         self._slots = SlotTable()
         self._previous = BlockStore()
-        self.wants_masks: list[bool] = []
+        self.uses_masks: list[bool] = []
         self._has_inputs: list[bool] = []
         """Whether the operators of a block have kept their inputs for all requests, as masks need."""
         self._bytes: list[int] = []
@@ -112,14 +112,14 @@ class PatchCache:
                     f"use another --cache-patch-size, such as {gcd(height, width, self.patch_size)}, or --cache off"
                 )
 
-    def add_block(self, name: str, kept: list[SlotBuffer]) -> int:
+    def add_block(self, name: str, buffers: list[SlotBuffer]) -> int:
         """Register a block with the buffers of its operators, in the order in which the model runs blocks; return its
         number.
         """
         self.names.append(name)
         self.stores.append(BlockStore(compares=self.rule.needs_change))
-        self._kept.append(kept)
-        self.wants_masks.append(False)
+        self._input_buffers.append(buffers)
+        self.uses_masks.append(False)
         self._has_inputs.append(False)
         self._bytes.append(0)
         return len(self.names) - 1
@@ -135,12 +135,12 @@ class PatchCache:
             self._batch = None
             return
         self._batch = PatchBatch(packing, requests, self._slots, self.patch_size, self.unit)
-        self.left_out = np.zeros(len(requests), bool)
+        self.has_reused = np.zeros(len(requests), bool)
 
     def begin_step(self, steps_done: Sequence[int]) -> None:
         """Start a step, given the number of steps that each request has done. Called before every step."""
         self.batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
-        self.left_out = np.zeros(len(self.batch.request_keys), bool)
+        self.has_reused = np.zeros(len(self.batch.request_keys), bool)
         self._is_first_block = True
         self._step += 1
         for store in self.stores:
@@ -149,7 +149,7 @@ class PatchCache:
                 store.move_to(self.tables, self.batch.keys)
                 self._register(store)
 
-    def decide(self, block: int, inputs: Tokens) -> Decision:
+    def decide(self, block: int, inputs: Tokens) -> ReuseDecision:
         """Decide which cells go through a block with these input tokens.
 
         New cells, cells in first and last steps, and cells that were reused too often are always computed.
@@ -165,16 +165,16 @@ class PatchCache:
         must |= has_expired
         reuse = np.zeros(batch.num_patches, bool)
         if not must.all():
-            reuse = self._ask(block, inputs, must) & ~must
+            reuse = self._apply_rule(block, inputs, must) & ~must
         self.stats.expired += int(has_expired.sum())
         self.stats.refused += int((~must & ~reuse).sum())
         if self.options.mode == "image" and not reuse.all():
             reuse[:] = False
         rows = batch.fill(reuse, self._full_above)
         if rows is None and reuse.any() and not reuse.all():
-            self.wants_masks[block] = True
+            self.uses_masks[block] = True
             if not self._has_room(block, for_masks=True):
-                self._let_go_of_inputs(block)
+                self._release_inputs(block)
                 rows = batch.fill(reuse, 0.0)
             elif not self._has_inputs[block]:
                 # From now on operators keep their inputs, beginning with those of all requests.
@@ -185,24 +185,24 @@ class PatchCache:
         num_active = batch.num_patches - int(reuse.sum())
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
         if num_active < batch.num_patches:
-            self.left_out |= np.logical_or.reduceat(reuse, batch.request_start)
+            self.has_reused |= np.logical_or.reduceat(reuse, batch.request_start)
         is_reused = reuse[batch.patch_of_cell]
         store.check_mask(is_reused)
         store.count(is_reused)
         self.stats.overhead_s += time.perf_counter() - started
         if num_active == batch.num_patches:
             self.stats.whole += 1
-            return Decision("whole")
+            return ReuseDecision("whole")
         if num_active == 0:
             self.stats.skipped_blocks += 1
-            return Decision("skipped")
+            return ReuseDecision("skipped")
         if rows is not None:
             self.stats.rows += 1
-            return Decision("rows", rows)
+            return ReuseDecision("rows", rows)
         self.stats.masked += 1
-        return Decision("masked", batch.mask(is_reused))
+        return ReuseDecision("masked", batch.mask(is_reused))
 
-    def keep(self, block: int, inputs: Tokens, outputs: Tokens, row_outputs: Tokens, active: Active) -> None:
+    def store_outputs(self, block: int, inputs: Tokens, outputs: Tokens, row_outputs: Tokens, active: Active) -> None:
         """Store what a block has computed, if there is room."""
         started = time.perf_counter()
         store = self.stores[block]
@@ -214,17 +214,17 @@ class PatchCache:
         self._unregister(store)
         store.put(inputs, outputs, row_outputs, active, self._step)
         self._register(store)
-        self._weigh(block)
+        self._update_num_bytes(block)
         most = self.options.memory_mb * 1e6
         if self.num_bytes > most:
             # The size of this block is known only now: drop the inputs kept for masks or, if that is not enough, all.
-            self._let_go_of_inputs(block)
+            self._release_inputs(block)
             if active is None and self.num_bytes > most:
                 self._run_uncached(block)
         self.stats.peak_bytes = max(self.stats.peak_bytes, self.num_bytes)
         self.stats.overhead_s += time.perf_counter() - started
 
-    def hold(self, block: int, outputs: Tokens, row_outputs: Tokens) -> None:
+    def replace_outputs(self, block: int, outputs: Tokens, row_outputs: Tokens) -> None:
         """Replace the stored outputs of a block by these tensors of the same values, which the next block receives."""
         store = self.stores[block]
         self._unregister(store)
@@ -236,9 +236,9 @@ class PatchCache:
 
         They do from the first mask on, as long as there is room.
         """
-        if self.wants_masks[block]:
+        if self.uses_masks[block]:
             if not self._has_room(block, for_masks=True):
-                self._let_go_of_inputs(block)
+                self._release_inputs(block)
             elif active is None:
                 self._has_inputs[block] = True
         return self._has_inputs[block]
@@ -249,29 +249,29 @@ class PatchCache:
         wanted = (own + inputs * for_masks) * self.tables.num_cells
         return self.num_bytes - self._bytes[block] + wanted <= self.options.memory_mb * 1e6
 
-    def _weigh(self, block: int) -> None:
+    def _update_num_bytes(self, block: int) -> None:
         """Update the number of bytes that a block keeps."""
         num_cells, store = self.tables.num_cells, self.stores[block]
-        inputs = sum(kept.bytes_per_cell(num_cells) for kept in self._kept[block])
+        inputs = sum(buffer.bytes_per_cell(num_cells) for buffer in self._input_buffers[block])
         _, before = self._bytes_per_cell.get(block, (0.0, 0.0))
         self._bytes_per_cell[block] = store.num_bytes / num_cells, inputs or before
-        self._bytes[block] = store.num_bytes + sum(kept.num_bytes for kept in self._kept[block])
+        self._bytes[block] = store.num_bytes + sum(buffer.num_bytes for buffer in self._input_buffers[block])
 
-    def _let_go_of_inputs(self, block: int) -> None:
+    def _release_inputs(self, block: int) -> None:
         self._has_inputs[block] = False
-        for kept in self._kept[block]:
-            kept.clear()
+        for buffer in self._input_buffers[block]:
+            buffer.clear()
         self._bytes[block] = self.stores[block].num_bytes
 
     def _run_uncached(self, block: int) -> None:
         name = self.names[block]
         self.stats.uncached[name] = self.stats.uncached.get(name, 0) + 1
-        self._forget(block)
+        self._clear_block(block)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Discard everything, for example after a failure in the middle of a step."""
         for block in range(len(self.stores)):
-            self._forget(block)
+            self._clear_block(block)
         self._previous.clear()
 
     def _register(self, store: BlockStore) -> None:
@@ -281,17 +281,17 @@ class PatchCache:
         for tensor in store.outputs:
             self._maker.pop(tensor.data_ptr(), None)
 
-    def _forget(self, block: int) -> None:
+    def _clear_block(self, block: int) -> None:
         self._unregister(self.stores[block])
         self.stores[block].clear()
-        self._let_go_of_inputs(block)
+        self._release_inputs(block)
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes that all blocks keep."""
         return sum(self._bytes)
 
-    def _ask(self, block: int, inputs: Tokens, must: Booleans) -> Booleans:
+    def _apply_rule(self, block: int, inputs: Tokens, must: Booleans) -> Booleans:
         """Return the patches that the rule allows to be reused before a block; values for patches in `must` are
         meaningless.
         """
@@ -299,7 +299,7 @@ class PatchCache:
         if self.rule.needs_change:
             makers = [self._maker.get(tensor.data_ptr()) for tensor in inputs]
             stamps = [None if maker is None else maker.changed_at for maker in makers]
-            store.look(inputs, stamps, self._step, ~must[batch.patch_of_cell])
+            store.measure_change(inputs, stamps, self._step, ~must[batch.patch_of_cell])
             by_cell = store.change()
             change = torch.maximum(by_cell[batch.first_cell_tensor], by_cell[batch.last_cell_tensor])
         number = self.num_blocks if self.is_whole else block
@@ -312,7 +312,7 @@ class PatchCache:
         store.move_to(tables, batch.keys)
         changes = np.full(len(batch.request_keys), np.inf)
         if store.square is not None:
-            store.look(inputs, [None] * len(inputs), self._step, store.is_known)
+            store.measure_change(inputs, [None] * len(inputs), self._step, store.is_known)
             sums = torch.stack([store.moved(), store.square]).double().cpu().numpy()
             first = batch.first_cell[batch.request_start]
             sums = np.add.reduceat(sums[:, batch.first_cell] + sums[:, batch.last_cell], batch.request_start, axis=1)

@@ -42,7 +42,7 @@ class SlotBuffer:
         self._pending_bytes = 0
         self._parts: Callable[[], Sequence[Tensor]] | None = None
 
-    def keep(self, tokens: Tensor, tables: CellTables, level: int) -> None:
+    def store(self, tokens: Tensor, tables: CellTables, level: int) -> None:
         """Keep the tokens [tokens, ...] of a pass, in packed order. They must not be modified afterwards."""
         self._pending |= dict.fromkeys(tables.owners, _Pass(next(self._passes), tokens, tables, level))
         if len(self._pending) > len(tables.everyone):
@@ -59,13 +59,13 @@ class SlotBuffer:
         # A later pass has newer tokens of the requests that it shares with an earlier one.
         for last in sorted(set(self._pending.values()), key=lambda each: each.number):
             places, values = self._placed(last.tokens, last.tables, last.level)
-            self._reach((int(last.tables.slots.max()) + 1) * per_slot, values).index_copy_(0, places, values)
+            self._grow_to((int(last.tables.slots.max()) + 1) * per_slot, values).index_copy_(0, places, values)
         self._pending.clear()
         self._pending_bytes = 0
         assert self._rows is not None, "a block was masked before it ran in full"
-        return self._reach((int(tables.slots.max()) + 1) * per_slot, self._rows)
+        return self._grow_to((int(tables.slots.max()) + 1) * per_slot, self._rows)
 
-    def taken(self) -> Tensor | None:
+    def take_values(self) -> Tensor | None:
         """Return and discard the values of the last pass, [cells, entries of a cell, ...] in the order of its tables;
         None if there are none.
         """
@@ -77,7 +77,7 @@ class SlotBuffer:
         return values.view(last.tables.num_cells, -1, *values.shape[1:])
 
     def put(self, parts: Callable[[], Sequence[Tensor]]) -> None:
-        """Set the contents from values of `taken`, in any number of parts, for cells whose slots count from 1.
+        """Set the contents from values of `take_values`, in any number of parts, for cells whose slots count from 1.
 
         `parts` is called when rows are first needed, so that a pass waits for them only there. Its errors are raised by
         `rows`.
@@ -85,7 +85,7 @@ class SlotBuffer:
         self.clear()
         self._parts = parts
 
-    def _reach(self, count: int, like: Tensor) -> Tensor:
+    def _grow_to(self, count: int, like: Tensor) -> Tensor:
         old = self._rows
         if old is None or len(old) < count:
             # Grow by at least half, so that a growing batch does not copy at every join.

@@ -11,7 +11,7 @@ from torch import Tensor
 from .active import Active
 from .cells import CellTables, Integers, match_keys
 
-LEAST_SQUARE = 1e-12
+MIN_SQUARE = 1e-12
 """Lower bound on the mean square of an input, so that its relative change is finite even if it is zero everywhere."""
 
 
@@ -51,7 +51,7 @@ class BlockStore:
         self.changed_at: Integers = np.empty(0, np.int64)
         # For each input, by cell: the sum of the squared change, and the step at which it was measured.
         self._moved: list[Tensor] = []
-        self._told_at: list[Integers] = []
+        self._measured_at: list[Integers] = []
 
     @property
     def num_bytes(self) -> int:
@@ -93,9 +93,9 @@ class BlockStore:
             }
             self.outputs = tuple(moved[id(tensor)] for tensor in self.outputs)
             self.samples, self._moved = tuple(map(by_cell, self.samples)), list(map(by_cell, self._moved))
-            self._told_at = list(map(in_order, self._told_at))
+            self._measured_at = list(map(in_order, self._measured_at))
             if self.square is not None:
-                self.square = by_cell(self.square).clamp_(min=LEAST_SQUARE)
+                self.square = by_cell(self.square).clamp_(min=MIN_SQUARE)
             # A row is known as soon as one of its cells is.
             rows, taken = np.unique(tables.row_of_cell[here], return_index=True)
             old_rows = old.row_of_cell[there][taken]
@@ -132,8 +132,8 @@ class BlockStore:
             missing = np.flatnonzero(is_reused & ~self.is_known)
             raise RuntimeError(f"the mask reuses cells that are not in the cache: {missing[:8].tolist()}")
 
-    def look(
-        self, inputs: Sequence[Tensor], changed_at: Sequence[Integers | None], now: int, asked: NDArray[np.bool_]
+    def measure_change(
+        self, inputs: Sequence[Tensor], changed_at: Sequence[Integers | None], now: int, needed: NDArray[np.bool_]
     ) -> None:
         """Measure how far the input has changed.
 
@@ -141,15 +141,15 @@ class BlockStore:
             inputs: tokens [tokens, channels] of all cells.
             changed_at: for each input, the step at which each cell of it was last computed; None if it is not known.
             now: the current step.
-            asked: (cells,) cells for which `moved` must be up to date. An input that has not changed in these cells is
+            needed: (cells,) cells for which `moved` must be up to date. An input that has not changed in these cells is
                 not measured again.
         """
         assert self.tables is not None
         for number, (tensor, stamps) in enumerate(zip(inputs, changed_at, strict=True)):
-            if stamps is None or (asked & (stamps > self._told_at[number])).any():
+            if stamps is None or (needed & (stamps > self._measured_at[number])).any():
                 taken = sampled(tensor, self.tables).sub_(self.samples[number])
                 self._moved[number] = (taken * taken).sum(1, dtype=torch.float32)
-                self._told_at[number][:] = now
+                self._measured_at[number][:] = now
 
     def moved(self) -> Tensor:
         """Return (cells,) the mean squared change of the input since a cell was last computed, as last measured."""
@@ -187,7 +187,7 @@ class BlockStore:
                 self.samples = tuple(sampled(tensor, tables) for tensor in inputs)
                 self.square = self._mean_square(self.samples)
                 self._moved = [self.square.new_zeros(tables.num_cells) for _ in inputs]
-                self._told_at = [np.full(tables.num_cells, now) for _ in inputs]
+                self._measured_at = [np.full(tables.num_cells, now) for _ in inputs]
             return
         merged: dict[int, Tensor] = {}
         for old, new in zip(self.outputs, outputs, strict=True):
@@ -209,11 +209,11 @@ class BlockStore:
         for number, own in enumerate(taken):
             self.samples[number].index_copy_(0, active.cells, own)
             self._moved[number].index_fill_(0, active.cells, 0.0)
-            self._told_at[number][cells] = now
+            self._measured_at[number][cells] = now
 
     def _mean_square(self, samples: Sequence[Tensor]) -> Tensor:
         total = torch.stack([(sample * sample).sum(1, dtype=torch.float32) for sample in samples]).sum(0)
-        return total.div_(self._sample_size).clamp_(min=LEAST_SQUARE)
+        return total.div_(self._sample_size).clamp_(min=MIN_SQUARE)
 
 
 def sampled(tensor: Tensor, tables: CellTables, cells: Tensor | None = None) -> Tensor:

@@ -10,9 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from .enumeration import enumerate_plan
-from .problem import OVERPROVISION, DeferralCurve, ModelTimes, Plan, Problem, Status, fits, light_only, waiting_s
+from .problem import (
+    OVERPROVISION,
+    AllocationPlan,
+    DeferralCurve,
+    ModelTimes,
+    Problem,
+    Status,
+    fits,
+    light_only,
+    waiting_s,
+)
 
-Solver = Callable[[Problem], Plan]
+Solver = Callable[[Problem], AllocationPlan]
 QueueModel = Literal["little", "factor"]
 
 
@@ -33,23 +43,23 @@ class Cluster:
     slos_s: dict[str, float]
     overprovision: float = OVERPROVISION
 
-    def problem(self, seen: "Seen", **more: float) -> Problem:
+    def problem(self, observed: "Observations", **more: float) -> Problem:
         """Return the allocation problem for the current observations."""
         return Problem(
-            seen.num_workers or self.num_workers,
-            seen.demand,
+            observed.num_workers or self.num_workers,
+            observed.demand,
             self.light,
             self.heavy,
-            seen.curve,
+            observed.curve,
             self.slos_s,
-            light_workers=None if seen.plan is None else seen.plan.num_light,
+            light_workers=None if observed.plan is None else observed.plan.num_light,
             overprovision=self.overprovision,
             **more,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observations:
     """Observations of the controller at the time of a plan.
 
     Attributes:
@@ -67,14 +77,14 @@ class Seen:
     heavy_queue: float = 0.0
     light_arrivals: float = 0.0
     heavy_arrivals: float = 0.0
-    plan: Plan | None = None
+    plan: AllocationPlan | None = None
     num_workers: int | None = None
 
 
 class Allocator(Protocol):
     """Makes the plan of the next period."""
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, observed: Observations) -> AllocationPlan:
         """Return the plan for the current observations."""
         ...
 
@@ -98,27 +108,27 @@ class DiffServe:
     threshold: float | None = None
     worth: Callable[[float], float] | None = None
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, observed: Observations) -> AllocationPlan:
         """Return the solver's plan under these settings."""
         if self.worth is not None:
-            seen = replace(seen, curve=seen.curve.improving(self.worth))
+            observed = replace(observed, curve=observed.curve.improving(self.worth))
         if self.threshold is not None:
-            share = seen.curve.share(self.threshold)
+            share = observed.curve.share(self.threshold)
             fixed = (
                 DeferralCurve((0.0, self.threshold), (0.0, share)) if self.threshold else DeferralCurve((0.0,), (0.0,))
             )
-            seen = replace(seen, curve=fixed)
+            observed = replace(observed, curve=fixed)
         cluster = self.cluster
         if self.queue_factor is not None:
             # e + q = (1 + factor) e.
             light, heavy = (_longer(times, 1 + self.queue_factor) for times in (cluster.light, cluster.heavy))
-            problem = replace(cluster, light=light, heavy=heavy).problem(seen)
+            problem = replace(cluster, light=light, heavy=heavy).problem(observed)
         else:
-            waits = _waits(cluster, seen)
-            problem = cluster.problem(seen, light_wait_s=waits[0], heavy_wait_s=waits[1])
+            waits = _waits(cluster, observed)
+            problem = cluster.problem(observed, light_wait_s=waits[0], heavy_wait_s=waits[1])
         plan = self.solve(problem)
         if self.threshold and plan.threshold != self.threshold:
-            return _as_far_as_possible(problem, self.threshold)
+            return _closest_plan(problem, self.threshold)
         return plan
 
 
@@ -126,9 +136,9 @@ class DiffServe:
 class Fixed:
     """Allocator with one plan for the whole trace: `diffserve-static`, and both `clipper` systems."""
 
-    plan: Plan
+    plan: AllocationPlan
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, observed: Observations) -> AllocationPlan:
         """Return the fixed plan."""
         return self.plan
 
@@ -142,13 +152,13 @@ class Proteus:
 
     cluster: Cluster
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, observed: Observations) -> AllocationPlan:
         """Return the plan whose `share` is p and whose `threshold` is None."""
-        cluster, waits = self.cluster, _waits(self.cluster, seen)
-        problem = cluster.problem(seen)
-        now = None if seen.plan is None else seen.plan.num_light
+        cluster, waits = self.cluster, _waits(self.cluster, observed)
+        problem = cluster.problem(observed)
+        now = None if observed.plan is None else observed.plan.num_light
         for light_wait_s, heavy_wait_s in (waits, (0.0, 0.0)):
-            found: list[tuple[tuple[float, ...], Plan]] = []
+            found: list[tuple[tuple[float, ...], AllocationPlan]] = []
             light_sizes = _in_time(cluster.light, cluster.slos_s, light_wait_s)
             heavy_sizes = _in_time(cluster.heavy, cluster.slos_s, heavy_wait_s)
             for num_heavy in range(problem.num_workers + 1):
@@ -162,7 +172,7 @@ class Proteus:
                 share = 1.0 if heavy_capacity >= problem.load else heavy_capacity / problem.load
                 if not fits(problem.load * (1 - share), light_capacity):
                     continue
-                plan = Plan(
+                plan = AllocationPlan(
                     num_light,
                     num_heavy,
                     0 if light is None else cluster.light.batch_sizes[light],
@@ -198,18 +208,18 @@ class Shared:
     cluster: Cluster
     worth: Callable[[float], float] | None = None
 
-    def __call__(self, seen: Seen) -> Plan:
+    def __call__(self, observed: Observations) -> AllocationPlan:
         """Return a plan in which all workers are shared."""
         if self.worth is not None:
-            seen = replace(seen, curve=seen.curve.improving(self.worth))
+            observed = replace(observed, curve=observed.curve.improving(self.worth))
         light, heavy = self.cluster.light, self.cluster.heavy
         # Requests for light and for heavy images wait in the same queues.
-        arrivals = seen.light_arrivals + seen.heavy_arrivals
+        arrivals = observed.light_arrivals + observed.heavy_arrivals
         capacity = self.cluster.num_workers * light.throughput[0]
-        wait_s = waiting_s(seen.light_queue + seen.heavy_queue, arrivals, capacity)
-        problem = self.cluster.problem(seen, light_wait_s=wait_s, heavy_wait_s=wait_s)
+        wait_s = waiting_s(observed.light_queue + observed.heavy_queue, arrivals, capacity)
+        problem = self.cluster.problem(observed, light_wait_s=wait_s, heavy_wait_s=wait_s)
         for with_waiting in (True, False):
-            found: list[tuple[tuple[float, ...], Plan]] = []
+            found: list[tuple[tuple[float, ...], AllocationPlan]] = []
             for index, size in enumerate(light.batch_sizes):
                 room = problem.num_workers - problem.load / light.throughput[index]
                 if room < 0 or not problem.is_in_time(index, None, with_waiting=with_waiting):
@@ -225,32 +235,34 @@ class Shared:
         rest = light_only(problem)
         return self._plan(problem, rest.light_batch, 0, rest.status)
 
-    def _plan(self, problem: Problem, size: int, step: int, status: Status) -> Plan:
+    def _plan(self, problem: Problem, size: int, step: int, status: Status) -> AllocationPlan:
         count, curve = problem.num_workers, problem.curve
-        return Plan(count, count, size, size, curve.thresholds[step], curve.shares[step], status, is_shared=True)
+        return AllocationPlan(
+            count, count, size, size, curve.thresholds[step], curve.shares[step], status, is_shared=True
+        )
 
 
 def clipper(cluster: Cluster, leg: Literal["light", "heavy"]) -> Fixed:
     """Return the plan in which all workers serve one model; its batch sizes follow `Aimd`."""
     if leg == "light":
-        return Fixed(Plan(cluster.num_workers, 0, cluster.light.batch_sizes[-1], 0, None, 0.0))
-    return Fixed(Plan(0, cluster.num_workers, 0, cluster.heavy.batch_sizes[-1], None, 1.0))
+        return Fixed(AllocationPlan(cluster.num_workers, 0, cluster.light.batch_sizes[-1], 0, None, 0.0))
+    return Fixed(AllocationPlan(0, cluster.num_workers, 0, cluster.heavy.batch_sizes[-1], None, 1.0))
 
 
 def static(cluster: Cluster, curve: DeferralCurve, peak: float, solve: Solver = enumerate_plan) -> Fixed:
     """Return DiffServe's plan for the peak of the trace, kept for the whole trace."""
-    return Fixed(solve(cluster.problem(Seen(peak, curve))))
+    return Fixed(solve(cluster.problem(Observations(peak, curve))))
 
 
-def _waits(cluster: Cluster, seen: Seen) -> tuple[float, float]:
+def _waits(cluster: Cluster, observed: Observations) -> tuple[float, float]:
     """Return q of both models by Little's law; a queue without arrivals drains at the capacity of its workers."""
     light = heavy = 0.0
-    if (plan := seen.plan) is not None:
+    if (plan := observed.plan) is not None:
         light = plan.num_light * _throughput(cluster.light, plan.light_batch)
         heavy = plan.num_heavy * _throughput(cluster.heavy, plan.heavy_batch)
     return (
-        waiting_s(seen.light_queue, seen.light_arrivals, light),
-        waiting_s(seen.heavy_queue, seen.heavy_arrivals, heavy),
+        waiting_s(observed.light_queue, observed.light_arrivals, light),
+        waiting_s(observed.heavy_queue, observed.heavy_arrivals, heavy),
     )
 
 
@@ -272,7 +284,7 @@ def _longer(times: ModelTimes, factor: float) -> ModelTimes:
     return replace(times, latency_s=latency_s)
 
 
-def _as_far_as_possible(problem: Problem, threshold: float) -> Plan:
+def _closest_plan(problem: Problem, threshold: float) -> AllocationPlan:
     """Return the plan for a threshold that exceeds the capacity.
 
     Workers are divided in proportion to the work of each model, at the batch sizes of the highest throughput.
@@ -283,7 +295,7 @@ def _as_far_as_possible(problem: Problem, threshold: float) -> Plan:
     of_light, of_heavy = 1 / problem.light.throughput[light], share / problem.heavy.throughput[heavy]
     count = problem.num_workers
     num_light = min(max(1, math.ceil(count * of_light / (of_light + of_heavy) - 0.5)), max(1, count - 1))
-    return Plan(
+    return AllocationPlan(
         num_light,
         count - num_light,
         problem.light.batch_sizes[light],

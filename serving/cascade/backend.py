@@ -59,12 +59,12 @@ class _Clients(Source):
     """Requests of clients, passed to the dispatcher's thread as calls."""
 
     def __init__(self) -> None:
-        self._heard, self._bell = Pipe(duplex=False)
-        self.news = self._heard
+        self._wake_reader, self._wake_writer = Pipe(duplex=False)
+        self.wake_connection = self._wake_reader
         self._calls: deque[Callable[[Dispatcher, float], None]] = deque()
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         return False
 
     @property
@@ -74,11 +74,11 @@ class _Clients(Source):
     def post(self, call: Callable[[Dispatcher, float], None]) -> None:
         """Run a call in the dispatcher's thread."""
         self._calls.append(call)
-        self._bell.send_bytes(b"1")
+        self._wake_writer.send_bytes(b"1")
 
     def take(self, dispatcher: Dispatcher, now_s: float) -> None:
-        while self._heard.poll():
-            self._heard.recv_bytes()
+        while self._wake_reader.poll():
+            self._wake_reader.recv_bytes()
         while self._calls:
             self._calls.popleft()(dispatcher, now_s)
 
@@ -99,10 +99,10 @@ class CascadeBackend:
         self.on_row: Callable[[StepRow], None] = lambda row: None
         self._setup, self._health = setup, Health.STARTING
         self._folder = tempfile.TemporaryDirectory(prefix="psctl-cascade-", ignore_cleanup_errors=True)
-        self._settings = replace(setup.worker, image_dir=Path(self._folder.name), tells_steps=True)
+        self._settings = replace(setup.worker, image_dir=Path(self._folder.name), reports_steps=True)
         self._clients = _Clients()
         # Final records go to clients; none are kept.
-        self._dispatcher = setup.make(partial(self._post, self._ended), CascadeResult.of_the_last(0))
+        self._dispatcher = setup.make(partial(self._post, self._ended), CascadeResult.keeping_last(0))
         self._cluster = CascadeCluster(
             settings_for(self._settings, setup.num_workers, setup.num_cores),
             self._dispatcher,
@@ -133,7 +133,7 @@ class CascadeBackend:
             sum(slot.worker.num_waiting for slot in slots if slot.worker is not None) + self._dispatcher.num_queued
         )
         is_open = self._dispatcher.num_open
-        pending = float(sum(slot.pending for slot in slots))
+        pending = float(sum(slot.pending_pixel_steps for slot in slots))
         return Load(max(0, is_open - waiting), min(waiting, is_open), pending, self._rate.value)
 
     @property
@@ -144,11 +144,11 @@ class CascadeBackend:
             ReplicaState(
                 f"{slot.index} ({slot.leg or 'light, heavy'})",
                 pids.get(slot.index, 0),
-                Health.READY if slot.takes else Health.RESTARTING,
+                Health.READY if slot.is_accepting else Health.RESTARTING,
                 Load(
-                    max(0, len(slot.given) - (slot.worker.num_waiting if slot.worker else 0)),
+                    max(0, len(slot.assignments) - (slot.worker.num_waiting if slot.worker else 0)),
                     slot.worker.num_waiting if slot.worker else 0,
-                    float(slot.pending),
+                    float(slot.pending_pixel_steps),
                 ),
             )
             for slot in self._dispatcher.slots
@@ -252,10 +252,10 @@ class CascadeBackend:
             self._open[request_id][1].on_step(request_id, steps_done)
 
     def _ended(self, record: RequestRecord) -> None:
-        work = self._loop.run_in_executor(None, self._taken, record)
-        work.add_done_callback(lambda done: self._hand_over(record, done.result()))
+        work = self._loop.run_in_executor(None, self._read_image, record)
+        work.add_done_callback(lambda done: self._deliver(record, done.result()))
 
-    def _hand_over(self, record: RequestRecord, image: "Image | None") -> None:
+    def _deliver(self, record: RequestRecord, image: "Image | None") -> None:
         _, follower = self._open.pop(record.request_id, (None, None))
         if record.status == "completed":
             self._note_rate(record)
@@ -264,7 +264,7 @@ class CascadeBackend:
             own = replace(record, image_path=None, served_by=self._setup.names[leg] if leg in LEGS else None)
             follower.on_end(own, image)
 
-    def _taken(self, record: RequestRecord) -> "Image | None":
+    def _read_image(self, record: RequestRecord) -> "Image | None":
         """Read the image of a request and delete its files; a request whose image cannot be read fails."""
         from PIL import Image
 

@@ -7,14 +7,14 @@ from typing import Literal, Protocol, TypeVar
 Balance = Literal["least", "random"]
 
 
-class Pending(Protocol):
+class HasPendingWork(Protocol):
     """A worker with pending work: the pixels times steps of its unfinished requests."""
 
     @property
-    def pending(self) -> int: ...
+    def pending_pixel_steps(self) -> int: ...
 
 
-Worker = TypeVar("Worker", bound=Pending)
+Worker = TypeVar("Worker", bound=HasPendingWork)
 
 
 class Balancer:
@@ -33,4 +33,4 @@ class Balancer:
         """Return one of the workers, of which there must be at least one."""
         if self._balance == "random":
             return workers[self._chance.randrange(len(workers))]
-        return min(workers, key=lambda worker: worker.pending)
+        return min(workers, key=lambda worker: worker.pending_pixel_steps)

@@ -28,13 +28,13 @@ from .result import CascadeResult
 from .worker import WorkerSettings
 
 _ENTRY = f"{__package__}.worker:run_worker"
-MOST_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
+MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 SILENT_S = 15.0
 """A worker that has sent nothing for this time is killed; it sends a heartbeat every `worker.ALIVE_EVERY_S`."""
 _LOAD_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
-_MOST_WAIT_S = 0.5
-_MOST_UNSENT = 10_000
+_MAX_WAIT_S = 0.5
+_MAX_UNSENT = 10_000
 """Most messages that wait for a worker: more than there are ever open requests."""
 
 
@@ -55,7 +55,7 @@ class ProcessWorker:
         self.num_waiting = 0
         self.is_ready = False
         self.silent_s = 0.0
-        self._unsent: queue.Queue[tuple[object, ...] | None] = queue.Queue(_MOST_UNSENT)
+        self._unsent: queue.Queue[tuple[object, ...] | None] = queue.Queue(_MAX_UNSENT)
         name = f"psctl-worker-{settings.index}"
         self.process = start_process(_ENTRY, settings, leg, other, device=settings.device, name=name)
         other.close()
@@ -63,24 +63,24 @@ class ProcessWorker:
         self._sender.start()
 
     def take(self, request: Request, now_s: float) -> None:
-        self._tell("take", request)
+        self._enqueue("take", request)
 
     def cancel(self, request_id: int, reason: str) -> None:
-        self._tell("cancel", request_id, reason)
+        self._enqueue("cancel", request_id, reason)
 
-    def limit(self, batch_size: int) -> None:
-        self._tell("limit", batch_size)
+    def limit_batch_size(self, batch_size: int) -> None:
+        self._enqueue("limit", batch_size)
 
-    def change(self, leg: Leg, now_s: float) -> None:
-        self._tell("change", leg)
+    def switch_model(self, leg: Leg, now_s: float) -> None:
+        self._enqueue("change", leg)
 
     def begin(self, zero_s: float) -> None:
         """Send the start time of the trace, on the clock of the machine."""
-        self._tell("zero", zero_s)
+        self._enqueue("zero", zero_s)
 
     def stop(self) -> None:
         """Ask the process to end without finishing its requests."""
-        self._tell("stop")
+        self._enqueue("stop")
 
     def close(self) -> None:
         """Close the connection of a process that has ended."""
@@ -89,7 +89,7 @@ class ProcessWorker:
         self._sender.join(_STOP_TIMEOUT_S)
         self.connection.close()
 
-    def _tell(self, *message: object) -> None:
+    def _enqueue(self, *message: object) -> None:
         try:
             self._unsent.put_nowait(message)
         except queue.Full:
@@ -106,14 +106,14 @@ class Source(Protocol):
     """Source of requests.
 
     Attributes:
-        news: connection that is readable from the arrival of a request until `take`; None if all requests are known in
-            advance.
+        wake_connection: connection that is readable from the arrival of a request until `take`; None if all requests
+            are known in advance.
     """
 
-    news: Connection | None
+    wake_connection: Connection | None
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether no more requests will arrive."""
         ...
 
@@ -129,18 +129,18 @@ class Source(Protocol):
 class TraceSource(Source):
     """Requests of a trace, in order of arrival."""
 
-    news = None
+    wake_connection = None
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests, self._place = requests, 0
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self._place == len(self._requests)
 
     @property
     def next_s(self) -> float:
-        return math.inf if self.is_over else self._requests[self._place].arrival_s
+        return math.inf if self.is_exhausted else self._requests[self._place].arrival_s
 
     def take(self, dispatcher: Dispatcher, now_s: float) -> None:
         while self.next_s <= now_s:
@@ -168,7 +168,7 @@ class CascadeCluster:
     ) -> None:
         self._settings, self._dispatcher, self._on_note, self._on_steps = settings, dispatcher, on_note, on_steps
         self._workers: dict[int, ProcessWorker] = {}
-        self._restarted_s = [deque[float](maxlen=MOST_RESTARTS) for _ in settings]
+        self._restarted_s = [deque[float](maxlen=MAX_RESTARTS) for _ in settings]
         self._zero_s = 0.0
         self._is_ended = False
         self.was_interrupted = False
@@ -242,7 +242,7 @@ class CascadeCluster:
     def _serve(self, source: Source) -> None:
         next_tick_s, dispatcher = SAMPLE_S, self._dispatcher
         looked_s = time.monotonic()
-        while not source.is_over or dispatcher.num_open:
+        while not source.is_exhausted or dispatcher.num_open:
             now_s = self.now_s()
             source.take(dispatcher, now_s)
             if self._is_ended:
@@ -255,45 +255,45 @@ class CascadeCluster:
                 source.take(dispatcher, math.inf)
                 dispatcher.end_all("failed", now_s, "no worker is left")
                 raise RunError(f"all {len(self._settings)} workers died, and none could be started any more")
-            timeout_s = min(max(min(next_tick_s, source.next_s) - self.now_s(), 0.0), _MOST_WAIT_S)
-            self._hear(timeout_s, source.news)
+            timeout_s = min(max(min(next_tick_s, source.next_s) - self.now_s(), 0.0), _MAX_WAIT_S)
+            self._receive_messages(timeout_s, source.wake_connection)
             before_s, looked_s = looked_s, time.monotonic()
             self._end_silent(looked_s - before_s)
 
-    def _hear(self, timeout_s: float, news: Connection | None) -> None:
+    def _receive_messages(self, timeout_s: float, wake_connection: Connection | None) -> None:
         index_of = {worker.connection: index for index, worker in self._workers.items()}
-        for connection in wait([*index_of, *([] if news is None else [news])], timeout_s):
+        for connection in wait([*index_of, *([] if wake_connection is None else [wake_connection])], timeout_s):
             assert isinstance(connection, Connection)
-            if connection is news:
+            if connection is wake_connection:
                 continue
             index = index_of[connection]
             self._workers[index].silent_s = 0.0
             try:
                 word, *rest = connection.recv()
             except (EOFError, OSError):
-                self._lost(index)
+                self._handle_death(index)
                 continue
-            self._heard(index, word, rest)
+            self._handle_message(index, word, rest)
 
-    def _heard(self, index: int, word: str, rest: list) -> None:  # type: ignore[type-arg]  what belongs to the word
+    def _handle_message(self, index: int, word: str, rest: list) -> None:  # type: ignore[type-arg]  what belongs to the word
         dispatcher, now_s, worker = self._dispatcher, self.now_s(), self._workers[index]
         if word == "ended":
-            dispatcher.ended(index, rest[0], rest[1], now_s)
+            dispatcher.request_ended(index, rest[0], rest[1], now_s)
         elif word == "waiting":
             worker.num_waiting = rest[0]
         elif word == "steps":
             self._on_steps(rest[0], rest[1])
         elif word == "back":
-            dispatcher.handed_back(index, rest[0], now_s)
+            dispatcher.requests_returned(index, rest[0], now_s)
         elif word == "left":
             worker.num_waiting = 0
-            dispatcher.left(index)
+            dispatcher.switch_started(index)
         elif word == "changed":
-            dispatcher.changed(index, now_s)
+            dispatcher.switch_finished(index, now_s)
         elif word == "ready":
             worker.is_ready = True
             worker.begin(self._zero_s)
-            dispatcher.returned(index, now_s, worker)
+            dispatcher.worker_restarted(index, now_s, worker)
             self._on_note(f"Worker {index} serves again.")
         elif word == "failed":
             self._on_note(f"Worker {index} could not load its models again: {rest[0]}")
@@ -302,24 +302,24 @@ class CascadeCluster:
         """Kill workers that have been silent too long; `passed_s` is the time since the last check."""
         for index, worker in self._workers.items():
             # A pause of this process or of the machine does not count as silence of a worker.
-            worker.silent_s += min(passed_s, 2 * _MOST_WAIT_S)
+            worker.silent_s += min(passed_s, 2 * _MAX_WAIT_S)
             limit_s = SILENT_S if worker.is_ready else _LOAD_TIMEOUT_S
             if worker.silent_s > limit_s and worker.process.is_alive():
                 self._on_note(f"Worker {index} has told nothing for {limit_s:g} s and is killed.")
                 worker.process.kill()
                 worker.process.join()
 
-    def _lost(self, index: int) -> None:
+    def _handle_death(self, index: int) -> None:
         worker = self._workers.pop(index)
         worker.process.join(_STOP_TIMEOUT_S)
         worker.close()
         reason = f"worker {index} died (exit code {worker.process.exitcode})"
         now_s = self.now_s()
         if worker.is_ready:
-            self._dispatcher.lost(index, now_s, reason)
+            self._dispatcher.worker_died(index, now_s, reason)
         restarted_s = self._restarted_s[index]
-        if len(restarted_s) == MOST_RESTARTS and now_s - restarted_s[0] < RESTARTS_WITHIN_S:
-            times = f"for the {MOST_RESTARTS + 1}th time within {RESTARTS_WITHIN_S / 60:g} min"
+        if len(restarted_s) == MAX_RESTARTS and now_s - restarted_s[0] < RESTARTS_WITHIN_S:
+            times = f"for the {MAX_RESTARTS + 1}th time within {RESTARTS_WITHIN_S / 60:g} min"
             self._on_note(f"{reason}, {times}: it is not started again.")
             return
         restarted_s.append(now_s)

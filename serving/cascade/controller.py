@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .allocators import Allocator, Seen
+from .allocators import Allocator, Observations
 from .deferral import OnlineDeferral
 from .demand import MovingAverage
 from .legs import LEGS, Leg
-from .problem import Plan
+from .problem import AllocationPlan
 
 SAMPLE_S, PERIOD_S = 1.0, 5.0
 
@@ -30,7 +30,7 @@ class Controller:
 
     Attributes:
         plan: the current plan.
-        seen: observations that it was made from.
+        observed: observations that it was made from.
         solve_s: time that it took to make the plan.
     """
 
@@ -45,47 +45,47 @@ class Controller:
     ) -> None:
         self._allocate, self._burst = allocate, burst
         self._deferral = OnlineDeferral(profiled, costs=costs)
-        self._demand, self._planned = MovingAverage(), demand
+        self._demand, self._planned_demand = MovingAverage(), demand
         self._queues = {leg: MovingAverage() for leg in LEGS}
         self._arrivals = {leg: MovingAverage() for leg in LEGS}
-        self._asked, self._sent = 0, Counter[Leg]()
-        self._planned_s = 0.0
-        self.seen = Seen(demand, self._deferral.curve)
+        self._num_arrived, self._num_sent = 0, Counter[Leg]()
+        self._planned_at_s = 0.0
+        self.observed = Observations(demand, self._deferral.curve)
         self.solve_s = 0.0
         self.plan = self._plan()
 
     def arrived(self) -> None:
         """Count the arrival of a request."""
-        self._asked += 1
+        self._num_arrived += 1
 
     def sent(self, leg: Leg) -> None:
         """Count a request that was sent to a model, be it new or deferred."""
-        self._sent[leg] += 1
+        self._num_sent[leg] += 1
 
     def scored(self, confidence: float, cost: float) -> None:
         """Record the confidence of a light image, and the cost of its heavy image."""
         self._deferral.note(confidence, cost)
 
-    def sample(self, now_s: float, queues: Mapping[Leg, int]) -> Plan | None:
+    def sample(self, now_s: float, queues: Mapping[Leg, int]) -> AllocationPlan | None:
         """Take a sample, and return a new plan when one is due, else None. Called every `SAMPLE_S`.
 
         Args:
             now_s: the current time.
             queues: number of requests that wait for a worker, by model.
         """
-        self._demand.note(self._asked / SAMPLE_S)
+        self._demand.note(self._num_arrived / SAMPLE_S)
         for leg in LEGS:
             self._queues[leg].note(queues[leg])
-            self._arrivals[leg].note(self._sent[leg] / SAMPLE_S)
-        self._asked = 0
-        self._sent.clear()
-        is_burst = self._burst is not None and self._demand.latest > self._burst * max(self._planned, 1e-9)
-        if now_s - self._planned_s < PERIOD_S - 1e-9 and not is_burst:
+            self._arrivals[leg].note(self._num_sent[leg] / SAMPLE_S)
+        self._num_arrived = 0
+        self._num_sent.clear()
+        is_burst = self._burst is not None and self._demand.latest > self._burst * max(self._planned_demand, 1e-9)
+        if now_s - self._planned_at_s < PERIOD_S - 1e-9 and not is_burst:
             return None
         # The average reflects a burst only later.
         demand = max(self._demand.value, self._demand.latest) if is_burst else self._demand.value
-        self._planned_s, self._planned = now_s, demand
-        self.seen = Seen(
+        self._planned_at_s, self._planned_demand = now_s, demand
+        self.observed = Observations(
             demand,
             self._deferral.curve,
             self._queues["light"].value,
@@ -93,19 +93,19 @@ class Controller:
             self._arrivals["light"].value,
             self._arrivals["heavy"].value,
             self.plan,
-            self.seen.num_workers,
+            self.observed.num_workers,
         )
         self.plan = self._plan()
         return self.plan
 
-    def replan(self, num_workers: int) -> Plan:
+    def replan(self, num_workers: int) -> AllocationPlan:
         """Make a plan for another number of workers, from the observations of the last plan."""
-        self.seen = replace(self.seen, num_workers=num_workers, plan=self.plan)
+        self.observed = replace(self.observed, num_workers=num_workers, plan=self.plan)
         self.plan = self._plan()
         return self.plan
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> AllocationPlan:
         start_s = time.perf_counter()
-        plan = self._allocate(self.seen)
+        plan = self._allocate(self.observed)
         self.solve_s = time.perf_counter() - start_s
         return plan

@@ -23,15 +23,15 @@ from .controller import Controller
 from .deferral import threshold_at
 from .leg_model import LegModel
 from .legs import LEGS, Leg
-from .problem import Plan
+from .problem import AllocationPlan
 from .result import CascadeResult, LegRow, PlanRow
-from .slots import Given, Slot, Worker
+from .slots import Assignment, Worker, WorkerSlot
 
 OnLate = Literal["discard", "light"]
 Batching = Literal["plan", "aimd"]
 SKIPPED_FROM = 0.98
 """Share of deferred requests from which light images are skipped, with `skip_light`."""
-MOST_ATTEMPTS = 2
+MAX_ATTEMPTS = 2
 """Most attempts of one model at a request when workers die."""
 
 
@@ -79,15 +79,15 @@ class Dispatcher:
         # Requests that wait because their model has no worker.
         self._queue: dict[Leg, deque[Request]] = {leg: deque() for leg in LEGS}
         # Records of light images whose requests were deferred.
-        self._has_light: dict[int, RequestRecord] = {}
+        self._light_records: dict[int, RequestRecord] = {}
         # Confidences and thresholds of light images.
         self._scores: dict[int, tuple[float, float]] = {}
         self._attempts: Counter[tuple[int, Leg]] = Counter()
         self.result = result or CascadeResult()
-        self.slots: list[Slot] = []
+        self.slots: list[WorkerSlot] = []
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> AllocationPlan:
         """The current plan."""
         return self._controller.plan
 
@@ -106,7 +106,7 @@ class Dispatcher:
         plan = self._controller.plan
         for index in range(num_workers):
             leg: Leg | None = None if plan.is_shared else "light" if index < plan.num_light else "heavy"
-            self.slots.append(Slot(index, make(index, leg), leg))
+            self.slots.append(WorkerSlot(index, make(index, leg), leg))
         self._apply(plan, 0.0)
 
     def arrive(self, request: Request, now_s: float) -> None:
@@ -135,7 +135,7 @@ class Dispatcher:
         if (plan := self._controller.sample(now_s, queues)) is not None:
             self._apply(plan, now_s)
 
-    def ended(self, index: int, record: RequestRecord, confidence: float | None, now_s: float) -> None:
+    def request_ended(self, index: int, record: RequestRecord, confidence: float | None, now_s: float) -> None:
         """Handle a request that has ended on a worker.
 
         Args:
@@ -145,10 +145,10 @@ class Dispatcher:
             now_s: the current time.
         """
         slot = self.slots[index]
-        given = slot.taken_back(record.request_id)
-        if given is None or record.request_id not in self._requests:
+        assignment = slot.unassign(record.request_id)
+        if assignment is None or record.request_id not in self._requests:
             return  # no longer assigned to this worker, for example after a cancellation
-        request, (leg, start_s, _) = self._requests[record.request_id], given
+        request, (leg, start_s, _) = self._requests[record.request_id], assignment
         threshold = self._controller.plan.threshold if leg == "light" else None
         is_deferred = False
         if threshold is None or record.status != "completed":
@@ -167,7 +167,7 @@ class Dispatcher:
         self._note_lateness(leg, request, record, now_s)
         if is_deferred:
             self.result.wasted_s += now_s - start_s
-            self._has_light[record.request_id] = record
+            self._light_records[record.request_id] = record
             self._send("heavy", request, now_s)
         elif record.status == "discarded":
             self._refuse(request, leg, now_s, record.reason)
@@ -180,23 +180,23 @@ class Dispatcher:
         if request is None:
             return
         for slot in self.slots:
-            if slot.taken_back(request_id) is not None and slot.worker is not None:
+            if slot.unassign(request_id) is not None and slot.worker is not None:
                 slot.worker.cancel(request_id, reason)
         for queue in self._queue.values():
             for waiting in [each for each in queue if each.request_id == request_id]:
                 queue.remove(waiting)
         self._finish(request, "cancelled", now_s, reason, None)
 
-    def handed_back(self, index: int, request_ids: Sequence[int], now_s: float) -> None:
+    def requests_returned(self, index: int, request_ids: Sequence[int], now_s: float) -> None:
         """Send the queue of a worker that is about to switch models to other workers."""
         slot = self.slots[index]
         for request_id in request_ids:
-            given = slot.taken_back(request_id)
-            if given is not None and request_id in self._requests:
-                self._attempts[request_id, given.leg] -= 1
-                self._send(given.leg, self._requests[request_id], now_s)
+            assignment = slot.unassign(request_id)
+            if assignment is not None and request_id in self._requests:
+                self._attempts[request_id, assignment.leg] -= 1
+                self._send(assignment.leg, self._requests[request_id], now_s)
 
-    def left(self, index: int) -> None:
+    def switch_started(self, index: int) -> None:
         """Record that a worker has finished its batch and starts to switch models."""
         slot = self.slots[index]
         if slot.next_leg is not None:
@@ -204,7 +204,7 @@ class Dispatcher:
         slot.is_away = True
         self.result.num_switches += 1
 
-    def changed(self, index: int, now_s: float, worker: Worker | None = None) -> None:
+    def switch_finished(self, index: int, now_s: float, worker: Worker | None = None) -> None:
         """Record that a worker serves again; `worker` replaces the previous object, if given."""
         slot = self.slots[index]
         slot.worker = worker or slot.worker
@@ -212,29 +212,29 @@ class Dispatcher:
         self._limit(slot)
         self._serve_queue(now_s)
 
-    def lost(self, index: int, now_s: float, reason: str) -> None:
+    def worker_died(self, index: int, now_s: float, reason: str) -> None:
         """Handle the death of a worker: retry its requests on other workers and make a plan for the remaining ones.
 
-        A request that has used up `MOST_ATTEMPTS` fails.
+        A request that has used up `MAX_ATTEMPTS` fails.
         """
         slot = self.slots[index]
-        slot.worker, slot.is_away, slot.pending = None, True, 0
-        slot.leg, slot.next_leg = slot.bound, None
+        slot.worker, slot.is_away, slot.pending_pixel_steps = None, True, 0
+        slot.leg, slot.next_leg = slot.target_leg, None
         self.result.num_lost += 1
-        all_given, slot.given = slot.given, {}
-        for request_id, given in all_given.items():
+        lost_assignments, slot.assignments = slot.assignments, {}
+        for request_id, assignment in lost_assignments.items():
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            if self._attempts[request_id, given.leg] < MOST_ATTEMPTS:
-                self._send(given.leg, request, now_s)
+            if self._attempts[request_id, assignment.leg] < MAX_ATTEMPTS:
+                self._send(assignment.leg, request, now_s)
             else:
-                self._finish(request, "failed", now_s, reason, given.leg)
+                self._finish(request, "failed", now_s, reason, assignment.leg)
         self._replan(now_s)
 
-    def returned(self, index: int, now_s: float, worker: Worker) -> None:
+    def worker_restarted(self, index: int, now_s: float, worker: Worker) -> None:
         """Record that a worker that had died was restarted, and make a new plan."""
-        self.changed(index, now_s, worker)
+        self.switch_finished(index, now_s, worker)
         self._replan(now_s)
 
     def end_all(self, status: Status, now_s: float, reason: str) -> None:
@@ -258,7 +258,7 @@ class Dispatcher:
 
     def _send(self, leg: Leg, request: Request, now_s: float) -> None:
         """Send a request to a worker of a model; queue it if no worker accepts requests for that model now."""
-        slots = [slot for slot in self.slots if slot.leg in (leg, None) and slot.takes]
+        slots = [slot for slot in self.slots if slot.leg in (leg, None) and slot.is_accepting]
         if not slots:
             self._queue[leg].append(request)
             return
@@ -275,13 +275,13 @@ class Dispatcher:
         )
         if leg == "heavy" and self._reuses_light(request.request_id):
             own = replace(own, traced=TracedEdit("light", "all", 1.0, model.strength))
-        slot.give(request.request_id, Given(leg, now_s, request.resolution.pixels * own.num_steps))
+        slot.assign(request.request_id, Assignment(leg, now_s, request.resolution.pixels * own.num_steps))
         assert slot.worker is not None
         slot.worker.take(own, now_s)
 
     def _reuses_light(self, request_id: int) -> bool:
         """Return whether the heavy model starts from the light image of this request."""
-        return self._models["heavy"].strength < 1 and request_id in self._has_light
+        return self._models["heavy"].strength < 1 and request_id in self._light_records
 
     def _serve_queue(self, now_s: float) -> None:
         for leg in LEGS:
@@ -302,7 +302,7 @@ class Dispatcher:
 
     def _refuse(self, request: Request, leg: Leg, now_s: float, reason: str | None) -> None:
         """End a request that a model cannot finish in time: discard it, or complete it with its light image."""
-        if leg == "heavy" and self._on_late == "light" and (light := self._has_light.get(request.request_id)):
+        if leg == "heavy" and self._on_late == "light" and (light := self._light_records.get(request.request_id)):
             self._finish(request, "completed", now_s, None, "light", light)
         else:
             self._finish(request, "discarded", now_s, reason, leg)
@@ -332,34 +332,34 @@ class Dispatcher:
             record.image_path, record.steps_reused = drawn.image_path, drawn.steps_reused
         record.close(status, now_s, reason)
         del self._requests[request.request_id]
-        self._has_light.pop(request.request_id, None)
+        self._light_records.pop(request.request_id, None)
         for each in LEGS:
             self._attempts.pop((request.request_id, each), None)
         self.result.records.append(record)
         self._on_end(record)
 
-    def _apply(self, plan: Plan, now_s: float) -> None:
+    def _apply(self, plan: AllocationPlan, now_s: float) -> None:
         """Switch workers to the models that the plan gives them; those with the least pending work switch first."""
         controller = self._controller
-        self.result.plans.append(PlanRow(now_s, plan, controller.seen, controller.solve_s))
+        self.result.plans.append(PlanRow(now_s, plan, controller.observed, controller.solve_s))
         wanted: dict[Leg, int] = {"light": plan.num_light, "heavy": plan.num_heavy}
         for leg, other in zip(LEGS, reversed(LEGS), strict=True):
-            bound = sum(slot.bound == leg for slot in self.slots if slot.worker is not None)
-            free = [slot for slot in self.slots if slot.leg == leg and slot.takes]
-            for slot in sorted(free, key=lambda slot: slot.pending)[: max(0, bound - wanted[leg])]:
+            num_bound = sum(slot.target_leg == leg for slot in self.slots if slot.worker is not None)
+            free = [slot for slot in self.slots if slot.leg == leg and slot.is_accepting]
+            for slot in sorted(free, key=lambda slot: slot.pending_pixel_steps)[: max(0, num_bound - wanted[leg])]:
                 slot.next_leg = other
                 assert slot.worker is not None
-                slot.worker.change(other, now_s)
+                slot.worker.switch_model(other, now_s)
         for slot in self.slots:
             self._limit(slot)
 
-    def _limit(self, slot: Slot) -> None:
+    def _limit(self, slot: WorkerSlot) -> None:
         """Send a worker its batch size, if it has changed."""
         plan = self._controller.plan
         size = plan.heavy_batch if slot.leg == "heavy" else plan.light_batch
         if self._limits is not None and slot.leg is not None:
             size = self._limits[slot.leg].batch_size
-        if slot.takes and size and size != slot.batch_size:
+        if slot.is_accepting and size and size != slot.batch_size:
             assert slot.worker is not None
             slot.batch_size = size
-            slot.worker.limit(size)
+            slot.worker.limit_batch_size(size)

@@ -2,11 +2,11 @@
 
 from bisect import bisect_right
 
-from .problem import Plan, Problem, best_of, fits, light_only
+from .problem import AllocationPlan, Problem, best_of, fits, light_only
 
 
-def enumerate_plan(problem: Problem) -> Plan:
-    """Return the plan with the largest threshold (equation 5), or the next best; `Plan.status` says which it is."""
+def enumerate_plan(problem: Problem) -> AllocationPlan:
+    """Return the plan with the largest threshold (equation 5), or the next best. The plan's `status` says which."""
     for with_waiting in (True, False):
         step = largest_step(problem, with_waiting=with_waiting)
         if step is not None:
@@ -20,7 +20,7 @@ def largest_step(problem: Problem, *, with_waiting: bool) -> int | None:
     """Return k of the largest threshold t_k of any feasible plan; None if no plan is feasible."""
     shares, best = problem.curve.shares, None
     for light in range(len(problem.light.batch_sizes)):
-        num_heavy = problem.num_workers - problem.least_light(light)
+        num_heavy = problem.num_workers - problem.min_light_workers(light)
         if num_heavy < 0:
             continue
         if best is None and problem.is_in_time(light, None, with_waiting=with_waiting):

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from .enumeration import enumerate_plan, largest_step
-from .problem import Plan, Problem, best_of, light_only
+from .problem import AllocationPlan, Problem, best_of, light_only
 
 LIMIT_S = 1.0
 
@@ -28,7 +28,7 @@ class Milp:
         self._limit_s = limit_s
         self.num_plans = self.num_replaced = 0
 
-    def __call__(self, problem: Problem) -> Plan:
+    def __call__(self, problem: Problem) -> AllocationPlan:
         """Return the plan with the largest feasible threshold, as `enumerate_plan` does."""
         self.num_plans += 1
         for with_waiting in (True, False):

@@ -94,7 +94,7 @@ class DeferralCurve:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AllocationPlan:
     """Allocation of workers to models, valid until the next plan.
 
     Attributes:
@@ -183,13 +183,13 @@ class Problem:
             for name, slo_s in self.slos_s.items()
         )
 
-    def least_light(self, light: int) -> int:
+    def min_light_workers(self, light: int) -> int:
         """Return the least x_1 that carries the load at the batch size with this index (equation 2); at least 1."""
         # A billionth of a worker counts as a rounding error.
         return max(1, math.ceil(self.load / self.light.throughput[light] - 1e-9))
 
 
-def best_of(problem: Problem, step: int, *, with_waiting: bool) -> Plan | None:
+def best_of(problem: Problem, step: int, *, with_waiting: bool) -> AllocationPlan | None:
     """Return the best feasible plan with the threshold t_k, where k is `step`; None if there is none.
 
     The best plan switches the fewest workers; ties go to the most spare heavy capacity, then to the shortest batches.
@@ -197,9 +197,9 @@ def best_of(problem: Problem, step: int, *, with_waiting: bool) -> Plan | None:
     """
     threshold, share = problem.curve.thresholds[step], problem.curve.shares[step]
     needed = problem.load * share
-    found: list[tuple[tuple[float, ...], Plan]] = []
+    found: list[tuple[tuple[float, ...], AllocationPlan]] = []
     for light, light_batch in enumerate(problem.light.batch_sizes):
-        num_light = problem.least_light(light)
+        num_light = problem.min_light_workers(light)
         num_heavy = problem.num_workers - num_light
         if num_heavy < 0:
             continue
@@ -213,7 +213,7 @@ def best_of(problem: Problem, step: int, *, with_waiting: bool) -> Plan | None:
             latency_s = problem.light.mean_latency_s(light)
             latency_s += 0.0 if heavy is None else problem.heavy.mean_latency_s(heavy)
             status: Status = "optimal" if with_waiting else "without-queues"
-            plan = Plan(num_light, num_heavy, light_batch, heavy_batch, threshold, share, status)
+            plan = AllocationPlan(num_light, num_heavy, light_batch, heavy_batch, threshold, share, status)
             found.append(((switches, needed - capacity, latency_s, light_batch, heavy_batch), plan))
     return min(found, key=lambda each: each[0])[1] if found else None
 
@@ -223,7 +223,7 @@ def fits(needed: float, capacity: float) -> bool:
     return needed <= capacity * (1 + 1e-9)
 
 
-def light_only(problem: Problem) -> Plan:
+def light_only(problem: Problem) -> AllocationPlan:
     """Return the plan for when no other is feasible: all workers light, with the batch size of the highest throughput.
 
     Only batch sizes that meet all SLOs count, unless none does.
@@ -232,7 +232,7 @@ def light_only(problem: Problem) -> Plan:
     in_time = [index for index in sizes if problem.is_in_time(index, None, with_waiting=False)]
     status: Status = "light-only" if in_time else "overloaded"
     best = max(in_time or sizes, key=lambda index: (problem.light.throughput[index], -index))
-    return Plan(problem.num_workers, 0, problem.light.batch_sizes[best], 0, 0.0, 0.0, status)
+    return AllocationPlan(problem.num_workers, 0, problem.light.batch_sizes[best], 0, 0.0, 0.0, status)
 
 
 def waiting_s(length: float, arrivals: float, capacity: float) -> float:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ..core.request_state import RequestRecord
-from .allocators import Seen
+from .allocators import Observations
 from .legs import Leg, Side
-from .problem import Plan
+from .problem import AllocationPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class PlanRow:
 
     Attributes:
         start_s: time from which the plan holds.
-        plan, seen: the plan, and the observations that it was made from.
+        plan, observed: the plan, and the observations that it was made from.
         solve_s: wall-clock time that it took to make the plan: the only field that differs between equal runs.
     """
 
     start_s: float
-    plan: Plan
-    seen: Seen
+    plan: AllocationPlan
+    observed: Observations
     solve_s: float = field(compare=False)
 
 
@@ -72,7 +72,7 @@ class CascadeResult:
     wasted_s: float = 0.0
 
     @classmethod
-    def of_the_last(cls, count: int) -> "CascadeResult":
+    def keeping_last(cls, count: int) -> "CascadeResult":
         """Return a result that keeps only the last `count` entries of each list, for services without an end."""
         return cls(deque(maxlen=count), deque(maxlen=count), deque(maxlen=count))
 

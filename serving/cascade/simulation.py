@@ -65,21 +65,21 @@ class _Worker:
     def cancel(self, request_id: int, reason: str) -> None:
         """Do nothing: the simulated worker finishes the request, and the dispatcher ignores its record."""
 
-    def limit(self, batch_size: int) -> None:
+    def limit_batch_size(self, batch_size: int) -> None:
         self.sim.scheduler.max_batch_size = batch_size
         self._simulation.touched.add(self.index)
 
-    def change(self, leg: Leg, now_s: float) -> None:
+    def switch_model(self, leg: Leg, now_s: float) -> None:
         self.next_leg = leg
-        waiting = [request.request_id for request in self.sim.scheduler.take_back()]
+        waiting = [request.request_id for request in self.sim.scheduler.withdraw_waiting()]
         self._simulation.touched.add(self.index)
-        self._simulation.dispatcher.handed_back(self.index, waiting, now_s)
+        self._simulation.dispatcher.requests_returned(self.index, waiting, now_s)
 
-    def change_if_idle(self, now_s: float) -> None:
+    def switch_if_idle(self, now_s: float) -> None:
         """Begin a pending switch of models if the batch has ended."""
         if self.next_leg is not None and self.sim.is_done:
             leg, self.next_leg = self.next_leg, None
-            self._simulation.dispatcher.left(self.index)
+            self._simulation.dispatcher.switch_started(self.index)
             self.sim = self._simulation.serving(self.index, leg)
             self._simulation.clock.push(now_s + self._simulation.models[leg].switch_s, _SWITCHED, self.index)
 
@@ -124,7 +124,7 @@ class _Simulation:
                 place += 1
             while events and events[0][0] <= now_s:
                 _, what, index, number = heappop(events)
-                self._happened(what, index, number, now_s)
+                self._handle_event(what, index, number, now_s)
             self._settle(now_s)
         result = dispatcher.result
         result.records = sorted(result.records, key=lambda record: record.request_id)
@@ -134,15 +134,15 @@ class _Simulation:
         self._workers.append(_Worker(index, leg, self))
         return self._workers[-1]
 
-    def _happened(self, what: int, index: int, number: int, now_s: float) -> None:
+    def _handle_event(self, what: int, index: int, number: int, now_s: float) -> None:
         if what == _CONTROL:
             self.dispatcher.tick(now_s)
             self.clock.push(now_s + SAMPLE_S, _CONTROL, -1)
         elif what == _SWITCHED:
-            self.dispatcher.changed(index, now_s)
+            self.dispatcher.switch_finished(index, now_s)
         else:
             self._busy = index
-            if self._workers[index].sim.happened(what, number, now_s):
+            if self._workers[index].sim.handle_event(what, number, now_s):
                 self.touched.add(index)
 
     def _settle(self, now_s: float) -> None:
@@ -155,9 +155,9 @@ class _Simulation:
                 worker.sim.proceed(now_s)
             while self._ended:
                 index, record = self._ended.popleft()
-                self.dispatcher.ended(index, record, self._confidence_of(record.request_id), now_s)
+                self.dispatcher.request_ended(index, record, self._confidence_of(record.request_id), now_s)
             for index in sorted(touched):
-                self._workers[index].change_if_idle(now_s)
+                self._workers[index].switch_if_idle(now_s)
 
 
 def simulate_cascade(

@@ -18,7 +18,7 @@ class Worker(Protocol):
     def num_waiting(self) -> int: ...
 
     def take(self, request: Request, now_s: float) -> None:
-        """Serve a request with its own number of steps, and report its end to `Dispatcher.ended`.
+        """Serve a request with its own number of steps, and report its end to `Dispatcher.request_ended`.
 
         A request that is an edit starts from its light image.
         """
@@ -26,18 +26,18 @@ class Worker(Protocol):
     def cancel(self, request_id: int, reason: str) -> None:
         """Stop work on a request. The dispatcher ignores later reports of it."""
 
-    def limit(self, batch_size: int) -> None:
+    def limit_batch_size(self, batch_size: int) -> None:
         """Limit the size of batches from now on."""
 
-    def change(self, leg: Leg, now_s: float) -> None:
+    def switch_model(self, leg: Leg, now_s: float) -> None:
         """Switch to the other model.
 
-        The worker returns its waiting requests (`Dispatcher.handed_back`), finishes its batch, and reports the start
-        and the end of the switch (`Dispatcher.left`, `Dispatcher.changed`).
+        The worker returns its waiting requests (`Dispatcher.requests_returned`), finishes its batch, and reports the
+        start and the end of the switch (`Dispatcher.switch_started`, `Dispatcher.switch_finished`).
         """
 
 
-class Given(NamedTuple):
+class Assignment(NamedTuple):
     """A request that was sent to a worker: its model, the time when it was sent, and its pixels times steps."""
 
     leg: Leg
@@ -46,7 +46,7 @@ class Given(NamedTuple):
 
 
 @dataclass(slots=True)
-class Slot:
+class WorkerSlot:
     """State of a worker in the dispatcher.
 
     Attributes:
@@ -55,9 +55,9 @@ class Slot:
         leg: the model that it serves; None for both at once.
         next_leg: the model that it is switching to, until it serves that model; None if it keeps its model.
         is_away: whether it serves no model now.
-        pending: pixels times steps of its unfinished requests; see `Pending`.
-        batch_size: batch size of the last `limit`.
-        given: unfinished requests that were sent to it, by id.
+        pending_pixel_steps: pixels times steps of its unfinished requests; see `HasPendingWork`.
+        batch_size: batch size of the last `limit_batch_size`.
+        assignments: unfinished requests that were sent to it, by id.
     """
 
     index: int
@@ -65,28 +65,28 @@ class Slot:
     leg: Leg | None
     next_leg: Leg | None = None
     is_away: bool = False
-    pending: int = 0
+    pending_pixel_steps: int = 0
     batch_size: int = 0
-    given: dict[int, Given] = field(default_factory=dict)
+    assignments: dict[int, Assignment] = field(default_factory=dict)
 
     @property
-    def takes(self) -> bool:
+    def is_accepting(self) -> bool:
         """Whether the worker accepts requests."""
         return self.worker is not None and self.next_leg is None and not self.is_away
 
     @property
-    def bound(self) -> Leg | None:
+    def target_leg(self) -> Leg | None:
         """The model that it switches to, or else the one that it serves."""
         return self.next_leg or self.leg
 
-    def give(self, request_id: int, given: Given) -> None:
+    def assign(self, request_id: int, assignment: Assignment) -> None:
         """Add a request that was sent to the worker."""
-        self.given[request_id] = given
-        self.pending += given.pixel_steps
+        self.assignments[request_id] = assignment
+        self.pending_pixel_steps += assignment.pixel_steps
 
-    def taken_back(self, request_id: int) -> Given | None:
+    def unassign(self, request_id: int) -> Assignment | None:
         """Remove a request and return its entry; None if it was not assigned to the worker."""
-        given = self.given.pop(request_id, None)
-        if given is not None:
-            self.pending -= given.pixel_steps
-        return given
+        assignment = self.assignments.pop(request_id, None)
+        if assignment is not None:
+            self.pending_pixel_steps -= assignment.pixel_steps
+        return assignment

@@ -50,7 +50,7 @@ class WorkerSettings:
         discriminator: file of the discriminator that scores light images.
         tables: tables of both models in the workspace, for measurements that engines make at their start.
         image_dir: folder for images, which are named `ID-LEG.png`.
-        tells_steps: whether the worker reports every step of every request.
+        reports_steps: whether the worker reports every step of every request.
         threads: number of torch threads.
         core: processor that the process is bound to; None for any.
     """
@@ -63,7 +63,7 @@ class WorkerSettings:
     discriminator: Path
     tables: Mapping[Leg, Path]
     image_dir: Path
-    tells_steps: bool = False
+    reports_steps: bool = False
     threads: int = WORKER_THREADS
     core: int | None = None
 
@@ -131,11 +131,11 @@ class _WorkerProcess:
         """Draw an image of each size in a few steps and score it, so that the first request is as fast as the rest."""
         from ..engine.engine import Engine
 
-        told, settings = InMemory(), self._settings.models[leg]
+        collector, settings = InMemory(), self._settings.models[leg]
         engine = Engine(
             self._models[leg],
             policy_for(leg, self._settings.models),
-            collector=told,
+            collector=collector,
             on_image=lambda request, image: self._discriminator.confidence(image),
         )
         steps = min(_WARM_UP_STEPS, settings.num_steps)
@@ -144,15 +144,15 @@ class _WorkerProcess:
             engine.submit(Request(number, "", size, steps, settings.guidance_scale, seed=0))
         engine.close()
         engine.run()
-        for record in told.records:
+        for record in collector.records:
             if record.status != "completed":
                 raise RunError(f"warming up: {record.reason}")
 
     def serve(self) -> None:
         """Send `ready`, and serve until `stop`."""
-        threading.Thread(target=self._listen, name="psctl-listen", daemon=True).start()
-        self._tell("ready")
-        threading.Thread(target=self._live, name="psctl-live", daemon=True).start()
+        threading.Thread(target=self._receive_messages, name="psctl-listen", daemon=True).start()
+        self._send("ready")
+        threading.Thread(target=self._send_heartbeats, name="psctl-live", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._zero_s or self._is_stopped)
         while not self._is_stopped:
@@ -164,34 +164,34 @@ class _WorkerProcess:
                 assert self._next_leg is not None, "an engine ends when the worker is told to change or to stop"
                 self._leg = self._next_leg
                 self._next_leg = self._engine = None
-            self._tell("left")
-            self._tell("changed")
+            self._send("left")
+            self._send("changed")
         for model in self._models.values():
             model.close()
 
-    def _live(self) -> None:
+    def _send_heartbeats(self) -> None:
         is_stopped = False
         while not is_stopped:
             engine = self._engine
             # A stalled engine counts as dead, although this thread is alive.
             if engine is None or not engine.is_stalled:
-                self._tell("alive")
+                self._send("alive")
             with self._changed:
                 is_stopped = self._changed.wait_for(lambda: self._is_stopped, ALIVE_EVERY_S)
 
     def _new_engine(self) -> "Engine":
         from ..engine.engine import Engine
-        from ..engine.side_stages import MOST_FAILED
+        from ..engine.side_stages import MAX_FAILURES
 
         engine = Engine(
             self._models[self._leg or "light"],
             policy_for(self._leg, self._settings.models),
             max_batch_size=self._batch_size,
-            collector=_Telling(self),
+            collector=_EndReporter(self),
             image_path=lambda request: image_file(self._settings, request.request_id, self._leg_of(request)),
             on_image=None if self._leg == "heavy" else self._score,
             on_step=lambda row: self._note_waiting(row.waiting),
-            most_failed=MOST_FAILED,
+            max_failures=MAX_FAILURES,
         )
         engine.start()
         self._cancelled.clear()
@@ -203,9 +203,9 @@ class _WorkerProcess:
             self._changed.notify_all()
         return engine
 
-    def _listen(self) -> None:
+    def _receive_messages(self) -> None:
         while True:
-            word, rest = self._heard()
+            word, rest = self._receive()
             with self._changed:
                 if word == "zero":
                     self._zero_s = rest[0]
@@ -234,10 +234,10 @@ class _WorkerProcess:
             elif word == "change":
                 with self._changed:
                     self._next_leg = rest[0]
-                self._tell("back", [request.request_id for request in engine.take_back()])
+                self._send("back", [request.request_id for request in engine.withdraw_waiting()])
                 engine.close()
 
-    def _heard(self) -> tuple[str, list[Any]]:
+    def _receive(self) -> tuple[str, list[Any]]:
         """Return the next message, or `stop` if the parent is gone."""
         try:
             word, *rest = self._connection.recv()
@@ -256,7 +256,7 @@ class _WorkerProcess:
         except PsctlError as error:
             record = RequestRecord.of(request)
             record.close("failed", time.perf_counter() - self._zero_s, str(error))
-            self._tell("ended", record, None)
+            self._send("ended", record, None)
 
     def _from_light(self, request: Request) -> Request:
         """Return the request as an edit of its light image, which a worker on this machine has written.
@@ -269,15 +269,15 @@ class _WorkerProcess:
         assert request.traced is not None
         file = image_file(self._settings, request.request_id, "light")
         image = read_image(read_content(file), file.name)
-        return replace(request, traced=None, edit=EditSpec.of_all(image, request.traced.strength))
+        return replace(request, traced=None, edit=EditSpec.of_whole_image(image, request.traced.strength))
 
     def _watch(self, request: Request) -> "Watch | None":
-        if not self._settings.tells_steps:
+        if not self._settings.reports_steps:
             return None
         from ..engine.watch import Watch
 
         number = request.request_id
-        return Watch(on_step=lambda steps_done: self._tell("steps", number, steps_done), may_lag=True)
+        return Watch(on_step=lambda steps_done: self._send("steps", number, steps_done), may_lag=True)
 
     def _score(self, request: Request, image: "Image") -> None:
         """Score a light image, in the postprocess thread before its record closes.
@@ -300,28 +300,28 @@ class _WorkerProcess:
     def _note_waiting(self, count: int) -> None:
         if count != self._num_waiting:
             self._num_waiting = count
-            self._tell("waiting", count)
+            self._send("waiting", count)
 
-    def tell_ended(self, record: RequestRecord) -> None:
+    def report_ended(self, record: RequestRecord) -> None:
         """Send the record of a request that has ended; delete the image if the request was cancelled."""
         if record.request_id in self._cancelled:
             self._cancelled.discard(record.request_id)
             image_file(self._settings, record.request_id, self._leg_of(record)).unlink(missing_ok=True)
         known = {name: time_s for name in _TIMES if (time_s := getattr(record, name)) is not None}
         own = replace(record, **{name: time_s + self._offset_s for name, time_s in known.items()})
-        self._tell("ended", own, self._confidences.pop(record.request_id, None))
+        self._send("ended", own, self._confidences.pop(record.request_id, None))
 
-    def _tell(self, *message: Any) -> None:
+    def _send(self, *message: Any) -> None:
         # If the parent is gone, the listener notices it too, and aborts the engine.
         with contextlib.suppress(OSError), self._sending:
             self._connection.send(message)
 
 
-class _Telling(Collector):
+class _EndReporter(Collector):
     """Sends final records to the parent."""
 
     def __init__(self, worker: _WorkerProcess) -> None:
         self._worker = worker
 
     def on_finish(self, record: RequestRecord, image: Any, latents: Any) -> None:
-        self._worker.tell_ended(record)
+        self._worker.report_ended(record)

@@ -44,7 +44,7 @@ Place = Callable[[Tensor], Entries]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AdaptedEntries:
     """Entries of a layer's input that have one adapter, with its scale at each of them. `entries` is None if all do."""
 
     entries: Tensor | None
@@ -86,24 +86,24 @@ class RowAdapters:
             name: torch.tensor([dict(each).get(name, 0.0) for each in adapters], device=device)
             for name in {name for each in adapters for name, scale in each if scale}
         }
-        self._kept: dict[Any, Part] = {}
+        self._cached_entries: dict[Any, AdaptedEntries] = {}
 
     def _by_row(self, x: Tensor) -> Entries:
         if len(x) != len(self._rows):
             raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, but the batch has {len(self._rows)} rows")
         return Entries("rows", lambda: self._rows, are_tokens=False)
 
-    def part(self, name: str, x: Tensor) -> Part | None:
+    def entries_with(self, name: str, x: Tensor) -> AdaptedEntries | None:
         """Return the entries of a layer's input that have this adapter; None if no row has it."""
         if name not in self._scales:
             return None
         key, rows, are_tokens = self._place(x)
-        if (name, key) not in self._kept:
+        if (name, key) not in self._cached_entries:
             scales = self._scales[name].index_select(0, rows())
             entries = scales.nonzero()[:, 0]
             some = None if len(entries) == len(scales) else entries
-            self._kept[name, key] = Part(some, scales.index_select(0, entries), are_tokens)
-        return self._kept[name, key]
+            self._cached_entries[name, key] = AdaptedEntries(some, scales.index_select(0, entries), are_tokens)
+        return self._cached_entries[name, key]
 
 
 def adapters_of(
@@ -157,17 +157,20 @@ class AdaptedLayer:
         if rows is None:
             return
         for name, pair in self.pairs.items():
-            if (part := rows.part(name, x)) is not None:
-                part.add(out, pair.up(part.scaled(pair.down(part.of(x)), pair.scaling)))
+            if (adapted := rows.entries_with(name, x)) is not None:
+                adapted.add(out, pair.up(adapted.scaled(pair.down(adapted.of(x)), pair.scaling)))
 
     def add_reduced(self, name: str, tokens: Tensor, reduced: Callable[[], Tensor]) -> None:
         """Add the change by one adapter to `tokens` [tokens, channels], in place. `reduced` returns the output of the
         adapter's `down` for all tokens, [tokens, rank]; it is called only if a row has the adapter.
         """
         assert self.model.rows is not None
-        pair, part = self.pairs[name], self.model.rows.part(name, tokens)
-        if part is not None:
-            part.add(tokens, F.linear(part.scaled(part.of(reduced()), pair.scaling), pair.up.weight.flatten(1)))
+        pair, adapted = self.pairs[name], self.model.rows.entries_with(name, tokens)
+        if adapted is not None:
+            adapted.add(
+                tokens,
+                F.linear(adapted.scaled(adapted.of(reduced()), pair.scaling), pair.up.weight.flatten(1)),
+            )
 
 
 def adapted_of(layer: nn.Module) -> AdaptedLayer | None:

@@ -52,19 +52,19 @@ class CudaRecorder:
 
 
 @dataclass(slots=True, eq=False)
-class _Recorded:
-    """A recorded pass and the memory that it reads and writes. `held` is only kept alive."""
+class _RecordedPass:
+    """A recorded pass and the memory that it reads and writes. `kept_alive` is not read."""
 
     play: Callable[[], object]
     inputs: dict[str, Any]
-    kept: dict[Any, Any]
+    batch_values: dict[Any, Any]
     result: Tensor
-    held: object
+    kept_alive: object
     filled_by: "PassBatch"
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for part in (self.inputs, self.kept, self.result) for tensor in _tensors(part))
+        return sum(tensor.nbytes for part in (self.inputs, self.batch_values, self.result) for tensor in _tensors(part))
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,7 @@ class PassBatch:
     """Rows that stay together for some passes, with the tensors that they keep.
 
     Attributes:
-        is_complete: whether all kept tensors are present. If not, the first pass computes them, and runs eagerly.
+        is_complete: whether all of these tensors are present. If not, the first pass computes them, and runs eagerly.
     """
 
     is_complete: bool = False
@@ -92,7 +92,7 @@ class CapturedPasses:
 
     def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int = MEMORY_BYTES) -> None:
         self.recorder, self._patience, self._memory_bytes = recorder, patience, memory_bytes
-        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, _RecordedPass] = OrderedDict()
         self._num_bytes = 0
         self._num_eager: OrderedDict[Hashable, int] = OrderedDict()
         self.failure: str | None = None
@@ -106,20 +106,21 @@ class CapturedPasses:
         self,
         batch: PassBatch,
         key: Hashable,
-        kept: dict[Any, Any],
+        batch_values: dict[Any, Any],
         forward: Forward,
         inputs: dict[str, Any],
-        held: object = None,
+        kept_alive: object = None,
     ) -> Tensor:
         """Run one pass.
 
         Args:
             batch: batch of the pass.
             key: determines, with the shapes of the inputs, which kernels run.
-            kept: tensors that the batch keeps from pass to pass; the first pass fills it, unless the batch is complete.
-            forward: computes the pass from the inputs and `kept`. It must not wait for the device.
+            batch_values: tensors that the batch keeps from pass to pass; the first pass fills it, unless the batch is
+                complete.
+            forward: computes the pass from the inputs and `batch_values`. It must not wait for the device.
             inputs: tensors by name, or dicts of such.
-            held: other objects that a recorded pass reads and must keep alive (index tensors of the layout).
+            kept_alive: other objects that a recorded pass reads and must keep alive (index tensors of the layout).
 
         Returns:
             The result; later passes leave it unchanged.
@@ -128,33 +129,38 @@ class CapturedPasses:
         recorded = self._recorded.get(place)
         is_due = recorded is not None or self._is_due(place)
         if not batch.is_complete or not is_due:
-            found = forward(inputs, kept)
+            found = forward(inputs, batch_values)
             batch.is_complete = True
             return found
         if recorded is None:
-            recorded = self._record(batch, forward, inputs, kept, held)
+            recorded = self._record(batch, forward, inputs, batch_values, kept_alive)
             if recorded is None:
-                return forward(inputs, kept)
-            self._keep(place, recorded)
+                return forward(inputs, batch_values)
+            self._store(place, recorded)
         else:
             self._recorded.move_to_end(place)
             _copy(inputs, recorded.inputs)
             if recorded.filled_by is not batch:
-                _copy(kept, recorded.kept)
+                _copy(batch_values, recorded.batch_values)
                 recorded.filled_by = batch
         recorded.play()
         return recorded.result.clone()
 
     def _record(
-        self, batch: PassBatch, forward: Forward, inputs: dict[str, Any], kept: dict[Any, Any], held: object
-    ) -> _Recorded | None:
-        own_inputs, own_kept = _cloned(inputs), _cloned(kept)
+        self,
+        batch: PassBatch,
+        forward: Forward,
+        inputs: dict[str, Any],
+        batch_values: dict[Any, Any],
+        kept_alive: object,
+    ) -> _RecordedPass | None:
+        own_inputs, own_values = _cloned(inputs), _cloned(batch_values)
         try:
-            play, result = self.recorder(lambda: forward(own_inputs, own_kept))
+            play, result = self.recorder(lambda: forward(own_inputs, own_values))
         except Exception as error:  # noqa: BLE001  the pass itself may still run eagerly
             self.failure = describe("recording a pass", error)
             return None
-        return _Recorded(play, own_inputs, own_kept, result, held, batch)
+        return _RecordedPass(play, own_inputs, own_values, result, kept_alive, batch)
 
     def _is_due(self, place: Hashable) -> bool:
         """Count one more pass of a composition; return whether it has run often enough to be recorded."""
@@ -164,7 +170,7 @@ class CapturedPasses:
             self._num_eager.popitem(last=False)
         return count >= self._patience and self.failure is None
 
-    def _keep(self, place: Hashable, recorded: _Recorded) -> None:
+    def _store(self, place: Hashable, recorded: _RecordedPass) -> None:
         self._recorded[place] = recorded
         self._num_bytes += recorded.num_bytes
         while self._num_bytes > self._memory_bytes and len(self._recorded) > 1:

@@ -20,7 +20,7 @@ from torch import nn
 from ..families import transformer_of
 from .attention import FusedLinear
 
-_MOST_GRAPHS = 64
+_MAX_GRAPHS = 64
 """Largest number of graphs for a class of blocks: kinds of blocks times numbers of resolutions. Beyond it, blocks run
 uncompiled, and torch logs a warning.
 """
@@ -40,7 +40,7 @@ def compiler_settings() -> Iterator[None]:
     graphs = torch._dynamo.config.patch(
         allow_unspec_int_on_nn_module=True,
         specialize_float=True,
-        recompile_limit=_MOST_GRAPHS,
+        recompile_limit=_MAX_GRAPHS,
         fake_tensor_cache_enabled=False,
     )
     sizes: Any = torch.fx.experimental._config

@@ -57,8 +57,8 @@ class DenoiseBatch:
         rows = [row for index, prepared in enumerate(requests) for row in [index] * prepared.num_rows]
         self._row_request = torch.tensor(rows, device=device)
         self._guide = _Guidance(requests, packing, row_packing, device)
-        is_edit = any(prepared.known is not None for prepared in requests)
-        self._known = KnownAreas(requests, packing) if is_edit else None
+        is_edit = any(prepared.known_area is not None for prepared in requests)
+        self._known_areas = KnownAreas(requests, packing) if is_edit else None
         latents = packing.pack([prepared.latents[0] for prepared in requests])
         states = [prepared.state for prepared in requests]
         self._sampler: SamplerBatch | PerRequestBatch
@@ -67,7 +67,7 @@ class DenoiseBatch:
             return
         history = None
         if any(prepared.history is not None for prepared in requests):
-            shape = (1, len(sampler.kept), 1, 1)
+            shape = (1, len(sampler.history_terms), 1, 1)
             history = packing.pack(
                 [(each.latents.repeat(shape) if each.history is None else each.history)[0] for each in requests]
             )
@@ -91,8 +91,8 @@ class DenoiseBatch:
         sampler = self._sampler
         prediction = self._predict(*self.inputs())
         sampler.step(self._guide.combine(prediction.float()), self._draw_noise)
-        if self._known is not None:
-            sampler.latents = self._known.restored(sampler.latents)
+        if self._known_areas is not None:
+            sampler.latents = self._known_areas.restored(sampler.latents)
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         """Return the model's inputs for the next step, in the row packing and its dtype, and the timesteps (rows,)."""
@@ -123,7 +123,7 @@ class DenoiseBatch:
         index = next(index for index, each in enumerate(self.requests) if each is prepared)
         latents, output = (self._packing.unpack(each, index)[None] for each in sampler.last)
         of_latents, of_output = sampler.sampler.x0_factors(prepared.state)
-        clean, known = latents * of_latents + output * of_output, prepared.known
+        clean, known = latents * of_latents + output * of_output, prepared.known_area
         return clean if known is None else torch.where(known.mask, clean, known.clean)
 
     def outputs(self) -> list[Tensor]:

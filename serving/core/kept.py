@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...data.files import put_aside, write_json
+from ...data.files import quarantine, write_json
 
 _VERSION = 2
 Point = TypeVar("Point")
@@ -31,7 +31,7 @@ def load_or_measure(
         try:
             return _read(path, kind)
         except (ValueError, KeyError, TypeError) as error:
-            put_aside(path, str(path), error)
+            quarantine(path, str(path), error)
     rows: list[Any] = [asdict(point) for point in measure()]  # type: ignore[call-overload]
     write_json(path, {"version": _VERSION, "context": circumstances, "rows": rows})
     # Read back after measuring, too, so that later runs make the same choices.

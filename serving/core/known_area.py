@@ -20,7 +20,7 @@ class KnownAreas:
         everywhere = [torch.ones_like(each.latents[:, :1], dtype=torch.bool) for each in requests]
         nothing = [torch.zeros_like(each.latents) for each in requests]
         areas = [
-            each.known or KnownArea(mask, zeros, zeros, torch.zeros(each.state.num_steps + 1, 2))
+            each.known_area or KnownArea(mask, zeros, zeros, torch.zeros(each.state.num_steps + 1, 2))
             for each, mask, zeros in zip(requests, everywhere, nothing, strict=True)
         ]
         device = requests[0].latents.device

@@ -30,27 +30,27 @@ class KnownArea:
     trajectory: torch.Tensor | None = None
 
 
-Seen = Mapping[str, torch.Tensor]
-"""Values that operators have seen for one row, by operator name: [cells, entries of a cell, ...]."""
+RecordedRow = Mapping[str, torch.Tensor]
+"""Recorded tensors of one row, by operator name: [cells, entries of a cell, ...]."""
 
 
 class Template(Protocol):
     """Record of a template, which masked passes read in place of the values that they do not compute."""
 
-    def seen(self, step: int, units: Sequence[str]) -> Sequence[Seen]:
-        """Return the values of a step of the whole schedule, for each row of a request, on the model's device.
+    def read_rows(self, step: int, units: Sequence[str]) -> Sequence[RecordedRow]:
+        """Return the recorded tensors of a step of the whole schedule for each row of a request, on the model's device.
 
         Only operators of these units (`data.templates.unit_of`) are read, in this order. Waits until each has loaded.
         """
         ...
 
     def expect(self, step: int, units: Sequence[str]) -> None:
-        """Announce the next call of `seen`, so that it can be loaded ahead; ignored beyond the last step."""
+        """Announce the next call of `read_rows`, so that it can be loaded ahead; ignored beyond the last step."""
         ...
 
 
-OnPass = Callable[[int, torch.Tensor, Sequence[Seen]], None]
-"""Called with a step's number, the latents before it (1, channels, h, w), and the values seen for each row."""
+OnPass = Callable[[int, torch.Tensor, Sequence[RecordedRow]], None]
+"""Called with a step's number, the latents before it (1, channels, h, w), and the recorded tensors of each row."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class PreparedRequest:
         history: values of earlier steps that the next step of a batched multistep sampler reads,
             (1, k * channels, ...).
         key: unique key under which a stepper keeps state of the request.
-        known: area of the image that an edit keeps; None for a new image.
+        known_area: area of the image that an edit keeps; None for a new image.
         template: record that an edit reads outside its mask, after its first `full_steps`; None if the whole image is
             computed.
         on_pass: called with each pass of a request that is being recorded; None for all others.
@@ -82,7 +82,7 @@ class PreparedRequest:
     is_guided: bool
     history: torch.Tensor | None = None
     key: int = -1
-    known: KnownArea | None = None
+    known_area: KnownArea | None = None
     template: Template | None = None
     on_pass: OnPass | None = None
     guided_norm: Callable[[torch.Tensor], torch.Tensor] | None = None

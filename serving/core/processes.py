@@ -16,13 +16,13 @@ from typing import Any
 from .garbage import imports_are_no_garbage
 
 _PRELOADED = "patchedserve.serving.preload"
-_MOST_LETTERS = 15
+_MAX_LETTERS = 15
 """Longest process name on Linux."""
 _starting = threading.Lock()
 
 
 def start_process(entry: str, *arguments: Any, device: str, name: str) -> BaseProcess:
-    """Start a process, which must not outlive this one: it polls `parent_lives` or watches a connection.
+    """Start a process, which must not outlive this one: it polls `is_parent_alive` or watches a connection.
 
     It has a session of its own, so that only this process receives Ctrl-C.
 
@@ -40,7 +40,7 @@ def start_process(entry: str, *arguments: Any, device: str, name: str) -> BasePr
     return process
 
 
-def parent_lives() -> bool:
+def is_parent_alive() -> bool:
     """Return whether the process that has started this one is still alive."""
     parent = multiprocessing.parent_process()
     return parent is None or parent.is_alive()
@@ -77,7 +77,7 @@ def _without_script() -> Iterator[None]:
 def _begin(entry: str, name: str, *arguments: Any) -> None:
     os.setsid()
     with contextlib.suppress(OSError):  # other systems have no such file
-        Path("/proc/self/comm").write_text(name[:_MOST_LETTERS])
+        Path("/proc/self/comm").write_text(name[:_MAX_LETTERS])
     module, _, function = entry.partition(":")
     with imports_are_no_garbage():
         run = getattr(import_module(module), function)

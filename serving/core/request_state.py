@@ -290,7 +290,7 @@ class RequestState:
             return view
         return view._replace(steps_done=(step - self.first_step) * view.num_steps // self.num_iterations)
 
-    def wait_again(self, step: int) -> None:
+    def return_to_waiting(self, step: int) -> None:
         """Leave the batch when the scheduler has counted `step` steps, to join it later with the remaining steps."""
         left = self.num_iterations - (step - self.first_step)
         self.view = self.view._replace(num_steps=max(1, self.view.num_steps * left // self.num_iterations))

@@ -103,7 +103,7 @@ def _problems(model: Any) -> Iterator[tuple[str, str]]:
     transformer = transformer_of(model)
     attention: Mapping[str, str] = {} if transformer is None else transformer.attention
     positions = None if transformer is None else transformer.positions
-    known = _POINTWISE | _SWAPPED | attention.keys() | (set() if transformer is None else transformer.known)
+    known = _POINTWISE | _SWAPPED | attention.keys() | (set() if transformer is None else transformer.known_classes)
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind not in known:

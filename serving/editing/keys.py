@@ -37,7 +37,7 @@ class TemplateKey:
         return self.about.get(_OWNER, "")
 
     @property
-    def of_everybody(self) -> "TemplateKey":
+    def without_owner(self) -> "TemplateKey":
         """Key of the same record without an owner."""
         return TemplateKey({name: value for name, value in self.about.items() if name != _OWNER})
 

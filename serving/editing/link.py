@@ -9,10 +9,10 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from ..core.threads import LoneThread
-from .uploads import Loaded
+from .uploads import LoadedUnit
 
 
-class Link:
+class RecordLink:
     """Thread that performs the reads of a process's records one at a time, in the order in which they were submitted.
 
     Args:
@@ -20,49 +20,49 @@ class Link:
     """
 
     def __init__(self, mbps: float | None = None) -> None:
-        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
-        is_over = threading.Event()
+        self._pending: SimpleQueue[_PendingRead | None] = SimpleQueue()
+        is_closed = threading.Event()
         # The end of the process would wait for a pool's thread, however slow the link is.
-        LoneThread(target=_read_what_is_asked, args=(self._asked, is_over, mbps), name="records").start()
-        weakref.finalize(self, _end, self._asked, is_over)
+        LoneThread(target=_perform_reads, args=(self._pending, is_closed, mbps), name="records").start()
+        weakref.finalize(self, _end, self._pending, is_closed)
 
-    def submit(self, read: Callable[[], Loaded]) -> "Future[Loaded]":
+    def submit(self, read: Callable[[], LoadedUnit]) -> "Future[LoadedUnit]":
         """Submit a read, and return the future of its result."""
-        asked = _Asked(Future(), read, time.perf_counter())
-        self._asked.put(asked)
-        return asked.future
+        pending = _PendingRead(Future(), read, time.perf_counter())
+        self._pending.put(pending)
+        return pending.future
 
 
-class _Asked(NamedTuple):
-    future: "Future[Loaded]"
-    read: Callable[[], Loaded]
+class _PendingRead(NamedTuple):
+    future: "Future[LoadedUnit]"
+    read: Callable[[], LoadedUnit]
     at_s: float
 
 
-def _read_what_is_asked(queue: "SimpleQueue[_Asked | None]", is_over: threading.Event, mbps: float | None) -> None:
+def _perform_reads(queue: "SimpleQueue[_PendingRead | None]", is_closed: threading.Event, mbps: float | None) -> None:
     free_s = 0.0
-    while (asked := queue.get()) is not None:
-        if not is_over.is_set() and asked.future.set_running_or_notify_cancel():
-            free_s = _answer(asked, is_over, mbps, free_s)
-        del asked  # a reference to the last read would keep the link alive while this thread waits for the next one
+    while (pending := queue.get()) is not None:
+        if not is_closed.is_set() and pending.future.set_running_or_notify_cancel():
+            free_s = _perform(pending, is_closed, mbps, free_s)
+        del pending  # a reference to the last read would keep the link alive while this thread waits for the next one
 
 
-def _answer(asked: _Asked, is_over: threading.Event, mbps: float | None, free_s: float) -> float:
+def _perform(pending: _PendingRead, is_closed: threading.Event, mbps: float | None, free_s: float) -> float:
     """Perform a read on a link that is free from `free_s` on, and return the time when the link is free again."""
     try:
-        found = asked.read()
+        loaded = pending.read()
     except Exception as error:  # noqa: BLE001  the future passes it on
-        asked.future.set_exception(error)
+        pending.future.set_exception(error)
         return free_s
     if mbps is not None:
-        num_bytes = sum(tensor.nbytes for row in found.rows.values() for tensor in row.values())
+        num_bytes = sum(tensor.nbytes for row in loaded.rows.values() for tensor in row.values())
         # Counted from when the link was free, not from now, because a sleeping thread wakes up late.
-        free_s = max(free_s, asked.at_s) + num_bytes / (mbps * 1e6)
-        is_over.wait(max(0.0, free_s - time.perf_counter()))
-    asked.future.set_result(found)
+        free_s = max(free_s, pending.at_s) + num_bytes / (mbps * 1e6)
+        is_closed.wait(max(0.0, free_s - time.perf_counter()))
+    pending.future.set_result(loaded)
     return free_s
 
 
-def _end(queue: "SimpleQueue[_Asked | None]", is_over: threading.Event) -> None:
-    is_over.set()
+def _end(queue: "SimpleQueue[_PendingRead | None]", is_closed: threading.Event) -> None:
+    is_closed.set()
     queue.put(None)

@@ -13,7 +13,7 @@ PlanName = Literal["optimal", "paper", "strawman", "sequential", "none", "ideal"
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class UnitTimes:
     """Times for one batch of a part of the model that reuses its record as a whole or not at all.
 
     Attributes:
@@ -31,7 +31,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReusePlan:
     """Plan of a pass.
 
     Attributes:
@@ -57,7 +57,7 @@ class _State(NamedTuple):
 _START = _State(0.0, 0.0, 0)
 
 
-def latency_of(units: Sequence[Unit], reuses: Sequence[bool], *, is_ahead: bool = False) -> float:
+def latency_of(units: Sequence[UnitTimes], reuses: Sequence[bool], *, is_ahead: bool = False) -> float:
     """Return the latency of a pass in which units with true `reuses` compute active tokens only.
 
     A pass starts with all tokens. Loads begin with the pass or, with `is_ahead`, in the previous pass, which has the
@@ -70,7 +70,7 @@ def latency_of(units: Sequence[Unit], reuses: Sequence[bool], *, is_ahead: bool 
     return max(state.load_s, state.comp_s) if is_ahead else state.comp_s
 
 
-def optimal_plan(units: Sequence[Unit], *, is_ahead: bool = False) -> Plan:
+def optimal_plan(units: Sequence[UnitTimes], *, is_ahead: bool = False) -> ReusePlan:
     """Return the plan of least latency (`latency_of`), by dynamic programming over the ends of loads and computations.
 
     Among partial passes that reach a unit with the same tokens, one dominates another if both its loads and its
@@ -85,10 +85,10 @@ def optimal_plan(units: Sequence[Unit], *, is_ahead: bool = False) -> Plan:
         )
     best = min((*with_all, *with_active), key=lambda state: max(state[:2]) if is_ahead else state.comp_s)
     reuses = _reuses(units, best)
-    return Plan(reuses, latency_of(units, reuses, is_ahead=is_ahead))
+    return ReusePlan(reuses, latency_of(units, reuses, is_ahead=is_ahead))
 
 
-def paper_plan(units: Sequence[Unit]) -> Plan:
+def paper_plan(units: Sequence[UnitTimes]) -> ReusePlan:
     """Algorithm 1 of the paper: each unit takes the choice that ends its own computation first.
 
     This is not optimal, because a load also delays the loads of later units.
@@ -97,33 +97,33 @@ def paper_plan(units: Sequence[Unit]) -> Plan:
     for unit in units:
         reused, computed = (_after(state, unit, is_active=is_active) for is_active in (True, False))
         state = reused if reused.comp_s <= computed.comp_s else computed
-    return Plan(_reuses(units, state), state.comp_s)
+    return ReusePlan(_reuses(units, state), state.comp_s)
 
 
-def strawman_plan(units: Sequence[Unit]) -> Plan:
+def strawman_plan(units: Sequence[UnitTimes]) -> ReusePlan:
     """All units reuse; loads overlap computations."""
     reuses = (True,) * len(units)
-    return Plan(reuses, latency_of(units, reuses))
+    return ReusePlan(reuses, latency_of(units, reuses))
 
 
-def sequential_plan(units: Sequence[Unit]) -> Plan:
+def sequential_plan(units: Sequence[UnitTimes]) -> ReusePlan:
     """All units reuse, and each waits for its own load, which starts when the unit before it is done."""
-    return Plan((True,) * len(units), sum(unit.load_s + unit.active_s for unit in units))
+    return ReusePlan((True,) * len(units), sum(unit.load_s + unit.active_s for unit in units))
 
 
-def plan_without_reuse(units: Sequence[Unit]) -> Plan:
+def plan_without_reuse(units: Sequence[UnitTimes]) -> ReusePlan:
     """No unit reuses."""
     reuses = (False,) * len(units)
-    return Plan(reuses, latency_of(units, reuses))
+    return ReusePlan(reuses, latency_of(units, reuses))
 
 
-def ideal_plan(units: Sequence[Unit]) -> Plan:
+def ideal_plan(units: Sequence[UnitTimes]) -> ReusePlan:
     """The fastest plan if loads take no time, which is a bound for all others."""
     reuses = tuple(unit.active_s <= unit.all_s for unit in units)
-    return Plan(reuses, sum(min(unit.active_s, unit.all_s) for unit in units))
+    return ReusePlan(reuses, sum(min(unit.active_s, unit.all_s) for unit in units))
 
 
-PLANS: Mapping[PlanName, Callable[[Sequence[Unit]], Plan]] = {
+PLANS: Mapping[PlanName, Callable[[Sequence[UnitTimes]], ReusePlan]] = {
     "optimal": optimal_plan,
     "paper": paper_plan,
     "strawman": strawman_plan,
@@ -133,7 +133,7 @@ PLANS: Mapping[PlanName, Callable[[Sequence[Unit]], Plan]] = {
 }
 
 
-def _after(state: _State, unit: Unit, *, is_active: bool, is_ahead: bool = False) -> _State:
+def _after(state: _State, unit: UnitTimes, *, is_active: bool, is_ahead: bool = False) -> _State:
     had_active, reuses = state.reuses & 1, state.reuses << 1 | is_active
     if not is_active and not had_active:
         return _State(state.load_s, state.comp_s + unit.all_s, reuses)
@@ -151,5 +151,5 @@ def _needed(states: Iterable[_State]) -> list[_State]:
     return kept
 
 
-def _reuses(units: Sequence[Unit], state: _State) -> tuple[bool, ...]:
+def _reuses(units: Sequence[UnitTimes], state: _State) -> tuple[bool, ...]:
     return tuple(bool(state.reuses >> place & 1) for place in reversed(range(len(units))))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ...data.templates import LoadPlan
 from ...data.work import Work
 from ..patched.part_times import MeasuredPass
-from .plan import PLANS, Plan, Unit, latency_of, optimal_plan
+from .plan import PLANS, ReusePlan, UnitTimes, latency_of, optimal_plan
 from .step_latency import fitted_line, on_line, terms_of
 
 
@@ -36,7 +36,7 @@ class LoadPlanner:
             )
         )
 
-    def units(self, rows: Sequence[Work], num_cells: int) -> list[Unit]:
+    def units(self, rows: Sequence[Work], num_cells: int) -> list[UnitTimes]:
         """Return the predicted times of each part of a pass.
 
         Args:
@@ -48,16 +48,16 @@ class LoadPlanner:
         found = []
         for of_all, of_active, num_bytes in zip(self._whole, self._active, self._bytes_per_cell, strict=True):
             load_s = num_bytes * num_cells / self._bytes_per_s
-            found.append(Unit(on_line(of_all, whole), on_line(of_active, active), load_s, return_s))
+            found.append(UnitTimes(on_line(of_all, whole), on_line(of_active, active), load_s, return_s))
         return found
 
-    def plan(self, rows: Sequence[Work], num_cells: int) -> Plan:
+    def plan(self, rows: Sequence[Work], num_cells: int) -> ReusePlan:
         """Return which parts reuse, and the expected latency of consecutive passes. Takes the arguments of `units`."""
         units = self.units(rows, num_cells)
         if self._plan == "optimal":
             return optimal_plan(units, is_ahead=True)
         reuses = PLANS[self._plan](units).reuses
-        return Plan(reuses, latency_of(units, reuses, is_ahead=True))
+        return ReusePlan(reuses, latency_of(units, reuses, is_ahead=True))
 
 
 def _whole(rows: Sequence[Work]) -> list[Work]:

@@ -16,14 +16,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ...data.templates import unit_of
-from ..core.prepared import Seen
-from .link import Link
+from ..core.prepared import RecordedRow
+from .link import RecordLink
 from .staging import StagedSteps, Staging
-from .uploads import Loaded, Packed, Uploads, uploads_to
+from .uploads import LoadedUnit, PackedRows, Uploads, uploads_to
 
 LATENTS, END = "latents", "end"
 """Keys in the first row of a generation's record: latents (1, channels, h, w) before each step, and the final ones."""
-_MOST_OPEN = 4
+_MAX_OPEN = 4
 """Most open files of one record; edits at one step need two."""
 
 
@@ -40,7 +40,7 @@ class FileSteps:
         # The open files, by step, with the keys of each unit.
         self._files: OrderedDict[int, tuple[Any, Mapping[str, Sequence[str]]]] = OrderedDict()
 
-    def unit(self, step: int, name: str) -> Loaded:
+    def unit(self, step: int, name: str) -> LoadedUnit:
         """Read the tensors of one unit at a step from its file."""
         file, keys = self._files.get(step) or self._open(step)
         rows: dict[int, dict[str, Tensor]] = defaultdict(dict)
@@ -49,15 +49,15 @@ class FileSteps:
             rows[int(row)][operator] = file.get_tensor(key)
         # Copying reads the mapped file here, rather than at the first use of a tensor.
         if self._uploads is not None:
-            return self._uploads.send(Packed(rows, is_pinned=True))
-        return Loaded({row: {name: tensor.clone() for name, tensor in seen.items()} for row, seen in rows.items()})
+            return self._uploads.send(PackedRows(rows, is_pinned=True))
+        return LoadedUnit({row: {name: tensor.clone() for name, tensor in seen.items()} for row, seen in rows.items()})
 
     def _open(self, step: int) -> tuple[Any, Mapping[str, Sequence[str]]]:
         file, keys = safe_open(self.folder / file_of(step), "pt"), defaultdict[str, list[str]](list)
         for key in file.keys():  # noqa: SIM118  it is no dictionary
             keys[unit_of(key.partition(".")[2])].append(key)
         self._files[step] = file, keys
-        while len(self._files) > _MOST_OPEN:
+        while len(self._files) > _MAX_OPEN:
             self._files.popitem(last=False)
         return file, keys
 
@@ -73,15 +73,15 @@ class HostSteps:
         steps: the same tensors, in pinned memory.
     """
 
-    def __init__(self, steps: Sequence[Sequence[Seen]], uploads: Uploads) -> None:
+    def __init__(self, steps: Sequence[Sequence[RecordedRow]], uploads: Uploads) -> None:
         self._uploads = uploads
-        self._packed: list[dict[str, Packed]] = []
+        self._packed: list[dict[str, PackedRows]] = []
         for rows in steps:
             units: dict[str, dict[int, dict[str, Tensor]]] = defaultdict(lambda: defaultdict(dict))
             for row, seen in enumerate(rows):
                 for operator, tensor in seen.items():
                     units[unit_of(operator)][row][operator] = tensor
-            self._packed.append({unit: Packed(each, is_pinned=True) for unit, each in units.items()})
+            self._packed.append({unit: PackedRows(each, is_pinned=True) for unit, each in units.items()})
         self.steps = [
             [
                 {name: tensor for each in units.values() for name, tensor in each.rows().get(row, {}).items()}
@@ -90,13 +90,13 @@ class HostSteps:
             for units in self._packed
         ]
 
-    def unit(self, step: int, name: str) -> Loaded:
+    def unit(self, step: int, name: str) -> LoadedUnit:
         """Start the upload of one unit at a step."""
         packed = self._packed[step].get(name)
-        return Loaded({}) if packed is None else self._uploads.send(packed)
+        return LoadedUnit({}) if packed is None else self._uploads.send(packed)
 
 
-class _WhenAsked(dict[str, Tensor]):
+class _LazyRow(dict[str, Tensor]):
     """Recorded tensors of a row by operator name, each fetched at its first access."""
 
     def __init__(self, fetch: Callable[[str], Tensor]) -> None:
@@ -122,7 +122,7 @@ class TemplateRecord:
 
     device: torch.device
     num_bytes: int
-    steps: Sequence[Sequence[Seen]] | None
+    steps: Sequence[Sequence[RecordedRow]] | None
     staged: StagedSteps | None = None
 
     def latents(self, first: int) -> Tensor:
@@ -144,7 +144,7 @@ class TemplateRecord:
         if self.staged is not None:
             self.staged.expect(step, units)
 
-    def seen(self, step: int, units: Sequence[str]) -> Sequence[Seen]:
+    def read_rows(self, step: int, units: Sequence[str]) -> Sequence[RecordedRow]:
         """Return the recorded tensors of each row at a step; each is fetched at its first access."""
         if self.staged is None:
             assert self.steps is not None
@@ -152,11 +152,11 @@ class TemplateRecord:
         else:
             reading = self.staged.read(step, units)
             fetches = [partial(reading.wait_for, row) for row in range(self.staged.num_rows)]
-        return [_WhenAsked(fetch) for fetch in fetches]
+        return [_LazyRow(fetch) for fetch in fetches]
 
 
 def in_memory(
-    device: torch.device, num_bytes: int, steps: Sequence[Sequence[Seen]], link: Link, staging: Staging
+    device: torch.device, num_bytes: int, steps: Sequence[Sequence[RecordedRow]], link: RecordLink, staging: Staging
 ) -> TemplateRecord:
     """Return a record in memory: in pinned memory that is uploaded through the link, if the model is not on the CPU."""
     if (uploads := uploads_to(device)) is None:
@@ -167,7 +167,13 @@ def in_memory(
 
 
 def from_files(
-    device: torch.device, num_bytes: int, folder: Path, num_steps: int, num_rows: int, link: Link, staging: Staging
+    device: torch.device,
+    num_bytes: int,
+    folder: Path,
+    num_steps: int,
+    num_rows: int,
+    link: RecordLink,
+    staging: Staging,
 ) -> TemplateRecord:
     """Return a record that is read from its files at every step."""
     source = FileSteps(folder, uploads_to(device))
@@ -177,7 +183,7 @@ def from_files(
 
 @contextmanager
 def in_files(
-    device: torch.device, folder: Path, rows: Sequence[Seen], count: int, num_steps: int
+    device: torch.device, folder: Path, rows: Sequence[RecordedRow], count: int, num_steps: int
 ) -> Iterator[list[TemplateRecord]]:
     """Provide records whose steps are all alike, in files that exist until the context ends.
 
@@ -193,7 +199,7 @@ def in_files(
         (place / file_of(0)).write_bytes(content_of(rows))
         for step in range(1, num_steps):
             (place / file_of(step)).symlink_to(file_of(0))
-        link, staging = Link(), Staging(math.inf)
+        link, staging = RecordLink(), Staging(math.inf)
         num_bytes = num_steps * sum(tensor.nbytes for row in rows for tensor in row.values())
         yield [from_files(device, num_bytes, place, num_steps, len(rows), link, staging) for _ in range(count)]
 
@@ -203,7 +209,7 @@ def file_of(step: int) -> str:
     return f"step-{step:04}.safetensors"
 
 
-def content_of(rows: Sequence[Seen]) -> bytes:
+def content_of(rows: Sequence[RecordedRow]) -> bytes:
     """Return the content of a step's file, in the form that `read_step` reads."""
     named = {f"{row}.{operator}": tensor for row, each in enumerate(rows) for operator, tensor in each.items()}
     return save({name: tensor.cpu().contiguous() for name, tensor in named.items()})

@@ -80,13 +80,13 @@ def noised_steps(first: PreparedRequest) -> list[PreparedRequest]:
     Args:
         first: prepared request of strength 1, before its first step.
     """
-    known = first.known
+    known = first.known_area
     assert known is not None, "only edits have an image"
     steps = [first]
     for index in range(1, first.state.num_steps):
         of_clean, of_noise = known.levels[index].tolist()
         latents = known.clean * of_clean + known.noise * of_noise
         # No step is taken, so the history of a multistep sampler may hold any values.
-        state, history = replace(first.state, steps_done=index), latents.repeat(1, first.state.num_kept, 1, 1)
-        steps.append(replace(first, latents=latents, state=state, history=history if first.state.num_kept else None))
+        state, history = replace(first.state, steps_done=index), latents.repeat(1, first.state.num_history, 1, 1)
+        steps.append(replace(first, latents=latents, state=state, history=history if first.state.num_history else None))
     return steps

@@ -21,13 +21,21 @@ from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
 from ...data.fair_store import FairStore, largest
-from ...data.files import atomic_folder, held, private_folder, put_aside, remove_leftovers, sha256_of, write_json
+from ...data.files import (
+    atomic_folder,
+    lock_folder,
+    private_folder,
+    quarantine,
+    remove_leftovers,
+    sha256_of,
+    write_json,
+)
 from ...data.requests import Request
 from ...data.templates import Keep
-from ..core.prepared import Seen
+from ..core.prepared import RecordedRow
 from ..options import TemplateTiers
 from .keys import VERSION, TemplateKey, facts_of, no_generation
-from .link import Link
+from .link import RecordLink
 from .records import TemplateRecord, content_of, file_of, from_files, in_memory, read_step
 from .staging import Staging
 
@@ -54,19 +62,19 @@ class TemplateStore:
 
     def __init__(self, folder: Path, tiers: TemplateTiers | None = None, *, link_mbps: float | None = None) -> None:
         tiers = tiers or TemplateTiers()
-        self.folder, self._most_disk_bytes = folder, tiers.disk_mb * 1e6
-        self._most_bytes = tiers.memory_mb * 1e6 if link_mbps is None else 0.0
+        self.folder, self._max_disk_bytes = folder, tiers.disk_mb * 1e6
+        self._max_bytes = tiers.memory_mb * 1e6 if link_mbps is None else 0.0
         self.staging = Staging(tiers.staging_mb * 1e6)
         self.num_added = 0
         self._lock = threading.Lock()
-        self._link = Link(link_mbps)
-        self._held: FairStore[TemplateRecord] = FairStore(self._most_bytes)
+        self._link = RecordLink(link_mbps)
+        self._in_memory: FairStore[TemplateRecord] = FairStore(self._max_bytes)
         self._checked: set[str] = set()
 
     @property
-    def num_held_bytes(self) -> int:
+    def num_memory_bytes(self) -> int:
         """Size of the records in memory."""
-        return int(self._held.size)
+        return int(self._in_memory.size)
 
     def find(self, key: TemplateKey, device: torch.device) -> TemplateRecord | None:
         """Return the record for a key, or None if there is none. A damaged record is put aside with a warning.
@@ -75,8 +83,8 @@ class TemplateStore:
         """
         digest = key.digest
         with self._lock:
-            if (known := self._held.get(digest)) is not None:
-                self._held.use(digest)
+            if (known := self._in_memory.get(digest)) is not None:
+                self._in_memory.touch(digest)
                 return known
             manifest = self.folder / digest / MANIFEST
             if not manifest.is_file():
@@ -84,7 +92,7 @@ class TemplateStore:
             try:
                 with contextlib.ExitStack() as reading:
                     # Others may share the folder, and make room in it.
-                    reading.enter_context(held(self.folder / digest, with_others=True))
+                    reading.enter_context(lock_folder(self.folder / digest, is_shared=True))
                     self._check(digest)
                     found = self._read(digest, device)
                     if found.steps is None:
@@ -93,16 +101,16 @@ class TemplateStore:
             except _DAMAGE as error:
                 if not manifest.is_file():  # another process has deleted it
                     return None
-                put_aside(self.folder / digest, f"template {digest}", error)
+                quarantine(self.folder / digest, f"template {digest}", error)
                 return None
             except OSError as error:
                 raise RunError(f"template {digest} in {self.folder} cannot be read: {error}") from error
-            self._hold(key, found)
+            self._cache_in_memory(key, found)
             with contextlib.suppress(OSError):  # the folder may be read-only
                 os.utime(self.folder / digest / MANIFEST)
             return found
 
-    def add(self, key: TemplateKey, steps: Iterable[Sequence[Seen]], device: torch.device) -> None:
+    def add(self, key: TemplateKey, steps: Iterable[Sequence[RecordedRow]], device: torch.device) -> None:
         """Add a record, step by step: to the folder unless it is there already, and to memory if it fits.
 
         Raises:
@@ -110,33 +118,37 @@ class TemplateStore:
             OSError: the record cannot be written; it is still kept in memory if it fits.
         """
         digest, place = key.digest, self.folder / key.digest
-        kept, failure = _Kept(self._most_bytes), None
-        recorded = kept.through(map(_on_cpu, steps))
+        collector, failure = _StepCollector(self._max_bytes), None
+        recorded = collector.collect(map(_on_cpu, steps))
         if not (place / MANIFEST).is_file():
             try:
                 private_folder(self.folder)
                 with atomic_folder(place, is_private=True) as temporary:
-                    self._write(key, recorded, kept, temporary)
+                    self._write(key, recorded, collector, temporary)
                 self._checked.add(digest)
             except OSError as error:
                 # Another process may have written the record first.
                 failure = None if (place / MANIFEST).is_file() else error
         for _ in recorded:  # consume the steps that were not written
             pass
-        if kept.steps is not None:
+        if collector.steps is not None:
             with self._lock:
-                self._hold(key, in_memory(device, kept.num_bytes, kept.steps, self._link, self.staging))
+                self._cache_in_memory(
+                    key, in_memory(device, collector.num_bytes, collector.steps, self._link, self.staging)
+                )
         if failure is not None:
             raise failure
         self.num_added += 1
         self._make_room(key)
 
-    def _write(self, key: TemplateKey, steps: Iterator[Sequence[Seen]], kept: "_Kept", folder: Path) -> None:
+    def _write(
+        self, key: TemplateKey, steps: Iterator[Sequence[RecordedRow]], collector: "_StepCollector", folder: Path
+    ) -> None:
         files = {}
         for step, rows in enumerate(steps):
-            if kept.num_bytes > self._most_disk_bytes:
+            if collector.num_bytes > self._max_disk_bytes:
                 raise RunError(
-                    f"the template's record is larger than {self._most_disk_bytes / 1e6:,.0f} MB, which is all that "
+                    f"the template's record is larger than {self._max_disk_bytes / 1e6:,.0f} MB, which is all that "
                     f"{self.folder} may hold"
                 )
             content = content_of(rows)
@@ -145,7 +157,7 @@ class TemplateStore:
                 self._make_room(key, len(content) * int(key.about["num_inference_steps"]))
             (folder / file_of(step)).write_bytes(content)
             files[file_of(step)] = hashlib.sha256(content).hexdigest()
-        manifest = {"version": VERSION, "about": key.about, "bytes": kept.num_bytes, "files": files}
+        manifest = {"version": VERSION, "about": key.about, "bytes": collector.num_bytes, "files": files}
         write_json(folder / MANIFEST, manifest | {"created": time.time()})
 
     def list(self) -> list[dict[str, Any]]:
@@ -184,14 +196,14 @@ class TemplateStore:
         """Delete a record. Raises UsageError: there is no such record."""
         self._require(template_id)
         with self._lock:
-            self._held.pop(template_id)
+            self._in_memory.pop(template_id)
         self._delete(template_id)
 
-    def _make_room(self, kept: TemplateKey, num_bytes: float = 0.0) -> None:
+    def _make_room(self, protected: TemplateKey, num_bytes: float = 0.0) -> None:
         """Delete leftovers of killed processes, and evict the least recently read records of the owners that have most
         until `num_bytes` more fit.
 
-        The record `kept` is never evicted.
+        The record `protected` is never evicted.
         """
         remove_leftovers(self.folder)
         found: list[tuple[float, str, int, str]] = []
@@ -202,15 +214,15 @@ class TemplateStore:
                 read_s = (manifest if manifest.exists() else place).stat().st_mtime
                 size = sum(file.stat().st_size for file in place.iterdir())
                 found.append((read_s, each["id"], size, TemplateKey(each.get("about", {})).owner))
-        sizes = {kept.owner: num_bytes}
+        sizes = {protected.owner: num_bytes}
         for _, _, size, owner in found:
             sizes[owner] = sizes.get(owner, 0.0) + size
-        may_go = [each for each in sorted(found) if each[1] != kept.digest]
-        while may_go and sum(sizes.values()) > self._most_disk_bytes:
+        may_go = [each for each in sorted(found) if each[1] != protected.digest]
+        while may_go and sum(sizes.values()) > self._max_disk_bytes:
             owner = largest({each[3]: sizes[each[3]] for each in may_go})
             gone = next(each for each in may_go if each[3] == owner)
             may_go.remove(gone)
-            with contextlib.suppress(FileNotFoundError), held(self.folder / gone[1]) as is_free:
+            with contextlib.suppress(FileNotFoundError), lock_folder(self.folder / gone[1]) as is_free:
                 if is_free:  # else it is read, by whichever process
                     self._delete(gone[1])
                     sizes[owner] -= gone[2]
@@ -240,18 +252,18 @@ class TemplateStore:
     def _read(self, digest: str, device: torch.device) -> TemplateRecord:
         place = self.folder / digest
         content = _manifest_of(place)
-        if content["bytes"] > self._most_bytes:
+        if content["bytes"] > self._max_bytes:
             num_steps, num_rows = len(content["files"]), content["about"]["rows"]
             return from_files(device, content["bytes"], place, num_steps, num_rows, self._link, self.staging)
         steps = [read_step(place / name) for name in sorted(content["files"])]
         return in_memory(device, content["bytes"], steps, self._link, self.staging)
 
-    def _hold(self, key: TemplateKey, record: TemplateRecord) -> None:
+    def _cache_in_memory(self, key: TemplateKey, record: TemplateRecord) -> None:
         if record.steps is not None:
-            self._held.put(key.owner, key.digest, record, record.num_bytes)
+            self._in_memory.put(key.owner, key.digest, record, record.num_bytes)
 
 
-class _Kept:
+class _StepCollector:
     """Collector of a record's steps on their way to the folder.
 
     Attributes:
@@ -259,26 +271,26 @@ class _Kept:
         steps: the steps so far; None if they do not fit into memory.
     """
 
-    def __init__(self, most_bytes: float) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: float) -> None:
+        self._max_bytes = max_bytes
         self.num_bytes = 0
-        self.steps: list[Sequence[Seen]] | None = []
+        self.steps: list[Sequence[RecordedRow]] | None = []
 
-    def through(self, steps: Iterable[Sequence[Seen]]) -> Iterator[Sequence[Seen]]:
+    def collect(self, steps: Iterable[Sequence[RecordedRow]]) -> Iterator[Sequence[RecordedRow]]:
         """Yield the steps and keep them. Raises RunError: a number is not finite."""
         for rows in steps:
             for row in rows:
                 if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
                     raise RunError("the template's passes give numbers that are not finite: nothing is recorded")
             self.num_bytes += sum(tensor.nbytes for row in rows for tensor in row.values())
-            if self.num_bytes > self._most_bytes:
+            if self.num_bytes > self._max_bytes:
                 self.steps = None
             elif self.steps is not None:
                 self.steps.append(rows)
             yield rows
 
 
-def _on_cpu(rows: Sequence[Seen]) -> Sequence[Seen]:
+def _on_cpu(rows: Sequence[RecordedRow]) -> Sequence[RecordedRow]:
     """Copy a step to the CPU, because all steps together exceed the memory of a device."""
     return [{name: tensor.cpu().contiguous() for name, tensor in row.items()} for row in rows]
 

@@ -8,7 +8,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from ...data.edits import EditSpec, latent_mask
-from ..core.prepared import KnownArea, Seen
+from ..core.prepared import KnownArea, RecordedRow
 from ..samplers.single import SamplerState
 from .records import END, LATENTS, content_of, file_of, read_step
 
@@ -23,7 +23,7 @@ class Trajectory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def note(self, step: int, latents: Tensor, rows: Sequence[Seen]) -> None:
+    def note(self, step: int, latents: Tensor, rows: Sequence[RecordedRow]) -> None:
         """Record a step, or record it again.
 
         Args:
@@ -38,7 +38,7 @@ class Trajectory:
         content = content_of([{**first, LATENTS: latents.float()}, *others])
         (self._folder / file_of(step)).write_bytes(content)
 
-    def steps(self, end: Tensor) -> Iterator[Sequence[Seen]]:
+    def steps(self, end: Tensor) -> Iterator[Sequence[RecordedRow]]:
         """Yield the rows of each step; `end` holds the final latents (1, channels, h, w), added to the last step."""
         paths = sorted(self._folder.iterdir())
         for path in paths:
@@ -48,7 +48,7 @@ class Trajectory:
             yield rows
 
 
-def begin_on(
+def begin_on_trajectory(
     trajectory: Tensor,
     edit: EditSpec,
     state: SamplerState,

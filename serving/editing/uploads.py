@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ...data.errors import RunError
-from ..core.prepared import Seen
+from ..core.prepared import RecordedRow
 
 _ALIGNED = 16
 """Alignment of each tensor in bytes, for fast access by kernels."""
 
 
-class Loaded(NamedTuple):
+class LoadedUnit(NamedTuple):
     """Tensors of a unit after a read.
 
     Attributes:
@@ -26,7 +26,7 @@ class Loaded(NamedTuple):
         ready: event that completes with the copies to the device; None if there is nothing to wait for.
     """
 
-    rows: Mapping[int, Seen]
+    rows: Mapping[int, RecordedRow]
     ready: torch.cuda.Event | None = None
 
     def take(self, row: int, operator: str) -> Tensor:
@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
         return found
 
 
-class Packed:
+class PackedRows:
     """Tensors packed into one piece of memory.
 
     Args:
@@ -51,7 +51,7 @@ class Packed:
         RunError: the memory cannot be allocated.
     """
 
-    def __init__(self, rows: Mapping[int, Seen], *, is_pinned: bool) -> None:
+    def __init__(self, rows: Mapping[int, RecordedRow], *, is_pinned: bool) -> None:
         self._places: dict[tuple[int, str], tuple[int, torch.Size, torch.dtype]] = {}
         tensors = {(row, name): tensor for row, seen in rows.items() for name, tensor in seen.items()}
         end = 0
@@ -69,7 +69,7 @@ class Packed:
         for (row, name), tensor in tensors.items():
             own[row][name].copy_(tensor)
 
-    def rows(self, memory: Tensor | None = None) -> Mapping[int, Seen]:
+    def rows(self, memory: Tensor | None = None) -> Mapping[int, RecordedRow]:
         """Return views of the tensors in this memory, or in a copy of it."""
         memory = self.memory if memory is None else memory
         found: dict[int, dict[str, Tensor]] = defaultdict(dict)
@@ -85,13 +85,13 @@ class Uploads:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def send(self, packed: Packed) -> Loaded:
+    def send(self, packed: PackedRows) -> LoadedUnit:
         """Start an asynchronous copy to the device from pinned memory."""
         with torch.cuda.stream(self._stream):
             memory = packed.memory.to(self._device, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record(self._stream)
-        return Loaded(packed.rows(memory), ready)
+        return LoadedUnit(packed.rows(memory), ready)
 
 
 @functools.cache

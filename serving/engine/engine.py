@@ -52,8 +52,8 @@ class Engine:
             request.
         preview: draws partial images for watches, as soon as it has learnt enough; None: they are decoded.
         records_templates: whether missing templates of edits are recorded, in free places of the batch.
-        most_failed: number of failures in a row that end the run with a RunError: of steps that failed for all of their
-            requests, or of requests that could not be prepared, or decoded; None: the run continues.
+        max_failures: number of failures in a row that end the run with a RunError: of steps that failed for all of
+            their requests, or of requests that could not be prepared, or decoded; None: the run continues.
 
     Attributes:
         collector: collector of the run.
@@ -77,7 +77,7 @@ class Engine:
         on_image: OnImage | None = None,
         preview: Preview | None = None,
         records_templates: bool = False,
-        most_failed: int | None = None,
+        max_failures: int | None = None,
     ) -> None:
         self._model = model
         self.collector = collector or InMemory()
@@ -101,7 +101,7 @@ class Engine:
             on_image=on_image,
             preview=preview,
             records_templates=records_templates,
-            most_failed=most_failed,
+            max_failures=max_failures,
         )
         # Guards the scheduler, the open requests and the fields below.
         self._changed = self._stages.changed
@@ -231,12 +231,12 @@ class Engine:
                 self._changed.notify_all()
         return state is not None
 
-    def take_back(self) -> list[Request]:
+    def withdraw_waiting(self) -> list[Request]:
         """Remove and return all requests that wait for the batch. They are not reported anywhere. Thread-safe."""
         with self._changed:
-            requests = self._scheduler.take_back()
+            requests = self._scheduler.withdraw_waiting()
             for request in requests:
-                self._stages.forget(request.request_id)
+                self._stages.discard(request.request_id)
             self._changed.notify_all()
         return requests
 
@@ -253,7 +253,7 @@ class Engine:
         the result is returned with `was_interrupted`. A second Ctrl-C discards the images that are not written yet, as
         `abort` does immediately.
 
-        Raises RunError if everything fails (`most_failed`). Requests that are open then are "cancelled".
+        Raises RunError if everything fails (`max_failures`). Requests that are open then are "cancelled".
         """
         if self._zero is None:
             self.start()
@@ -272,7 +272,7 @@ class Engine:
 
     def _decided(self, decision_s: float) -> None:
         self._decided_s += decision_s
-        self._stages.collect(partial(self.collector.on_decision, decision_s), may_lag=True)
+        self._stages.queue_call(partial(self.collector.on_decision, decision_s), may_lag=True)
 
     def _denoise_until_closed(self) -> None:
         scheduler, stages = self._scheduler, self._stages
@@ -295,7 +295,7 @@ class Engine:
                 batch = [stages.prepared[state.request.request_id] for state in scheduler.active]
                 can_step, may_record = scheduler.can_step, self._may_record
             for state in ended:
-                stages.let_go(state)
+                stages.release_and_report(state)
             if is_due:
                 stages.serve()
                 continue
@@ -333,7 +333,7 @@ class Engine:
         failures = self._model.stepper.step(batch)
         end_s = self.now_s()
         self._progress_s, self._last_step_s = time.monotonic(), end_s - start_s
-        self._stages.tried("denoising", next(iter(failures.values())) if len(failures) == len(batch) else None)
+        self._stages.count_attempt("denoising", next(iter(failures.values())) if len(failures) == len(batch) else None)
         decided_s, self._decided_s = self._decided_s, 0.0
         scheduler = self._scheduler
         ran, forecast = None, self._model.stepper.forecast
@@ -342,13 +342,13 @@ class Engine:
         row = StepRow.of(scheduler.num_steps, start_s, end_s - start_s, scheduler.batch, num_waiting, decided_s, ran)
         with self._changed:
             left = scheduler.stepped(end_s, row.duration_s, failures)
-        self._stages.collect(partial(self.collector.on_step, row), may_lag=True)
+        self._stages.queue_call(partial(self.collector.on_step, row), may_lag=True)
         if self._on_step is not None:
-            self._stages.collect(partial(self._stages.call, partial(self._on_step, row)))
+            self._stages.queue_call(partial(self._stages.call_safely, partial(self._on_step, row)))
         if self._stages.watches:
             self._stages.show_progress(batch, self._model.stepper.peek)
         for state in left:
             if state.stage == "decoding":
                 self._stages.postprocess(state)
             else:
-                self._stages.let_go(state)
+                self._stages.release_and_report(state)

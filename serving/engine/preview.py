@@ -10,8 +10,8 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MOST_IMAGES, _LEAST_IMAGES = 64, 4
-_MOST_POSITIONS = 1024
+_MAX_IMAGES, _MIN_IMAGES = 64, 4
+_MAX_POSITIONS = 1024
 _TIMES_UNKNOWNS = 4
 _RIDGE = 1e-3
 
@@ -36,12 +36,12 @@ class Preview:
     @torch.inference_mode()
     def learn(self, latents: torch.Tensor, image: "Image") -> None:
         """Learn from an image and its final latents (1, channels, height, width); does nothing after 64 images."""
-        if self._num_images >= _MOST_IMAGES:
+        if self._num_images >= _MAX_IMAGES:
             return
         pixels = VaeImageProcessor.numpy_to_pt(VaeImageProcessor.pil_to_numpy(image))
         scale = pixels.shape[-1] // latents.shape[-1]
         inputs, outputs = _inputs_of(latents), F.pixel_unshuffle(pixels, scale)[0].flatten(1).T
-        chosen = torch.linspace(0, len(inputs) - 1, min(len(inputs), _MOST_POSITIONS)).long()
+        chosen = torch.linspace(0, len(inputs) - 1, min(len(inputs), _MAX_POSITIONS)).long()
         inputs, outputs = inputs[chosen].double(), outputs[chosen].double()
         with self._lock:
             if self._num_images == 0:
@@ -61,7 +61,7 @@ class Preview:
         """
         with self._lock:
             enough = _TIMES_UNKNOWNS * len(self._gram)
-            if self._num_images < _LEAST_IMAGES or self._num_positions < enough:
+            if self._num_images < _MIN_IMAGES or self._num_positions < enough:
                 return None
             chosen = self._map
             if chosen is None:

@@ -15,8 +15,8 @@ from ..models.reuse import PASSES_TOGETHER
 from ..models.served import ServedModel
 from .stages import StageThread
 
-_MOST_WAITING, _MOST_GIVEN_UP = 16, 1024
-_Seen = Sequence[Sequence[Mapping[str, Tensor]]]
+_MAX_WAITING, _MAX_GIVEN_UP = 16, 1024
+_RecordedPasses = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
 class TemplateRecorder:
@@ -35,10 +35,10 @@ class TemplateRecorder:
     def __init__(self, model: ServedModel, changed: threading.Condition, on_error: Callable[[], None]) -> None:
         assert model.reuse.store is not None, "there is no place for records"
         self._model, self._store, self._changed = model, model.reuse.store, changed
-        self._open: dict[str, str] = {}
-        self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
-        self._due: Sequence[PreparedRequest] = ()
-        self._taken: queue.SimpleQueue[_Seen | Exception | None] = queue.SimpleQueue()
+        self._owners_recording: dict[str, str] = {}
+        self._given_up: deque[str] = deque(maxlen=_MAX_GIVEN_UP)
+        self._pending_passes: Sequence[PreparedRequest] = ()
+        self._results: queue.SimpleQueue[_RecordedPasses | Exception | None] = queue.SimpleQueue()
         self._thread = StageThread("psctl-record", self._record, device=model.device, on_error=on_error)
 
     @property
@@ -49,13 +49,13 @@ class TemplateRecorder:
     @property
     def is_due(self) -> bool:
         """Whether there are passes to run."""
-        return bool(self._due)
+        return bool(self._pending_passes)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def want(self, request: Request) -> None:
+    def request_recording(self, request: Request) -> None:
         """Request the recording of the template that an edit has missed. Not thread-safe.
 
         Does nothing if the template is being recorded or has failed before, if it belongs to a generation, which is
@@ -71,25 +71,25 @@ class TemplateRecorder:
         ):
             return
         key = self._model.reuse.key_of(request)
-        if key is None or key.digest in self._open or key.digest in self._given_up:
+        if key is None or key.digest in self._owners_recording or key.digest in self._given_up:
             return
-        if sum(owner == key.owner for owner in list(self._open.values())) >= _MOST_WAITING:
+        if sum(owner == key.owner for owner in list(self._owners_recording.values())) >= _MAX_WAITING:
             return
-        self._open[key.digest] = key.owner
+        self._owners_recording[key.digest] = key.owner
         self._thread.put((request, key))
 
     def take_passes(self, num_free: int) -> None:
         """Run pending passes, at most `num_free`, in one batch; called from the engine's thread."""
-        passes, self._due = self._due[:num_free], ()
+        passes, self._pending_passes = self._pending_passes[:num_free], ()
         try:
-            self._taken.put(self._model.reuse.record(passes))
+            self._results.put(self._model.reuse.record(passes))
         except Exception as error:  # noqa: BLE001  requests in the batch are not affected
-            self._taken.put(error)
+            self._results.put(error)
 
     def finish(self) -> None:
         """End the thread; unfinished recordings are discarded."""
         self._thread.discard_queued()
-        self._taken.put(None)
+        self._results.put(None)
         self._thread.finish()
 
     def _record(self, wanted: tuple[Request, TemplateKey]) -> None:
@@ -97,22 +97,22 @@ class TemplateRecorder:
         try:
             # Another process may have recorded it meanwhile.
             if self._store.find(key, self._model.device) is None:
-                self._store.add(key, self._seen(request), self._model.device)
+                self._store.add(key, self._recorded_steps(request), self._model.device)
         except _StoppedError:
             return
         except Exception as error:  # noqa: BLE001  edits are exact without a record
             self._given_up.append(key.digest)
             warnings.warn(f"template {key.digest} could not be recorded, and is not tried again: {error}", stacklevel=1)
         finally:
-            self._open.pop(key.digest, None)
+            self._owners_recording.pop(key.digest, None)
 
-    def _seen(self, request: Request) -> Iterator[Sequence[Mapping[str, Tensor]]]:
+    def _recorded_steps(self, request: Request) -> Iterator[Sequence[Mapping[str, Tensor]]]:
         passes = self._model.reuse.template_passes(request)
         while passes:
             with self._changed:
-                self._due = passes[:PASSES_TOGETHER]
+                self._pending_passes = passes[:PASSES_TOGETHER]
                 self._changed.notify_all()
-            taken = self._taken.get()
+            taken = self._results.get()
             if taken is None:
                 raise _StoppedError
             if isinstance(taken, Exception):

@@ -31,7 +31,7 @@ class RunResult:
     collector: Collector
 
     @property
-    def kept(self) -> InMemory:
+    def in_memory(self) -> InMemory:
         """The collector that keeps everything in memory."""
         if not isinstance(self.collector, InMemory):
             raise RuntimeError(f"this run kept nothing in memory: its collector is {type(self.collector).__name__}")
@@ -40,24 +40,24 @@ class RunResult:
     @property
     def records(self) -> list[RequestRecord]:
         """One record per submitted request, by id, all in a final status."""
-        return sorted(self.kept.records, key=lambda record: record.request_id)
+        return sorted(self.in_memory.records, key=lambda record: record.request_id)
 
     @property
     def steps(self) -> list[StepRow]:
         """One row per denoising iteration."""
-        return self.kept.steps
+        return self.in_memory.steps
 
     @property
     def decision_times_s(self) -> list[float]:
         """Seconds that each decision of the policy took."""
-        return self.kept.decision_times_s
+        return self.in_memory.decision_times_s
 
     @property
     def images(self) -> "dict[int, Image]":
         """Images by request id, if the collector keeps them."""
-        return self.kept.images
+        return self.in_memory.images
 
     @property
     def latents(self) -> "dict[int, torch.Tensor]":
         """Final latents (1, channels, height / 8, width / 8) by request id, if the collector keeps them."""
-        return self.kept.latents
+        return self.in_memory.latents

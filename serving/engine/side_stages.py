@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _LAG_S = 0.05
-MOST_FAILED = 8
+MAX_FAILURES = 8
 """Number of consecutive failures of one stage after which a service considers its engine broken. A persistent error,
 such as one of CUDA, fails every try, and each failure is an error for a client. That this many requests in a row fail
 for reasons of their own is possible but rare.
@@ -75,7 +75,7 @@ class SideStages:
         on_image: OnImage | None,
         preview: Preview | None,
         records_templates: bool,
-        most_failed: int | None,
+        max_failures: int | None,
     ) -> None:
         self.changed = threading.Condition()
         self.open: dict[int, RequestState] = {}
@@ -83,7 +83,7 @@ class SideStages:
         self.watches: dict[int, Watch] = {}
         self.last_end_s: float | None = None
         self.callback_failures = Failures()
-        self._most_failed = most_failed
+        self._max_failures = max_failures
         self._failed_in_a_row: Counter[str] = Counter()
         self._broken: RunError | None = None
         self._model = model
@@ -109,25 +109,27 @@ class SideStages:
                 "psctl-postprocess", lambda work: work(), device=model.device, on_error=self._wake
             )
         self.recorder = TemplateRecorder(model, self.changed, self._wake) if records_templates else None
-        self._told: deque[Callable[[], None]] = deque()
+        self._pending_calls: deque[Callable[[], None]] = deque()
         self._handed_over_s = 0.0
         self._collect = StageThread[bool](
-            "psctl-collect", lambda told: self._tell_all(), device=torch.device("cpu"), on_error=self._wake
+            "psctl-collect", lambda _: self._run_pending_calls(), device=torch.device("cpu"), on_error=self._wake
         )
 
     @property
     def error(self) -> BaseException | None:
-        """Error that has ended one of the threads, or the RunError of a stage in which everything fails (`tried`)."""
+        """Error that has ended one of the threads, or the RunError of a stage in which everything fails
+        (`count_attempt`).
+        """
         recording = None if self.recorder is None else self.recorder.error
         return self._prepare.error or self._postprocess.error or self._collect.error or recording or self._broken
 
-    def tried(self, stage: str, failure: str | None) -> None:
+    def count_attempt(self, stage: str, failure: str | None) -> None:
         """Record a try of a stage, and count consecutive failures; a success, with `failure` None, resets the count.
 
-        After `most_failed` failures in a row, `error` is set. Only one thread at a time may call this for a stage.
+        After `max_failures` failures in a row, `error` is set. Only one thread at a time may call this for a stage.
         """
         self._failed_in_a_row[stage] = num_failed = 0 if failure is None else self._failed_in_a_row[stage] + 1
-        if num_failed == self._most_failed:
+        if num_failed == self._max_failures:
             self._broken = RunError(f"{num_failed} tries in a row have failed, the last one with {failure}")
             self._wake()
 
@@ -170,19 +172,19 @@ class SideStages:
         # Decoding needs only the latents; anything else, mostly the encoded text, would stay in memory meanwhile.
         self._postprocess.put(partial(self._postprocess_one, state, prepared.latents))
 
-    def collect(self, tell: Callable[[], None], *, may_lag: bool = False) -> None:
+    def queue_call(self, call: Callable[[], None], *, may_lag: bool = False) -> None:
         """Queue a call for the collector's thread, in order. With `may_lag` it may be made some time later."""
-        self._told.append(tell)
+        self._pending_calls.append(call)
         now_s = time.perf_counter()
         if not may_lag or now_s - self._handed_over_s > _LAG_S:
             self._handed_over_s = now_s
             self._collect.put(True)
 
-    def _tell_all(self) -> None:
-        while self._told:
-            self._told.popleft()()
+    def _run_pending_calls(self) -> None:
+        while self._pending_calls:
+            self._pending_calls.popleft()()
 
-    def call(self, callback: Callable[[], None]) -> None:
+    def call_safely(self, callback: Callable[[], None]) -> None:
         """Call a user's callback. Its errors are counted, and the first one is printed."""
         try:
             callback()
@@ -191,13 +193,15 @@ class SideStages:
                 traceback.print_exc()
             self.callback_failures.note(describe("callback", error))
 
-    def let_go(self, state: RequestState, image: "Image | None" = None, latents: torch.Tensor | None = None) -> None:
+    def release_and_report(
+        self, state: RequestState, image: "Image | None" = None, latents: torch.Tensor | None = None
+    ) -> None:
         """Release the tensors of a request that has ended, and report it to the collector. Thread-safe."""
         with self.changed:
             self.prepared.pop(state.request.request_id, None)
-        self.collect(partial(self._tell, state, image, latents))
+        self.queue_call(partial(self._report, state, image, latents))
 
-    def forget(self, request_id: int) -> None:
+    def discard(self, request_id: int) -> None:
         """Discard a withdrawn request without reporting it to the collector. The caller holds the lock."""
         del self.open[request_id]
         self.prepared.pop(request_id, None)
@@ -210,9 +214,9 @@ class SideStages:
             if watch is None:
                 continue
             steps_done = prepared.state.num_passed
-            self.collect(partial(self.call, partial(watch.on_step, steps_done)), may_lag=watch.may_lag)
-            if watch.is_due(steps_done, prepared.state.num_wanted) and (latents := peek(prepared)) is not None:
-                watch.taken()
+            self.queue_call(partial(self.call_safely, partial(watch.on_step, steps_done)), may_lag=watch.may_lag)
+            if watch.is_due(steps_done, prepared.state.num_requested) and (latents := peek(prepared)) is not None:
+                watch.count_partial()
                 # The thread that decodes them works on another stream.
                 finish_stream(latents.device)
                 self._postprocess.put(
@@ -244,7 +248,7 @@ class SideStages:
         for state in left:
             if state.record.status == "pending":  # Ctrl-C came when the scheduler was about to close it
                 state.record.close("cancelled", now_s, reason)
-            self.let_go(state)
+            self.release_and_report(state)
         self._collect.put(True)
         try:
             self._collect.finish()
@@ -253,7 +257,7 @@ class SideStages:
             self._collect.finish()
         return was_interrupted
 
-    def _tell(self, state: RequestState, image: "Image | None", latents: torch.Tensor | None) -> None:
+    def _report(self, state: RequestState, image: "Image | None", latents: torch.Tensor | None) -> None:
         with self.changed:
             # If Ctrl-C came right after the request was queued here, `stop` has queued it again.
             if self.open.get(state.request.request_id) is not state:
@@ -282,7 +286,7 @@ class SideStages:
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             failure, is_refused = describe("preparing", error), isinstance(error, UsageError)
         if not is_refused:
-            self.tried("preparing", failure)
+            self.count_attempt("preparing", failure)
         with self.changed:
             if not self._is_running:  # it is about to be cancelled
                 return
@@ -298,7 +302,7 @@ class SideStages:
             self.prepare_next()
             self.changed.notify_all()
         if state is not None and prepared is None:
-            self.let_go(state)
+            self.release_and_report(state)
 
     def _draw_partial(self, state: RequestState, watch: Watch, latents: torch.Tensor) -> None:
         if state.record.status != "pending":  # cancelled meanwhile
@@ -311,7 +315,7 @@ class SideStages:
                 image = pasted(image, state.request.edit)
         except Exception:  # noqa: BLE001  decoding the final image reports the same error
             return
-        self.collect(partial(self.call, partial(watch.show, image)))
+        self.queue_call(partial(self.call_safely, partial(watch.show, image)))
 
     def _postprocess_one(self, state: RequestState, latents: torch.Tensor) -> None:
         if state.record.status != "pending":  # cancelled meanwhile
@@ -319,9 +323,9 @@ class SideStages:
         request, image, failure = state.request, None, None
         try:
             image = self._model.decode(latents)
-            self.tried("postprocessing", None)
+            self.count_attempt("postprocessing", None)
             if self._preview is not None:
-                self.call(partial(self._preview.learn, latents, image))
+                self.call_safely(partial(self._preview.learn, latents, image))
             if request.edit is not None:
                 image = pasted(image, request.edit)
             if self._on_image is not None:
@@ -334,7 +338,7 @@ class SideStages:
         except Exception as error:  # noqa: BLE001  as above
             failure = describe("postprocessing", error)
             if image is None:
-                self.tried("postprocessing", failure)
+                self.count_attempt("postprocessing", failure)
             image = None
         status = "completed" if failure is None else "failed"
         with self.changed:
@@ -345,10 +349,10 @@ class SideStages:
                 # A policy may wait for the decoder.
                 self.changed.notify_all()
         if is_open:
-            self.let_go(state, image, latents if failure is None else None)
+            self.release_and_report(state, image, latents if failure is None else None)
         if self.recorder is not None and state.record.reused is False:
             # Not earlier, or the edit's own steps would wait for the passes of the record.
-            self.recorder.want(request)
+            self.recorder.request_recording(request)
 
     def _wake(self) -> None:
         with self.changed:

@@ -13,7 +13,7 @@ import torch
 from ..core.threads import LoneThread
 
 Item = TypeVar("Item")
-Taken = TypeVar("Taken", contravariant=True)
+QueuedItem = TypeVar("QueuedItem", contravariant=True)
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def is_stalled(since_s: float, last_s: float) -> bool:
     return time.monotonic() - since_s > max(STALLED_S, STALLED_TIMES * last_s)
 
 
-class Stage(Protocol[Taken]):
+class Stage(Protocol[QueuedItem]):
     """Serves items one by one, first come, first served.
 
     Attributes:
@@ -66,7 +66,7 @@ class Stage(Protocol[Taken]):
     def start(self) -> None:
         """Start to serve items."""
 
-    def put(self, item: Taken) -> None:
+    def put(self, item: QueuedItem) -> None:
         """Queue an item. Thread-safe."""
 
     def discard_queued(self) -> None:

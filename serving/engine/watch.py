@@ -37,7 +37,7 @@ class Watch:
             return False
         return steps_done >= math.ceil(num_steps * (self._num_taken + 1) / (self._num_partials + 1))
 
-    def taken(self) -> None:
+    def count_partial(self) -> None:
         """Count one more partial image that will be drawn."""
         self._num_taken += 1
 

@@ -31,7 +31,7 @@ TRANSFORMER = Transformer(
     single=Blocks(name="single_transformer_blocks", kind="AuraFlowSingleTransformerBlock", modulation="norm1.linear"),
     positions=positions,
     attention={"Attention": "AuraFlowAttnProcessor2_0"},
-    known=frozenset({
+    known_classes=frozenset({
         *("AuraFlowTransformer2DModel", "AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock"),
         *("AuraFlowPatchEmbed", "AuraFlowFeedForward", "AuraFlowPreFinalBlock"),
     }),

@@ -34,7 +34,7 @@ TRANSFORMER = Transformer(
     mask="attention_mask",
     adds_mask=True,
     attention={"FluxAttention": "FluxAttnProcessor"},
-    known=frozenset({
+    known_classes=frozenset({
         *("ChromaTransformer2DModel", "ChromaTransformerBlock", "ChromaSingleTransformerBlock", "FluxPosEmbed"),
         *("ChromaAdaLayerNormZeroPruned", "ChromaAdaLayerNormZeroSinglePruned", "ChromaApproximator"),
         *("ChromaAdaLayerNormContinuousPruned", "ChromaCombinedTimestepTextProjEmbeddings"),

@@ -47,7 +47,7 @@ TRANSFORMER = Transformer(
     embed=embed,
     image_ids=image_ids,
     attention={"FluxAttention": "FluxAttnProcessor"},
-    known=frozenset({
+    known_classes=frozenset({
         *("FluxTransformer2DModel", "FluxTransformerBlock", "FluxSingleTransformerBlock"),
         *("FluxPosEmbed", "AdaLayerNormZeroSingle", "CombinedTimestepGuidanceTextProjEmbeddings"),
     }),

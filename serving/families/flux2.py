@@ -78,7 +78,7 @@ TRANSFORMER = Transformer(
         "Flux2Attention": "Flux2AttnProcessor",
         "Flux2ParallelSelfAttention": "Flux2ParallelSelfAttnProcessor",
     },
-    known=frozenset({
+    known_classes=frozenset({
         *("Flux2Transformer2DModel", "Flux2TransformerBlock", "Flux2SingleTransformerBlock", "Flux2PosEmbed"),
         *("Flux2Modulation", "Flux2TimestepGuidanceEmbeddings", "Flux2FeedForward", "Flux2SwiGLU"),
     }),

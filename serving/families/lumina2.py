@@ -52,7 +52,7 @@ TRANSFORMER = Transformer(
     norm_out="norm_out.linear_1",
     mask="encoder_attention_mask",
     attention={"Attention": "Lumina2AttnProcessor2_0"},
-    known=frozenset({
+    known_classes=frozenset({
         *("Lumina2Transformer2DModel", "Lumina2TransformerBlock", "Lumina2RotaryPosEmbed", "LuminaFeedForward"),
         *("Lumina2CombinedTimestepCaptionEmbedding", "LuminaRMSNormZero", "LuminaLayerNormContinuous", "FP32SiLU"),
     }),

@@ -45,7 +45,7 @@ TRANSFORMER = Transformer(
     modulation="adaln_single",
     caption="caption_projection",
     mask="encoder_attention_mask",
-    known=frozenset({
+    known_classes=frozenset({
         *("PixArtTransformer2DModel", "PatchEmbed", "AdaLayerNormSingle", "PixArtAlphaCombinedTimestepSizeEmbeddings"),
     }),
 )  # fmt: skip

@@ -31,8 +31,8 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
     return QwenImagePipeline._unpack_latents(predicted, height, width, vae_scale_factor=1)[:, :, 0]
 
 
-def turns(embed: Any, height: int, width: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the rotary angles of image and text, as `Transformer.turns`."""
+def joint_angles(embed: Any, height: int, width: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the rotary angles of image and text, as `Transformer.joint_angles`."""
     return embed([(1, height, width)], max_txt_seq_len=length, device=device)
 
 
@@ -40,10 +40,10 @@ TRANSFORMER = Transformer(
     call=call,
     joint=Blocks(name="transformer_blocks", kind="QwenImageTransformerBlock", modulation="img_mod.1"),
     embed=lambda model, latents: model.img_in(QwenImagePipeline._pack_latents(latents, *latents.shape)),
-    turns=turns,
+    joint_angles=joint_angles,
     mask="encoder_hidden_states_mask",
     attention={"Attention": "QwenDoubleStreamAttnProcessor2_0"},
-    known=frozenset({
+    known_classes=frozenset({
         *("QwenImageTransformer2DModel", "QwenImageTransformerBlock", "QwenEmbedRope", "QwenTimestepProjEmbeddings"),
     }),
 )  # fmt: skip

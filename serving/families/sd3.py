@@ -27,7 +27,7 @@ TRANSFORMER = Transformer(
         attention=("attn", "attn2"),  # the second one, in SD3.5, covers image tokens only
     ),
     attention={"Attention": "JointAttnProcessor2_0"},
-    known=frozenset({"PatchEmbed", "SD35AdaLayerNormZeroX", "JointTransformerBlock", "SD3Transformer2DModel"}),
+    known_classes=frozenset({"PatchEmbed", "SD35AdaLayerNormZeroX", "JointTransformerBlock", "SD3Transformer2DModel"}),
 )
 # The default of StableDiffusion3Pipeline.__call__.
 _MAX_SEQUENCE_LENGTH = 256

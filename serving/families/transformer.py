@@ -58,9 +58,9 @@ class Transformer:
             None if `pos_embed` is a patch embedding that adds positions.
         text_ids: returns the position ids of a text of `length` tokens, independent of its image, for a model with
             `text_embedder`; None if text stays at zero.
-        turns: returns the rotary angles of an image of (height, width) tokens, [height * width, half a head's width],
-            and of its text of `length` tokens, computed by the model's `pos_embed`: complex numbers of length 1. None
-            if text stays at zero.
+        joint_angles: returns the rotary angles of an image of (height, width) tokens, [height * width, half a head's
+            width], and of its text of `length` tokens, computed by the model's `pos_embed`: complex numbers of length
+            1. None if text stays at zero.
         positions: returns the positions that the patch embedding adds to the tokens of an image of (height, width)
             tokens, (height * width, width of a token); None to compute them as SD3 does.
         norm_out: name of the module that modulates tokens after the last block.
@@ -82,8 +82,8 @@ class Transformer:
             that other tokens get less weight instead of none.
         attention: classes of its attention modules, besides those with diffusers' usual processor, each with the
             processor that the leaves replace.
-        known: classes of the model's modules, besides those of all families, that compute token by token (or row by
-            row), only call their children, or are replaced.
+        known_classes: classes of the model's modules, besides those of all families, that compute token by token (or
+            row by row), only call their children, or are replaced.
     """
 
     call: Call
@@ -92,7 +92,7 @@ class Transformer:
     embed: Callable[[Any, Tensor], Tensor] | None = None
     image_ids: Callable[[int, int, Tensor], Tensor] | None = None
     text_ids: Callable[[int, Tensor], Tensor] | None = None
-    turns: Callable[[Any, int, int, int, torch.device], tuple[Tensor, Tensor]] | None = None
+    joint_angles: Callable[[Any, int, int, int, torch.device], tuple[Tensor, Tensor]] | None = None
     positions: Callable[[Any, int, int], Tensor] | None = None
     norm_out: str | None = "norm_out.linear"
     modulation: str | None = None
@@ -104,7 +104,7 @@ class Transformer:
     mask: str | None = None
     adds_mask: bool = False
     attention: Mapping[str, str] = field(default_factory=dict)
-    known: frozenset[str] = frozenset()
+    known_classes: frozenset[str] = frozenset()
 
     @property
     def lists(self) -> tuple[Blocks, ...]:

@@ -52,7 +52,7 @@ TRANSFORMER = Transformer(
     pads_to=SEQ_MULTI_OF,
     mask="text_mask",
     attention={"Attention": "ZSingleStreamAttnProcessor"},
-    known=frozenset({
+    known_classes=frozenset({
         *("ZImageTransformer2DModel", "ZImageTransformerBlock", "FinalLayer", "TimestepEmbedder", "ModuleDict"),
     }),
 )  # fmt: skip

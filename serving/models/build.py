@@ -10,7 +10,7 @@ import torch
 
 from ...data.errors import MissingExtraError, UsageError
 from ...data.run_facts import usable_cores
-from ...data.tables.block_facts import BlockFacts, ModelFacts
+from ...data.tables.block_facts import BlockFacts, ProfiledModel
 from ...kernels.launch import KERNELS, is_triton_installed, use_triton
 from ...training.cache.schedule import CacheSchedule
 from ..cache.options import CacheOptions
@@ -69,7 +69,7 @@ def build_model(
     stepper = build_stepper(pipe, family, options, facts, fingerprint, adapters)
     decode = stepper.group.decoder if isinstance(stepper, ParallelStepper) else None
     if stages is not None:
-        family = stages.take_over(family, denoiser_of(pipe).device)
+        family = stages.use_processes(family, denoiser_of(pipe).device)
     return ServedModel(
         pipe,
         family,
@@ -90,7 +90,7 @@ def load_schedule(pipe: Any, name: str, fingerprint: str, cache: CacheOptions) -
     if cache.schedule is None:
         raise UsageError("--cache schedule needs a list of steps (psctl train-predictor schedule) or --cache-schedule")
     schedule = CacheSchedule.load(cache.schedule)
-    served = ModelFacts(name, fingerprint, type(pipe.scheduler).__name__)
+    served = ProfiledModel(name, fingerprint, type(pipe.scheduler).__name__)
     remedy = f"run psctl train-predictor schedule --model {name}"
     schedule.facts.check_model(served, source=str(cache.schedule), remedy=remedy)
     return schedule

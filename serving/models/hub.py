@@ -23,7 +23,7 @@ def fetch_configuration(hub_id: str, revision: str | None) -> Path:
     """
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 
-    with _refusals_told(hub_id, revision):
+    with _explain_refusals(hub_id, revision):
         if not isinstance(try_to_load_from_cache(hub_id, INDEX_FILE, revision=revision), str):
             # Without a connection this fails at once, whereas downloads are retried for 20 seconds.
             HfApi().model_info(hub_id, revision=revision, timeout=10)
@@ -49,7 +49,7 @@ def fetch_weights(
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    with _refusals_told(hub_id, revision):
+    with _explain_refusals(hub_id, revision):
         components = weight_components(index)
         here = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
         try:
@@ -78,7 +78,7 @@ def _complete_variants(
 
 
 @contextmanager
-def _refusals_told(hub_id: str, revision: str | None) -> Iterator[None]:
+def _explain_refusals(hub_id: str, revision: str | None) -> Iterator[None]:
     """Turn errors of the hub and its client into one-line errors that say what to do."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError

@@ -97,7 +97,7 @@ def load_model(
         from ..parallel.torchrun import TorchRun
         from .parts import load_rank
 
-        run = TorchRun.of_environment(options.parallel)
+        run = TorchRun.from_environment(options.parallel)
         if run is not None and run.rank:
             # A rank that torchrun has started runs no other part of the command.
             sys.exit(run.follow(lambda own: load_rank(replace(own, model=str(model_dir)))))
@@ -114,7 +114,7 @@ def load_model(
     pipe.set_progress_bar_config(disable=True)
     apply_changes(changes, pipe)
     if offload is not None:
-        offload.keep_on_host(pipe)
+        offload.offload_encoders(pipe)
     try:
         pipe.to(torch_device)
     except RuntimeError as error:  # out of device memory

@@ -39,7 +39,7 @@ class TextOffload:
         self._num_bytes[name] = sum(weight.nbytes for weight in weights.values())
         kept = {key: weight.data for key, weight in weights.items()} if read is None else {}
 
-        def bring(*_: Any) -> None:
+        def load_weights(*_: Any) -> None:
             start = time.perf_counter()
             with torch.inference_mode(False):
                 found = kept if read is None else {key: each.data for key, each in read().named_parameters()}
@@ -48,16 +48,16 @@ class TextOffload:
             self._num_moves += 1
             self._moving_s += time.perf_counter() - start
 
-        def take_away(*_: Any) -> None:
+        def release_weights(*_: Any) -> None:
             with torch.inference_mode(False):
                 for weight in weights.values():
                     weight.data = weight.data.new_empty(0)
 
-        encoder.register_forward_pre_hook(bring)
-        encoder.register_forward_hook(take_away, always_call=True)
-        take_away()
+        encoder.register_forward_pre_hook(load_weights)
+        encoder.register_forward_hook(release_weights, always_call=True)
+        release_weights()
 
-    def keep_on_host(self, pipe: Any) -> None:
+    def offload_encoders(self, pipe: Any) -> None:
         """Offload the encoders of a pipeline that is still on the host, unless they are read from their files."""
         for name, part in pipe.components.items():
             if not self.rereads and name.startswith(TEXT_ENCODER) and part is not None:

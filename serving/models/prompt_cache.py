@@ -18,36 +18,36 @@ class PromptCache:
     images are the same with and without the cache. One thread at a time may call it.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._num_bytes = most_bytes, 0
-        self._kept: OrderedDict[Any, Conditioning] = OrderedDict()
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._entries: OrderedDict[Any, Conditioning] = OrderedDict()
         self._hits = self._misses = 0
 
     def get(self, request: Request, is_guided: bool, encode: Callable[[Request, bool], Conditioning]) -> Conditioning:
         """Return the conditioning of a request, from the cache or newly encoded."""
         texts = request.prompt, request.negative_prompt, request.adapters
         key = *texts, request.resolution, request.guidance_scale, is_guided
-        found = self._kept.get(key)
+        found = self._entries.get(key)
         if found is not None:
             self._hits += 1
-            self._kept.move_to_end(key)
+            self._entries.move_to_end(key)
             return dict(found)
         self._misses += 1
         found = encode(request, is_guided)
-        self._kept[key] = dict(found)
+        self._entries[key] = dict(found)
         self._num_bytes += _num_bytes(found)
-        while self._num_bytes > self._most_bytes:
-            self._num_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= _num_bytes(self._entries.popitem(last=False)[1])
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Return hits, misses and the size of the cache, for a summary."""
-        asked = self._hits + self._misses
+        num_lookups = self._hits + self._misses
         return {
             "hits": self._hits,
             "misses": self._misses,
-            "hit_rate": self._hits / asked if asked else None,
-            "num_kept": len(self._kept),
+            "hit_rate": self._hits / num_lookups if num_lookups else None,
+            "num_kept": len(self._entries),
             "kept_bytes": self._num_bytes,
         }
 

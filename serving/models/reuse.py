@@ -139,7 +139,7 @@ class TemplateReuse:
         try:
             found = None if key is None else self.store.find(key, self._device)
             if found is None and key is not None and key.owner:
-                found = self.store.find(key.of_everybody, self._device)
+                found = self.store.find(key.without_owner, self._device)
         except RunError as error:
             warnings.warn(str(error), stacklevel=4)
             return None

@@ -29,7 +29,7 @@ from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.start import begin_edit
-from ..editing.trajectory import begin_on
+from ..editing.trajectory import begin_on_trajectory
 from ..families import Decode, Family
 from ..families.decoder import FiniteDecoder
 from ..options import EngineOptions
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 MAX_TIMES_PIXELS = 64
 """Largest request, relative to the largest resolution that a model is made for; beyond it, images are useless."""
-_MOST_SCHEDULES = 4096
+_MAX_SCHEDULES = 4096
 """Most schedules (steps, first step and resolution) that are cached as valid."""
 
 
@@ -125,10 +125,10 @@ class ServedModel:
     def _patch_cache(self) -> PatchCache | None:
         return self.stepper.model.cache if isinstance(self.stepper, PatchedStepper) else None
 
-    def forget_cache(self) -> None:
+    def clear_cache(self) -> None:
         """Clear the cache, and reset `cache_stats`."""
         if (cache := self._patch_cache) is not None:
-            cache.forget()
+            cache.clear()
             cache.stats = CacheStats()
         elif self._skipped is not None:
             self._skipped = CacheStats()
@@ -173,7 +173,7 @@ class ServedModel:
         except (ValueError, IndexError, RuntimeError) as error:
             scheduler = type(self.pipe.scheduler).__name__
             raise UsageError(f"{scheduler} cannot take {request.num_inference_steps} steps: {error}") from error
-        if len(self._known_schedules) >= _MOST_SCHEDULES:
+        if len(self._known_schedules) >= _MAX_SCHEDULES:
             self._known_schedules.clear()
         self._known_schedules.add(schedule)
 
@@ -248,7 +248,7 @@ class ServedModel:
         with self._preparing:
             prepared = self._prepare(request)
         if self._skipped is not None:
-            self._skipped.count(WHOLE_MODEL, prepared.state.num_wanted, prepared.steps_reused)
+            self._skipped.count(WHOLE_MODEL, prepared.state.num_requested, prepared.steps_reused)
         return prepared
 
     def _prepare(self, request: Request) -> PreparedRequest:
@@ -270,7 +270,7 @@ class ServedModel:
             if self.family.scales_noise:
                 latents = latents * state.scheduler.init_noise_sigma
         elif record is not None and edit.template is not None and edit.template.kind == "trajectory":
-            latents, known = begin_on(
+            latents, known = begin_on_trajectory(
                 record.latents(state.first),
                 edit,
                 state,
@@ -296,11 +296,11 @@ class ServedModel:
             conditioning,
             state,
             is_guided,
-            known=known,
+            known_area=known,
             template=record,
             guided_norm=self.family.guided_norm,
             neutral_scale=self.family.neutral_scale,
-            steps_reused=state.num_wanted - state.num_steps,
+            steps_reused=state.num_requested - state.num_steps,
         )
         if (trajectory := self.reuse.trajectories.get(request.request_id)) is not None:
             prepared.on_pass = trajectory.note

@@ -196,7 +196,7 @@ class StageProcesses:
         for process in self.of.values():
             process.wait()
 
-    def take_over(self, family: Family, device: torch.device) -> Family:
+    def use_processes(self, family: Family, device: torch.device) -> Family:
         """Return the same family with encoding and decoding in the processes, for tensors on this device."""
         prepare, postprocess = self.of["prepare"], self.of["postprocess"]
 

@@ -58,7 +58,7 @@ class StripCrossAttention(nn.Module):
             key = attention.norm_k(key)
         self.text |= dict(zip(rows, torch.stack([key, value], 2), strict=True))
 
-    def keep(self, rows: set[RowName]) -> None:
+    def retain(self, rows: set[RowName]) -> None:
         """Discard the text of all other rows."""
         self.text = {row: kept for row, kept in self.text.items() if row in rows}
         self._joined = None

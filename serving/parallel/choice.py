@@ -10,26 +10,26 @@ from torch import Tensor
 from .group import Communicator, Message
 from .latency_model import Link, ParallelLatency
 
-LEAST_SAVED = 0.1
+MIN_SAVED = 0.1
 """Share of a synchronous step that displaced calls must save."""
 _ROUNDS = 7
 """Number of swaps measured. The first one waits for the other rank to begin."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ModeChoice:
     """Mode in which ranks call the model, and the reason for it."""
 
     mode: Literal["sync", "displaced"]
     reason: str
 
 
-def choose(latency: ParallelLatency, num_ranks: int, num_bytes: int) -> Choice:
+def choose(latency: ParallelLatency, num_ranks: int, num_bytes: int) -> ModeChoice:
     """Choose the mode from the number of bytes that a rank receives in a call."""
     saved = latency.displaced_saves(num_ranks, num_bytes)
     step_ms = 1e3 * latency.step_s("sync", num_ranks, num_bytes)
     reason = f"displaced calls are expected to save {saved:.0%} of {step_ms:.3g} ms"
-    return Choice("displaced" if saved > LEAST_SAVED else "sync", reason)
+    return ModeChoice("displaced" if saved > MIN_SAVED else "sync", reason)
 
 
 def measure_link(end: Communicator, num_exchanges: int, large: Tensor, displaced_share: float) -> Link:
@@ -56,5 +56,5 @@ def swap_often(end: Communicator, rank: int, tensor: Tensor) -> list[float]:
 
 
 def _swap_s(end: Communicator, tensor: Tensor) -> float:
-    end.tell(1, Message("swap", {}, {"tensor": tensor}))
+    end.send(1, Message("swap", {}, {"tensor": tensor}))
     return statistics.median(swap_often(end, 1, tensor))

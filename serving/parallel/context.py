@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, RowName, Swapped
+from .exchange import Exchange, ExchangedTensors, RowName
 from .group import Communicator
 from .options import NormOptions
 from .strips import Strips
@@ -65,7 +65,7 @@ class Pass:
         return not any(self.is_displaced) and all(self.is_last)
 
     def to_facts(self) -> dict[str, Any]:
-        """Return the call as plain values, from which `of_facts` restores it on another rank."""
+        """Return the call as plain values, from which `from_facts` restores it on another rank."""
         names = ("rows", "is_displaced", "is_last", "is_alone", "text_starts")
         shared = {name: getattr(self, name) for name in names}
         return {
@@ -76,7 +76,7 @@ class Pass:
         }
 
     @classmethod
-    def of_facts(cls, facts: Mapping[str, Any], end: Communicator, unit: int) -> "Pass":
+    def from_facts(cls, facts: Mapping[str, Any], end: Communicator, unit: int) -> "Pass":
         """Restore a call from `to_facts`, for the rank of `end`."""
         return cls(
             Team(end, tuple(facts["members"])),
@@ -192,7 +192,7 @@ class StripContext:
         shapes: dict[int, Sequence[int]],
         *,
         at_once: bool = False,
-    ) -> Swapped:
+    ) -> ExchangedTensors:
         now = self.now
         is_displaced = (False,) * len(now.rows) if at_once else now.is_displaced
         is_last = (True,) * len(now.rows) if at_once else now.is_last

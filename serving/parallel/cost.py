@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from .levels import Level, Levels
+from .levels import LevelCounts, Levels
 from .strips import Strips
 
 Halos = Literal["neighbours", "all"]
@@ -58,7 +58,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedElements:
     """Number of elements that a rank receives from the others' leaves in a call, without latents and predictions.
 
     Attributes:
@@ -117,7 +117,7 @@ class Cost:
         """Return the MACs of a rank that occur once per request: the keys and values of its text."""
         return call.rows * call.text_length * self.levels.per_text_once
 
-    def received(self, call: Call, share: Share, halos: Halos = "neighbours") -> Received:
+    def received(self, call: Call, share: Share, halos: Halos = "neighbours") -> ReceivedElements:
         """Return the number of elements that a rank receives in a call.
 
         Args:
@@ -137,9 +137,9 @@ class Cost:
             else:
                 rows += (level.above * (not is_first) + level.below * (not is_last)) * width
             statistics += 2 * others * level.groups
-        return Received(call.rows * key_values, call.rows * rows, call.rows * statistics)
+        return ReceivedElements(call.rows * key_values, call.rows * rows, call.rows * statistics)
 
-    def most_received(self, call: Call, num_ranks: int, halos: Halos = "neighbours") -> Received:
+    def max_received(self, call: Call, num_ranks: int, halos: Halos = "neighbours") -> ReceivedElements:
         """Return what the rank that receives most gets in a call that all ranks share evenly, as `received` counts."""
         strips = Strips.of(call.height, self.levels.unit, (1.0,) * num_ranks)
         every = [self.received(call, Share(strips, place), halos) for place in range(num_ranks)]
@@ -150,7 +150,7 @@ class Cost:
         pixels = ((level, height * width) for level, height, width in self._sizes(call))
         return call.rows * sum(count * level.key_values for level, count in pixels)
 
-    def _sizes(self, call: Call) -> Iterator[tuple[Level, int, int]]:
+    def _sizes(self, call: Call) -> Iterator[tuple[LevelCounts, int, int]]:
         """Iterate over the levels, with the height and width of the images there."""
         for factor, level in self.levels.by_factor.items():
             yield level, -(-call.height // factor), -(-call.width // factor)

@@ -153,17 +153,17 @@ class SharedDecoder:
         call = Pass(Team(end, members), strips, tuple((0, row) for row in range(len(latents))))
         parts = latents.split([rows // self._decoder.factor for rows in strips.heights(1)], 2)
         for rank in members[1:]:
-            end.tell(rank, Message("decode", call.to_facts(), {"latents": parts[rank].contiguous()}))
+            end.send(rank, Message("decode", call.to_facts(), {"latents": parts[rank].contiguous()}))
         own = self._decoder.decode(call, parts[0])
-        return torch.cat([own, *(end.hear(rank).tensors["image"] for rank in members[1:])], 2)
+        return torch.cat([own, *(end.receive(rank).tensors["image"] for rank in members[1:])], 2)
 
 
 def follow_decoding(end: Communicator, decoder: StripDecoder) -> None:
     """Decode strips for rank 0 until the group ends, on a rank other than 0. Raises GroupError."""
     while True:
-        message = end.hear(0, is_idle=True)
+        message = end.receive(0, is_idle=True)
         if message.kind == "stop":
             return
-        call = Pass.of_facts(message.facts, end, decoder.factor)
+        call = Pass.from_facts(message.facts, end, decoder.factor)
         image = decoder.decode(call, message.tensors["latents"])
-        end.tell(0, Message("decoded", {}, {"image": image}))
+        end.send(0, Message("decoded", {}, {"image": image}))

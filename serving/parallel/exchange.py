@@ -17,27 +17,27 @@ RowName = tuple[int, int]
 """A row of a batch: the request's key and the row's number, which with guidance is 1 for the conditional row."""
 
 
-class Slot:
+class ExchangeSlot:
     """Tensors of some rows that the ranks had in a call.
 
     Args:
         own: tensor of this rank.
-        found: tensors of the others by rank, or a pending swap of them.
+        others: tensors of the others by rank, or a pending swap of them.
     """
 
-    def __init__(self, own: Tensor, found: dict[int, Tensor] | Pending) -> None:
-        self.own, self._found = own, found
+    def __init__(self, own: Tensor, others: dict[int, Tensor] | Pending) -> None:
+        self.own, self._others = own, others
 
     @property
-    def found(self) -> dict[int, Tensor]:
+    def others(self) -> dict[int, Tensor]:
         """Tensors of the other ranks. Waits until they have arrived. Raises GroupError."""
-        if not isinstance(self._found, dict):
-            self._found = self._found.wait()
-        return self._found
+        if not isinstance(self._others, dict):
+            self._others = self._others.wait()
+        return self._others
 
 
 @dataclass(frozen=True, slots=True)
-class Swapped:
+class ExchangedTensors:
     """Tensors that a leaf works with.
 
     Attributes:
@@ -53,7 +53,7 @@ class Exchange:
     """One rank's side of the exchange, with the slots of all its leaves."""
 
     def __init__(self) -> None:
-        self._slots: dict[Hashable, dict[RowName, tuple[Slot, int]]] = {}
+        self._slots: dict[Hashable, dict[RowName, tuple[ExchangeSlot, int]]] = {}
 
     def swap(
         self,
@@ -65,7 +65,7 @@ class Exchange:
         own: Tensor,
         sends: Mapping[int, Tensor],
         shapes: Mapping[int, Sequence[int]],
-    ) -> Swapped:
+    ) -> ExchangedTensors:
         """Send the tensors that other ranks need of this one, and return those that this rank needs of them.
 
         Args:
@@ -89,28 +89,30 @@ class Exchange:
         fresh = None
         if now:
             fresh = self._begin(end, now, len(rows), sends, shapes, own.dtype).wait()
-        self._forget(slots, rows)
+        self._discard(slots, rows)
         kept_now = [(place, index) for place, index in enumerate(now) if not is_last[index]]
         if fresh is not None and kept_now:
-            slot = Slot(own[now], fresh)
+            slot = ExchangeSlot(own[now], fresh)
             slots.update({rows[index]: (slot, place) for place, index in kept_now})
         if kept := [index for index in later if not is_last[index]]:
-            slot = Slot(_part(own, kept, len(rows)), self._begin(end, kept, len(rows), sends, shapes, own.dtype))
+            slot = ExchangeSlot(
+                _part(own, kept, len(rows)), self._begin(end, kept, len(rows), sends, shapes, own.dtype)
+            )
             slots.update({rows[index]: (slot, place) for place, index in enumerate(kept)})
         if stale is None:
             assert fresh is not None
-            return Swapped(fresh, own)
+            return ExchangedTensors(fresh, own)
         if fresh is None:
             return stale
         others = {
             rank: _merged(len(rows), {tuple(now): fresh[rank], tuple(later): stale.others[rank]}) for rank in fresh
         }
-        return Swapped(others, _merged(len(rows), {tuple(now): own[now], tuple(later): stale.before}))
+        return ExchangedTensors(others, _merged(len(rows), {tuple(now): own[now], tuple(later): stale.before}))
 
-    def keep(self, rows: set[RowName]) -> None:
+    def retain(self, rows: set[RowName]) -> None:
         """Discard the tensors of all other rows."""
         for slots in self._slots.values():
-            self._forget(slots, [row for row in slots if row not in rows])
+            self._discard(slots, [row for row in slots if row not in rows])
 
     def clear(self) -> None:
         """Discard everything, without waiting for pending tensors."""
@@ -129,24 +131,24 @@ class Exchange:
         return end.swap(given, {rank: (len(index), *shape[1:]) for rank, shape in shapes.items()}, dtype)
 
     @staticmethod
-    def _read(slots: Mapping[RowName, tuple[Slot, int]], rows: Sequence[RowName]) -> Swapped:
+    def _read(slots: Mapping[RowName, tuple[ExchangeSlot, int]], rows: Sequence[RowName]) -> ExchangedTensors:
         """Return the tensors of some rows from their previous calls."""
         places = [slots[row] for row in rows]
         first = places[0][0]
         if all(slot is first and index == place for place, (slot, index) in enumerate(places)):
             count = len(first.own)
             whole = list(range(len(rows)))
-            others = {rank: _part(tensor, whole, count) for rank, tensor in first.found.items()}
-            return Swapped(others, _part(first.own, whole, count))
-        others = {rank: torch.stack([slot.found[rank][index] for slot, index in places]) for rank in first.found}
-        return Swapped(others, torch.stack([slot.own[index] for slot, index in places]))
+            others = {rank: _part(tensor, whole, count) for rank, tensor in first.others.items()}
+            return ExchangedTensors(others, _part(first.own, whole, count))
+        others = {rank: torch.stack([slot.others[rank][index] for slot, index in places]) for rank in first.others}
+        return ExchangedTensors(others, torch.stack([slot.own[index] for slot, index in places]))
 
     @staticmethod
-    def _forget(slots: dict[RowName, tuple[Slot, int]], rows: Sequence[RowName]) -> None:
+    def _discard(slots: dict[RowName, tuple[ExchangeSlot, int]], rows: Sequence[RowName]) -> None:
         """Remove rows, after waiting for their pending tensors."""
         for row in rows:
             if row in slots:
-                slots.pop(row)[0].found  # noqa: B018
+                slots.pop(row)[0].others  # noqa: B018
 
 
 def _part(tensor: Tensor, index: list[int], count: int) -> Tensor:

@@ -17,7 +17,7 @@ _NEVER = 1 << 24
 
 
 class Gloo:
-    """A `Transport` over gloo. Arguments as in `meet`. Raises GroupError if a rank does not connect."""
+    """A `Transport` over gloo. Arguments as in `connect_ranks`. Raises GroupError if a rank does not connect."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> None:
         self._rank, self._size = rank, size
@@ -40,13 +40,13 @@ class Gloo:
         tensor = torch.empty(tuple(shape), dtype=dtype)
         return GlooTransfer(self._begin(self._group.recv, rank, tensor, tag), rank, tensor)
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         """Close all connections. Thread-safe."""
         # The only way with gloo: a wait that times out closes all connections of the group.
         with contextlib.suppress(GroupError):
             self.receive((self._rank + 1) % self._size, (1,), torch.uint8, _NEVER).wait(timedelta(milliseconds=1))
 
-    def look(self, rank: int) -> None:
+    def check_peer(self, rank: int) -> None:
         """Do nothing: gloo reports a lost rank only when something is sent or received."""
 
     @staticmethod

@@ -57,11 +57,11 @@ class Communicator(Protocol):
     rank: int
     size: int
 
-    def tell(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: Message) -> None:
         """Send a message. Raises GroupError."""
         ...
 
-    def hear(self, rank: int, *, is_idle: bool = False) -> Message:
+    def receive(self, rank: int, *, is_idle: bool = False) -> Message:
         """Wait for the next message of a rank, without a timeout if this rank is idle. Raises GroupError."""
         ...
 
@@ -130,13 +130,13 @@ class VirtualEnd:
     def __exit__(self, *exception: object) -> None:
         self.group.news.release()
 
-    def tell(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: Message) -> None:
         """Send a message. Raises GroupError."""
         tensors = {name: tensor.clone() for name, tensor in message.tensors.items()}
         address = self._next("message", self.rank, rank)
         self.group.post(address, Message(message.kind, message.facts, tensors))
 
-    def hear(self, rank: int, *, is_idle: bool = False) -> Message:
+    def receive(self, rank: int, *, is_idle: bool = False) -> Message:
         """Wait for the next message of a rank. Raises GroupError."""
         return self.group.take(self._next("message", rank, self.rank))
 

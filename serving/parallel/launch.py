@@ -30,7 +30,7 @@ from .worker import GroupKind, RankSettings, end_of, facts_of, key_of
 
 _ENTRY = "patchedserve.serving.models.rank:run"
 _START_S = 300.0
-_MOST_PER_CORE = 4
+_MAX_PER_CORE = 4
 _END_S = 5.0
 _LOOK_EVERY_S = 0.02
 
@@ -99,7 +99,7 @@ class ProcessRanks:
         self._options, self._number, self.losses = options, 0, list[str]()
         self.decoder = None if autoencoder is None else SharedDecoder(StripDecoder(autoencoder), options.weights)
         self._decoding: ProcessEnd | None = None
-        self._launcher = TorchRun.of_environment(options) or Children()
+        self._launcher = TorchRun.from_environment(options) or Children()
         self._store = self._launcher.store
         facts = facts_of(fingerprint, model)
         # Other machines have their own devices.
@@ -123,7 +123,7 @@ class ProcessRanks:
         # Children also end by themselves when rank 0 has ended, but only after a moment.
         self._end_all = weakref.finalize(self, _end, self.processes)
         try:
-            self._meet(facts)
+            self._check_ranks(facts)
             self.model = StripModel(model)
             self._form()
         except BaseException:
@@ -132,7 +132,7 @@ class ProcessRanks:
 
     def use(self, options: ParallelOptions) -> None:
         """Use other options with the same number of ranks, as in `RankGroup`."""
-        self.ranks.keep(())
+        self.ranks.retain(())
         self._options = options
         self.ranks = Ranks(self.end, self.model, options, [0, *self.processes])
 
@@ -140,19 +140,19 @@ class ProcessRanks:
         """Form the group again, as in `RankGroup`. A rank that does not answer in time is killed."""
         for end in (self.end, self._decoding):
             if isinstance(end, ProcessEnd):
-                end.break_off()
+                end.disconnect()
         self._store.set(key_of("over", self._number), "")
         # No rank computes for longer than this without sending to others; a waiting rank notices within a moment.
-        told_s = self.end.told_s if isinstance(self.end, ProcessEnd) else 0.0
-        until = max(told_s + self._options.timeout_s, time.monotonic() + _END_S)
-        told = {
+        last_sent_s = self.end.last_sent_s if isinstance(self.end, ProcessEnd) else 0.0
+        until = max(last_sent_s + self._options.timeout_s, time.monotonic() + _END_S)
+        answers = {
             rank: self._wait_for(key_of("left", self._number, rank), process, until)
             for rank, process in self.processes.items()
         }
-        causes = [reason for reason in told.values() if reason]
-        lost = [rank for rank, reason in told.items() if reason is None]
+        causes = [reason for reason in answers.values() if reason]
+        lost = [rank for rank, reason in answers.items() if reason is None]
         for rank in lost:
-            self.losses.append(f"rank {rank} {_what_befell(self.processes[rank])}: {error}")
+            self.losses.append(f"rank {rank} {_describe_end(self.processes[rank])}: {error}")
             # Printed immediately, in every kind of run: a summary comes late, and a server has none.
             sys.stderr.write(f"Warning: {self.losses[-1]}; its work is done without it\n")
             _end({rank: self.processes.pop(rank)})
@@ -175,12 +175,12 @@ class ProcessRanks:
         if isinstance(self.end, ProcessEnd):
             self.end.close()
 
-    def _meet(self, facts: dict[str, object]) -> None:
+    def _check_ranks(self, facts: dict[str, object]) -> None:
         """Wait until every rank is ready, and compare its facts with those of rank 0."""
         until = time.monotonic() + _START_S
         for rank, process in self.processes.items():
-            told = self._wait_for(key_of("has", rank), process, until)
-            if told is None:
+            answer = self._wait_for(key_of("has", rank), process, until)
+            if answer is None:
                 code = process.exitcode
                 what = (
                     f"is not ready after {_START_S:g} s"
@@ -188,7 +188,7 @@ class ProcessRanks:
                     else f"has ended with code {code} as it started"
                 )
                 raise RunError(f"rank {rank} {what}")
-            theirs = json.loads(told)
+            theirs = json.loads(answer)
             if "error" in theirs:
                 raise RunError(f"rank {rank}: {theirs['error']}")
             for name, own in facts.items():
@@ -256,7 +256,7 @@ def _devices_of(device: torch.device, options: ParallelOptions, is_here: bool) -
     if not is_here:
         return [str(device)] * options.count
     if device.type == "cpu":
-        most = _MOST_PER_CORE * usable_cores()
+        most = _MAX_PER_CORE * usable_cores()
         if options.count > most:
             raise UsageError(
                 f"--parallel {options.ranks} takes a process for each rank, but here at most {most} make sense: try "
@@ -272,7 +272,7 @@ def _devices_of(device: torch.device, options: ParallelOptions, is_here: bool) -
     return [f"cuda:{start + rank}" for rank in range(options.count)]
 
 
-def _what_befell(process: Process) -> str:
+def _describe_end(process: Process) -> str:
     """Describe what happened to a rank that gave no reason."""
     return "does not answer" if process.exitcode is None else f"has ended with code {process.exitcode}"
 

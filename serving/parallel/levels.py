@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Level:
+class LevelCounts:
     """Counts of one level, for one row of a batch.
 
     Attributes:
@@ -48,7 +48,7 @@ class Levels:
         text_key_values: elements of keys and values of such a token.
     """
 
-    by_factor: dict[int, Level] = field(default_factory=lambda: defaultdict(Level))
+    by_factor: dict[int, LevelCounts] = field(default_factory=lambda: defaultdict(LevelCounts))
     per_row: int = 0
     per_text_once: int = 0
     per_text: int = 0

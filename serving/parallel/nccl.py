@@ -28,7 +28,7 @@ class Nccl:
         rank, size: rank in the group, and size of the group.
         timeout: longest wait for each rank to connect.
         device: GPU of this rank.
-        look: raises GroupError if a rank is known to have gone. NCCL itself would wait for that rank.
+        check_peer: raises GroupError if a rank is known to have gone. NCCL itself would wait for that rank.
 
     Raises:
         GroupError: a rank does not connect.
@@ -41,9 +41,9 @@ class Nccl:
         size: int,
         timeout: timedelta,
         device: torch.device,
-        look: Callable[[int], None],
+        check_peer: Callable[[int], None],
     ) -> None:
-        self._device, self._look, self._over = device, look, threading.Event()
+        self._device, self._check_peer, self._aborted = device, check_peer, threading.Event()
         # Otherwise a thread of torch ends the whole process when another rank has gone. torch reads this variable for
         # each group.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -75,13 +75,13 @@ class Nccl:
                 work = self._group._end_coalescing()
         except RuntimeError as error:
             raise GroupError(f"GPUs of other ranks cannot be reached: {in_short(error)}") from error
-        swap = NcclSwap(work, sent.keys() | received.keys(), self._look, self._over)
+        swap = NcclSwap(work, sent.keys() | received.keys(), self._check_peer, self._aborted)
         awaited = {rank: NcclTransfer(swap, tensor) for rank, tensor in received.items()}
         return awaited, [NcclTransfer(swap, tensor) for tensor in sent.values()]
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         """Let every thread that waits here raise GroupError, and abort the GPU's pending operations. Thread-safe."""
-        self._over.set()
+        self._aborted.set()
         with contextlib.suppress(RuntimeError):  # the group was aborted before
             self._group.abort()
 
@@ -92,36 +92,38 @@ class NcclSwap:
     Args:
         work: NCCL's handle on the operation.
         ranks: ranks that take part, besides this one.
-        look: raises GroupError if one of them is known to have gone.
-        over: set once the group has been aborted.
+        check_peer: raises GroupError if one of them is known to have gone.
+        aborted: set once the group has been aborted.
     """
 
-    def __init__(self, work: Any, ranks: Collection[int], look: Callable[[int], None], over: threading.Event) -> None:
-        self._work, self._ranks, self._look, self._over = work, ranks, look, over
+    def __init__(
+        self, work: Any, ranks: Collection[int], check_peer: Callable[[int], None], aborted: threading.Event
+    ) -> None:
+        self._work, self._ranks, self._check_peer, self._aborted = work, ranks, check_peer, aborted
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until the GPU has completed the operation. Raises GroupError."""
         # Letting the GPU wait by itself would save a moment, but then nothing would notice that a rank has gone.
         until_s = time.monotonic() + timeout.total_seconds()
         look_s = time.monotonic() + _LOOK_EVERY_S
-        while not (self._over.is_set() or self._work.is_completed()):
+        while not (self._aborted.is_set() or self._work.is_completed()):
             if (now_s := time.monotonic()) > until_s:
-                raise GroupError(f"{self._whom} do not answer within {timeout.total_seconds():g} s")
+                raise GroupError(f"{self._peer_names} do not answer within {timeout.total_seconds():g} s")
             if now_s > look_s:
                 look_s = now_s + _LOOK_EVERY_S
                 for rank in self._ranks:
-                    self._look(rank)
+                    self._check_peer(rank)
             time.sleep(0)  # lets other threads go on
         # An aborted operation counts as completed, too.
-        if self._over.is_set():
-            raise GroupError(f"{self._whom} have been broken off")
+        if self._aborted.is_set():
+            raise GroupError(f"{self._peer_names} have been broken off")
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise GroupError(f"{self._whom} have failed: {in_short(error)}") from error
+            raise GroupError(f"{self._peer_names} have failed: {in_short(error)}") from error
 
     @property
-    def _whom(self) -> str:
+    def _peer_names(self) -> str:
         return f"GPUs of ranks {', '.join(map(str, sorted(self._ranks)))}"
 
 

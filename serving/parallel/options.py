@@ -142,7 +142,7 @@ class ParallelOptions:
         return self.from_pixels == "auto"
 
     @property
-    def least_pixels(self) -> int:
+    def min_pixels(self) -> int:
         """Smallest number of pixels of images that are drawn in strips; 0 if measured times decide."""
         return 0 if self.divides_by_time else int(self.from_pixels)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from ...data.resolution import RESOLUTION_MULTIPLE
 
-_MOST_TRIED = 16
+_MAX_TRIED = 16
 """Largest number of requests, the largest ones, that are considered for strips. Ranks share out the rest as wholes."""
 
 
 @dataclass(frozen=True, slots=True)
-class SizeTimes:
+class CallTimes:
     """Measured time of a call for latents of one size.
 
     Attributes:
@@ -29,7 +29,7 @@ class SizeTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StripWork:
     """A request in a step.
 
     Attributes:
@@ -44,18 +44,18 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class CallTimeTable:
     """Measured times, applied to any size: those of the nearest measured size, scaled by the number of pixels."""
 
-    sizes: Sequence[SizeTimes]
+    sizes: Sequence[CallTimes]
 
-    def work(self, height: int, width: int, rows: int) -> Work:
+    def work(self, height: int, width: int, rows: int) -> StripWork:
         """Return the work of a request with latents of this size."""
         pixels = height * width
         near = min(self.sizes, key=lambda each: abs(math.log(each.height * each.width / pixels)))
         scale = pixels / (near.height * near.width)
         strips_us = math.inf if near.strips_us is None else near.strips_us * scale * rows / near.rows
-        return Work(rows, near.whole_us * scale / near.rows, strips_us)
+        return StripWork(rows, near.whole_us * scale / near.rows, strips_us)
 
     def gains(self) -> dict[str, float]:
         """Return the speed-up of all ranks in strips over one rank, by width and height of the image in pixels."""
@@ -88,7 +88,7 @@ def duration(costs: Sequence[float], speeds: Sequence[float]) -> float:
     return max(ends)
 
 
-def in_strips(works: Sequence[Work], speeds: Sequence[float]) -> list[bool]:
+def in_strips(works: Sequence[StripWork], speeds: Sequence[float]) -> list[bool]:
     """Choose the requests that all ranks draw in strips, so that the step ends soonest.
 
     Ranks that draw in strips wait for each other in every layer, so strips begin when all whole images are done. The
@@ -100,7 +100,7 @@ def in_strips(works: Sequence[Work], speeds: Sequence[float]) -> list[bool]:
     """
     order = sorted(range(len(works)), key=lambda index: (-works[index].rows * works[index].row_us, index))
     best, best_us, strips_us = 0, math.inf, 0.0
-    for count in range(min(len(works), _MOST_TRIED) + 1):
+    for count in range(min(len(works), _MAX_TRIED) + 1):
         if count:
             strips_us += works[order[count - 1]].strips_us
         if strips_us >= best_us:

@@ -15,11 +15,11 @@ from .group import GroupError, Message
 from .nccl import Nccl
 from .transport import Transfer, Transport
 
-FOR_EVER = timedelta(days=365)
+UNLIMITED_WAIT = timedelta(days=365)
 """How long a rank without work waits for some. A lost rank is noticed at once, as its connection closes."""
 _MESSAGES = 0
 """The tag of messages. The tags of tensors count up, so that tensors may be awaited in any order."""
-_MOST_TAGS = 1 << 20
+_MAX_TAGS = 1 << 20
 
 
 class ProcessEnd:
@@ -35,7 +35,7 @@ class ProcessEnd:
 
     Attributes:
         timeout, device: as given.
-        told_s: time of the last message sent, on the monotonic clock.
+        last_sent_s: time of the last message sent, on the monotonic clock.
         waited_s: seconds spent waiting for others, in all calls so far.
     """
 
@@ -54,7 +54,7 @@ class ProcessEnd:
         self.timeout = timedelta(seconds=timeout_s)
         self._transport, self._nccl = transport, nccl
         self._numbers: Counter[tuple[Any, ...]] = Counter()
-        self.told_s = time.monotonic()
+        self.last_sent_s = time.monotonic()
         self.waited_s = 0.0
 
     def __enter__(self) -> "ProcessEnd":
@@ -67,9 +67,9 @@ class ProcessEnd:
         if self._threads is not None:
             torch.set_num_threads(self._threads_before)
 
-    def tell(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: Message) -> None:
         """Send a message. Raises GroupError."""
-        self.told_s = time.monotonic()
+        self.last_sent_s = time.monotonic()
         specs = [[name, list(each.shape), str(each.dtype)[6:]] for name, each in message.tensors.items()]
         number = self._next("message", self.rank, rank)
         header = json.dumps([number, message.kind, dict(message.facts), specs]).encode()
@@ -77,14 +77,14 @@ class ProcessEnd:
         for tensor in (*parts, *message.tensors.values()):
             self._transport.send(rank, tensor.cpu(), _MESSAGES).wait(self.timeout)
 
-    def hear(self, rank: int, *, is_idle: bool = False) -> Message:
+    def receive(self, rank: int, *, is_idle: bool = False) -> Message:
         """Wait for the next message of a rank, without a timeout if this rank is idle. Raises GroupError."""
         start_s = time.perf_counter()
 
         def receive(shape: Sequence[int], dtype: torch.dtype, timeout: timedelta = self.timeout) -> Tensor:
             return self._transport.receive(rank, shape, dtype, _MESSAGES).wait(timeout)
 
-        length = int(receive((1,), torch.int64, FOR_EVER if is_idle else self.timeout))
+        length = int(receive((1,), torch.int64, UNLIMITED_WAIT if is_idle else self.timeout))
         number, kind, facts, specs = json.loads(receive((length,), torch.uint8).numpy().tobytes())
         if number != (wanted := self._next("message", rank, self.rank)):
             raise GroupError(f"rank {rank} has sent message {number}, but {wanted} is due")
@@ -104,19 +104,19 @@ class ProcessEnd:
         awaited = {rank: begin.receive(rank, each, dtype, self._tag(rank, self.rank)) for rank, each in shapes.items()}
         return ProcessPending(self, awaited, sent)
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         """Close all connections, so that every rank that waits on this end gets a GroupError. Thread-safe."""
-        self._transport.break_off()
+        self._transport.disconnect()
         self.close()
 
     def close(self) -> None:
         """End swaps over NCCL, once the others have been notified of the end or have gone."""
         if self._nccl is not None:
-            self._nccl.break_off()
+            self._nccl.disconnect()
 
     def _tag(self, source: int, target: int) -> int:
         """Return the tag of the next tensor between two ranks."""
-        return _MESSAGES + 1 + self._next("tensor", source, target) % _MOST_TAGS
+        return _MESSAGES + 1 + self._next("tensor", source, target) % _MAX_TAGS
 
     def _next(self, *channel: Any) -> int:
         """Return the number of the next item on a channel between two ranks; both ranks count alike."""

@@ -22,14 +22,14 @@ from .strips import Strips
 from .whole import stacked, unstacked
 
 _LINK_BYTES = 16 << 20
-_MOST_TEXT = 1.1
+_MAX_TEXT = 1.1
 """Largest ratio of the tokens that all ranks compute with whole texts to those without repetition, at which each rank
 gets the whole text (`auto`).
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TeamRows:
     """Rows of a call that a team of ranks draws.
 
     Attributes:
@@ -44,7 +44,7 @@ class Part:
     strips: Strips
     axis: int = 2
 
-    def own(self, place: int, latents: Tensor, halo: int) -> Tensor:
+    def strip_of(self, place: int, latents: Tensor, halo: int) -> Tensor:
         """Return a strip of these rows, with `halo` rows or columns around it."""
         start, end = self.strips.starts[place : place + 2]
         start = max(start - halo, 0)
@@ -90,7 +90,7 @@ class Ranks:
 
     def draws_whole(self, height: int, width: int) -> bool:
         """Return whether images with latents of this size are below the given number of pixels for strips."""
-        return RESOLUTION_MULTIPLE**2 * height * width < self._options.least_pixels
+        return RESOLUTION_MULTIPLE**2 * height * width < self._options.min_pixels
 
     def count_for(self, height: int, width: int) -> int:
         """Return the number of ranks that share an image with latents of this size. Raises UsageError if the image is
@@ -114,7 +114,7 @@ class Ranks:
     def received_bytes(self, height: int, width: int, num_rows: int) -> int:
         """Return the most bytes that a rank receives in a call with `num_rows` rows of latents of this size."""
         call = Call(height, width, self._model.text_length, num_rows)
-        return self._model.cost.most_received(call, self.size).num_bytes(self._model.element_size)
+        return self._model.cost.max_received(call, self.size).num_bytes(self._model.element_size)
 
     def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
         """Send every rank the conditions of the rows that it does not know yet: tensors (rows, ...) by name."""
@@ -123,15 +123,15 @@ class Ranks:
             return
         names = [rows[index] for index in new]
         given = {name: tensor[new] for name, tensor in conditions.items()}
-        self._tell_all(Message("learn", {"rows": names}, given))
+        self._broadcast(Message("learn", {"rows": names}, given))
         self._model.learn(names, given)
         self._known.update(names)
 
-    def keep(self, rows: Sequence[RowName]) -> None:
+    def retain(self, rows: Sequence[RowName]) -> None:
         """Let every rank discard the conditions of all other rows."""
         if self._known - set(rows):
-            self._tell_all(Message("keep", {"rows": list(rows)}))
-            self._model.keep(rows)
+            self._broadcast(Message("keep", {"rows": list(rows)}))
+            self._model.retain(rows)
             self._known &= set(rows)
             self._calls = Counter({row: count for row, count in self._calls.items() if row in self._known})
             self._slots = {row: held for row, held in self._slots.items() if row in self._known}
@@ -148,9 +148,9 @@ class Ranks:
             ending: rows for which no call follows.
         """
         predicted: dict[int, Tensor] = {}
-        for parts in self._turns(rows, *latents.shape[2:]):
+        for parts in self._rounds(rows, *latents.shape[2:]):
             passes = [self._pass_of(part, rows, latents, ending) for part in parts]
-            for part, found in zip(parts, self._together(parts, passes, latents, timesteps), strict=True):
+            for part, found in zip(parts, self._predict_together(parts, passes, latents, timesteps), strict=True):
                 predicted |= dict(zip(part.index, found, strict=True))
         self._calls.update(rows)
         return torch.stack([predicted[index] for index in range(len(rows))])
@@ -174,7 +174,7 @@ class Ranks:
         for rank in shares.keys() - {self._end.rank}:
             own = shares[rank]
             given = stacked([images[index] for index in own]) | {"timesteps": timesteps[own]}
-            self._end.tell(rank, Message("draw", {"rows": [rows[index] for index in own]}, given))
+            self._end.send(rank, Message("draw", {"rows": [rows[index] for index in own]}, given))
         found: dict[int, Tensor] = {}
         for rank, own in sorted(shares.items()):  # this one first
             if rank == self._end.rank:
@@ -182,30 +182,30 @@ class Ranks:
                     [rows[index] for index in own], [images[index] for index in own], timesteps[own]
                 )
             else:
-                drawn = unstacked(self._end.hear(rank).tensors)
+                drawn = unstacked(self._end.receive(rank).tensors)
             found |= dict(zip(own, drawn, strict=True))
         self._calls.update(rows)
         return [found[index] for index in range(len(rows))]
 
     def stop(self) -> None:
         """Send "stop" to the other ranks, which then end."""
-        self._tell_all(Message("stop"))
+        self._broadcast(Message("stop"))
 
-    def _together(
-        self, parts: Sequence[Part], passes: Sequence[Pass], latents: Tensor, timesteps: Tensor
+    def _predict_together(
+        self, parts: Sequence[TeamRows], passes: Sequence[Pass], latents: Tensor, timesteps: Tensor
     ) -> list[Tensor]:
         """Return the predictions of teams that work at the same time; rank 0 is in the first team."""
         halo = 1 if self._model.reads_halo and self.mode != "naive" else 0
         for part, call in zip(parts, passes, strict=True):
             for place, rank in enumerate(part.members):
                 if rank != self._end.rank:
-                    given = {"latents": part.own(place, latents, halo), "timesteps": timesteps[list(part.index)]}
-                    self._end.tell(rank, Message("predict", call.to_facts(), given))
-        own = self._model.predict(passes[0], parts[0].own(0, latents, halo), timesteps[list(parts[0].index)])
+                    given = {"latents": part.strip_of(place, latents, halo), "timesteps": timesteps[list(part.index)]}
+                    self._end.send(rank, Message("predict", call.to_facts(), given))
+        own = self._model.predict(passes[0], parts[0].strip_of(0, latents, halo), timesteps[list(parts[0].index)])
         return [
             torch.cat(
                 [
-                    own if rank == self._end.rank else self._end.hear(rank).tensors["prediction"]
+                    own if rank == self._end.rank else self._end.receive(rank).tensors["prediction"]
                     for rank in part.members
                 ],
                 part.axis,
@@ -213,7 +213,7 @@ class Ranks:
             for part in parts
         ]
 
-    def _pass_of(self, part: Part, rows: Sequence[RowName], latents: Tensor, ending: Collection[RowName]) -> Pass:
+    def _pass_of(self, part: TeamRows, rows: Sequence[RowName], latents: Tensor, ending: Collection[RowName]) -> Pass:
         """Return the call that the ranks of a part make."""
         own = tuple(rows[index] for index in part.index)
         # A row that gets slots in this call has nothing to read from them yet.
@@ -230,14 +230,14 @@ class Ranks:
             norms=self._options.norms,
         )
 
-    def _turns(self, rows: Sequence[RowName], height: int, width: int) -> list[list[Part]]:
+    def _rounds(self, rows: Sequence[RowName], height: int, width: int) -> list[list[TeamRows]]:
         """Divide the rows into parts, which are drawn in turns; rank 0 is in the first part of each turn."""
         count, everything = self.count_for(height, width), tuple(range(len(rows)))
         everyone, shares = tuple(range(count)), self._shares
         if self.mode == "naive" and count > 1:
             sides = [tuple(each for each in everything if self._calls[rows[each]] % 2 == odd) for odd in (0, 1)]
             return [
-                [Part(index, everyone, Strips.of(length, self._model.unit, shares[:count]), axis)]
+                [TeamRows(index, everyone, Strips.of(length, self._model.unit, shares[:count]), axis)]
                 for index, length, axis in zip(sides, (height, width), (2, 3), strict=True)
                 if index
             ]
@@ -248,12 +248,12 @@ class Ranks:
             teams = [(others, everyone[: count // 2]), (conditional, everyone[count // 2 :])]
         return [
             [
-                Part(index, members, Strips.of(height, self._model.unit, [shares[rank] for rank in members]))
+                TeamRows(index, members, Strips.of(height, self._model.unit, [shares[rank] for rank in members]))
                 for index, members in teams
             ]
         ]
 
-    def _has_slots(self, row: RowName, part: Part, latents: Tensor) -> bool:
+    def _has_slots(self, row: RowName, part: TeamRows, latents: Tensor) -> bool:
         """Return whether the ranks keep slots for the next call of a row: only in displaced mode, and within their
         memory limit.
         """
@@ -267,26 +267,26 @@ class Ranks:
             self._slots[row] = part.members, needed
         return True
 
-    def _text_starts(self, part: Part, width: int) -> tuple[int, ...]:
+    def _text_starts(self, part: TeamRows, width: int) -> tuple[int, ...]:
         """Return the start of each rank's part of the text stream, then the end; empty if each computes all of it."""
         count, length = part.strips.count, self._model.text_length
         if self._options.text == "replicate" or self.mode == "naive" or not 1 < count <= length:
             return ()
         tokens = self._model.tokens(part.strips.starts[-1], width)
-        if self._options.text == "auto" and tokens + count * length <= _MOST_TEXT * (tokens + length):
+        if self._options.text == "auto" and tokens + count * length <= _MAX_TEXT * (tokens + length):
             return ()
         return Strips.of(length, 1, (1.0,) * count).starts
 
-    def _tell_all(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         for rank in range(self._end.size):
             if rank != self._end.rank:
-                self._end.tell(rank, message)
+                self._end.send(rank, message)
 
 
 def follow(end: Communicator, model: StripModel) -> None:
     """Carry out rank 0's messages until it sends "stop", on a rank other than 0."""
     while True:
-        message = end.hear(0, is_idle=True)
+        message = end.receive(0, is_idle=True)
         rows = [(key, row) for key, row in message.facts.get("rows", ())]
         if message.kind == "stop":
             return
@@ -295,14 +295,14 @@ def follow(end: Communicator, model: StripModel) -> None:
         elif message.kind == "swap":
             swap_often(end, 0, message.tensors["tensor"])
         elif message.kind == "keep":
-            model.keep(rows)
+            model.retain(rows)
         elif message.kind == "draw":
             tensors = dict(message.tensors)
             timesteps = tensors.pop("timesteps")
-            end.tell(0, Message("drawn", {}, stacked(model.draw(rows, unstacked(tensors), timesteps))))
+            end.send(0, Message("drawn", {}, stacked(model.draw(rows, unstacked(tensors), timesteps))))
         elif message.kind == "predict":
-            call = Pass.of_facts(message.facts, end, model.unit)
+            call = Pass.from_facts(message.facts, end, model.unit)
             predicted = model.predict(call, message.tensors["latents"], message.tensors["timesteps"])
-            end.tell(0, Message("predicted", {}, {"prediction": predicted}))
+            end.send(0, Message("predicted", {}, {"prediction": predicted}))
         else:
             raise UsageError(f"rank 0 asks for {message.kind!r}, which this version does not know")

@@ -8,7 +8,7 @@ from .decoder import SharedDecoder
 from .options import ParallelOptions
 from .ranks import Ranks
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class RankGroup(Protocol):
@@ -50,16 +50,16 @@ class RankGroup(Protocol):
         ...
 
 
-def persist(group: RankGroup, ask: Callable[[Ranks], Found]) -> Found:
-    """Return the result of `ask`, which is called again each time a rank is lost.
+def call_with_recovery(group: RankGroup, call: Callable[[Ranks], Result]) -> Result:
+    """Return the result of `call`, which is called again each time a rank is lost.
 
     Raises:
-        Exception: an error that `ask` raised on rank 0.
+        Exception: an error that `call` raised on rank 0.
         RankError: an error on another rank. In both cases the group has recovered.
     """
     while True:
         try:
-            return ask(group.ranks)
+            return call(group.ranks)
         except Exception as error:
             cause = group.recover(error)
             if cause is error:

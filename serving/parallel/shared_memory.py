@@ -31,13 +31,13 @@ _WORD = struct.Struct("<IIQQ")
 _BACK = (1 << 32) - 1
 _RANK = struct.Struct("<I")
 """First record on a connection: the number of the rank that has connected."""
-_LEAST_BYTES = 4096
+_MIN_BYTES = 4096
 _MEMORY_BYTES = 16 << 20
 """Size of a memory from which blocks are cut. The system allocates only the pages that are used."""
-_MOST_FILES = 16
+_MAX_FILES = 16
 """Largest number of files received at once. A record comes with at most one."""
 _LARGE_BYTES = 1 << 16
-_MOST_KEPT = 16
+_MAX_KEPT = 16
 _LOOK_S = 60.0
 _SPIN_S = 2e-4
 """How long an idle processor polls before it sleeps, as waking it takes longer than that."""
@@ -69,7 +69,7 @@ class Peer:
         rank, socket: number of the other rank, and socket to it.
         error: error that has ended the connection; empty while it is open.
         arrived: received blocks that have not been taken yet, by tag.
-        unsaid: records, with their files, that the socket had no room for yet.
+        unsent: records, with their files, that the socket had no room for yet.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -77,7 +77,7 @@ class Peer:
         self.rank, self.socket = rank, connection
         self.error = ""
         self.arrived: defaultdict[int, deque[Block]] = defaultdict(deque)
-        self.unsaid: deque[tuple[bytes, int | None]] = deque()
+        self.unsent: deque[tuple[bytes, int | None]] = deque()
         self._free: defaultdict[int, list[Block]] = defaultdict(list)
         self._lent: dict[tuple[int, int], Block] = {}
         self._own, self._theirs = list[Tensor](), list[Tensor]()
@@ -87,7 +87,7 @@ class Peer:
 
     def block_for(self, num_bytes: int) -> tuple[Block, int | None]:
         """Return a free block, and the file of its memory if the other rank does not have it yet."""
-        size, file = max(_LEAST_BYTES, 1 << max(0, num_bytes - 1).bit_length()), None
+        size, file = max(_MIN_BYTES, 1 << max(0, num_bytes - 1).bit_length()), None
         if not self._free[size]:
             self.read_all()
         if free := self._free[size]:
@@ -102,36 +102,36 @@ class Peer:
         self._lent[block.number, block.start] = block
         return block, file
 
-    def give_back(self, block: Block) -> None:
+    def return_block(self, block: Block) -> None:
         """Return a block to the other rank for reuse: large blocks immediately, small ones a few at a time."""
         self._returned += _WORD.pack(_BACK, block.number, block.start, 0)
-        if len(block.bytes) >= _LARGE_BYTES or len(self._returned) >= _MOST_KEPT * _WORD.size:
-            self.go_on(whatever=True)
+        if len(block.bytes) >= _LARGE_BYTES or len(self._returned) >= _MAX_KEPT * _WORD.size:
+            self.send_unsent(with_returns=True)
 
-    def say(self, word: bytes, file: int | None = None) -> None:
+    def send_record(self, word: bytes, file: int | None = None) -> None:
         """Send a record and, with it, a file, which is then closed: now, or when the socket has room again."""
-        self.unsaid.append((word, file))
-        self.go_on()
+        self.unsent.append((word, file))
+        self.send_unsent()
 
-    def go_on(self, *, whatever: bool = False) -> None:
-        """Send the unsent records while the socket has room; then, if `whatever`, the blocks to return."""
-        while self.unsaid and not self.error:
-            word, file = self.unsaid[0]
-            if not (done := self._sent(word, file)):
+    def send_unsent(self, *, with_returns: bool = False) -> None:
+        """Send the unsent records while the socket has room; then, if `with_returns`, the blocks to return."""
+        while self.unsent and not self.error:
+            word, file = self.unsent[0]
+            if not (done := self._try_send(word, file)):
                 return
-            self.unsaid.popleft()
+            self.unsent.popleft()
             if done < len(word):
-                self.unsaid.appendleft((word[done:], None))
-        if whatever and self._returned and not self.error:
-            done = self._sent(self._returned)
+                self.unsent.appendleft((word[done:], None))
+        if with_returns and self._returned and not self.error:
+            done = self._try_send(self._returned)
             if done % _WORD.size:
                 # The rest of a record must precede any other.
                 whole = -(-done // _WORD.size) * _WORD.size
-                self.unsaid.append((bytes(self._returned[done:whole]), None))
+                self.unsent.append((bytes(self._returned[done:whole]), None))
                 done = whole
             del self._returned[:done]
 
-    def _sent(self, words: bytes | bytearray, file: int | None = None) -> int:
+    def _try_send(self, words: bytes | bytearray, file: int | None = None) -> int:
         """Send records and a file, which is then closed; return the number of bytes that there was room for."""
         try:
             done = self.socket.send(words) if file is None else socket.send_fds(self.socket, [words], [file])
@@ -152,7 +152,7 @@ class Peer:
     def read(self) -> bool:
         """Receive the records that have arrived; return False if there are none."""
         try:
-            data, files, _, _ = socket.recv_fds(self.socket, 64 * _WORD.size, _MOST_FILES)
+            data, files, _, _ = socket.recv_fds(self.socket, 64 * _WORD.size, _MAX_FILES)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -177,7 +177,7 @@ class Peer:
 
 
 class SharedMemory:
-    """A `Transport` over shared memory. Arguments as in `meet`. Raises GroupError if a rank does not connect."""
+    """A `Transport` over shared memory. Takes the arguments of `connect_ranks`, and raises what it raises."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         timeout_s = timeout.total_seconds()
@@ -202,26 +202,26 @@ class SharedMemory:
                     [other] = _RANK.unpack(connection.recv(_RANK.size, socket.MSG_WAITALL))
                     self._peers[other] = Peer(other, connection)
         except (OSError, struct.error, dist.DistError) as error:
-            self.break_off()
+            self.disconnect()
             raise GroupError(f"ranks do not meet: {error}") from error
         finally:
             shutil.rmtree(folder)
 
     # Blocks are views, which remain valid views only if all writes to them happen in inference mode.
     @torch.inference_mode()
-    def send(self, rank: int, tensor: Tensor, tag: int) -> "Sent":
+    def send(self, rank: int, tensor: Tensor, tag: int) -> "SendTransfer":
         """Copy a CPU tensor into shared memory and announce it to a rank. Raises GroupError."""
         peer = self._peers[rank]
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         block, file = peer.block_for(flat.numel())
         block.bytes[: flat.numel()].copy_(flat)
-        peer.say(_WORD.pack(tag, block.number, block.start, flat.numel()), file)
+        peer.send_record(_WORD.pack(tag, block.number, block.start, flat.numel()), file)
         self._check(peer)
-        return Sent(self, rank, tensor)
+        return SendTransfer(self, rank, tensor)
 
-    def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, tag: int) -> "Awaited":
+    def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, tag: int) -> "ReceiveTransfer":
         """Return a transfer that receives a tensor of a rank."""
-        return Awaited(self, rank, torch.empty(tuple(shape), dtype=dtype), tag)
+        return ReceiveTransfer(self, rank, torch.empty(tuple(shape), dtype=dtype), tag)
 
     @torch.inference_mode()
     def take(self, rank: int, into: Tensor, tag: int, timeout_s: float) -> None:
@@ -236,20 +236,20 @@ class SharedMemory:
         if flat.numel() != block.bytes.numel():
             raise GroupError(f"rank {rank} has sent {block.bytes.numel()} bytes, but {flat.numel()} are due")
         flat.copy_(block.bytes)
-        peer.give_back(block)
+        peer.return_block(block)
 
-    def let_go(self, rank: int, timeout_s: float) -> None:
+    def flush(self, rank: int, timeout_s: float) -> None:
         """Wait until the socket has accepted all records for a rank. Raises GroupError."""
         peer = self._peers[rank]
-        self._wait_until(lambda: not peer.unsaid, peer, timeout_s)
+        self._wait_until(lambda: not peer.unsent, peer, timeout_s)
 
-    def look(self, rank: int) -> None:
+    def check_peer(self, rank: int) -> None:
         """Raise GroupError if a rank is known to have gone. Does not wait."""
         peer = self._peers[rank]
         peer.read_all()
         self._check(peer)
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         """Close all connections. Thread-safe."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
@@ -263,24 +263,24 @@ class SharedMemory:
             if now_s - start_s > timeout_s:
                 raise GroupError(f"rank {peer.rank} does not answer within {timeout_s:g} s")
             if now_s - start_s > self._spin_s:
-                self._listen(min(_LOOK_S, start_s + timeout_s - now_s))
+                self._poll(min(_LOOK_S, start_s + timeout_s - now_s))
             else:
-                peer.go_on()
+                peer.send_unsent()
                 peer.read()
             now_s = time.monotonic()
 
-    def _listen(self, timeout_s: float) -> None:
+    def _poll(self, timeout_s: float) -> None:
         """Sleep until a peer has sent records or has room for unsent ones; then receive and send."""
         poll = select.poll()
         for peer in self._peers.values():
-            peer.go_on(whatever=True)
+            peer.send_unsent(with_returns=True)
             if not peer.error:
-                poll.register(peer.socket, select.POLLIN | (select.POLLOUT if peer.unsaid else 0))
+                poll.register(peer.socket, select.POLLIN | (select.POLLOUT if peer.unsent else 0))
         ready = {file for file, _ in poll.poll(max(0.0, 1e3 * timeout_s))}
         for peer in self._peers.values():
             if peer.socket.fileno() in ready:
                 peer.read()
-                peer.go_on()
+                peer.send_unsent()
 
     @staticmethod
     def _check(peer: Peer) -> None:
@@ -288,7 +288,7 @@ class SharedMemory:
             raise GroupError(f"rank {peer.rank} has gone: {peer.error}")
 
 
-class Sent:
+class SendTransfer:
     """The `Transfer` of a sent tensor, which has already been copied."""
 
     def __init__(self, transport: SharedMemory, rank: int, tensor: Tensor) -> None:
@@ -296,11 +296,11 @@ class Sent:
 
     def wait(self, timeout: timedelta) -> Tensor:
         """Wait until the tensor has been announced, and return it. Raises GroupError."""
-        self._transport.let_go(self._rank, timeout.total_seconds())
+        self._transport.flush(self._rank, timeout.total_seconds())
         return self._tensor
 
 
-class Awaited:
+class ReceiveTransfer:
     """The `Transfer` of a tensor that is being received."""
 
     def __init__(self, transport: SharedMemory, rank: int, into: Tensor, tag: int) -> None:

@@ -23,14 +23,14 @@ from ..plain.formats import PlainModels
 from ..plain.stepper import PlainStepper
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler, SamplerState
-from .choice import Choice, choose
+from .choice import ModeChoice, choose
 from .exchange import RowName
 from .group import GroupError, RankError
 from .latency_model import ParallelLatency
 from .options import ParallelOptions
-from .plan import SizeTimes, Times, in_strips
+from .plan import CallTimes, CallTimeTable, in_strips
 from .ranks import Ranks
-from .recovery import RankGroup, persist
+from .recovery import RankGroup, call_with_recovery
 from .strip_model import flat
 
 
@@ -64,7 +64,7 @@ class ParallelStepper(PlainStepper):
         super().__init__(models, conditions, sampler, alone)
         self.group, self._options, self._keys = group, options, count()
         self._reason = "as asked for"
-        self._times: Times | None = None
+        self._times: CallTimeTable | None = None
         self._whole: set[int] = set()
 
     def tune(self, target: Tuning) -> None:
@@ -76,20 +76,20 @@ class ParallelStepper(PlainStepper):
             super().tune(target)
         if self._options.divides_by_time:
             folder, circumstances = target.folder, target.circumstances(self.models) | self._options.identity()
-            self._times = Times(
-                load_or_measure(folder, "strips", circumstances, SizeTimes, lambda: self._measure(target))
+            self._times = CallTimeTable(
+                load_or_measure(folder, "strips", circumstances, CallTimes, lambda: self._measure(target))
             )
-            self._use(Choice("sync", "--parallel-from auto"))
+            self._use(ModeChoice("sync", "--parallel-from auto"))
         elif self._options.mode == "auto":
             self._use(self._choose(target))
 
-    def _use(self, choice: Choice) -> None:
+    def _use(self, choice: ModeChoice) -> None:
         self._reason, self._options = choice.reason, replace(self._options, mode=choice.mode)
         with self.group.end:
             self.group.use(self._options)
 
     @torch.inference_mode()
-    def _measure(self, target: Tuning) -> list[SizeTimes]:
+    def _measure(self, target: Tuning) -> list[CallTimes]:
         """Measure the first step of a request of each size, on one rank and on all ranks in strips."""
         found = {}
         for prepared in target.examples():
@@ -105,18 +105,18 @@ class ParallelStepper(PlainStepper):
                 if ranks.count_for(*size) > 1:
                     runs["strips"] = partial(ranks.predict, rows, latents, timesteps)
                 taken = medians_us(runs, self.models.device)
-                ranks.keep(())
-            found[size] = SizeTimes(*size, len(rows), taken["whole"], taken.get("strips"))
+                ranks.retain(())
+            found[size] = CallTimes(*size, len(rows), taken["whole"], taken.get("strips"))
         return list(found.values())
 
     @torch.inference_mode()
-    def _choose(self, target: Tuning) -> Choice:
+    def _choose(self, target: Tuning) -> ModeChoice:
         """Choose the mode from the largest of the sizes."""
         device, ranks = self.models.device, self.group.ranks
         if self._options.is_virtual:
-            return Choice("sync", "virtual ranks run one at a time")
+            return ModeChoice("sync", "virtual ranks run one at a time")
         if device.type == "cpu":
-            return Choice("sync", "ranks share the processors of one machine, so that communication hides nothing")
+            return ModeChoice("sync", "ranks share the processors of one machine, so that communication hides nothing")
         example = max(target.examples(), key=lambda prepared: prepared.latents[0].numel())
         batch = super().batch_of([example], self.sampler or self.alone)
         alone_s = medians_us({"step": batch.step}, device)["step"] / 1e6
@@ -142,7 +142,7 @@ class ParallelStepper(PlainStepper):
             rows = [row for prepared in active for row in rows_of(prepared)]
             # A group that has recovered from a failure keeps nothing, and no active request is the cause.
             with suppress(GroupError, RankError):
-                persist(self.group, lambda ranks: ranks.keep(rows))
+                call_with_recovery(self.group, lambda ranks: ranks.retain(rows))
             return super().step(active)
 
     def groups_of(self, active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:
@@ -154,7 +154,7 @@ class ParallelStepper(PlainStepper):
         self._whole = {prepared.key for prepared in whole}
         # A request that changes between whole and strips needs another batch.
         moved = before ^ self._whole
-        self._let_go([batch for batch in self._batches if any(each.key in moved for each in batch.requests)])
+        self._dissolve([batch for batch in self._batches if any(each.key in moved for each in batch.requests)])
         shared = [prepared for prepared in active if prepared.key not in self._whole]
         groups = [
             [each for each in whole if each.state.coefficients is not None],
@@ -189,11 +189,11 @@ class ParallelStepper(PlainStepper):
                 row for each in group if each.state.num_steps - each.state.steps_done <= 1 for row in rows_of(each)
             }
 
-            def ask(ranks: Ranks) -> Tensor:
+            def call(ranks: Ranks) -> Tensor:
                 ranks.learn(rows, conditions)
                 return ranks.predict(rows, latents, timesteps, ending)
 
-            return persist(self.group, ask)
+            return call_with_recovery(self.group, call)
 
         return whole_batch(predict, group, sampler, self.models.dtype)
 
@@ -210,11 +210,11 @@ class ParallelStepper(PlainStepper):
         def predict(patches: Tensor, timesteps: Tensor) -> Tensor:
             images = [row_packing.unpack(patches, row) for row in range(len(rows))]
 
-            def ask(ranks: Ranks) -> list[Tensor]:
+            def call(ranks: Ranks) -> list[Tensor]:
                 ranks.learn(rows, conditions)
                 return ranks.draw(rows, images, timesteps)
 
-            return row_packing.pack(persist(self.group, ask))
+            return row_packing.pack(call_with_recovery(self.group, call))
 
         return DenoiseBatch(batch, packing, row_packing, sampler, predict, dtype=self.models.dtype)
 

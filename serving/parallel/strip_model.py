@@ -91,7 +91,7 @@ class StripModel:
         for reader in self._readers:
             reader.learn(rows, conditions["encoder_hidden_states"])
 
-    def keep(self, rows: Sequence[RowName]) -> None:
+    def retain(self, rows: Sequence[RowName]) -> None:
         """Discard everything kept for other rows."""
         kept = set(rows)
         self._conditions = {row: known for row, known in self._conditions.items() if row in kept}
@@ -99,8 +99,8 @@ class StripModel:
         if self._whole is not None:
             self._whole.clear()
         for reader in self._readers:
-            reader.keep(kept)
-        self._context.exchange.keep(kept)
+            reader.retain(kept)
+        self._context.exchange.retain(kept)
 
     @torch.inference_mode()
     def predict(self, call: Pass, latents: Tensor, timesteps: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class StripModel:
     def clear(self) -> None:
         """Discard everything, without waiting for other ranks."""
         self._context.exchange.clear()
-        self.keep(())
+        self.retain(())
 
     def _conditions_of(self, call: Pass) -> dict[str, Any]:
         """Return the conditions of all rows of a call, as keyword arguments of the model's forward."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...data.errors import UsageError
 from .options import ParallelOptions
-from .processes import FOR_EVER
+from .processes import UNLIMITED_WAIT
 from .transport import LOOPBACK
 from .worker import RankModels, RankSettings, serve_rank
 
@@ -34,7 +34,7 @@ class TorchRun:
         self._options, self.store = options, connect()
 
     @classmethod
-    def of_environment(cls, options: ParallelOptions) -> "TorchRun | None":
+    def from_environment(cls, options: ParallelOptions) -> "TorchRun | None":
         """Read the environment; None if torchrun has not started this process or no rank processes are requested."""
         if options.is_virtual or not options.is_on or "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
@@ -50,7 +50,7 @@ class TorchRun:
     def follow(self, load: Callable[[RankSettings], RankModels]) -> int:
         """Follow rank 0 until it ends, as another rank; return the exit code."""
         # Without rank 0, torchrun ends this process.
-        self.store.wait([_key_of(self.rank)], FOR_EVER)
+        self.store.wait([_key_of(self.rank)], UNLIMITED_WAIT)
         settings = RankSettings.from_json(self.store.get(_key_of(self.rank)).decode())
         own = replace(settings, host=self.host)
         if settings.device.startswith("cuda") and self._options.devices is None:

@@ -35,16 +35,16 @@ class Transport(Protocol):
         """Start to receive a tensor. Raises GroupError."""
         ...
 
-    def look(self, rank: int) -> None:
+    def check_peer(self, rank: int) -> None:
         """Raise GroupError if a rank is known to have gone. Does not wait."""
         ...
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         """Close all connections: every thread that waits for this rank, or on it, gets a GroupError. Thread-safe."""
         ...
 
 
-def meet(
+def connect_ranks(
     store: dist.Store, rank: int, size: int, timeout: timedelta, host: str, backend: Backend = "auto"
 ) -> Transport:
     """Connect a rank to the others of its group, over the fastest transport that all of them have.

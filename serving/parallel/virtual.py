@@ -67,7 +67,7 @@ class VirtualRanks:
 
     def use(self, options: ParallelOptions) -> None:
         """Use other options with the same number of ranks, as in `RankGroup`."""
-        self.ranks.keep(())
+        self.ranks.retain(())
         self._options = options
         self.ranks = Ranks(self.end, self._models[0], options)
 

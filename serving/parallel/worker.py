@@ -19,10 +19,10 @@ from .decoder import StripDecoder, follow_decoding
 from .group import GroupError
 from .nccl import Nccl
 from .options import Backend
-from .processes import FOR_EVER, ProcessEnd
+from .processes import UNLIMITED_WAIT, ProcessEnd
 from .ranks import follow
 from .strip_model import StripModel
-from .transport import LOOPBACK, meet
+from .transport import LOOPBACK, connect_ranks
 
 GroupKind = Literal["meet", "decode"]
 """Purpose of a group: to call the model (`meet`) or, concurrently, to decode images (`decode`)."""
@@ -121,12 +121,12 @@ def end_of(what: GroupKind, number: int, settings: RankSettings, store: dist.Sto
         GroupError: a rank does not connect.
     """
     own, timeout = dist.PrefixStore(key_of(what, number), store), timedelta(seconds=settings.timeout_s)
-    transport = meet(own, rank, size, timeout, settings.host, settings.backend)
+    transport = connect_ranks(own, rank, size, timeout, settings.host, settings.backend)
     nccl = None
     # Decoding runs concurrently with the model's calls, and two NCCL groups that do not take turns may deadlock.
     if settings.backend == "nccl" and what == "meet":
         device = torch.device("cuda", torch.device(settings.device).index or 0)
-        nccl = Nccl(dist.PrefixStore("nccl", own), rank, size, timeout, device, transport.look)
+        nccl = Nccl(dist.PrefixStore("nccl", own), rank, size, timeout, device, transport.check_peer)
     # Only rank 0 has other work between calls.
     threads = settings.threads if settings.rank == 0 else None
     return ProcessEnd(transport, rank, size, settings.timeout_s, settings.device, threads, nccl)
@@ -135,7 +135,7 @@ def end_of(what: GroupKind, number: int, settings: RankSettings, store: dist.Sto
 def serve_rank(
     settings: RankSettings,
     load: Callable[[], RankModels],
-    is_wanted: Callable[[], bool],
+    should_run: Callable[[], bool],
     connect: Callable[[], dist.Store] | None = None,
 ) -> int:
     """Run a rank until it ends; return the exit code.
@@ -143,11 +143,11 @@ def serve_rank(
     Args:
         settings: settings of the rank.
         load: loads the parts of the model that the rank needs.
-        is_wanted: returns whether the process that this one depends on is alive; if not, this process ends.
+        should_run: returns whether the process that this one depends on is alive; if not, this process ends.
         connect: opens connections to the store where the ranks meet; None for the store of rank 0.
     """
     connect = connect or (lambda: _store_of(settings))
-    watch = _Watch(is_wanted, connect)
+    watch = _Watch(should_run, connect)
     torch.set_num_threads(settings.threads)
     store = connect()
     try:
@@ -178,7 +178,7 @@ def _serve_groups(
             ends = [end_of("meet", number, settings, store, rank, size)]
             if decoder is not None:
                 ends.append(end_of("decode", number, settings, store, rank, size))
-                beside = threading.Thread(target=_decode_beside, args=(ends[1], decoder), daemon=True)
+                beside = threading.Thread(target=_decode_concurrently, args=(ends[1], decoder), daemon=True)
                 beside.start()
             watch.follow(number, ends)
             follow(ends[0], model)
@@ -189,16 +189,16 @@ def _serve_groups(
         else:
             ends[0].close()
             if beside is not None:
-                ends[1].break_off()
+                ends[1].disconnect()
                 beside.join(_END_S)
             return
-        watch.leave(number)
+        watch.disconnect_from(number)
         model.clear()
         store.set(key_of("left", number, settings.rank), reason)
         number += 1
 
 
-def _decode_beside(end: ProcessEnd, decoder: StripDecoder) -> None:
+def _decode_concurrently(end: ProcessEnd, decoder: StripDecoder) -> None:
     """Decode while the group lasts. A failure ends the group's decoding: rank 0 reports it and decodes alone."""
     try:
         follow_decoding(end, decoder)
@@ -207,7 +207,7 @@ def _decode_beside(end: ProcessEnd, decoder: StripDecoder) -> None:
     except Exception as error:  # noqa: BLE001  shown to the user; serving continues without this
         sys.stderr.write(f"Warning: rank {end.rank} cannot decode: {type(error).__name__}: {error}\n")
     finally:
-        end.break_off()
+        end.disconnect()
 
 
 def _store_of(settings: RankSettings) -> dist.TCPStore:
@@ -217,19 +217,19 @@ def _store_of(settings: RankSettings) -> dist.TCPStore:
 def _members_of(store: dist.Store, number: int) -> list[int]:
     """Wait until rank 0 has chosen the ranks of a group, and return them in order."""
     # Without rank 0 the watch ends this process.
-    store.wait([key_of("group", number)], FOR_EVER)
+    store.wait([key_of("group", number)], UNLIMITED_WAIT)
     return json.loads(store.get(key_of("group", number)))
 
 
 class _Watch:
     """Ends this process when rank 0's has ended, and disconnects from a group that rank 0 has marked as over."""
 
-    def __init__(self, is_wanted: Callable[[], bool], connect: Callable[[], dist.Store]) -> None:
-        self._is_wanted, self._connect = is_wanted, connect
+    def __init__(self, should_run: Callable[[], bool], connect: Callable[[], dist.Store]) -> None:
+        self._should_run, self._connect = should_run, connect
         self._lock = threading.Lock()
         self._now: tuple[int, Sequence[ProcessEnd]] | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._watch_group, daemon=True)
         self._thread.start()
 
     def follow(self, number: int, ends: Sequence[ProcessEnd]) -> None:
@@ -237,12 +237,12 @@ class _Watch:
         with self._lock:
             self._now = number, ends
 
-    def leave(self, number: int) -> None:
+    def disconnect_from(self, number: int) -> None:
         """Disconnect from a group, if this process is still in it."""
         with self._lock:
             if self._now is not None and self._now[0] == number:
                 for end in self._now[1]:
-                    end.break_off()
+                    end.disconnect()
                 self._now = None
 
     def end(self) -> None:
@@ -250,13 +250,13 @@ class _Watch:
         self._is_over.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _watch_group(self) -> None:
         try:
             store = self._connect()
-            while self._is_wanted():
+            while self._should_run():
                 now = self._now
                 if now is not None and store.check([key_of("over", now[0])]):
-                    self.leave(now[0])
+                    self.disconnect_from(now[0])
                 if self._is_over.wait(_LOOK_EVERY_S):
                     return
         finally:

@@ -15,7 +15,7 @@ from ..cache.cells import CellTables
 from ..cache.slots import TokenSlots
 from ..core.attention import FusedLinear, Rotary, attend, check_unused, constant, heads_of, normed
 from .context import PatchContext, joined
-from .queries import kept_of, resolutions_of
+from .queries import attended_keys_values, resolutions_of
 
 
 class PatchedSelfAttention(nn.Module):
@@ -34,7 +34,7 @@ class PatchedSelfAttention(nn.Module):
         check_unused(unused)
         qkv = heads_of(self.qkv(hidden_states.flatten(0, 1)), 3, self.heads())
         qkv = normed(qkv, attention.norm_q, attention.norm_k)
-        kept, parts = kept_of(self.slots, qkv[:, 1:], context), []
+        kept, parts = attended_keys_values(self.slots, qkv[:, 1:], context), []
         for images in resolutions_of(context):
             key, value = images.keys_values(kept).unbind(2)
             parts.append(images.pack(attend(images.queries(qkv[:, 0]), key, value, attention.scale)))
@@ -217,7 +217,7 @@ def _attend_both(
     Returns:
         [tokens, heads * width] and [rows, length, heads * width].
     """
-    kept, image_parts, text_parts = kept_of(slots, image[:, 1:], context), [], []
+    kept, image_parts, text_parts = attended_keys_values(slots, image[:, 1:], context), [], []
     for images in resolutions_of(context):
         own_text, query = text[images.text_rows], images.queries(image[:, 0])
         key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
@@ -262,4 +262,4 @@ def keep_keys_values(
     attention, tokens = leaf.attention, hidden_states.flatten(0, 1)
     key, value = (heads_of(layer(tokens), 1, leaf.heads()) for layer in (attention.to_k, attention.to_v))
     key = key if attention.norm_k is None else attention.norm_k(key)
-    leaf.slots.buffer.keep(torch.cat([key, value], 1), tables, level)
+    leaf.slots.buffer.store(torch.cat([key, value], 1), tables, level)

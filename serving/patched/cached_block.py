@@ -84,7 +84,7 @@ class _Wrapper:
         elif cache.keeps_inputs(self.number, active):
             context.cells = cache.tables if active is None else active.own
         try:
-            with context.only(active) if isinstance(active, ActiveRows) else nullcontext():
+            with context.restricted_to(active) if isinstance(active, ActiveRows) else nullcontext():
                 return self.run(*arguments, **named)
         finally:
             context.active = context.cells = None
@@ -110,13 +110,13 @@ class _CachedUNetBlock(_Wrapper):
             if res_hidden_states_tuple:
                 others["res_hidden_states_tuple"] = tuple(taken[1:])
             out = self.run_on(active, taken[0], temb=temb.index_select(0, active.rows), **others)
-            self.cache.keep(self.number, inputs, self._tokens(out), (), active)
+            self.cache.store_outputs(self.number, inputs, self._tokens(out), (), active)
         elif decision.kind == "whole":
             if res_hidden_states_tuple:
                 others["res_hidden_states_tuple"] = res_hidden_states_tuple
             out = self.run_on(None, hidden_states, temb=temb, **others)
             self._out_level, self._has_skips = context.level.index, isinstance(out, tuple)
-            self.cache.keep(self.number, inputs, self._tokens(out), (), None)
+            self.cache.store_outputs(self.number, inputs, self._tokens(out), (), None)
             return out
         levels = self.cache.tables.packing.levels
         context.level = levels[self._out_level]
@@ -155,7 +155,7 @@ class _CachedTransformerBlock(_Wrapper):
         store.fit_text(length)
         decision = cache.decide(self.number, (tokens,))
         if decision.kind == "skipped":
-            return self._kept(given)
+            return self._cached_output(given)
         active = decision.active
         if active is None:
             out = self.run_on(None, **given)
@@ -164,8 +164,8 @@ class _CachedTransformerBlock(_Wrapper):
                 out = self.run_on(active, **self._part_of(given, active))
         self._gives_both = isinstance(out, tuple)
         image, texts = self._parted(out, length, self.context.packing.num_rows if active is None else len(active.rows))
-        cache.keep(self.number, (tokens,), (image,), texts, active)
-        return out if active is None else self._kept(given)
+        cache.store_outputs(self.number, (tokens,), (image,), texts, active)
+        return out if active is None else self._cached_output(given)
 
     @contextmanager
     def _stream_of(self, active: ActiveSet | ActiveRows, length: int) -> Iterator[None]:
@@ -220,7 +220,7 @@ class _CachedTransformerBlock(_Wrapper):
             text, tokens = tokens[: num_rows * length].view(num_rows, length, -1), tokens[num_rows * length :]
         return tokens, () if text is None or not length else (text,)
 
-    def _kept(self, given: dict[str, Any]) -> Any:
+    def _cached_output(self, given: dict[str, Any]) -> Any:
         """Return the block's output as kept in the cache."""
         store, like = self.cache.stores[self.number], _hidden_states(given)
         texts, image = store.row_outputs, store.outputs[0]
@@ -230,7 +230,7 @@ class _CachedTransformerBlock(_Wrapper):
         out = (given["encoder_hidden_states"], stream) if self._gives_both else stream
         if texts:
             image, texts = self._parted(out, texts[0].shape[1], len(texts[0]))
-            self.cache.hold(self.number, (image,), texts)
+            self.cache.replace_outputs(self.number, (image,), texts)
         return out
 
 

@@ -32,7 +32,8 @@ class PatchContext:
         choose: chooses the strategy of a convolution.
         kernels: one of `kernels.launch.KERNELS`.
         timesteps: (rows,) timestep of every row, for this forward pass.
-        kept: values that stay the same while the batch has the same rows (text keys and values, positions, adapters).
+        batch_values: values that stay the same while the batch has the same rows (text keys and values, positions,
+            adapters).
         text_bias: bias for the scores of text keys, [rows or 1, keys] for the last keys; None for no bias.
         biased_text: (rows, length), 1 for text tokens as queries whose scores have this bias, else 0; None if all have
             it.
@@ -45,7 +46,7 @@ class PatchContext:
     choose: Choose
     kernels: str = "auto"
     timesteps: Tensor | None = None
-    kept: dict[Any, Any] = field(default_factory=dict)
+    batch_values: dict[Any, Any] = field(default_factory=dict)
     text_bias: Tensor | None = None
     biased_text: Tensor | None = None
     stream_rows: Tensor | None = None
@@ -99,9 +100,9 @@ class PatchContext:
         return self.level.row_index.repeat_interleave(self.level.grain**2)
 
     def begin(self, packing: Packing) -> None:
-        """Start a batch, and discard what was kept for the previous one."""
+        """Start a batch, and discard the values of the previous one."""
         self._packing = packing
-        self.kept.clear()
+        self.batch_values.clear()
 
     def begin_pass(self, timesteps: Tensor | None = None, level: Level | None = None) -> None:
         """Start a forward pass at a level, by default that of the latents, and reset the state of a failed pass."""
@@ -109,7 +110,7 @@ class PatchContext:
         self._fused.clear()
 
     @contextmanager
-    def only(self, rows: ActiveRows) -> Iterator[None]:
+    def restricted_to(self, rows: ActiveRows) -> Iterator[None]:
         """Restrict the leaves to some rows of the batch, as a batch of their own, until the context ends."""
         packing, level, text_bias, biased_text = self.packing, self.level.index, self.text_bias, self.biased_text
         own = rows.own.packing
@@ -126,14 +127,14 @@ class PatchContext:
             self.text_bias, self.biased_text = text_bias, biased_text
 
     @contextmanager
-    def elsewhere(self, packing: Packing, kept: dict[Any, Any]) -> Iterator[None]:
-        """Switch to another batch, with its kept values, until the context ends."""
-        before = self._packing, self.kept, self.text_bias, self.biased_text
-        self._packing, self.kept, self.text_bias, self.biased_text = packing, kept, None, None
+    def switch_batch(self, packing: Packing, batch_values: dict[Any, Any]) -> Iterator[None]:
+        """Switch to another batch and its values until the context ends."""
+        before = self._packing, self.batch_values, self.text_bias, self.biased_text
+        self._packing, self.batch_values, self.text_bias, self.biased_text = packing, batch_values, None, None
         try:
             yield
         finally:
-            self._packing, self.kept, self.text_bias, self.biased_text = before
+            self._packing, self.batch_values, self.text_bias, self.biased_text = before
 
     def at(self, x: Tensor) -> Level:
         """Return the level of a leaf's input."""
@@ -162,11 +163,11 @@ class PatchContext:
             return Entries(("stream", len(stream)), lambda: stream, are_tokens=True)
         raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, which is neither rows nor tokens of the batch")
 
-    def put_fused(self, *work: Fused) -> None:
+    def record_fused(self, *work: Fused) -> None:
         """Record which work of the leaves after it a norm has done."""
         self._fused = set(work)
 
-    def take_fused(self, work: Fused) -> bool:
+    def consume_fused(self, work: Fused) -> bool:
         """Return whether the norm before this leaf has done its work already, and clear this record."""
         is_done = work in self._fused
         self._fused.discard(work)
@@ -175,8 +176,8 @@ class PatchContext:
 
 def embedded_text(context: PatchContext) -> Tensor:
     """Return the text of all rows [rows, length, width], as embedded by `PatchedModel` for a batch."""
-    assert "embedded text" in context.kept, "a patched model runs inside PatchedModel only"
-    return context.kept["embedded text"]
+    assert "embedded text" in context.batch_values, "a patched model runs inside PatchedModel only"
+    return context.batch_values["embedded text"]
 
 
 def to_tokens(x: Tensor) -> Tensor:

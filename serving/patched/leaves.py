@@ -55,7 +55,7 @@ class PatchedConv(nn.Module):
             weight = self.conv.weight.view(self.out_channels, -1)
             out = to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
             return self._with_adapters(out, lambda down: down(x))
-        if context.take_fused("stitching"):
+        if context.consume_fused("stitching"):
             self._keep(x[:, :, 1:-1, 1:-1])
             return self._with_adapters(self._valid(x), lambda down: down._valid(x))
         level = context.at(x)
@@ -93,7 +93,7 @@ class PatchedConv(nn.Module):
 
     def _keep(self, x: Tensor) -> None:
         if self.context.cells is not None and self.keeps_input:
-            self.slots.buffer.keep(to_tokens(x), self.context.cells, self.context.level.index)
+            self.slots.buffer.store(to_tokens(x), self.context.cells, self.context.level.index)
 
     def shape_key(self, side: int) -> str:
         """Return a key of the properties that determine the convolution's time, apart from the number of positions."""
@@ -129,7 +129,7 @@ class PatchedGroupNorm(nn.Module):
     """GroupNorm over the whole image of each row, with the SiLU after it if there is one.
 
     If the convolution after both stitches patches, norm, SiLU and stitching are one kernel (PatchedServe 4.2.2), and
-    the result is padded. `conv` is the convolution that follows with only an `ActivationUnlessDone` between.
+    the result is padded. `conv` is the convolution that follows with only an `FusableActivation` between.
     """
 
     def __init__(self, norm: nn.GroupNorm, context: PatchContext, conv: PatchedConv | None = None) -> None:
@@ -144,11 +144,11 @@ class PatchedGroupNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         context, conv = self.context, self._conv[0]
         level = context.at(x)
-        context.put_fused(*self._fused)
+        context.record_fused(*self._fused)
         if context.active is not None:
             return to_patches(self._masked(to_tokens(x), context.active), level.side)
         if context.cells is not None:
-            self.slots.buffer.keep(to_tokens(x), context.cells, level.index)
+            self.slots.buffer.store(to_tokens(x), context.cells, level.index)
         if level.neighbours is None:
             is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu"
             norm_tokens = self._by_sums if is_slow and level.num_tokens > _FEW_TOKENS else self._by_resolution
@@ -158,7 +158,7 @@ class PatchedGroupNorm(nn.Module):
         mean, rstd = group_norm_stats(x, level.row_index, num_rows, norm.num_groups, norm.eps, kernels=kernels)
         known = (x, mean, rstd, norm.weight, norm.bias, level.row_index)
         if conv is not None and context.choose(conv, level, level) == "stitch":
-            context.put_fused("activation", "stitching")
+            context.record_fused("activation", "stitching")
             return group_norm_silu_stitch(*known, level.neighbours, kernels=kernels)
         return group_norm_apply(*known, activation=conv is not None, kernels=kernels)
 
@@ -222,7 +222,7 @@ class PatchedGroupNorm(nn.Module):
         return scale.view(-1, 1, norm.num_channels), shift.view(-1, 1, norm.num_channels)
 
 
-class ActivationUnlessDone(nn.Module):
+class FusableActivation(nn.Module):
     """SiLU, skipped if the norm before it has applied it already."""
 
     def __init__(self, activation: nn.Module, context: PatchContext) -> None:
@@ -231,7 +231,7 @@ class ActivationUnlessDone(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Timestep embeddings pass through the same module.
-        return x if x.dim() == 4 and self.context.take_fused("activation") else self.activation(x)
+        return x if x.dim() == 4 and self.context.consume_fused("activation") else self.activation(x)
 
 
 class PatchedUpsample(nn.Module):
@@ -252,7 +252,7 @@ class PatchedUpsample(nn.Module):
         if context.active is not None:
             return self.conv.masked(to_tokens(hidden_states), level, finer)
         if context.cells is not None:
-            self.conv.slots.buffer.keep(to_tokens(hidden_states), context.cells, level.index)
+            self.conv.slots.buffer.store(to_tokens(hidden_states), context.cells, level.index)
         if level.neighbours is not None:
             return self.conv(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"))
         tokens = to_tokens(hidden_states).index_select(0, level.sources_of(finer))

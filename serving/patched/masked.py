@@ -22,7 +22,7 @@ from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
 from ..core.captured import CapturedPasses, PassBatch, Recorder
-from ..core.prepared import Seen
+from ..core.prepared import RecordedRow
 from ..layout.packing import Packing, pack_rows
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
@@ -72,14 +72,14 @@ class MaskedPasses:
             if isinstance(slots, TokenSlots | NormSlots) and not getattr(module, "is_pointwise", False)
         }
         self._spans = spans_of(model, keep, sorted(read, key=place_of))
-        kept = {
+        stored = {
             name: buffer
             for name, (module, buffer) in read.items()
             if keep == "all" or (keep == "kv" and not isinstance(module, PatchedConv | PatchedGroupNorm))
         }
-        self._kept = kept | {span.name: span.outputs for span in self._spans if not span.is_open}
+        self._record_buffers = stored | {span.name: span.outputs for span in self._spans if not span.is_open}
         """Buffers that a record stores, by operator name."""
-        self.units = tuple(dict.fromkeys(map(unit_of, sorted(self._kept, key=place_of))))
+        self.units = tuple(dict.fromkeys(map(unit_of, sorted(self._record_buffers, key=place_of))))
         self.parts = tuple(span.units for span in self._spans) or (self.units,)
         self.starts = [span.first for span in self._spans]
         self.returns = not all(span.is_open for span in self._spans)
@@ -124,8 +124,8 @@ class MaskedPasses:
         assert self.returns or list(reuses) == sorted(reuses), "what computing all tokens again needs is not recorded"
         units = tuple(unit for part, is_reused in zip(self.parts, reuses, strict=True) if is_reused for unit in part)
         graphs = None if chosen is None or self.failure is not None else self._model.captured
-        played = None if graphs is None else _Playback(graphs.recorder)
-        return MaskedRows(tables, chosen, tuple(reuses), units, {"repeats": repeats}, played)
+        playback = None if graphs is None else _PassPlayback(graphs.recorder)
+        return MaskedRows(tables, chosen, tuple(reuses), units, {"repeats": repeats}, playback)
 
     def record(
         self, rows: "MaskedRows", tokens: Tensor, timesteps: Tensor, conditions: dict[str, Any]
@@ -141,24 +141,30 @@ class MaskedPasses:
         context, tables = self._model.context, rows.tables
         try:
             with ExitStack() as meanwhile:
-                meanwhile.enter_context(context.elsewhere(tables.packing, rows.kept))
+                meanwhile.enter_context(context.switch_batch(tables.packing, rows.batch_values))
                 for span in self._spans:
                     if not span.is_open:
                         meanwhile.enter_context(span.recorded())
                 context.cells = tables
-                predicted = self._model.forward(tokens, timesteps, conditions, rows.kept)
-            kept = {name: seen for name, buffer in self._kept.items() if (seen := buffer.taken()) is not None}
+                predicted = self._model.forward(tokens, timesteps, conditions, rows.batch_values)
+            recorded = {
+                name: values
+                for name, buffer in self._record_buffers.items()
+                if (values := buffer.take_values()) is not None
+            }
         finally:
             context.cells = None
             self._clear()
         starts = tables.row_start.tolist()
-        of_rows = [{name: seen[start:end].clone() for name, seen in kept.items()} for start, end in pairwise(starts)]
+        of_rows = [
+            {name: values[start:end].clone() for name, values in recorded.items()} for start, end in pairwise(starts)
+        ]
         return predicted, of_rows
 
     def run(
         self,
         rows: "MaskedRows",
-        seen: Sequence[Seen],
+        recorded: Sequence[RecordedRow],
         tokens: Tensor,
         timesteps: Tensor,
         conditions: dict[str, Any],
@@ -167,26 +173,28 @@ class MaskedPasses:
 
         Args:
             rows: rows with active cells in each.
-            seen: recorded tensors of each row at its step, on the model's device; accessed when they are needed.
+            recorded: recorded tensors of each row at its step, on the model's device; accessed when they are needed.
             tokens, timesteps, conditions: arguments of `record`.
         """
         inputs = tokens, timesteps, conditions
-        if rows.played is None:
-            return self._run(rows, seen, inputs, rows.kept)
-        predicted = rows.played.run(partial(self._run, rows), seen, inputs, rows.kept)
-        self.failure = self.failure or rows.played.captured.failure
+        if rows.playback is None:
+            return self._run(rows, recorded, inputs, rows.batch_values)
+        predicted = rows.playback.run(partial(self._run, rows), recorded, inputs, rows.batch_values)
+        self.failure = self.failure or rows.playback.captured.failure
         return predicted
 
-    def _run(self, rows: "MaskedRows", seen: Sequence[Seen], inputs: PassInputs, kept: dict[Any, Any]) -> Tensor:
+    def _run(
+        self, rows: "MaskedRows", recorded: Sequence[RecordedRow], inputs: PassInputs, batch_values: dict[Any, Any]
+    ) -> Tensor:
         tokens, timesteps, conditions = inputs
         context, active = self._model.context, rows.active
         assert active is not None, "rows without active cells are only recorded"
-        for name, buffer in self._kept.items():
-            buffer.put(lambda name=name: [each[name] for each in seen])
+        for name, buffer in self._record_buffers.items():
+            buffer.put(lambda name=name: [each[name] for each in recorded])
         places = active.tokens(0)
         try:
             with ExitStack() as meanwhile:
-                meanwhile.enter_context(context.elsewhere(rows.tables.packing, kept))
+                meanwhile.enter_context(context.switch_batch(rows.tables.packing, batch_values))
                 entered = [span for span, is_reused in zip(self._spans, rows.reuses, strict=False) if is_reused]
                 if rows.reuses[0] and not self.returns:
                     context.active = active
@@ -194,7 +202,7 @@ class MaskedPasses:
                 else:
                     for span in entered if self.returns else entered[:1]:
                         meanwhile.enter_context(span.masked(active))
-                predicted = self._model.forward(tokens, timesteps, conditions, kept)
+                predicted = self._model.forward(tokens, timesteps, conditions, batch_values)
                 own = predicted if context.active is not None else predicted.index_select(0, places)
         finally:
             context.active = None
@@ -206,7 +214,7 @@ class MaskedPasses:
             buffer.clear()
 
 
-class _Playback:
+class _PassPlayback:
     """Passes over one batch: the first ones run eagerly, then one is captured and replayed.
 
     Attributes:
@@ -221,26 +229,26 @@ class _Playback:
 
     def run(
         self,
-        run: Callable[[Sequence[Seen], PassInputs, dict[Any, Any]], Tensor],
-        seen: Sequence[Seen],
+        run: Callable[[Sequence[RecordedRow], PassInputs, dict[Any, Any]], Tensor],
+        recorded: Sequence[RecordedRow],
         inputs: PassInputs,
-        kept: dict[Any, Any],
+        batch_values: dict[Any, Any],
     ) -> Tensor:
-        """Run a pass eagerly or by replay; `run` takes recorded tensors, inputs and what the batch keeps."""
+        """Run a pass eagerly or by replay; `run` takes recorded tensors, inputs and the batch's values."""
         # Edits of one image at the same step read the same tensors, now and in later steps.
-        distinct = list({id(each): each for each in seen}.values())
-        places = tuple(next(place for place, own in enumerate(distinct) if own is each) for each in seen)
+        distinct = list({id(each): each for each in recorded}.values())
+        places = tuple(next(place for place, own in enumerate(distinct) if own is each) for each in recorded)
         if self._names is not None:
             distinct = [{name: each[name] for name in self._names} for each in distinct]
         predicted = self.captured.run(
             self._batch,
             places,
-            kept,
-            lambda given, kept: run([given["seen"][place] for place in places], given["inputs"], kept),
-            {"seen": tuple(distinct), "inputs": inputs},
+            batch_values,
+            lambda given, values: run([given["recorded"][place] for place in places], given["inputs"], values),
+            {"recorded": tuple(distinct), "inputs": inputs},
         )
         # All passes read the tensors that the first one has read.
-        self._names = self._names or tuple(seen[0])
+        self._names = self._names or tuple(recorded[0])
         return predicted
 
 
@@ -253,13 +261,13 @@ class MaskedRows:
         active: the cells that are computed; None for all.
         reuses: for each part of a pass, whether it reads its units.
         units: units of records that are read.
-        kept: values that stay the same for the batch.
-        played: captures and replays its passes; None if all run eagerly.
+        batch_values: values that stay the same for the batch.
+        playback: captures and replays its passes; None if all run eagerly.
     """
 
     tables: CellTables
     active: ActiveSet | None
     reuses: tuple[bool, ...]
     units: tuple[str, ...]
-    kept: dict[Any, Any]
-    played: _Playback | None
+    batch_values: dict[Any, Any]
+    playback: _PassPlayback | None

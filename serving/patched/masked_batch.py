@@ -11,7 +11,7 @@ from ...data.work import Work
 from ..cache.rules import Booleans
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
-from ..core.prepared import PreparedRequest, Seen, Template
+from ..core.prepared import PreparedRequest, RecordedRow, Template
 from ..layout.packing import Packing
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
@@ -19,7 +19,7 @@ from .masked import MaskedPasses, MaskedRows, PassInputs
 from .text import conditions_of
 
 
-class Plan(Protocol):
+class PassPlan(Protocol):
     """Plan of the passes over a batch.
 
     Attributes:
@@ -34,10 +34,10 @@ class Plan(Protocol):
     def latency_s(self) -> float: ...
 
 
-class Planner(Protocol):
+class PassPlanner(Protocol):
     """Decides which parts of the passes over a batch read records."""
 
-    def plan(self, rows: Sequence[Work], num_cells: int) -> Plan:
+    def plan(self, rows: Sequence[Work], num_cells: int) -> PassPlan:
         """Return the plan of a batch.
 
         Args:
@@ -47,17 +47,17 @@ class Planner(Protocol):
         ...
 
 
-class _OwnPasses(ABC):
+class _SeparatePasses(ABC):
     """Requests that take passes of their own kind, sorted by size.
 
     Attributes:
-        together: the batch of latents.
+        denoise_batch: the batch of latents.
         forecast: always empty; see `stepper.PackedBatch`.
-        left_out: the requests for which a step reads a part instead of computing it.
+        reusing: the requests for which a step reads a part instead of computing it.
     """
 
     forecast: frozenset[int] = frozenset()
-    left_out: Sequence[PreparedRequest] = ()
+    reusing: Sequence[PreparedRequest] = ()
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class _OwnPasses(ABC):
         row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
         self._conditions, repeats = conditions_of(self._batch, conditions, shorten=passes.shorten)
         self._rows = self._begin(row_packing, repeats)
-        self.together = DenoiseBatch(
+        self.denoise_batch = DenoiseBatch(
             self._batch, self._packing, row_packing, sampler, self._predict, dtype=passes.dtype
         )
 
@@ -85,7 +85,7 @@ class _OwnPasses(ABC):
         """Predict for the rows of the batch, as `DenoiseBatch` requires."""
 
 
-class MaskedBatch(_OwnPasses):
+class MaskedBatch(_SeparatePasses):
     """Edits of any templates, masks, sizes and steps.
 
     Args:
@@ -105,12 +105,12 @@ class MaskedBatch(_OwnPasses):
         conditions: Conditions,
         sampler: BatchedSampler,
         active: Sequence[PreparedRequest],
-        planner: Planner | None,
+        planner: PassPlanner | None,
     ) -> None:
         self._planner = planner
-        self.plan: Plan | None = None
+        self.plan: PassPlan | None = None
         super().__init__(passes, conditions, sampler, active)
-        self.left_out = self._batch
+        self.reusing = self._batch
 
     def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:
         cells = [cells_of(each, self._passes.cell) for each in self._batch]
@@ -129,10 +129,10 @@ class MaskedBatch(_OwnPasses):
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
         units = self._rows.units
         # Edits of one image at the same step read the same tensors.
-        known: dict[tuple[int, int], Sequence[Seen]] = {}
+        known: dict[tuple[int, int], Sequence[RecordedRow]] = {}
         for template, step in self._places():
             if (id(template), step) not in known:
-                known[id(template), step] = template.seen(step, units)
+                known[id(template), step] = template.read_rows(step, units)
         for template, step in self._places():
             template.expect(step + 1, units)
         seen = [row for template, step in self._places() for row in known[id(template), step]]
@@ -145,7 +145,7 @@ class MaskedBatch(_OwnPasses):
             yield each.template, each.state.first + each.state.steps_done
 
 
-class RecordedBatch(_OwnPasses):
+class RecordedBatch(_SeparatePasses):
     """Generations of any sizes and steps whose passes are all recorded, see `core.prepared.OnPass`."""
 
     def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:
@@ -153,7 +153,7 @@ class RecordedBatch(_OwnPasses):
 
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
         predicted, rows = self._passes.record(self._rows, tokens, timesteps, self._conditions)
-        seen, latents = iter(rows), self.together.latents
+        seen, latents = iter(rows), self.denoise_batch.latents
         for index, each in enumerate(self._batch):
             assert each.on_pass is not None
             own = [next(seen) for _ in range(each.num_rows)]
@@ -192,8 +192,8 @@ def inputs_of(
     packing = passes.pack([each.size for each in steps])
     row_packing = passes.pack([size for each in steps for size in [each.size] * each.num_rows])
     named, repeats = conditions_of(steps, conditions, shorten=passes.shorten)
-    together = DenoiseBatch(steps, packing, row_packing, sampler, _never, dtype=passes.dtype)
-    return row_packing, repeats, (*together.inputs(), named)
+    denoise_batch = DenoiseBatch(steps, packing, row_packing, sampler, _never, dtype=passes.dtype)
+    return row_packing, repeats, (*denoise_batch.inputs(), named)
 
 
 def _never(tokens: Tensor, timesteps: Tensor) -> Tensor:

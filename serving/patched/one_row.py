@@ -23,16 +23,16 @@ class RefinedText(nn.Module):
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Timesteps (rows,) -> embeddings [rows, width], and the refined text, [1, rows * length, width]."""
-        embed, kept, rows = self.embed, self.context.kept, self.context.rows
-        assert "refined text" in kept, "a patched model runs inside PatchedModel only"
-        text = kept["refined text"]
+        embed, batch_values, rows = self.embed, self.context.batch_values, self.context.rows
+        assert "refined text" in batch_values, "a patched model runs inside PatchedModel only"
+        text = batch_values["refined text"]
         if rows is not None:
             text = text.index_select(0, rows.rows)
         embedded = embed.timestep_embedder(embed.time_proj(timestep).type_as(hidden_states))
         return embedded, text.flatten(0, 1)[None]
 
     def refine(self, text: Tensor, mask: Tensor) -> Tensor:
-        """Refine the text [rows, length, channels] of a batch, with its mask, for `context.kept`."""
+        """Refine the text [rows, length, channels] of a batch, with its mask, for `context.batch_values`."""
         text = self.embed.caption_embedder(text)
         turns = self.rotary._get_freqs_cis(_text_ids(text.shape[1], text.device)[None])
         for block in self.refiner:
@@ -40,7 +40,7 @@ class RefinedText(nn.Module):
         return text
 
 
-class TokensInOneRow(nn.Module):
+class SingleStreamTokens(nn.Module):
     """Cuts the input of the model into tokens, and computes the rotary angles of each token.
 
     The position of a text token is its number; that of an image token is the length of its text, row and column.
@@ -59,11 +59,11 @@ class TokensInOneRow(nn.Module):
         """
         context, (_, channels, _, side) = self.context, hidden_states.shape
         tokens = hidden_states.view(1, channels, -1, side, side).permute(0, 2, 3, 4, 1).flatten(2)
-        if "positions" not in context.kept:
-            context.kept["positions"] = self._angles()
-        both, some = context.kept["positions"], context.rows or context.active
+        if "positions" not in context.batch_values:
+            context.batch_values["positions"] = self._angles()
+        both, some = context.batch_values["positions"], context.rows or context.active
         if some is not None:
-            own = some.stream(context.kept["text mask"].shape[1]).places
+            own = some.stream(context.batch_values["text mask"].shape[1]).places
             both = tuple(part.index_select(0, own) for part in both)
         context.stream_rows = context.row_of_token
         num_text = len(both[0]) - tokens.shape[1]
@@ -73,7 +73,7 @@ class TokensInOneRow(nn.Module):
     def _angles(self) -> tuple[Tensor, ...]:
         """Return cosines and sines [tokens, width] of the text of all rows, then of image tokens in packed order."""
         context = self.context
-        mask, level = context.kept["text mask"], context.batch.levels[0]
+        mask, level = context.batch_values["text mask"], context.batch.levels[0]
         text = _text_ids(mask.shape[1], mask.device).repeat(len(mask), 1)
         places = repeated(level, lambda *size: places_of(size, mask.device), context.kernels)
         lengths = mask.sum(1).index_select(0, level.row_index.repeat_interleave(level.grain**2))
@@ -96,7 +96,7 @@ def places_of(size: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.cartesian_prod(rows, columns)
 
 
-class StreamBegins(nn.Module):
+class StreamStart(nn.Module):
     """First entry of the list of single-stream blocks: [1, tokens, channels] -> [tokens, 1, channels]."""
 
     def __init__(self, context: PatchContext) -> None:
@@ -104,11 +104,11 @@ class StreamBegins(nn.Module):
         self.context = context
 
     def forward(self, hidden_states: Tensor, *unused: object) -> Tensor:
-        begin_stream(self.context, *self.context.kept["text mask"].shape)
+        begin_stream(self.context, *self.context.batch_values["text mask"].shape)
         return hidden_states.transpose(0, 1)
 
 
-class Turned(nn.Module):
+class SwappedAxes(nn.Module):
     """A module on tokens, with the first two dimensions of its output swapped; it is also called as a final block."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from .streams import begin_stream, text_of_rows
 
 
 def no_angles(ids: Tensor) -> Tensor:
-    """Return zeros in place of the angles of positions in one image, since `TurnedInStream` computes the angles."""
+    """Return zeros in place of the angles of positions in one image, which `StreamRotaryAttention` computes."""
     return ids.new_zeros(len(ids), 1, dtype=torch.float32)
 
 
@@ -34,7 +34,7 @@ class PaddedText(nn.Module):
 
     def embed(self, text: Tensor) -> Tensor:
         """Embed and refine text: [rows, length, channels] -> [rows, length, width]."""
-        mask = self.context.kept["text mask"]
+        mask = self.context.batch_values["text mask"]
         text = torch.where((mask == PAD)[:, :, None], self.pad, self.embedder(text))
         turns = self.rotary(_text_places(text.shape[1], text.device)[1:])[None]
         for block in self.refiner:
@@ -46,7 +46,7 @@ class PaddedText(nn.Module):
         return self.embedder(text)
 
 
-class TurnedInStream(nn.Module):
+class StreamRotaryAttention(nn.Module):
     """Attention of the blocks of a stream, with the angles computed at the beginning of the stream."""
 
     def __init__(self, attention: Any, stream: "PaddedStream") -> None:
@@ -55,7 +55,7 @@ class TurnedInStream(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: None, freqs_cis: object) -> Tensor:
         assert attention_mask is None
-        return self.leaf(hidden_states, image_rotary_emb=self.stream.turns())
+        return self.leaf(hidden_states, image_rotary_emb=self.stream.angles())
 
 
 class PaddedStream:
@@ -80,20 +80,20 @@ class PaddedStream:
             image: image tokens [tokens, width].
         """
         context, (rows, length, _) = self.context, text.shape
-        if ("turns", length) not in context.kept:
-            context.kept["turns", length] = self._turns(length, image.device)
-            context.kept["pad bias"] = self._bias(text)
+        if ("turns", length) not in context.batch_values:
+            context.batch_values["turns", length] = self._compute_angles(length, image.device)
+            context.batch_values["pad bias"] = self._bias(text)
         begin_stream(context, rows, length)
-        self._length, bias = length, context.kept["pad bias"]
+        self._length, bias = length, context.batch_values["pad bias"]
         if length > 1:
-            bias = torch.cat([bias, context.kept["text bias"]], 1)
+            bias = torch.cat([bias, context.batch_values["text bias"]], 1)
         context.text_bias = bias if context.rows is None else bias.index_select(0, context.rows.rows)
         return torch.cat([text.flatten(0, 1), image])[:, None]
 
-    def turns(self) -> tuple[Tensor, ...]:
+    def angles(self) -> tuple[Tensor, ...]:
         """Return cosines and sines of the tokens of the present stream that are computed."""
         context, length = self.context, self._length
-        both, some = context.kept["turns", length], context.rows or context.active
+        both, some = context.batch_values["turns", length], context.rows or context.active
         if some is None:
             return both
         if self._last is None or self._last[0] is not some or self._last[1] != length:
@@ -106,13 +106,13 @@ class PaddedStream:
         counts = -self.context.batch.levels[0].row_tokens % self._multiple
         return torch.where(counts > 0, counts.log(), LEFT_OUT).to(like.dtype)
 
-    def _turns(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _compute_angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of all tokens of the batch.
 
         The position of a text token is its number; that of an image token is the length of its text, row and column.
         """
         context = self.context
-        level, mask = context.batch.levels[0], context.kept["text mask"]
+        level, mask = context.batch.levels[0], context.batch_values["text mask"]
         image = repeated(level, lambda *size: places_of(size, device), context.kernels).long()
         behind = (1 + (mask > 0).sum(1)).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([behind[:, None], image], 1)
@@ -126,7 +126,7 @@ def _text_places(length: int, device: torch.device) -> Tensor:
     return torch.cat([numbers, numbers.new_zeros(1 + length, 2)], 1)
 
 
-class _End(nn.Module):
+class _StreamBoundary(nn.Module):
     """Module that is called as a block before or after the blocks of a stream."""
 
     def __init__(self, stream: PaddedStream) -> None:
@@ -134,7 +134,7 @@ class _End(nn.Module):
         self.stream = stream
 
 
-class ImagesBegin(_End):
+class ImageStreamStart(_StreamBoundary):
     """First entry of the list of blocks that compute the images alone."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
@@ -143,7 +143,7 @@ class ImagesBegin(_End):
         return self.stream.begin(pad.expand(len(text_of_rows(context)), 1, -1), x[0, : context.num_tokens])
 
 
-class ImagesEnd(_End):
+class ImageStreamEnd(_StreamBoundary):
     """Final entry of this list, which passes the pads to the stream of all tokens."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
@@ -153,7 +153,7 @@ class ImagesEnd(_End):
         return x[-num_tokens:].transpose(0, 1)
 
 
-class AllBegin(_End):
+class JointStreamStart(_StreamBoundary):
     """First entry of the list of blocks that compute image and text."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
@@ -163,7 +163,7 @@ class AllBegin(_End):
         return self.stream.begin(torch.cat([pads, text_of_rows(self.stream.context)], 1), x[0])
 
 
-class AllEnd(_End):
+class JointStreamEnd(_StreamBoundary):
     """Final entry of this list, which keeps the image tokens [tokens, 1, width]."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:

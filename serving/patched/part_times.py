@@ -13,7 +13,7 @@ import torch
 from ...data.templates import unit_of
 from ..core.denoiser import Conditions
 from ..core.kept import load_or_measure
-from ..core.prepared import PreparedRequest, Seen, Template
+from ..core.prepared import PreparedRequest, RecordedRow, Template
 from ..core.stepper import Tuning
 from ..core.timing import synchronize
 from ..samplers.batched import BatchedSampler
@@ -23,7 +23,7 @@ from .masked_batch import inputs_of
 _EDITS, _SHARES = (1, 4), (0.1, 0.4)
 """Numbers of edits and active shares of the measured batches, for each size."""
 _WARMUP, _REPEATS = 1, 5
-Stage = Callable[[Sequence[Seen], int, int], AbstractContextManager[Sequence[Template]]]
+Stage = Callable[[Sequence[RecordedRow], int, int], AbstractContextManager[Sequence[Template]]]
 """Provides records of equal steps that are read from files, given the recorded tensors of a request's rows, the number
 of records and the number of steps.
 """
@@ -82,7 +82,7 @@ def _measured(
                 passes.batch(
                     packing, repeats=repeats, active=[active] * len(seen), reuses=[is_reused] * len(passes.parts)
                 ),
-                played=None,
+                playback=None,
             )
             for is_reused in samples
         }
@@ -115,7 +115,7 @@ def _measured(
 def _seconds_reading(records: Sequence[Template], units: Sequence[str], names: Sequence[str], step: int) -> float:
     """Return the time to read a step of all records while nothing is computed."""
     start_s = time.perf_counter()
-    for row in [row for record in records for row in record.seen(step, units)]:
+    for row in [row for record in records for row in record.read_rows(step, units)]:
         for name in names:
             _ = row[name]
     return time.perf_counter() - start_s
@@ -128,7 +128,7 @@ def _seconds_staged(
     found = []
     for step in range(_WARMUP + _REPEATS):
         start_s = time.perf_counter()
-        seen = [row for record in records for row in record.seen(step, rows.units)]
+        seen = [row for record in records for row in record.read_rows(step, rows.units)]
         for record in records:
             record.expect(step + 1, rows.units)
         passes.run(rows, seen, *inputs)
@@ -138,7 +138,7 @@ def _seconds_staged(
     return found
 
 
-def _seconds(passes: MaskedPasses, rows: MaskedRows, seen: Sequence[Seen], inputs: PassInputs) -> list[float]:
+def _seconds(passes: MaskedPasses, rows: MaskedRows, seen: Sequence[RecordedRow], inputs: PassInputs) -> list[float]:
     """Return the time of each part of a pass, with the modules after it, and for the first also those before it."""
     noted_s: list[float] = []
 

@@ -191,7 +191,7 @@ class PatchedModel:
             requests: the owners of the rows, in order, for the patch cache, which is not used without them.
         """
         self.context.begin(packing)
-        self.context.kept["repeats"] = repeats
+        self.context.batch_values["repeats"] = repeats
         if self.cache is not None:
             self.cache.begin(packing, requests)
         self._pass_batch = PassBatch()
@@ -214,13 +214,13 @@ class PatchedModel:
         inputs = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
         context = self.context
         if self.captured is None:
-            return self.forward(patches, timesteps, conditions, context.kept)
-        key = context.packing.sizes, context.kept["repeats"]
+            return self.forward(patches, timesteps, conditions, context.batch_values)
+        key = context.packing.sizes, context.batch_values["repeats"]
         return self.captured.run(
             self._pass_batch,
             key,
-            context.kept,
-            lambda inputs, kept: self.forward(**inputs, kept=kept),
+            context.batch_values,
+            lambda inputs, batch_values: self.forward(**inputs, batch_values=batch_values),
             inputs,
             held=context.packing,
         )
@@ -228,26 +228,28 @@ class PatchedModel:
     @property
     def reused(self) -> Booleans | None:
         """(requests,) which of those given to `begin` the last call skipped as a whole; None if this never happens."""
-        return self.cache.left_out if self.cache is not None and self.cache.is_used and self.cache.is_whole else None
+        return self.cache.has_reused if self.cache is not None and self.cache.is_used and self.cache.is_whole else None
 
     @property
-    def left_out(self) -> Sequence[int]:
+    def reusing_requests(self) -> Sequence[int]:
         """Indices, among the requests given to `begin`, of those for which the last call has reused anything."""
-        return () if self.cache is None or not self.cache.is_used else self.cache.left_out.nonzero()[0].tolist()
+        return () if self.cache is None or not self.cache.is_used else self.cache.has_reused.nonzero()[0].tolist()
 
-    def forward(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
+    def forward(
+        self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], batch_values: dict[Any, Any]
+    ) -> Tensor:
         """Run one pass in the state of the context, without starting a step of the patch cache.
 
-        The arguments and the result are those of a call; `kept` holds values that stay the same from pass to pass.
+        The arguments and the result are those of a call; `batch_values` holds what stays the same from pass to pass.
         """
         context = self.context
         context.begin_pass(timesteps)
-        before, context.kept = context.kept, kept
+        before, context.batch_values = context.batch_values, batch_values
         try:
-            with self.adapters.on(kept.get("adapters")):
-                return self._denoise(patches, timesteps, self._read_text(conditions, kept))
+            with self.adapters.on(batch_values.get("adapters")):
+                return self._denoise(patches, timesteps, self._read_text(conditions, batch_values))
         finally:
-            context.kept = before
+            context.batch_values = before
 
     def _denoise(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
         # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
@@ -269,17 +271,17 @@ class PatchedModel:
         active = decision.active
         if decision.kind != "skipped":
             context.begin_pass(timesteps)
-            conditions = self._read_text(conditions, context.kept)
+            conditions = self._read_text(conditions, context.batch_values)
             if active is None:
                 output = self._denoise(patches, timesteps, conditions)
             else:
                 assert isinstance(active, ActiveRows), "requests are computed whole"
-                with context.only(active):
+                with context.restricted_to(active):
                     context.timesteps = timesteps.index_select(0, active.rows)
                     own = self._patches_of(patches, active)
                     output = self._denoise(own, context.timesteps, _of_rows(conditions, active.rows))
             outputs = with_previous(store, self._to_tokens(output.float()), active)
-            cache.keep(0, inputs, outputs, (), active)
+            cache.store_outputs(0, inputs, outputs, (), active)
             if active is None:
                 return output.float()
         return self._from_tokens(forecast(store), patches.shape)
@@ -308,32 +310,34 @@ class PatchedModel:
         cut = tokens.view(count, side // unit, side // unit, channels, unit, unit)
         return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
-    def _read_text(self, conditions: dict[str, Any], kept: dict[Any, Any]) -> dict[str, Any]:
+    def _read_text(self, conditions: dict[str, Any], batch_values: dict[Any, Any]) -> dict[str, Any]:
         """Pass the text to the attention leaves; it is computed in the first pass of a batch.
 
         Returns the conditions for the model, without the mask, which the leaves hold.
         """
         text, transformer, context = conditions["encoder_hidden_states"], self._transformer, self.context
-        if self._readers and self._readers[0] not in kept:
+        if self._readers and self._readers[0] not in batch_values:
             caption = None if transformer is None else transformer.caption
             read = text if caption is None else getattr(self.model, caption).projection(text)
-            kept |= {leaf: leaf.read(read) for leaf in self._readers}
+            batch_values |= {leaf: leaf.read(read) for leaf in self._readers}
         for leaf in self._readers:
-            leaf.text = kept[leaf]
+            leaf.text = batch_values[leaf]
         if transformer is None:
             return conditions
         mask = None if transformer.mask is None else conditions[transformer.mask]
-        if "text bias" not in kept:
-            kept["text bias"] = text_bias_of(text, kept["repeats"], mask, adds_mask=transformer.adds_mask)
+        if "text bias" not in batch_values:
+            batch_values["text bias"] = text_bias_of(
+                text, batch_values["repeats"], mask, adds_mask=transformer.adds_mask
+            )
             if mask is not None:
-                kept["text mask"] = mask
+                batch_values["text mask"] = mask
             if transformer.text_refiner is not None and transformer.text_embedder is None:
-                kept["refined text"] = self.model.time_caption_embed.refine(text, mask)
+                batch_values["refined text"] = self.model.time_caption_embed.refine(text, mask)
         if transformer.text_embedder is not None:
-            if "embedded text" not in kept:
-                kept["embedded text"] = getattr(self.model, transformer.text_embedder).embed(text)
+            if "embedded text" not in batch_values:
+                batch_values["embedded text"] = getattr(self.model, transformer.text_embedder).embed(text)
             conditions = conditions | {"encoder_hidden_states": text[:, :0]}
-        context.text_bias = kept["text bias"]
+        context.text_bias = batch_values["text bias"]
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}
 

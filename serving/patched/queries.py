@@ -34,7 +34,7 @@ class Images:
         return packed[group.start : group.end].view(group.rows, -1, *packed.shape[1:])
 
     def keys_values(self, kept: Tensor) -> Tensor:
-        """Select the entries of these images from the result of `kept_of`: [rows, tokens of an image, ...]."""
+        """Select the entries of these images from `attended_keys_values`: [rows, tokens of an image, ...]."""
         return self.queries(kept)
 
     def of_rows(self, values: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def resolutions_of(context: PatchContext) -> list[Images] | list[ActiveImages]:
     return [Images(group, context.text_bias) for group in level.groups]
 
 
-def kept_of(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Tensor:
+def attended_keys_values(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Tensor:
     """Keep keys and values [tokens, 2, heads, width] if the patch cache requests it.
 
     Returns:
@@ -96,5 +96,5 @@ def kept_of(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Te
     if context.active is not None:
         return slots.write(keys_values, context.active, context.level.index)
     if context.cells is not None:
-        slots.buffer.keep(keys_values, context.cells, context.level.index)
+        slots.buffer.store(keys_values, context.cells, context.level.index)
     return keys_values

@@ -46,7 +46,7 @@ class ResultsToPatches(nn.Module):
         return tuple(result.index_select(0, rows) for result in self.module(*inputs, **named))
 
 
-class KeptConstant(nn.Module):
+class CachedConstant(nn.Module):
     """A module whose output depends only on the number of rows, and is kept on the model's device.
 
     The model passes it an input on the CPU, and a copy from there would wait for the device in every pass.
@@ -55,16 +55,16 @@ class KeptConstant(nn.Module):
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.module, self._device = module, device
-        self._kept: dict[int, Tensor] = {}
+        self._cached_outputs: dict[int, Tensor] = {}
 
     def forward(self, numbers: Tensor) -> Tensor:
         rows = len(numbers)
-        if rows not in self._kept:
-            self._kept[rows] = self.module(numbers).to(self._device)
-        return self._kept[rows]
+        if rows not in self._cached_outputs:
+            self._cached_outputs[rows] = self.module(numbers).to(self._device)
+        return self._cached_outputs[rows]
 
 
-class CaptionForReaders(nn.Module):
+class CachedCaption(nn.Module):
     """A projection of the text for cross attention, which `PatchedModel` runs once for a batch.
 
     The model expects text for each patch, and gets zeros, which are not used.
@@ -110,10 +110,10 @@ class PatchedPatchEmbed(nn.Module):
         tokens = F.linear(pixels, weight, projection.bias)
         if (adapted := adapted_of(projection)) is not None:
             adapted.add(pixels, tokens)
-        if "positions" not in self.context.kept:
+        if "positions" not in self.context.batch_values:
             table = partial(self.positions, self.embed)
-            self.context.kept["positions"] = repeated(level, table, self.context.kernels)
-        positions = self.context.kept["positions"]
+            self.context.batch_values["positions"] = repeated(level, table, self.context.kernels)
+        positions = self.context.batch_values["positions"]
         some = self.context.rows or self.context.active
         if some is not None:
             own = some.tokens(0)

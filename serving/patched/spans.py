@@ -59,7 +59,7 @@ class Span:
         def keep(block: nn.Module, given: Any, out: Any) -> None:
             cells = self._context.cells
             assert cells is not None, "only passes that are recorded have something to keep"
-            self.outputs.keep(_image_of(out).flatten(0, 1), cells, self._context.level.index)
+            self.outputs.store(_image_of(out).flatten(0, 1), cells, self._context.level.index)
 
         handle = self._last.register_forward_hook(keep)
         try:

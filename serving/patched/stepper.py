@@ -26,7 +26,7 @@ from ..plain.formats import PlainModels
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler, SamplerState
 from .masked import MaskedPasses
-from .masked_batch import MaskedBatch, Plan, Planner, RecordedBatch, record
+from .masked_batch import MaskedBatch, PassPlan, PassPlanner, RecordedBatch, record
 from .part_times import MeasuredPass, Stage, part_times
 from .patched_model import PatchedModel
 from .text import conditions_of
@@ -56,7 +56,7 @@ class PatchedStepper:
     ) -> None:
         self.model, self.plain, self.conditions, self.sampler = model, plain, conditions, sampler
         self.masked = MaskedPasses(model)
-        self.planner: Planner | None = None
+        self.planner: PassPlanner | None = None
         self._keys = count()
         self.batch_failures = Failures()
         self.forecast: set[int] = set()
@@ -89,7 +89,7 @@ class PatchedStepper:
         return part_times(self.masked, self.conditions, self._batched, target, stage)
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> PassPlan | None:
         """Plan of the edits of the last step; None without a planner, or if an edit has finished or failed."""
         batch = self._edits.batch
         return batch.plan if isinstance(batch, MaskedBatch) else None
@@ -155,7 +155,7 @@ class PatchedStepper:
             if own:
                 failures |= lane.step(own)
             else:
-                lane.let_go()
+                lane.dissolve()
         return failures
 
     def _lane_of(self, prepared: PreparedRequest) -> "_Lane":
@@ -166,9 +166,9 @@ class PatchedStepper:
     def note_step(self, batch: "AnyBatch") -> None:
         """Record that a batch has taken its step."""
         self.forecast |= batch.forecast
-        for prepared in batch.left_out:
+        for prepared in batch.reusing:
             prepared.steps_reused += 1
-        self._stepped.append(batch.together)
+        self._stepped.append(batch.denoise_batch)
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
@@ -201,7 +201,7 @@ class _Lane:
             return self._step_together(active, may_be_plain)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             reason = describe("denoising", error)
-        self.let_go(has_failed=True)
+        self.dissolve(has_failed=True)
         if len(active) == 1:
             return {active[0].request.request_id: reason}
         self._stepper.batch_failures.note(reason)
@@ -209,29 +209,29 @@ class _Lane:
         for half in (active[: len(active) // 2], active[len(active) // 2 :]):
             # Not with the plain model, which would hide failures of every batch with patches.
             failures |= self.step(half, may_be_plain=False)
-            self.let_go(has_failed=True)
+            self.dissolve(has_failed=True)
         return failures
 
     def _step_together(self, active: Sequence[PreparedRequest], may_be_plain: bool) -> dict[int, str]:
         batch = self.batch
-        if batch is None or not batch.together.holds(active):
-            self.let_go()
+        if batch is None or not batch.denoise_batch.holds(active):
+            self.dissolve()
             batch = self.batch = self._make(active, may_be_plain)
-        batch.together.step()
+        batch.denoise_batch.step()
         self._stepper.note_step(batch)
-        failures = batch.together.failures()
+        failures = batch.denoise_batch.failures()
         if failures or any(prepared.state.is_finished for prepared in active):
-            self.let_go()
+            self.dissolve()
         return failures
 
-    def let_go(self, *, has_failed: bool = False) -> None:
+    def dissolve(self, *, has_failed: bool = False) -> None:
         """Dissolve the current batch, and return the latents to its requests."""
         model = self._stepper.model
         if has_failed and model.cache is not None:
             # A step that failed halfway has left some blocks at this step and the others at the last one.
-            model.cache.forget()
+            model.cache.clear()
         if self.batch is not None:
-            self.batch.together.unpack()
+            self.batch.denoise_batch.unpack()
             self.batch = None
             # Finished requests go to the decoder, which works on another stream.
             finish_stream(model.device)
@@ -242,7 +242,7 @@ class PackedBatch:
 
     Attributes:
         is_plain: whether the unmodified model takes the batch, because it has one resolution.
-        together: the batch of latents.
+        denoise_batch: the batch of latents.
     """
 
     def __init__(self, stepper: PatchedStepper, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> None:
@@ -253,7 +253,7 @@ class PackedBatch:
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are merged.
         self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
         if self.is_plain:
-            self.together = plain_batch(stepper.plain, self._conditions, batch, stepper.sampler)
+            self.denoise_batch = plain_batch(stepper.plain, self._conditions, batch, stepper.sampler)
             return
         rows = [size for prepared, size in zip(batch, sizes, strict=True) for _ in range(prepared.num_rows)]
         row_packing = model.pack(rows)
@@ -269,8 +269,8 @@ class PackedBatch:
         ]
         model.begin(row_packing, repeats=repeats, requests=known)
         if (adapters := adapters_of(batch, model.device, model.context.entries_of)) is not None:
-            model.context.kept["adapters"] = adapters
-        self.together = DenoiseBatch(
+            model.context.batch_values["adapters"] = adapters
+        self.denoise_batch = DenoiseBatch(
             batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
         )
 
@@ -281,9 +281,9 @@ class PackedBatch:
         return set() if reused is None else {self._batch[index].request.request_id for index in reused.nonzero()[0]}
 
     @property
-    def left_out(self) -> list[PreparedRequest]:
+    def reusing(self) -> list[PreparedRequest]:
         """The requests for which the last step has reused anything."""
-        return [] if self.is_plain else [self._batch[index] for index in self._model.left_out]
+        return [] if self.is_plain else [self._batch[index] for index in self._model.reusing_requests]
 
     def _predict(self, patches: Tensor, timesteps: Tensor) -> Tensor:
         done = [prepared.state.steps_done for prepared in self._batch]

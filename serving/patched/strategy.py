@@ -8,12 +8,12 @@ from ..layout.packing import Level
 from .context import Strategy
 from .leaves import PatchedConv
 
-_MOST_CHOSEN = 4096
+_MAX_CHOSEN = 4096
 """Most choices that are cached; the number of tokens differs between mixes of sizes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class StrategyTiming:
     """Times of a convolution of a shape in one batch.
 
     Attributes:
@@ -37,7 +37,7 @@ class Point:
 class StrategyTable:
     """Measured times of convolutions. Shapes that were not measured use `regroup`."""
 
-    points: Sequence[Point] = ()
+    points: Sequence[StrategyTiming] = ()
     _chosen: dict[tuple[str, int, int], Strategy] = field(default_factory=dict)
 
     def choose(self, conv: PatchedConv, level: Level, out_level: Level) -> Strategy:
@@ -47,7 +47,7 @@ class StrategyTable:
             points = [point for point in self.points if point.shape == shape]
             nearest = min(points, key=lambda point: point.distance(*batch), default=None)
             is_stitched = nearest is not None and nearest.stitch_us < nearest.regroup_us
-            if len(self._chosen) >= _MOST_CHOSEN:
+            if len(self._chosen) >= _MAX_CHOSEN:
                 self._chosen.clear()
             self._chosen[key] = "stitch" if is_stitched else "regroup"
         return self._chosen[key]

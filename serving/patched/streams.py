@@ -41,16 +41,16 @@ class RotaryPositions(nn.Module):
         context = self.context
         if self.text_ids is not None and not len(ids):
             return self._of_texts(self.text_ids, ids)
-        if "positions" not in context.kept:
+        if "positions" not in context.batch_values:
             angles = {
                 (group.height, group.width): self.embed(self.image_ids(group.height, group.width, ids))
                 for group in context.batch.levels[0].groups
             }
-            context.kept["positions"] = tuple(
+            context.batch_values["positions"] = tuple(
                 repeated(context.batch.levels[0], lambda *size, part=part: angles[size][part], context.kernels)
                 for part in (0, 1)
             )
-        cosines, sines = context.kept["positions"]
+        cosines, sines = context.batch_values["positions"]
         some = context.rows or context.active
         if some is None:
             return cosines, sines
@@ -58,33 +58,33 @@ class RotaryPositions(nn.Module):
         return cosines.index_select(0, own), sines.index_select(0, own)
 
     def _of_texts(self, text_ids: Callable[[int, Tensor], Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-        kept, (rows, length, _) = self.context.kept, embedded_text(self.context).shape
-        if "text positions" not in kept:
-            kept["text positions"] = tuple(part.repeat(rows, 1) for part in self.embed(text_ids(length, like)))
+        batch_values, (rows, length, _) = self.context.batch_values, embedded_text(self.context).shape
+        if "text positions" not in batch_values:
+            batch_values["text positions"] = tuple(part.repeat(rows, 1) for part in self.embed(text_ids(length, like)))
         some = self.context.rows
         num_tokens = length * (rows if some is None else len(some.rows))  # they are the same for all rows
-        cosines, sines = kept["text positions"]
+        cosines, sines = batch_values["text positions"]
         return cosines[:num_tokens], sines[:num_tokens]
 
 
-class RotaryOfBoth(nn.Module):
+class JointRotary(nn.Module):
     """The rotary angles of all tokens, for models in which those of a text depend on the size of its image.
 
     Args:
         embed: the model's own module.
-        turns: see `Transformer`.
+        joint_angles: see `Transformer`.
     """
 
-    def __init__(self, embed: Any, turns: Callable[..., tuple[Tensor, Tensor]], context: PatchContext) -> None:
+    def __init__(self, embed: Any, joint_angles: Callable[..., tuple[Tensor, Tensor]], context: PatchContext) -> None:
         super().__init__()
-        self.embed, self.turns, self.context = embed, turns, context
+        self.embed, self.joint_angles, self.context = embed, joint_angles, context
 
     def forward(self, sizes: object, max_txt_seq_len: int, device: torch.device) -> tuple[Tensor, ...]:
         """Return cosines and sines [tokens, width], with the text tokens of all rows first; `sizes` is ignored."""
         context = self.context
-        if "positions" not in context.kept:
-            context.kept["positions"] = self._angles(max_txt_seq_len, device)
-        both, some = context.kept["positions"], context.rows or context.active
+        if "positions" not in context.batch_values:
+            context.batch_values["positions"] = self._angles(max_txt_seq_len, device)
+        both, some = context.batch_values["positions"], context.rows or context.active
         if some is not None:
             both = both.index_select(0, some.stream(max_txt_seq_len).places)
         return both[:, 0], both[:, 1]
@@ -93,15 +93,15 @@ class RotaryOfBoth(nn.Module):
         """Return [tokens, 2, width]: angles of the text tokens of all rows, then of image tokens in packed order."""
         level = self.context.batch.levels[0]
         sizes = {(group.height, group.width) for group in level.groups}
-        made = {size: tuple(map(_parts_of, self.turns(self.embed, *size, length, device))) for size in sizes}
+        made = {size: tuple(map(_parts_of, self.joint_angles(self.embed, *size, length, device))) for size in sizes}
         text = torch.cat([made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups])
         image = repeated(level, lambda *size: made[size][0].flatten(1), self.context.kernels)
         return torch.cat([text, image.unflatten(1, (2, -1))])
 
 
-def _parts_of(turns: Tensor) -> Tensor:
+def _parts_of(angles: Tensor) -> Tensor:
     """Complex [tokens, half the width] -> cosines and sines [tokens, 2, width]."""
-    return torch.view_as_real(turns).float().movedim(2, 1).repeat_interleave(2, 2)
+    return torch.view_as_real(angles).float().movedim(2, 1).repeat_interleave(2, 2)
 
 
 def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
@@ -110,11 +110,11 @@ def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
         found = context.rows.stream(length).rows
     else:
         key = "rows of the stream", length
-        if key not in context.kept:
+        if key not in context.batch_values:
             image = context.row_of_token
             own = torch.arange(rows, device=image.device).repeat_interleave(length)
-            context.kept[key] = torch.cat([own, image])
-        found = context.kept[key]
+            context.batch_values[key] = torch.cat([own, image])
+        found = context.batch_values[key]
     context.stream_rows = found
     return found
 
@@ -125,7 +125,7 @@ def text_of_rows(context: PatchContext) -> Tensor:
     return text if rows is None else text.index_select(0, rows.rows)
 
 
-class KeptText(nn.Module):
+class CachedText(nn.Module):
     """A text embedding that `PatchedModel` runs once for a batch; its own input is ignored."""
 
     def __init__(self, embed: nn.Module, context: PatchContext) -> None:
@@ -136,7 +136,7 @@ class KeptText(nn.Module):
         return text_of_rows(self.context)
 
 
-class StreamsJoined(nn.Module):
+class JoinStreams(nn.Module):
     """Final entry of the list of joint blocks, which joins image and text to one stream."""
 
     def __init__(self, context: PatchContext) -> None:
@@ -150,7 +150,7 @@ class StreamsJoined(nn.Module):
         return tokens[:, :0], tokens
 
 
-class StreamsParted(nn.Module):
+class SplitStreams(nn.Module):
     """Final entry of the list of single-stream blocks, which keeps only the image's tokens."""
 
     def __init__(self, context: PatchContext) -> None:
@@ -178,11 +178,11 @@ class EmbToStream(nn.Module):
         self.norm, self.context = norm, context
 
     def forward(self, x: Tensor, emb: Tensor) -> Any:
-        assert self.context.stream_rows is not None, "a stream begins with `StreamsJoined`"
+        assert self.context.stream_rows is not None, "a stream begins with `JoinStreams`"
         return self.norm(x, emb=emb.index_select(0, self.context.stream_rows))
 
 
-class BlocksWithEnds(nn.ModuleList):
+class BlocksWithBoundaries(nn.ModuleList):
     """List of blocks with modules before and after them that are called as blocks.
 
     `len` does not count these modules, because models number their blocks by it.
@@ -208,11 +208,11 @@ class RowsToStream(nn.Module):
         self.linear, self.context = linear, context
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.context.stream_rows is not None, "a stream begins with `StreamsJoined`"
+        assert self.context.stream_rows is not None, "a stream begins with `JoinStreams`"
         return self.linear(x).index_select(0, self.context.stream_rows)
 
 
-class RowsToStreamAhead(nn.Module):
+class RowsToUpcomingStream(nn.Module):
     """The same for a layer that runs once for all blocks, before the stream begins."""
 
     def __init__(self, linear: nn.Linear, context: PatchContext) -> None:

@@ -16,28 +16,37 @@ from .attention import (
     PatchedStreamAttention,
 )
 from .context import PatchContext
-from .leaves import ActivationUnlessDone, PatchedConv, PatchedGroupNorm, PatchedUpsample
-from .one_row import RefinedText, StreamBegins, TokensInOneRow, Turned
-from .padded import AllBegin, AllEnd, ImagesBegin, ImagesEnd, PaddedStream, PaddedText, TurnedInStream, no_angles
+from .leaves import FusableActivation, PatchedConv, PatchedGroupNorm, PatchedUpsample
+from .one_row import RefinedText, SingleStreamTokens, StreamStart, SwappedAxes
+from .padded import (
+    ImageStreamEnd,
+    ImageStreamStart,
+    JointStreamEnd,
+    JointStreamStart,
+    PaddedStream,
+    PaddedText,
+    StreamRotaryAttention,
+    no_angles,
+)
 from .row_leaves import (
-    CaptionForReaders,
+    CachedCaption,
+    CachedConstant,
     EmbToPatches,
-    KeptConstant,
     PatchedPatchEmbed,
     ResultsToPatches,
     RowsToPatches,
     RowTimesteps,
 )
 from .streams import (
-    BlocksWithEnds,
+    BlocksWithBoundaries,
+    CachedText,
     EmbToStream,
-    KeptText,
-    RotaryOfBoth,
+    JoinStreams,
+    JointRotary,
     RotaryPositions,
     RowsToStream,
-    RowsToStreamAhead,
-    StreamsJoined,
-    StreamsParted,
+    RowsToUpcomingStream,
+    SplitStreams,
 )
 
 
@@ -94,10 +103,10 @@ class PatchSwap(Swap):
                 fused[f"{name}.norm1"] = self.convs[f"{name}.conv1"]
                 if module.time_embedding_norm == "default":
                     fused[f"{name}.norm2"] = self.convs[f"{name}.conv2"]
-                self.put(module, "nonlinearity", ActivationUnlessDone(module.nonlinearity, self._context))
+                self.put(module, "nonlinearity", FusableActivation(module.nonlinearity, self._context))
         if isinstance(modules.get("conv_act"), nn.SiLU):
             fused["conv_norm_out"] = self.convs["conv_out"]
-            self.put(model, "conv_act", ActivationUnlessDone(modules["conv_act"], self._context))
+            self.put(model, "conv_act", FusableActivation(modules["conv_act"], self._context))
         return fused
 
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
@@ -108,8 +117,8 @@ class PatchSwap(Swap):
         if transformer.text_refiner is not None:
             self._swap_one_row(model, transformer, transformer.text_refiner)
             return
-        if transformer.turns is not None:
-            self.put(model, "pos_embed", RotaryOfBoth(model.pos_embed, transformer.turns, context))
+        if transformer.joint_angles is not None:
+            self.put(model, "pos_embed", JointRotary(model.pos_embed, transformer.joint_angles, context))
         elif ids is None:
             self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
@@ -120,12 +129,12 @@ class PatchSwap(Swap):
         if transformer.constant is not None:
             where, _, attribute = transformer.constant.rpartition(".")
             parent = model.get_submodule(where)
-            self.put(parent, attribute, KeptConstant(getattr(parent, attribute), model.device))
+            self.put(parent, attribute, CachedConstant(getattr(parent, attribute), model.device))
         if transformer.text_embedder is not None:
             embed = getattr(model, transformer.text_embedder)
-            self.put(model, transformer.text_embedder, KeptText(embed, context))
+            self.put(model, transformer.text_embedder, CachedText(embed, context))
         if transformer.caption is not None:
-            self.put(model, transformer.caption, CaptionForReaders(getattr(model, transformer.caption), context))
+            self.put(model, transformer.caption, CachedCaption(getattr(model, transformer.caption), context))
         self._modulate(model, transformer.norm_out, RowsToPatches, EmbToPatches)
         self._modulate(model, transformer.joint.shared, RowsToPatches, EmbToPatches)
         for block in getattr(model, transformer.joint.name):
@@ -136,7 +145,7 @@ class PatchSwap(Swap):
                     self.put(block, name, _leaf_of(attention)(attention, context))
         if transformer.single is None:
             return
-        self._modulate(model, transformer.single.shared, RowsToStreamAhead, EmbToStream)
+        self._modulate(model, transformer.single.shared, RowsToUpcomingStream, EmbToStream)
         for block in getattr(model, transformer.single.name):
             self._modulate(block, transformer.single.modulation, RowsToStream, EmbToStream)
             for name in transformer.single.attention:
@@ -146,11 +155,11 @@ class PatchSwap(Swap):
                 self.put(block, name, leaf(attention, context))
         # Outside these lists, the model itself joins and splits tensors with a row for each row of the batch.
         ends: dict[str, nn.Module] = {
-            transformer.joint.name: StreamsJoined(context),
-            transformer.single.name: StreamsParted(context),
+            transformer.joint.name: JoinStreams(context),
+            transformer.single.name: SplitStreams(context),
         }
         for name, end in ends.items():
-            self.put(model, name, BlocksWithEnds(getattr(model, name), behind=[end]))
+            self.put(model, name, BlocksWithBoundaries(getattr(model, name), behind=[end]))
 
     def _swap_one_row(self, model: Any, transformer: Transformer, refiner: str) -> None:
         """Insert the leaves into a model like Lumina 2, see `one_row`."""
@@ -166,12 +175,12 @@ class PatchSwap(Swap):
                     self.put(block, name, PatchedStreamAttention(getattr(block, name), context))
         self.put(model, "time_caption_embed", text)
         self.put(model, refiner, nn.ModuleList())
-        self.put(model, "rope_embedder", TokensInOneRow(rotary, context))
-        self.put(model, "x_embedder", Turned(model.x_embedder))
-        self.put(model.norm_out, "linear_2", Turned(model.norm_out.linear_2))
-        behind = [Turned(nn.Identity())]
-        self.put(model, image.name, BlocksWithEnds(getattr(model, image.name), behind=behind))
-        self.put(model, both.name, BlocksWithEnds(getattr(model, both.name), before=[StreamBegins(context)]))
+        self.put(model, "rope_embedder", SingleStreamTokens(rotary, context))
+        self.put(model, "x_embedder", SwappedAxes(model.x_embedder))
+        self.put(model.norm_out, "linear_2", SwappedAxes(model.norm_out.linear_2))
+        behind = [SwappedAxes(nn.Identity())]
+        self.put(model, image.name, BlocksWithBoundaries(getattr(model, image.name), behind=behind))
+        self.put(model, both.name, BlocksWithBoundaries(getattr(model, both.name), before=[StreamStart(context)]))
 
     def _swap_padded(self, model: Any, transformer: Transformer, refiner: str, multiple: int) -> None:
         """Insert the leaves into a model like Z-Image, see `padded`."""
@@ -180,16 +189,18 @@ class PatchSwap(Swap):
         for blocks in (image, both):
             for block in getattr(model, blocks.name):
                 self._modulate(block, blocks.modulation, RowsToStream, EmbToStream)
-                self.put(block, "attention", TurnedInStream(block.attention, stream))
+                self.put(block, "attention", StreamRotaryAttention(block.attention, stream))
         for final in model.all_final_layer.values():
             self._modulate(final, "adaLN_modulation.1", RowsToStream, EmbToStream)
-            self.put(final, "linear", Turned(final.linear))
+            self.put(final, "linear", SwappedAxes(final.linear))
         self.put(model, "cap_embedder", PaddedText(model, getattr(model, refiner), self._context))
         self.put(model, refiner, nn.ModuleList())
         self.put(model, "rope_embedder", no_angles)
-        ends = {image.name: (ImagesBegin, ImagesEnd), both.name: (AllBegin, AllEnd)}
+        ends = {image.name: (ImageStreamStart, ImageStreamEnd), both.name: (JointStreamStart, JointStreamEnd)}
         for name, (begin, end) in ends.items():
-            self.put(model, name, BlocksWithEnds(getattr(model, name), before=[begin(stream)], behind=[end(stream)]))
+            self.put(
+                model, name, BlocksWithBoundaries(getattr(model, name), before=[begin(stream)], behind=[end(stream)])
+            )
 
     def _modulate(self, block: nn.Module, name: str | None, of_linear: Any, of_norm: Any) -> None:
         """Wrap the module of this name so that its values, one per row, apply to the tokens of the row; None: none."""

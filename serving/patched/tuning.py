@@ -14,7 +14,7 @@ from ..layout.patch_layout import by_size
 from .context import Strategy
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
-from .strategy import Point, StrategyTable
+from .strategy import StrategyTable, StrategyTiming
 
 MEASURED_ROWS = (2, 6, 16)
 """Rows of every resolution in the measured batches: one, three and eight guided requests."""
@@ -29,17 +29,19 @@ def strategy_table(model: PatchedModel, target: Tuning) -> StrategyTable:
         "kernels": "triton" if use_triton(model.context.kernels, model.device) else "torch",
     }
     return StrategyTable(
-        load_or_measure(target.folder, "convolutions", circumstances, Point, lambda: measure(model, target.sizes))
+        load_or_measure(
+            target.folder, "convolutions", circumstances, StrategyTiming, lambda: measure(model, target.sizes)
+        )
     )
 
 
 @torch.inference_mode()
-def measure(model: PatchedModel, sizes: Sequence[tuple[int, int]]) -> list[Point]:
+def measure(model: PatchedModel, sizes: Sequence[tuple[int, int]]) -> list[StrategyTiming]:
     """Time both strategies of every convolution shape on batches of all these latent sizes together."""
     distinct = sorted(set(sizes), key=by_size)
     if len(distinct) < 2:
         return []  # one resolution needs no patches
-    points: dict[tuple[str, int, int], Point] = {}
+    points: dict[tuple[str, int, int], StrategyTiming] = {}
     choices = [distinct] if len(distinct) == 2 else [distinct, [distinct[0], distinct[-1]]]
     for chosen in choices:
         for rows in MEASURED_ROWS:
@@ -49,7 +51,7 @@ def measure(model: PatchedModel, sizes: Sequence[tuple[int, int]]) -> list[Point
                 level, out_level = packing.levels[index], packing.levels[index + conv.stride - 1]
                 key = conv.shape_key(level.side), len(out_level.groups), out_level.num_tokens
                 if key not in points:
-                    points[key] = Point(*key, **_time_both(model, conv, level, out_level))
+                    points[key] = StrategyTiming(*key, **_time_both(model, conv, level, out_level))
     return list(points.values())
 
 

@@ -30,7 +30,7 @@ _NO_WEIGHTS: Mapping[str, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class FormatTiming:
     """Median time of a pass over `rows` of one latent size in both formats, in microseconds."""
 
     size: tuple[int, int]
@@ -75,7 +75,7 @@ class PlainModels:
         self._always: Format | None = always
         self.captured = captured
         self.channels_last: nn.Module | None = None
-        self.points: list[Point] = []
+        self.points: list[FormatTiming] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,20 +144,20 @@ class PlainModels:
         if len(self.formats) < 2:
             return
 
-        def measure() -> list[Point]:
+        def measure() -> list[FormatTiming]:
             examples = target.examples()
             return [self._measure(example, count, conditions) for example in examples for count in _MEASURED_REQUESTS]
 
         circumstances = target.circumstances(self._model) | {"compile": self._is_compiled}
         if self.captured is not None:
             circumstances |= {"cuda_graphs": True}
-        found = load_or_measure(target.folder, "plain", circumstances, Point, measure)
+        found = load_or_measure(target.folder, "plain", circumstances, FormatTiming, measure)
         # Points of other sizes stay, because SLOs may be measured for a subset of the served sizes.
         sizes = {point.size for point in found}
         self.points = [*(point for point in self.points if point.size not in sizes), *found]
 
     @torch.inference_mode()
-    def _measure(self, example: PreparedRequest, count: int, conditions: Conditions) -> Point:
+    def _measure(self, example: PreparedRequest, count: int, conditions: Conditions) -> FormatTiming:
         num_rows = example.num_rows * count
         given = conditions({key: torch.cat([part] * count) for key, part in example.conditioning.items()})
         dtype = example.conditioning["text"].dtype
@@ -170,7 +170,7 @@ class PlainModels:
             name: partial(self._predict_in, form, captured, PassBatch(is_complete=True), latents, timesteps, given)
             for name, form in forms.items()
         }
-        return Point((latents.shape[2], latents.shape[3]), num_rows, **medians_us(runs, latents.device))
+        return FormatTiming((latents.shape[2], latents.shape[3]), num_rows, **medians_us(runs, latents.device))
 
 
 def _compiled_copy(model: nn.Module) -> nn.Module:

@@ -81,7 +81,7 @@ class PlainStepper:
             only requests which fail alone are returned; the others have taken their step.
         """
         groups = self.groups_of(active)
-        self._let_go([batch for batch in self._batches if not any(map(batch.holds, groups))])
+        self._dissolve([batch for batch in self._batches if not any(map(batch.holds, groups))])
         failures: dict[int, str] = {}
         for group in groups:
             self._step_or_halves(group, failures)
@@ -93,7 +93,7 @@ class PlainStepper:
             if failed or any(prepared.state.is_finished for prepared in batch.requests):
                 left.append(batch)
             failures |= failed
-        self._let_go(left)
+        self._dissolve(left)
         return failures
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class PlainStepper:
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             reason = describe("denoising", error)
         if batch is not None:
-            self._let_go([batch])
+            self._dissolve([batch])
         if len(group) == 1:
             failures[group[0].request.request_id] = reason
             return
@@ -138,7 +138,7 @@ class PlainStepper:
         known = None if group[0].state.coefficients is None else self.sampler
         return known or self.alone
 
-    def _let_go(self, batches: Sequence[DenoiseBatch]) -> None:
+    def _dissolve(self, batches: Sequence[DenoiseBatch]) -> None:
         """Dissolve these batches, and return the latents to their requests."""
         for batch in batches:
             batch.unpack()

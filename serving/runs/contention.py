@@ -5,7 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-MOST_WAITED = 0.2
+MAX_WAITED = 0.2
 """Maximum share of waiting; a measurement with a greater share also reflects other work."""
 _TASKS = Path("/proc/self/task")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from ...data.files import put_aside, write_json
+from ...data.files import quarantine, write_json
 from ...data.parsing import parse
 from ...data.requests import Request
 from ...data.resolution import parse as parse_resolution
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from ..models.served import ServedModel
 
 CORRECTIONS_FILE = "corrections.json"
-_LEAST_STEPS = 30
+_MIN_STEPS = 30
 """Minimum number of steps of a run whose correction is kept; after fewer, its scale is still half the earlier one."""
 _FAR_OFF = 1 / 3
 """Mean error of a profile above which users are notified of the correction."""
 
 
 @dataclass(frozen=True)
-class Learnt:
+class CorrectionState:
     """State of an `OnlineCorrection` after a run, with resolutions by name."""
 
     scale: float = 1.0
@@ -68,19 +68,19 @@ def correction_of(
     known = _known(model, workspace)
     if known is None and first and model.options.cache.is_of_patches:
         on_note(f"Learning how long steps take with the cache: {len(first)} requests ...")
-        known = _learnt_from(model, latency, first)
+        known = _learn_from(model, latency, first)
         _keep(model, workspace, known)
-    known = known or Learnt()
+    known = known or CorrectionState()
     after_s = {parse_resolution(name): seconds for name, seconds in (known.after_s or {}).items()}
     try:
         line = LearntLine(known.line)
         return OnlineCorrection(latency, scale=known.scale, pace=known.pace, after_s=after_s, line=line)
     except ValueError as error:
-        put_aside(_path(workspace), str(_path(workspace)), error)
+        quarantine(_path(workspace), str(_path(workspace)), error)
         return OnlineCorrection(latency)
 
 
-def _learnt_from(model: "ServedModel", latency: StepLatencyPredictor, requests: Sequence[Request]) -> Learnt:
+def _learn_from(model: "ServedModel", latency: StepLatencyPredictor, requests: Sequence[Request]) -> CorrectionState:
     from ..engine.engine import Engine
 
     learner = OnlineCorrection(latency)
@@ -97,7 +97,7 @@ def _learnt_from(model: "ServedModel", latency: StepLatencyPredictor, requests: 
         predicted_s += latency.step_latency_s(sorted(sizes))
     # The mean over all steps: a moving average adapts too slowly for so few steps.
     scale = sum(row.duration_s for row in result.steps) / predicted_s if predicted_s > 0 else 1.0
-    return Learnt.of(learner, bounded(scale))
+    return CorrectionState.of(learner, bounded(scale))
 
 
 def keep_correction(
@@ -113,10 +113,10 @@ def keep_correction(
     do not include. Raises as `correction_of`.
     """
     drift = correction.drift()
-    if drift.num_observations < _LEAST_STEPS:
+    if drift.num_observations < _MIN_STEPS:
         return
     is_first = _known(model, workspace) is None
-    _keep(model, workspace, Learnt.of(correction))
+    _keep(model, workspace, CorrectionState.of(correction))
     off = drift.mean_uncorrected_error
     if is_first and not model.options.cache.is_of_patches and off is not None and off > _FAR_OFF:
         on_note(
@@ -130,12 +130,12 @@ def _path(workspace: "ModelWorkspace") -> Path:
     return workspace.root / "tables" / CORRECTIONS_FILE
 
 
-def _known(model: "ServedModel", workspace: "ModelWorkspace") -> Learnt | None:
+def _known(model: "ServedModel", workspace: "ModelWorkspace") -> CorrectionState | None:
     """Return the kept correction of this engine and cache; None if there is none."""
     return _read(_path(workspace)).get(_key(model))
 
 
-def _keep(model: "ServedModel", workspace: "ModelWorkspace", learnt: Learnt) -> None:
+def _keep(model: "ServedModel", workspace: "ModelWorkspace", learnt: CorrectionState) -> None:
     path = workspace.tables / CORRECTIONS_FILE
     known = _read(path) | {_key(model): learnt}
     write_json(path, {key: asdict(each) for key, each in known.items()})
@@ -145,11 +145,11 @@ def _key(model: "ServedModel") -> str:
     return json.dumps(context_key(model), sort_keys=True)
 
 
-def _read(path: Path) -> dict[str, Learnt]:
+def _read(path: Path) -> dict[str, CorrectionState]:
     if not path.exists():
         return {}
     try:
-        return parse(dict[str, Learnt], json.loads(path.read_text(encoding="utf-8")))
+        return parse(dict[str, CorrectionState], json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        put_aside(path, str(path), error)
+        quarantine(path, str(path), error)
         return {}

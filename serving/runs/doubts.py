@@ -11,13 +11,13 @@ from .standalone import RequestShape, shape_of
 if TYPE_CHECKING:
     from ..models.served import ServedModel
 
-_MOST_TIMES_SERVED = 5.0
+_MAX_TIMES_SERVED = 5.0
 """Ratio of a request's standalone latency to its time in a run above which its SLO is in doubt."""
 
 
 def doubtful_alone(records: Sequence[RequestRecord], requests: Sequence[CheckedRequest]) -> dict[str, float]:
     """Return, by resolution, the ratio of the standalone latency on plain diffusers to the shortest time in which a
-    request was served, waiting excluded. Only ratios above `_MOST_TIMES_SERVED` are returned.
+    request was served, waiting excluded. Only ratios above `_MAX_TIMES_SERVED` are returned.
 
     Steps take longer in a batch, not shorter, and neither the cache nor fewer steps save as much. Such a ratio means
     that the standalone latencies, from which the SLOs are derived, were measured on a busy machine.
@@ -30,7 +30,7 @@ def doubtful_alone(records: Sequence[RequestRecord], requests: Sequence[CheckedR
             continue
         times = alone / served_s
         found[str(record.resolution)] = max(times, found.get(str(record.resolution), 0.0))
-    return {name: times for name, times in sorted(found.items()) if times > _MOST_TIMES_SERVED}
+    return {name: times for name, times in sorted(found.items()) if times > _MAX_TIMES_SERVED}
 
 
 def exact_s(

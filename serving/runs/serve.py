@@ -31,7 +31,7 @@ from .run_folder import WriteReport, write_run
 from .standalone import RequestShape, doubt_standalone, shape_of, standalone_latencies
 from .step_file import latencies_of_file
 from .step_latencies import MeasureLatencies, latencies_for_serving
-from .summary import engine_figures, what_was_learnt
+from .summary import engine_figures, optional_figures
 from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..models.served import ServedModel
 
 _MAX_REPORT_IMAGES = 24
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ServePlan:
     save_dir: Path | None = None
     remeasure: bool = False
 
-    def ready(self, model: str, *, on_warning: Tell) -> "ReadyTrace":
+    def ready(self, model: str, *, on_warning: Notify) -> "ReadyTrace":
         """Read the files of the plan and draw its requests, before the model is loaded.
 
         Args:
@@ -131,8 +131,8 @@ class ReadyTrace:
         *,
         measure: MeasureLatencies,
         write_report: WriteReport,
-        on_note: Tell,
-        on_warning: Tell,
+        on_note: Notify,
+        on_warning: Notify,
         on_start: Callable[[], None],
         on_finish: Callable[[RequestRecord], None],
     ) -> ServeOutcome:
@@ -255,7 +255,7 @@ def run_serve(
     result = replay(engine, checked)
     summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
     summary |= engine_figures(result)
-    summary |= what_was_learnt(model, predictor, outside_before)
+    summary |= optional_figures(model, predictor, outside_before)
     summary["standalone_latency"] = {
         f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
     }

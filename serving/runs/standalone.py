@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...data.errors import RunError
-from ...data.files import put_aside, write_json
+from ...data.files import quarantine, write_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from .contention import MOST_WAITED, Contention, contention_now
+from .contention import MAX_WAITED, Contention, contention_now
 
 if TYPE_CHECKING:
     from ..models.served import ServedModel
@@ -38,7 +38,7 @@ AGREED = 1.1
 """Maximum ratio of the third smallest sample to the smallest for samples to agree."""
 _NO_MATTER_S = 0.01
 """Seconds by which samples may differ in addition."""
-MOST_SAMPLES = 9
+MAX_SAMPLES = 9
 BUDGET_S = 60.0
 """Seconds after which no further sample of a request begins."""
 TOO_LONG = 1.5
@@ -56,7 +56,7 @@ class RequestShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StandaloneMeasurement:
     """Standalone measurement of a request.
 
     Attributes:
@@ -77,7 +77,7 @@ class Measured:
     @property
     def doubt(self) -> str | None:
         """Reason why the latency may be too long; None if there is no doubt."""
-        if (self.waited or 0.0) > MOST_WAITED:
+        if (self.waited or 0.0) > MAX_WAITED:
             return f"other work had the processor for {self.waited:.0%} of the time"
         if not self.agrees:
             return f"it took {min(self.samples_s):.3g} to {max(self.samples_s):.3g} s"
@@ -140,7 +140,7 @@ def standalone_latencies(
     ):
         key = _key_of(context, shape)
         if key in known and known[key].doubt is not None and is_quiet is None:
-            is_quiet = (contention_now() or 0.0) <= MOST_WAITED
+            is_quiet = (contention_now() or 0.0) <= MAX_WAITED
         if remeasure or key not in known or (known[key].doubt is not None and is_quiet):
             if on_measure is not None:
                 on_measure(shape)
@@ -156,16 +156,16 @@ def standalone_latencies(
     return latencies
 
 
-def _measure(serve_alone: Callable[[], float], least: int) -> Measured:
-    """Take samples until they agree, there are `MOST_SAMPLES`, or the time is over."""
+def _measure(serve_alone: Callable[[], float], least: int) -> StandaloneMeasurement:
+    """Take samples until they agree, there are `MAX_SAMPLES`, or the time is over."""
     samples_s: list[float] = []
     waited: list[float] = []
     start_s = time.monotonic()
-    while not samples_s or (len(samples_s) < MOST_SAMPLES and time.monotonic() - start_s < BUDGET_S):
+    while not samples_s or (len(samples_s) < MAX_SAMPLES and time.monotonic() - start_s < BUDGET_S):
         with Contention() as contention:
             samples_s.append(serve_alone())
         waited += [] if contention.share is None else [contention.share]
-        measured = Measured(tuple(samples_s), statistics.median(waited) if waited else None)
+        measured = StandaloneMeasurement(tuple(samples_s), statistics.median(waited) if waited else None)
         if len(samples_s) >= least and measured.agrees:
             break
     return measured
@@ -218,7 +218,7 @@ def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> floa
     return record.finish_s - record.prepare_start_s
 
 
-def read_standalone(path: Path) -> dict[str, Measured]:
+def read_standalone(path: Path) -> dict[str, StandaloneMeasurement]:
     """Return the measurements of the table by key; empty if there is no table, or one of an earlier version. A damaged
     or newer table is put aside with a warning. Raises OSError.
     """
@@ -232,19 +232,19 @@ def read_standalone(path: Path) -> dict[str, Measured]:
             raise ValueError(f"version {table['version']}")
         return {_encode(row.pop("key")): _read_row(**row) for row in table["rows"]}
     except (ValueError, KeyError, TypeError) as error:
-        put_aside(path, str(path), error)
+        quarantine(path, str(path), error)
         return {}
 
 
 def _read_row(
     samples_s: list[float], latency_s: float, waited: float | None = None, doubted: Doubted = "no"
-) -> Measured:
+) -> StandaloneMeasurement:
     if not samples_s or doubted not in get_args(Doubted):
         raise ValueError(f"a row has the samples {samples_s}, and doubted is {doubted!r}")
-    return Measured(tuple(map(float, samples_s)), waited, doubted)
+    return StandaloneMeasurement(tuple(map(float, samples_s)), waited, doubted)
 
 
-def _write(path: Path, known: dict[str, Measured]) -> None:
+def _write(path: Path, known: dict[str, StandaloneMeasurement]) -> None:
     rows = [
         {"key": json.loads(key), "latency_s": measured.latency_s, **asdict(measured)}
         for key, measured in sorted(known.items())

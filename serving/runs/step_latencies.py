@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...data.errors import UsageError
-from ...data.files import put_aside
+from ...data.files import quarantine
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts, describe
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COARSE_COMBINATIONS = 16
 COARSE_BUDGET_S = 20.0
-_Tell = Callable[[str], None]
+_Notify = Callable[[str], None]
 
 
 class MeasureLatencies(Protocol):
@@ -70,8 +70,8 @@ def latencies_for_serving(
     max_batch_size: int,
     *,
     measure: MeasureLatencies,
-    on_note: _Tell,
-    on_warning: _Tell,
+    on_note: _Notify,
+    on_warning: _Notify,
 ) -> StepLatencyPredictor:
     """Return step latencies of this model, machine and engine from the workspace, or else from a coarse table measured
     now.
@@ -92,7 +92,7 @@ def latencies_for_serving(
         RunError, KeyboardInterrupt, OSError: as `MeasureLatencies`.
     """
     from ..models.build import without_cache
-    from .contention import MOST_WAITED, Contention
+    from .contention import MAX_WAITED, Contention
     from .machine import run_facts
 
     about, wanted = run_facts(model), tuple(sorted(set(resolutions)))
@@ -124,7 +124,7 @@ def latencies_for_serving(
             max_batch_size=max_batch_size,
             budget_s=COARSE_BUDGET_S,
         )
-    if (waited := contention.share or 0.0) > MOST_WAITED:
+    if (waited := contention.share or 0.0) > MAX_WAITED:
         on_warning(
             f"other work had the processor for {waited:.0%} of the time while the table was measured; it is corrected "
             "while serving (psctl profile on a quiet machine makes a better one)"
@@ -132,7 +132,7 @@ def latencies_for_serving(
     return step_sources(table)[0]
 
 
-def told_if_coarse(latency: StepLatencyPredictor) -> list[str]:
+def coarseness_notes(latency: StepLatencyPredictor) -> list[str]:
     """Return a note for readers of the results that step latencies come from a coarse table; empty if they do not."""
     if not isinstance(latency, TableLatency) or latency.num_measured > COARSE_COMBINATIONS:
         return []
@@ -140,7 +140,7 @@ def told_if_coarse(latency: StepLatencyPredictor) -> list[str]:
 
 
 def table_for_simulation(
-    workspace: Workspace, model: str, resolutions: Sequence[Resolution], *, on_note: _Tell
+    workspace: Workspace, model: str, resolutions: Sequence[Resolution], *, on_note: _Notify
 ) -> Path:
     """Return the latency table for a simulation that names none: the workspace's newest of the model, or else a
     published one.
@@ -179,7 +179,7 @@ def edit_profile_for_simulation(
     workspace: Workspace,
     model: str,
     *,
-    on_note: _Tell,
+    on_note: _Notify,
 ) -> Path | None:
     """Return the profile for a simulation of edits: the given one, or else the workspace's newest of the model on any
     device, which `on_note` names. None for a trace without edits.
@@ -214,7 +214,7 @@ def tables_measured_under(about: RunFacts, *folders: Path) -> Iterator[tuple[Pat
         try:
             table = read_latencies(path)
         except UsageError as error:
-            put_aside(path, str(path), error)
+            quarantine(path, str(path), error)
             continue
         if table.circumstances is not None and table.circumstances.difference(about) is None:
             yield path, table

@@ -35,7 +35,7 @@ def engine_figures(result: "RunResult") -> dict[str, Any]:
     }
 
 
-def what_was_learnt(
+def optional_figures(
     model: "ServedModel", predictor: StepLatencyPredictor | None, outside_before: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """Return the parts of a summary that not every run has.

@@ -27,7 +27,7 @@ DEFAULT_SLO_SCALE = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class EditSettings:
+class TraceEditSettings:
     """Edits among the requests of a trace.
 
     Attributes:
@@ -102,7 +102,7 @@ class TraceSettings:
     arrivals: Path | None = None
     curve: Path | None = None
     rate_range: str | None = None
-    edits: EditSettings = field(default_factory=EditSettings)
+    edits: TraceEditSettings = field(default_factory=TraceEditSettings)
     slo: str | None = None
 
     def to_config(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class BatchedSampler:
         terms: names of the terms of the update that this scheduler has; the columns of every table.
         clip: `clip_sample_range` of a scheduler that clips x0, else None.
         needs_noise: whether each step adds fresh noise.
-        kept: the terms whose tensors a step keeps for the next one.
+        history_terms: the terms whose tensors a step keeps for the next one.
 
     Raises:
         UsageError: the scheduler's class or one of its options is not covered; use `PerRequestSampler`.
@@ -55,7 +55,7 @@ class BatchedSampler:
         self.terms = terms_of(name, config)
         self.clip: float | None = config.clip_sample_range if "x0" in self.terms else None
         self.needs_noise = "noise" in self.terms
-        self.kept = tuple(term for term in ("previous_x0", "carried") if term in self.terms)
+        self.history_terms = tuple(term for term in ("previous_x0", "carried") if term in self.terms)
 
     def table(self, state: SamplerState) -> torch.Tensor:
         """Return the coefficients of all steps of one request, float32 (num_steps, len(terms)) on the CPU.
@@ -73,7 +73,7 @@ class BatchedSampler:
                     f"{given} has no finite update; change the steps, timestep_spacing or prediction_type, or use "
                     "--engine plain"
                 )
-            state.coefficients, state.num_kept = table, len(self.kept)
+            state.coefficients, state.num_history = table, len(self.history_terms)
         return state.coefficients
 
     def columns(self, state: SamplerState) -> Columns:
@@ -98,7 +98,7 @@ class BatchedSampler:
             updated.addcmul_(x0.clamp_(-self.clip, self.clip), of["x0"])
         if history is None:
             return updated, None
-        before = dict(zip(self.kept, history.chunk(len(self.kept), dim=1), strict=True))
+        before = dict(zip(self.history_terms, history.chunk(len(self.history_terms), dim=1), strict=True))
         for term, tensor in before.items():
             updated.addcmul_(tensor, of[term])
         if "carried" not in before:
@@ -151,7 +151,7 @@ class SamplerBatch:
         assert latents.dtype == torch.float32
         self.needs_noise = sampler.needs_noise
         self.sampler, self._states, self.latents = sampler, tuple(states), latents
-        self.history = self._history(patch_request, history) if sampler.kept else None
+        self.history = self._history(patch_request, history) if sampler.history_terms else None
         # The steps of all requests, one after another, one row each.
         self._table = torch.cat([sampler.table(state) for state in states]).to(latents.device)
         self._timesteps = torch.cat([state.timesteps for state in states]).to(latents.device)
@@ -212,5 +212,5 @@ class SamplerBatch:
             raise ValueError("history is None, but a request past its first step needs it")
         # The coefficient of these rows is 0, but 0 times NaN is NaN.
         is_unused = torch.tensor(is_first, device=self.latents.device)[patch_request, None, None, None]
-        nothing = self.latents.repeat(1, len(self.sampler.kept), 1, 1) if history is None else history
+        nothing = self.latents.repeat(1, len(self.sampler.history_terms), 1, 1) if history is None else history
         return nothing.masked_fill(is_unused, 0.0)

@@ -50,7 +50,7 @@ class SamplerState:
         plan: plan of the computed steps, to which `timesteps` are then restricted; None for all steps.
         steps_done: number of finished steps; `timesteps[steps_done]` is the next one.
         coefficients: coefficients of all steps, set by `BatchedSampler.table`.
-        num_kept: number of tensors, each shaped like the latents, that a step keeps for the next one; set with
+        num_history: number of tensors, each shaped like the latents, that a step keeps for the next one; set with
             `coefficients`.
     """
 
@@ -60,7 +60,7 @@ class SamplerState:
     first: int = 0
     steps_done: int = 0
     coefficients: torch.Tensor | None = None
-    num_kept: int = 0
+    num_history: int = 0
     plan: StepPlan | None = None
 
     def skip(self, plan: StepPlan) -> None:
@@ -86,7 +86,7 @@ class SamplerState:
         return self.place(self.steps_done) - self.first
 
     @property
-    def num_wanted(self) -> int:
+    def num_requested(self) -> int:
         """Number of requested steps, computed or skipped."""
         return len(self.timesteps) if self.plan is None else self.plan.num_steps
 

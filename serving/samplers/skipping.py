@@ -34,20 +34,20 @@ class SkippingSampler(BatchedSampler):
         name = type(scheduler).__name__
         if self.clip is not None:
             raise UsageError(f"--cache schedule: steps of {name} with clip_sample=True are not linear")
-        self._each = BatchedSampler(scheduler, pass_step_kwargs=pass_step_kwargs)
-        if self.needs_noise and self.kept:
+        self._stepwise = BatchedSampler(scheduler, pass_step_kwargs=pass_step_kwargs)
+        if self.needs_noise and self.history_terms:
             raise UsageError(f"--cache schedule: {name} draws noise and keeps steps before, whose sums are not known")
-        self.kept = (*self._each.kept, _PREVIOUS_OUTPUT)
-        self._sources = ("sample", "output", *self.kept)
-        pairs = [_pair(to, of) for to in ("sample", *self._each.kept) for of in self._sources]
-        self.terms = (*(term for term in ("scale", "noise") if term in self._each.terms), *pairs)
+        self.history_terms = (*self._stepwise.history_terms, _PREVIOUS_OUTPUT)
+        self._sources = ("sample", "output", *self.history_terms)
+        pairs = [_pair(to, of) for to in ("sample", *self._stepwise.history_terms) for of in self._sources]
+        self.terms = (*(term for term in ("scale", "noise") if term in self._stepwise.terms), *pairs)
 
     def advanced(
         self, of: Columns, x: torch.Tensor, output: torch.Tensor, history: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the latents before the next computed step and the history for it, as `BatchedSampler.advanced`."""
         assert history is not None, "the output before is always kept"
-        tensors = dict(zip(self._sources, (x, output, *history.chunk(len(self.kept), dim=1)), strict=True))
+        tensors = dict(zip(self._sources, (x, output, *history.chunk(len(self.history_terms), dim=1)), strict=True))
 
         def summed(to: str) -> torch.Tensor:
             total = x * of[_pair(to, "sample")]
@@ -56,7 +56,7 @@ class SkippingSampler(BatchedSampler):
                     total.addcmul_(tensor, of[_pair(to, name)])
             return total
 
-        return summed("sample"), torch.cat([*map(summed, self._each.kept), output], dim=1)
+        return summed("sample"), torch.cat([*map(summed, self._stepwise.history_terms), output], dim=1)
 
     def columns(self, state: SamplerState) -> Columns:
         """Return the coefficients by term, float64, with a row for every computed step of a request."""
@@ -67,7 +67,8 @@ class SkippingSampler(BatchedSampler):
     def output_weights(self, state: SamplerState) -> list[float]:
         """Return the weight of each step's output in a request's final latents, if all of its steps are computed."""
         columns, outputs = self._rule(state), torch.eye(state.num_steps, dtype=torch.float64)
-        latents, history = torch.zeros_like(outputs[:1]), outputs.new_zeros(1, len(self._each.kept) * len(outputs))
+        latents = torch.zeros_like(outputs[:1])
+        history = outputs.new_zeros(1, len(self._stepwise.history_terms) * len(outputs))
         for step, output in enumerate(outputs, start=state.first):
             latents, history = self._advanced_once(columns, step, latents, output[None], history)
         return latents[0].tolist()
@@ -84,7 +85,7 @@ class SkippingSampler(BatchedSampler):
                 noise = noise * columns["sample"][step] ** 2 + columns["noise"][step] ** 2
         row = {"noise": noise.sqrt()} | ({"scale": columns["scale"][first]} if "scale" in columns else {})
         parts = (latents, *history.split(len(self._sources), dim=1))
-        for to, values in zip(("sample", *self._each.kept), parts, strict=False):
+        for to, values in zip(("sample", *self._stepwise.history_terms), parts, strict=False):
             row |= {_pair(to, of): value for of, value in zip(self._sources, values[0], strict=True)}
         return row
 
@@ -92,8 +93,8 @@ class SkippingSampler(BatchedSampler):
         self, columns: Columns, step: int, latents: torch.Tensor, output: torch.Tensor, history: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a single step of the scheduler."""
-        of = {term: columns[term][step] for term in self._each.terms}
-        latents, kept = self._each.advanced(of, latents, output, history if self._each.kept else None)
+        of = {term: columns[term][step] for term in self._stepwise.terms}
+        latents, kept = self._stepwise.advanced(of, latents, output, history if self._stepwise.history_terms else None)
         return latents, history if kept is None else kept
 
 

@@ -2,7 +2,7 @@
 
 from ...data.resolution import Resolution
 from ..core.request_state import RequestRecord
-from .policies import ALL_IN_TIME, Lately
+from .policies import ALL_IN_TIME, RecentAttainment
 
 _WINDOW = 100
 """Number of later requests after which the weight of a request has fallen to about a third."""
@@ -11,7 +11,7 @@ _FEW = 4.0
 _FORGOTTEN = 0.05
 
 
-class RecentEnds:
+class AttainmentTracker:
     """Exponentially weighted shares of requests that met their deadline, overall and by resolution.
 
     A resolution is behind if its share is more than 8 points below the overall share; the share of a resolution with
@@ -22,7 +22,7 @@ class RecentEnds:
         # By resolution: the weights of the requests that ended, and of those that ended in time, summed.
         self._ended: dict[Resolution, tuple[float, float]] = {}
         self._before = float(_WINDOW)
-        self._lately: Lately | None = ALL_IN_TIME
+        self._attainment: RecentAttainment | None = ALL_IN_TIME
 
     def note(self, record: RequestRecord) -> None:
         """Count a closed record. Requests without a deadline, withdrawn requests and failed ones do not count."""
@@ -34,12 +34,12 @@ class RecentEnds:
         ended, in_time = faded.get(record.resolution, (0.0, 0.0))
         faded[record.resolution] = ended + 1, in_time + record.slo_met
         self._ended = {size: counts for size, counts in faded.items() if counts[0] > _FORGOTTEN}
-        self._lately = None
+        self._attainment = None
 
     @property
-    def lately(self) -> Lately:
+    def attainment(self) -> RecentAttainment:
         """Current shares, in the form that policies read."""
-        if self._lately is None:
+        if self._attainment is None:
             ended, in_time = map(sum, zip(*self._ended.values(), strict=True))
             mean = in_time / ended
             behind = (
@@ -48,5 +48,5 @@ class RecentEnds:
                 if (met + _FEW * mean) / (of_size + _FEW) < mean - _BEHIND
             )
             count = ended + self._before
-            self._lately = Lately((in_time + self._before) / count, frozenset(behind), count)
-        return self._lately
+            self._attainment = RecentAttainment((in_time + self._before) / count, frozenset(behind), count)
+        return self._attainment

@@ -10,16 +10,16 @@ from ...data.resolution import Resolution
 from ...data.work import Work, resolution_of
 from ..core.request_state import ActiveViews, RequestState, RequestView, Status
 from .decoder_queue import DecoderQueue
-from .ends import RecentEnds
+from .ends import AttainmentTracker
 from .policies import (
     EndPredictor,
     LearningPredictor,
     Policy,
     Snapshot,
     StepLatencyPredictor,
+    admit_one_when_idle,
     check_decision,
     require_predictor,
-    tried_when_idle,
 )
 from .waiting_room import WaitingRoom
 
@@ -106,7 +106,7 @@ class Scheduler:
         self._ready: list[RequestState] = []
         self._active: list[RequestState] = []
         self._decoding = DecoderQueue(predictor if isinstance(predictor, EndPredictor) else None)
-        self._ends = RecentEnds()
+        self._attainment = AttainmentTracker()
         # Time at which the last step ended, if requests were left in the batch.
         self._left_s: float | None = None
         # Pixels of the active requests, and the value of `num_steps` at which the next of them leaves.
@@ -180,14 +180,14 @@ class Scheduler:
         self._has_news = True
         return state
 
-    def take_back(self) -> list[Request]:
+    def withdraw_waiting(self) -> list[Request]:
         """Remove and return all waiting requests; joining and active ones stay. Their records stay pending and are not
         kept.
         """
         states = [state for state in self._open.values() if state.stage == "waiting"]
         for state in states:
             del self._open[state.request.request_id]
-            self._leave(state)
+            self._leave_stage(state)
         return [state.request for state in states]
 
     def next_to_prepare(self, now_s: float) -> RequestState | None:
@@ -257,13 +257,13 @@ class Scheduler:
         self._ready.clear()
         dropped: list[RequestState] = []
         if self._waiting:
-            self._send_back()
-            dropped += self._ask(self._waiting, now_s)
+            self._return_yielding()
+            dropped += self._ask_policy(self._waiting, now_s)
         if self._yielding and not self._waiting:
-            dropped += self._ask(self._yielding, now_s)
+            dropped += self._ask_policy(self._yielding, now_s)
         return dropped
 
-    def _ask(self, room: WaitingRoom, now_s: float) -> Sequence[RequestState]:
+    def _ask_policy(self, room: WaitingRoom, now_s: float) -> Sequence[RequestState]:
         """Ask the policy about the requests in a waiting room and carry out its decision; return the dropped ones."""
         policy, queue = self._policy, room.queue
         admitted = [*self._active, *self._joining.values()] if self._joining else self._active
@@ -275,11 +275,11 @@ class Scheduler:
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
         snapshot = Snapshot(
-            now_s, queue, views, max_batch_size, self._predictor, self._decoding.free_s(), self._ends.lately
+            now_s, queue, views, max_batch_size, self._predictor, self._decoding.free_s(), self._attainment.attainment
         )
         decision = policy.decide(snapshot)
         if not admitted and not self._decoding:
-            decision = tried_when_idle(decision, snapshot)
+            decision = admit_one_when_idle(decision, snapshot)
         if self._on_decision is not None:
             self._on_decision(time.perf_counter() - start)
         check_decision(
@@ -334,7 +334,7 @@ class Scheduler:
                 self.end(request_id, "failed", end_s, failures[request_id])
             elif self.num_steps == state.first_step + state.num_iterations:
                 state.record.denoise_end_s = end_s
-                self._leave(state)
+                self._leave_stage(state)
                 state.stage = "decoding"
                 self._decoding.put(state)
             else:
@@ -352,9 +352,9 @@ class Scheduler:
         if state is None:
             return None
         state.record.close(status, now_s, reason)
-        self._ends.note(state.record)
+        self._attainment.note(state.record)
         if state.stage != "decoding":
-            self._leave(state)
+            self._leave_stage(state)
         else:
             self._decoding.end(state, now_s)
         self._has_news = True
@@ -396,20 +396,20 @@ class Scheduler:
     def _room_of(self, state: RequestState) -> WaitingRoom:
         return self._yielding if state.request.yields else self._waiting
 
-    def _send_back(self) -> None:
+    def _return_yielding(self) -> None:
         """Move all yielding requests back to waiting; they resume later where they stopped."""
         for state in [*self._active, *self._joining.values()]:
             if not state.request.yields:
                 continue
             if state.stage == "active":
                 self._leave_batch(state)
-                state.wait_again(self.num_steps)
+                state.return_to_waiting(self.num_steps)
             else:
                 del self._joining[state.request.request_id]
                 state.stage = "waiting"
             self._yielding.add(state.view, is_ahead=state.is_prepared or state is self._preparing)
 
-    def _leave(self, state: RequestState) -> None:
+    def _leave_stage(self, state: RequestState) -> None:
         """Remove a request from its current stage, which is not decoding."""
         request_id = state.request.request_id
         self.pixel_steps -= self._pixel_steps_of(state)

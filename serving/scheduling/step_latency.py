@@ -15,7 +15,7 @@ from .policies.base import StepLatencyPredictor
 Batch = tuple[Resolution | Work, ...]
 """Works of a batch, with repeats, sorted."""
 _NUM_NEIGHBOURS = 4
-_MOST_REMEMBERED = 200_000
+_MAX_REMEMBERED = 200_000
 
 
 def batch_of(active: Sequence[Resolution | Work]) -> Batch:
@@ -51,7 +51,7 @@ class MemoisedLatency:
         return latency_s
 
     def _remember(self, key: Batch, latency_s: float) -> None:
-        if len(self._known) >= _MOST_REMEMBERED:
+        if len(self._known) >= _MAX_REMEMBERED:
             self._known.clear()
         self._known[key] = latency_s
 

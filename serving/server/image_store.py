@@ -61,4 +61,4 @@ class ImageStore:
 
     def _evict_expired(self) -> None:
         oldest_s = self.clock() - self.max_age_s
-        self._files.pop_first(lambda image: image.stored_s < oldest_s)
+        self._files.evict_while(lambda image: image.stored_s < oldest_s)

@@ -24,7 +24,7 @@ from ..core.threads import compute_alone
 from ..engine.collectors import Collector
 from ..engine.engine import Engine
 from ..engine.preview import Preview
-from ..engine.side_stages import MOST_FAILED
+from ..engine.side_stages import MAX_FAILURES
 from ..engine.watch import Watch
 from ..scheduling.policies import StepLatencyPredictor, get_policy
 from ..scheduling.systems import System
@@ -262,7 +262,7 @@ class LocalBackend:
                 collector=_LoopCollector(self),
                 preview=self._preview,
                 records_templates=setup.records_templates,
-                most_failed=MOST_FAILED,
+                max_failures=MAX_FAILURES,
             )
             engine.start()
             self._engine = engine

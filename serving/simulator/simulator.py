@@ -104,8 +104,8 @@ def simulate(
     num_workers = num_gpus
     if speedups is not None:
         latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus, speedups)), 1
-        told = DistriFusionLatency(durations.steps.told, num_gpus, speedups)
-        durations = replace(durations, steps=ProfiledSteps(told))
+        spanning = DistriFusionLatency(durations.steps.policy_latency, num_gpus, speedups)
+        durations = replace(durations, steps=ProfiledSteps(spanning))
     clock = SimulationClock(on_finish)
     workers = [
         SimulatedWorker(
@@ -152,7 +152,7 @@ def simulate(
             place += 1
         while events and events[0][0] <= now_s:
             _, what, index, number = heappop(events)
-            if workers[index].happened(what, number, now_s):
+            if workers[index].handle_event(what, number, now_s):
                 touched.add(index)
         for index in sorted(touched):
             workers[index].proceed(now_s)

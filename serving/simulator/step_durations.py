@@ -40,7 +40,7 @@ class ProfiledSteps:
 
     Attributes:
         steady, first: as given.
-        told: latencies of steady steps of any batch.
+        policy_latency: latencies of steady steps of any batch.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ProfiledSteps:
         self._steady = steady if isinstance(steady, LearningPredictor) else MemoisedLatency(steady)
         self._first = None if first is None else MemoisedLatency(first)
         self._by_resolution = by_resolution
-        self.told = MemoisedLatency(PerResolutionLatency(self._steady)) if by_resolution else self._steady
+        self.policy_latency = MemoisedLatency(PerResolutionLatency(self._steady)) if by_resolution else self._steady
 
     def extra_s(self, batch: Sequence[Resolution | Work], changed: Collection[Resolution]) -> float:
         """Return the seconds that a step takes longer than a steady one, if requests of the `changed` resolutions have
@@ -138,7 +138,7 @@ class StepDurations:
                 raise UsageError(f"slowdown is {share:g}, but it must be from 0 to {MAX_SLOWDOWN:g}")
 
     @property
-    def is_as_told(self) -> bool:
+    def is_as_profiled(self) -> bool:
         """Whether all steps last as long as profiled steady ones, so that a predictor has nothing to learn."""
         return self == StepDurations(self.steps) and self.steps.first is None
 
@@ -162,5 +162,5 @@ class StepDurations:
         aside_s = self.reuse.aside_s if is_reusing and self.reuse is not None else 0.0
         if not batch:
             return aside_s
-        steady_s = self.steps.told.step_latency_s(batch) * self.scale_of(len(batch))
+        steady_s = self.steps.policy_latency.step_latency_s(batch) * self.scale_of(len(batch))
         return aside_s + steady_s + self.steps.extra_s(batch, changed) * self.first_scale

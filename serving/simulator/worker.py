@@ -57,7 +57,7 @@ class SimulationClock:
 
 
 @dataclass(slots=True)
-class _Work:
+class _StageWork:
     """Current work of a stage.
 
     At `since_s`, `left_s` seconds of work remained, each of which takes `factor` seconds. `duration_s` is the total
@@ -107,11 +107,11 @@ class SimulatedWorker:
         self.busy_s = 0.0
         self._clock = clock
         self._keep_steps = keep_steps
-        self._works: list[_Work | None] = [None, None, None]
+        self._stage_works: list[_StageWork | None] = [None, None, None]
         self._is_between = False
         # Requests to prepare before the next step, if stages run between the steps.
-        self._due: deque[RequestState] = deque()
-        self._held = None if edits is None else HeldRecords(edits)
+        self._to_prepare: deque[RequestState] = deque()
+        self._held_records = None if edits is None else HeldRecords(edits)
         self._num_waiting = 0
         self._ran: list[Resolution | Work] = []
         # Denoised requests that are not decoded yet, in order; the first is being decoded.
@@ -120,7 +120,7 @@ class SimulatedWorker:
     @property
     def is_done(self) -> bool:
         """Whether no request is waiting, or being prepared, denoised or decoded."""
-        return self.scheduler.is_idle and not self._decoding and not any(self._works)
+        return self.scheduler.is_idle and not self._decoding and not any(self._stage_works)
 
     @property
     def num_requests(self) -> int:
@@ -143,25 +143,25 @@ class SimulatedWorker:
 
     def load_s(self, view: RequestView) -> float:
         """Return the seconds of loading the record that a request reads; 0 if it reads none or this worker holds it."""
-        return 0.0 if view.record is None or self._held is None else self._held.missing_s(view.record)
+        return 0.0 if view.record is None or self._held_records is None else self._held_records.missing_s(view.record)
 
     def arrive(self, request: Request, view: RequestView, now_s: float) -> None:
         """Add a request that was sent to this worker, with its view."""
         state = self.scheduler.add(request, view)
-        if self._held is not None and request.traced is not None:
+        if self._held_records is not None and request.traced is not None:
             state.record.active_share, state.record.reused = view.active_share, view.active_share < 1
         self._prepare_next(now_s)
 
-    def happened(self, what: int, number: int, now_s: float) -> bool:
+    def handle_event(self, what: int, number: int, now_s: float) -> bool:
         """Process an event of the clock; return False if it is obsolete, as the end of its stage has moved since."""
         if what == BETWEEN:
             self._is_between = False
             return True
-        work = self._works[what]
+        work = self._stage_works[what]
         if work is None or work.event != number:
             return False
-        self._works[what] = None
-        self._share(now_s)
+        self._stage_works[what] = None
+        self._update_ends(now_s)
         if what == PREPARE:
             self.scheduler.prepared(work.request_id, now_s)
             self._prepare_next(now_s)
@@ -176,7 +176,7 @@ class SimulatedWorker:
 
     def proceed(self, now_s: float) -> None:
         """Ask the policy and start a step, unless one is running."""
-        if self._is_between or self._works[STEP] is not None:
+        if self._is_between or self._stage_works[STEP] is not None:
             return
         if self._durations.is_inline and self._serve_inline(now_s):
             return
@@ -205,7 +205,7 @@ class SimulatedWorker:
             if not state.request.cache or reuse.is_computed(done - state.first_step, state.num_iterations)
         )
 
-    def _stepped(self, work: _Work, now_s: float) -> None:
+    def _stepped(self, work: _StageWork, now_s: float) -> None:
         """End a step, and queue requests that have taken their last one for decoding."""
         scheduler, clock = self.scheduler, self._clock
         self.busy_s += work.duration_s
@@ -223,7 +223,7 @@ class SimulatedWorker:
     def _prepare_next(self, now_s: float) -> None:
         state = self.scheduler.next_to_prepare(now_s)
         if state is not None and self._durations.is_inline:
-            self._due.append(state)
+            self._to_prepare.append(state)
         elif state is not None:
             self._prepare(state, now_s)
 
@@ -231,12 +231,12 @@ class SimulatedWorker:
         request = state.request
         record = state.view.record
         state.record.prepare_start_s = now_s
-        read_s = 0.0 if record is None or self._held is None else self._held.read(record)
+        read_s = 0.0 if record is None or self._held_records is None else self._held_records.read(record)
         work_s = self._times.prepare_of(request.resolution) + read_s
         self._begin(PREPARE, request.request_id, work_s, now_s)
 
     def _decode_next(self, now_s: float) -> None:
-        if self._decoding and self._works[DECODE] is None and not self._durations.is_inline:
+        if self._decoding and self._stage_works[DECODE] is None and not self._durations.is_inline:
             self._decode(now_s)
 
     def _decode(self, now_s: float) -> None:
@@ -245,9 +245,9 @@ class SimulatedWorker:
 
     def _serve_inline(self, now_s: float) -> bool:
         """Run the next stage between steps, prepare before decode as in the engine; return False if none has work."""
-        if self._works[PREPARE] is None and self._works[DECODE] is None:
-            if self._due:
-                self._prepare(self._due.popleft(), now_s)
+        if self._stage_works[PREPARE] is None and self._stage_works[DECODE] is None:
+            if self._to_prepare:
+                self._prepare(self._to_prepare.popleft(), now_s)
             elif self._decoding:
                 self._decode(now_s)
             else:
@@ -257,18 +257,18 @@ class SimulatedWorker:
     def _begin(self, stage: int, request_id: int, work_s: float, now_s: float) -> None:
         """Start work that takes a stage `work_s` seconds when it runs alone."""
         event = self._clock.push(now_s + work_s, stage, self.index)
-        self._works[stage] = _Work(request_id, now_s, work_s, now_s, 1.0, work_s, event)
-        self._share(now_s)
+        self._stage_works[stage] = _StageWork(request_id, now_s, work_s, now_s, 1.0, work_s, event)
+        self._update_ends(now_s)
 
-    def _share(self, now_s: float) -> None:
+    def _update_ends(self, now_s: float) -> None:
         """Recompute the end times of all stages, after the set of working stages has changed."""
         if self._durations.slowdown == UNDISTURBED:
             return
-        for stage, work in enumerate(self._works):
+        for stage, work in enumerate(self._stage_works):
             if work is None:
                 continue
             factor, slowdown = 1.0, self._durations.slowdown[stage]
-            for other, beside in enumerate(self._works):
+            for other, beside in enumerate(self._stage_works):
                 if beside is not None and other != stage:
                     factor += slowdown[other]
             if factor == work.factor:

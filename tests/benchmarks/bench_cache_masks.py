@@ -21,7 +21,7 @@ from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.workspace import Workspace
-from patchedserve.eval.cache.sides import Setting, make_side
+from patchedserve.eval.cache.sides import CacheSetting, make_side
 from patchedserve.profiling.steps.combinations import Combination, parse_combinations
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.timing import synchronize
@@ -53,8 +53,8 @@ def measure(model: ServedModel, timing: Timing) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace(folder).for_model("masks", model.device.type)
-        settings = [Setting("off", "off", CacheOptions())]
-        settings += [Setting(f"{share:.0%}", "masks", options, FixedShare(share)) for share in timing.shares]
+        settings = [CacheSetting("off", "off", CacheOptions())]
+        settings += [CacheSetting(f"{share:.0%}", "masks", options, FixedShare(share)) for share in timing.shares]
         sides = [make_side(model, setting, workspace, sizes) for setting in settings]
     requests = [
         Request(number, "a hat", size, 1_000, guidance_scale=timing.guidance_scale, seed=number)

@@ -24,7 +24,7 @@ from patchedserve.data.tables.schemas import RECORDS, read_rows
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.sets.generate import read_manifest
 from patchedserve.profiling.cascade.bank import Bank
-from patchedserve.psctl.options.cascade import PROFILE_FILE, found_place
+from patchedserve.psctl.options.cascade import PROFILE_FILE, newest_profile_place
 from patchedserve.serving.cascade.legs import parse_cascade
 from patchedserve.serving.cascade.profile import read_profile
 from patchedserve.serving.runs.machine import cpu_name
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--slo-scale", type=float, default=4.0)
     parser.add_argument("--output-file", type=Path)
     given = parser.parse_args()
-    place = found_place(Workspace(given.workspace), parse_cascade(given.cascade))
+    place = newest_profile_place(Workspace(given.workspace), parse_cascade(given.cascade))
     if place is None:
         sys.exit(f"{given.workspace} has no profile of {given.cascade}: psctl profile cascade")
     profile = read_profile(place.tables / PROFILE_FILE)

@@ -29,7 +29,7 @@ import httpx
 from patchedserve.data.files import write_json
 from patchedserve.profiling.http.load import LoadSettings, send_load
 from patchedserve.profiling.http.plan import shapes_of, warm_up
-from patchedserve.profiling.sweep.held import held_rate, ratio
+from patchedserve.profiling.sweep.held import ratio, sustained_rate
 from patchedserve.serving.models.loading import model_defaults, resolve_model
 from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.serving.runs.trace_settings import TraceSettings, draw_requests
@@ -112,7 +112,7 @@ def measure(what: str, model: str, trace: TraceSettings, rates: list[float], num
                     }
                 )
                 print(name, points[name][-1], file=sys.stderr, flush=True)
-    held = {name: held_rate(means(found), _TARGET) for name, found in points.items()}
+    held = {name: sustained_rate(means(found), _TARGET) for name, found in points.items()}
     own = "patchedserve" if what == "systems" else "both"
     return {
         "machine": cpu_name(),

@@ -25,7 +25,7 @@ from PIL.Image import Image
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.cache.quality import similarity
 from patchedserve.eval.cache.schedule import ScheduleLab
-from patchedserve.eval.cache.sides import Setting, make_side
+from patchedserve.eval.cache.sides import CacheSetting, make_side
 from patchedserve.serving.cache.options import CACHE_PREDICTOR_FILE, CacheOptions
 from patchedserve.serving.cache.rules import Booleans, PatchView, Predicted
 from patchedserve.serving.models.loading import load_model, resolve_model
@@ -56,13 +56,13 @@ class Vetoed(Predicted):
 
 def settings_of(
     options: argparse.Namespace, model: ServedModel, plans: Mapping[int, StepPlan], folder: Path
-) -> Iterator[tuple[str, Setting]]:
+) -> Iterator[tuple[str, CacheSetting]]:
     """Each setting with the name of its rival."""
     facts = CacheSchedule.load(resolve_model(options.model) / "cache-schedule.json").facts
     for count in options.computed:
         file = folder / f"computed-{count}.json"
         CacheSchedule(facts, {options.steps: plans[count]}, {}).save(file)
-        yield "schedule", Setting(f"schedule {count}", "schedule", CacheOptions("schedule", schedule=file))
+        yield "schedule", CacheSetting(f"schedule {count}", "schedule", CacheOptions("schedule", schedule=file))
     base = CacheOptions("patch", threshold=0.0, patch_size=model.block_facts(None).patch_size)
     boxed = CachePredictor.load(resolve_model(options.model) / CACHE_PREDICTOR_FILE, device=model.device)
     forests = {"forest in the box": [boxed]}
@@ -80,18 +80,21 @@ def settings_of(
             for confidence in options.confidences:
                 cut = replace(forest, min_confidence=confidence)
                 label = f"{name}, threshold {forest.threshold:.2g}, confidence {confidence:g}"
-                yield name, Setting(label, "patch", base, Predicted(cut))
+                yield name, CacheSetting(label, "patch", base, Predicted(cut))
     for total in options.sums:
         yield (
             "accumulated",
-            Setting(
+            CacheSetting(
                 f"accumulated {total:g}", "accumulated", CacheOptions("accumulated", threshold=total, max_reuse=1_000)
             ),
         )
     for count in options.vetoed:
         for confidence in options.confidences[:1]:
             rule = Vetoed(replace(boxed, min_confidence=confidence), plans[count])
-            yield "schedule + veto", Setting(f"schedule {count} + veto", "patch", replace(base, warmup_steps=1), rule)
+            yield (
+                "schedule + veto",
+                CacheSetting(f"schedule {count} + veto", "patch", replace(base, warmup_steps=1), rule),
+            )
 
 
 def main() -> None:
@@ -115,12 +118,12 @@ def main() -> None:
         return
     model = load_model(options.model)
     lab = ScheduleLab(model, lambda count: None)
-    plans = lab.found_plans(lab.requests(options.steps, _FITTING, 0))
+    plans = lab.search_plans_for(lab.requests(options.steps, _FITTING, 0))
     requests = lab.requests(options.steps, options.num_prompts, _FIRST)
     workspace = Workspace(Path("psctl-workspace")).for_model(model.name, "cpu")
     sizes = sorted({request.resolution for request in requests})
 
-    def drawn(setting: Setting) -> tuple[list[Image], np.ndarray]:
+    def drawn(setting: CacheSetting) -> tuple[list[Image], np.ndarray]:
         """The images, and by request the share of steps that were not computed."""
         side, shares = make_side(model, setting, workspace, sizes), list[float]()
         for first in range(0, len(requests), _BATCH):
@@ -129,14 +132,14 @@ def main() -> None:
                 shares.append(prepared.steps_reused / options.steps)
         return side.images, np.array(shares)
 
-    plain, _ = drawn(Setting("without a cache", "off", CacheOptions()))
+    plain, _ = drawn(CacheSetting("without a cache", "off", CacheOptions()))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         every_fifth = Path(folder, "every-fifth.json")
         fifth = StepPlan(options.steps, tuple(range(0, options.steps, 5)))
         facts = CacheSchedule.load(resolve_model(options.model) / "cache-schedule.json").facts
         CacheSchedule(facts, {options.steps: fifth}, {}).save(every_fifth)
-        outside = Setting("every fifth", "schedule", CacheOptions("schedule", schedule=every_fifth))
+        outside = CacheSetting("every fifth", "schedule", CacheOptions("schedule", schedule=every_fifth))
         of_outside = similarity(drawn(outside)[0], plain, None)["ssim"]
         is_hard = of_outside < np.median(of_outside)
         for rival, setting in settings_of(options, model, plans, Path(folder)):

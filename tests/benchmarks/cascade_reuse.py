@@ -64,7 +64,7 @@ def draw(
 
     def from_light(request: Request) -> Request:
         image = np.asarray(light.open_image(light.ids[request.request_id]).convert("RGB"))
-        return replace(request, edit=EditSpec.of_all(image, strength))
+        return replace(request, edit=EditSpec.of_whole_image(image, strength))
 
     drawn = 0
     for drawing in EngineDrawer(model, from_light).draw(requests, "continuous", 16, None):

@@ -32,7 +32,7 @@ from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions, StagesName
 from patchedserve.serving.runs.machine import cpu_name
-from patchedserve.serving.runs.trace_settings import EditSettings, TraceSettings, draw_requests
+from patchedserve.serving.runs.trace_settings import TraceEditSettings, TraceSettings, draw_requests
 from patchedserve.serving.scheduling.policies import get_policy
 
 RESULTS = Path(__file__).with_name("results")
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--output-file", type=Path, default=RESULTS / "edit-latency.json")
     given = parser.parse_args()
     served = load_model(given.model, given.device, given.dtype, EngineOptions(stages="processes"))
-    edits = EditSettings(share=1.0, mask_ratios="public", templates=TEMPLATES)
+    edits = TraceEditSettings(share=1.0, mask_ratios="public", templates=TEMPLATES)
     settings = TraceSettings(
         num_prompts=given.num_edits, resolutions=str(given.side), seed=given.seed, request_rate=1.0, edits=edits
     )

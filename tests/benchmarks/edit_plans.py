@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from patchedserve.data.files import write_json
-from patchedserve.serving.editing.plan import PLANS, Unit
+from patchedserve.serving.editing.plan import PLANS, UnitTimes
 
 RESULTS = Path(__file__).with_name("results")
 NUM_UNITS = 70
 LOADS = (0.1, 0.25, 0.5, 1.0, 2.0)
 
 
-def instance(rng: np.random.Generator, load: float, *, is_mixed: bool, has_return: bool) -> list[Unit]:
+def instance(rng: np.random.Generator, load: float, *, is_mixed: bool, has_return: bool) -> list[UnitTimes]:
     """A pass; `load` is how long a unit's load takes on average, where computing all of its tokens takes 1."""
     count = NUM_UNITS if is_mixed else 1
     all_s = rng.uniform(0.5, 1.5, count)
@@ -30,7 +30,7 @@ def instance(rng: np.random.Generator, load: float, *, is_mixed: bool, has_retur
     load_s = load * rng.uniform(0.5, 1.5, count)
     # Times that differ by less are the same: then fewer plans are left to compare.
     times = np.round(np.stack([all_s, active_s, load_s, load_s / 3 * has_return], 1), 3)
-    return [Unit(*map(float, row)) for row in times] * (NUM_UNITS // count)
+    return [UnitTimes(*map(float, row)) for row in times] * (NUM_UNITS // count)
 
 
 def compare(num: int, load: float, *, is_mixed: bool, has_return: bool) -> dict[str, Any]:

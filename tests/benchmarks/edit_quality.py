@@ -127,7 +127,7 @@ def boxes_alone(model: ServedModel, edits: Sequence[Edit]) -> list[Image.Image]:
         right, bottom = (
             min(-(-edge // multiple) * multiple, most) for edge, most in zip(edit.box[2:], size, strict=True)
         )
-        part = EditSpec.of_all(np.ascontiguousarray(spec.image[top:bottom, left:right]), 1.0)
+        part = EditSpec.of_whole_image(np.ascontiguousarray(spec.image[top:bottom, left:right]), 1.0)
         alone.append(replace(edit, request=replace(edit.request, resolution=part.resolution, edit=part)))
         corners.append((left, top))
     images, scenes = drawn(model, alone, None), []

@@ -111,7 +111,7 @@ def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[s
 
     def look(*_: object) -> None:
         on_disk = sum(_size(Path(place, name)) for place, _, names in os.walk(store.folder) for name in names)
-        used = {"memory": store.num_held_bytes, "staging": store.staging.num_bytes, "disk": on_disk}
+        used = {"memory": store.num_memory_bytes, "staging": store.staging.num_bytes, "disk": on_disk}
         for name, value in used.items():
             most[name] = max(most[name], value / 1e6 / limits[name])
 

@@ -32,7 +32,7 @@ from patchedserve.data.tables.published import published_table
 from patchedserve.data.traces.arrivals import read_arrivals
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.serving.runs.simulated.calibration import Calibration
-from patchedserve.serving.runs.simulated.deployment import Deployment, SimulatedEngine
+from patchedserve.serving.runs.simulated.deployment import SimulatedDeployment, SimulatedEngine
 from patchedserve.serving.runs.simulated.files import calibration_of
 from patchedserve.serving.runs.step_file import step_sources
 from patchedserve.serving.scheduling.policies import POLICY_NAMES
@@ -105,7 +105,7 @@ def run(machine: Machine, policy: str, kind: str, load: float, seed: int, count:
     requests = trace(machine, kind, load * machine.capacity_qps[kind], seed, count)
     system = SYSTEMS["patched-slack"].overridden(policy=policy)
     scale = 3.0 if kind == "mixed-work" else 5.0
-    records = Deployment(system, machine.engine, slo_scale=scale).run(requests)[1].records
+    records = SimulatedDeployment(system, machine.engine, slo_scale=scale).run(requests)[1].records
     by_size = {
         str(size): round(fmean(bool(record.slo_met) for record in records if record.resolution == size), 3)
         for size in machine.resolutions

@@ -16,7 +16,7 @@ from pathlib import Path
 from patchedserve.data.tables import published
 from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.cascade.bank import BANK_FILE, FEATURES_FILE, Bank
-from patchedserve.psctl.options.cascade import DEFAULT_CASCADE, PROFILE_FILE, found_place
+from patchedserve.psctl.options.cascade import DEFAULT_CASCADE, PROFILE_FILE, newest_profile_place
 from patchedserve.serving.cascade.legs import parse_cascade
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--cascade", default=DEFAULT_CASCADE)
     parser.add_argument("--workspace", type=Path, default=Path("psctl-workspace"))
     given = parser.parse_args()
-    place = found_place(Workspace(given.workspace), parse_cascade(given.cascade))
+    place = newest_profile_place(Workspace(given.workspace), parse_cascade(given.cascade))
     table = None if place is None else place.newest_table(f"bank-*/{BANK_FILE}")
     if place is None or table is None:
         sys.exit(f"{given.workspace} has no profile and bank of {given.cascade}: psctl profile cascade")

@@ -16,10 +16,10 @@ from typing import Any
 
 from patchedserve.data.files import write_json
 from patchedserve.data.resolution import Resolution, parse_list
-from patchedserve.profiling.parallel.bench import alone_of, difference
+from patchedserve.profiling.parallel.bench import difference, lone_rank_stepper
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.profiling.steps.lanes import BenchSettings, Lane, time_lanes
-from patchedserve.profiling.steps.sides import EngineSide, RequestPool, plain_side
+from patchedserve.profiling.steps.sides import RequestPool, StepperSide, plain_side
 from patchedserve.serving.models.build import with_engine
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
@@ -57,7 +57,7 @@ def strip_rows(model: ServedModel, size: Resolution, counts: Sequence[int], repe
     with closing(on_ranks(model, counts[0])) as served:
         own = RequestPool(served).take(combination)  # of any number of ranks
     for count in counts:
-        lanes[str(count)] = Lane(EngineSide(alone_of(model, options_of(count)), own), model.device)
+        lanes[str(count)] = Lane(StepperSide(lone_rank_stepper(model, options_of(count)), own), model.device)
     time_lanes(lanes.values(), BenchSettings(repeats, 1))
     kernels = {}
     for name, lane in lanes.items():

@@ -30,12 +30,12 @@ def test_what_was_used_last_stays_and_what_is_too_large_is_not_kept() -> None:
     store = FairStore[str](10)
     for name in "xyz":
         store.put("a", name, name, 3)
-    store.use("x")
+    store.touch("x")
     store.put("a", "w", "w", 3)
     assert [store.get(name) for name in "xyzw"] == ["x", None, "z", "w"]
     store.put("b", "large", "", 11)
     store.put("a", "x", "again", 11)
     assert (store.get("large"), store.get("x"), len(store), store.size) == (None, None, 2, 6)
     assert store.pop("gone") is None
-    store.pop_first(lambda value: value == "z")
+    store.evict_while(lambda value: value == "z")
     assert [name in store for name in "zw"] == [False, True]

@@ -15,7 +15,7 @@ from patchedserve.data.files import (
     atomic_folder,
     atomic_write,
     private_folder,
-    put_aside,
+    quarantine,
     remove_leftovers,
     sha256_of,
     write_bytes,
@@ -197,10 +197,10 @@ def test_what_is_damaged_is_put_aside(tmp_path: Path) -> None:
     file.write_text("{")
     for path in (folder, file):
         with pytest.warns(UserWarning, match=rf"{path.name} is damaged \(half of it\); it was put aside as .*\.bad"):
-            put_aside(path, path.name, ValueError("half of it"))
+            quarantine(path, path.name, ValueError("half of it"))
         assert not path.exists()
     with pytest.warns(UserWarning, match="it is left there"):
-        put_aside(file, file.name, ValueError("half of it"))
+        quarantine(file, file.name, ValueError("half of it"))
     assert sorted(each.name.partition("-")[0] for each in tmp_path.iterdir()) == ["record", "table.json"]
 
 

@@ -48,7 +48,7 @@ def test_patches_are_reused_one_by_one_as_in_a_request_alone(name: str, order: A
         cache = patched_stepper(model).model.cache
         assert cache is not None
         cache.rule = PlaceRule()
-        cache.wants_masks[:] = [True] * len(cache.names)
+        cache.uses_masks[:] = [True] * len(cache.names)
         found.append([latents for batch in batches for latents in denoised(model, batch)])
         assert _stats(model).masked > 0
     assert relative_error(*found) <= 10 * EXACT

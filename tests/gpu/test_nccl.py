@@ -31,7 +31,7 @@ def itself(cuda: str) -> Iterator[Nccl]:
         pytest.skip("this torch has no NCCL")
     nccl = Nccl(dist.HashStore(), 0, 1, SOON, torch.device(cuda, 0), lambda _: None)
     yield nccl
-    nccl.break_off()
+    nccl.disconnect()
 
 
 def test_a_gpu_gets_what_it_sends(itself: Nccl) -> None:
@@ -49,8 +49,8 @@ def test_a_gpu_gets_what_it_sends(itself: Nccl) -> None:
 def test_nothing_is_swapped_after_the_end(itself: Nccl) -> None:
     given = torch.ones(3, device="cuda:0")
     awaited, _ = itself.swap({0: given}, {0: given.shape}, given.dtype)
-    itself.break_off()
-    itself.break_off()
+    itself.disconnect()
+    itself.disconnect()
     with pytest.raises(GroupError, match="GPUs of ranks 0 have been broken off"):
         awaited[0].wait(SOON)
     with pytest.raises(GroupError):

@@ -127,7 +127,7 @@ def test_units_of_an_earlier_run_are_not_counted() -> None:
     with phases_of(told) as start:
         start("steps", 50)
         for number in (46, 47, 50):
-            start.last().reach(number)
+            start.last().advance_to(number)
     assert told[0].startswith("steps: 5 to do, ")
     assert told[1].startswith("steps: 5 done in ")
     assert len(told) == 2

@@ -13,7 +13,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.work import Work
 from patchedserve.data.workspace import Workspace
-from patchedserve.profiling.measure.edits import EditSettings, profile_edits
+from patchedserve.profiling.measure.edits import EditProfileSettings, profile_edits
 from patchedserve.serving.core.request_state import RecordId
 from patchedserve.serving.editing.profile import EditProfile, Fit
 from patchedserve.serving.editing.step_latency import TERMS, on_line, terms_of
@@ -53,7 +53,7 @@ def profile(environment: dict[str, str]) -> dict[str, Any]:
         parts.append((name, total))
         return lambda: calls.append(1)
 
-    settings = EditSettings(SIZES, 13, 2, 1)
+    settings = EditProfileSettings(SIZES, 13, 2, 1)
     found = profile_edits(model, settings, place, on_start=start)
     assert parts == [("records", 2), ("visits of batches", 13), ("loads", 16)]
     assert len(calls) == 31
@@ -62,7 +62,7 @@ def profile(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def test_batches_are_drawn_over_the_whole_range() -> None:
-    settings = EditSettings(parse_list("128,192,256"), 200, 8)
+    settings = EditProfileSettings(parse_list("128,192,256"), 200, 8)
     drawn = settings.drawn(0.6)
     assert drawn == settings.drawn(0.6)
     assert drawn != replace(settings, seed=1).drawn(0.6)
@@ -183,7 +183,9 @@ def test_the_command_leaves_a_profile_and_no_records(run_psctl: RunPsctl, enviro
 def test_a_transformer_is_profiled_too(tmp_path: Path) -> None:
     place = Workspace(tmp_path).for_model("tiny", "cpu")
     model = build_model(tiny_sd3(), name="tiny")
-    found = profile_edits(model, EditSettings(SIZES[:1], 8, 2, 1), place, on_start=lambda name, total: lambda: None)
+    found = profile_edits(
+        model, EditProfileSettings(SIZES[:1], 8, 2, 1), place, on_start=lambda name, total: lambda: None
+    )
     assert found.compute.num_held_out == 2
     assert Resolution(64, 64).pixels * found.bytes_per_pixel_step > 0
 

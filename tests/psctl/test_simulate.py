@@ -18,7 +18,7 @@ from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.psctl.app import main
 from patchedserve.serving.runs.simulated.calibration import Calibration
-from patchedserve.serving.runs.simulated.deployment import Deployment, SimulatedEngine
+from patchedserve.serving.runs.simulated.deployment import SimulatedDeployment, SimulatedEngine
 from patchedserve.serving.runs.simulated.planning import at_rate, gpus_needed, highest_rate
 from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.systems import get_system
@@ -243,9 +243,11 @@ def test_infeasible_target_is_one_line(folder: Path, capsys: pytest.CaptureFixtu
     assert len(err.splitlines()) == 1
 
 
-def deployment(folder: Path, system: str = "patchedserve", **fields: Any) -> Deployment:
+def deployment(folder: Path, system: str = "patchedserve", **fields: Any) -> SimulatedDeployment:
     chosen = get_system(system, is_simulated=True)
-    return Deployment(chosen, SimulatedEngine.of(load_step_file(folder / "table.csv").of(chosen.engine)), **fields)
+    return SimulatedDeployment(
+        chosen, SimulatedEngine.of(load_step_file(folder / "table.csv").of(chosen.engine)), **fields
+    )
 
 
 @pytest.mark.exhaustive

@@ -100,7 +100,9 @@ def test_first_steps_of_edits_take_longer() -> None:
     size, part = SIZES[0], Work(256, 256, 0.25)
     table = StepFile(TableLatency({(size,): 0.02}), TableLatency({(size,): 0.03}), CIRCUMSTANCES)
     steps = table.with_edits(PROFILE).of("patched")
-    assert steps.told.step_latency_s((size, part)) == pytest.approx(0.02 + 0.004 + 0.001 + 0.002 + 0.25 * 0.024)
+    assert steps.policy_latency.step_latency_s((size, part)) == pytest.approx(
+        0.02 + 0.004 + 0.001 + 0.002 + 0.25 * 0.024
+    )
     assert steps.extra_s((part,), {part.resolution}) == pytest.approx(0.002)
     assert steps.extra_s((size, part), {size}) == pytest.approx(0.012)
     assert table._replace(first=None).with_edits(PROFILE).of("patched").extra_s((part,), {part.resolution}) == 0.0

@@ -7,7 +7,7 @@ import torch
 from patchedserve.data.resolution import parse_list
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.profiling.steps.lanes import BenchSettings
-from patchedserve.profiling.steps.sides import EngineSide, OneByOne
+from patchedserve.profiling.steps.sides import OneByOne, StepperSide
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.models.served import ServedModel
 
@@ -47,7 +47,7 @@ def steps_by_diffusers(model: ServedModel, prepared: PreparedRequest, num_steps:
     return latents
 
 
-def latents_of(side: EngineSide | OneByOne) -> list[torch.Tensor]:
+def latents_of(side: StepperSide | OneByOne) -> list[torch.Tensor]:
     """Return the latents of a side's requests; steps another batch first, which hands the previous latents back."""
     stepped = side.active
     side.begin()

@@ -69,7 +69,7 @@ def cached_model(
     patched = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
     cache = patched.use_cache(options, rule)
     # Otherwise the first step that needs a mask would be computed in full.
-    cache.wants_masks[:] = [True] * len(cache.names)
+    cache.uses_masks[:] = [True] * len(cache.names)
     return model, patched, cache
 
 

@@ -266,7 +266,7 @@ def _cached(pipe: Any, options: CacheOptions) -> tuple[ServedModel, PatchCache]:
     if options is _CACHE:
         cache.rule = PlaceRule()
         # Otherwise the first step in which any request needs a mask would be computed in full.
-        cache.wants_masks[:] = [True] * len(cache.names)
+        cache.uses_masks[:] = [True] * len(cache.names)
     return model, cache
 
 

@@ -64,7 +64,7 @@ class RandomEngine:
         self.crashes_with: Exception | None = None
         self._world, self._backend = world, backend
         self._cancelled: list[tuple[RequestState, str]] = []
-        self._news = asyncio.Event()
+        self._wake_event = asyncio.Event()
         self._decoder: asyncio.Queue[RequestState] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._begin(self._decode())
@@ -91,7 +91,7 @@ class RandomEngine:
 
     def withdraw_and_add_again(self) -> None:
         """Withdraw the waiting requests from the scheduler and add them again."""
-        taken = self.scheduler.take_back()
+        taken = self.scheduler.withdraw_waiting()
         self._world.event_counts["taken back"] += len(taken)
         for request in taken:
             self.scheduler.add(request, RequestView.of(request))
@@ -99,11 +99,11 @@ class RandomEngine:
 
     def crash(self, error: Exception) -> None:
         self.crashes_with = error
-        self._news.set()
+        self._wake_event.set()
 
     def _changed(self) -> None:
         self._prepare_next()
-        self._news.set()
+        self._wake_event.set()
 
     def _prepare_next(self) -> None:
         state = self.scheduler.next_to_prepare(self.now_s)
@@ -127,7 +127,7 @@ class RandomEngine:
             failure = "broken" if self._world.fails("decoding") else None
             self.scheduler.end(state.request.request_id, "failed" if failure else "completed", self.now_s, failure)
             self._tell(state)
-            self._news.set()
+            self._wake_event.set()
 
     def _tell(self, state: RequestState) -> None:
         record = state.record
@@ -162,9 +162,9 @@ class RandomEngine:
             self._tell(state)
         self._prepare_next()
         if not scheduler.can_step:
-            self._news.clear()
+            self._wake_event.clear()
             if not (scheduler.is_due or self._cancelled):
-                await self._news.wait()
+                await self._wake_event.wait()
             return
         start_s, batch = self.now_s, list(scheduler.active)
         await asyncio.sleep(TableOfSteps().step_latency_s(batch) * self._world.slow)

@@ -12,7 +12,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.eval.compare.comparison import FID_TO_FIRST, ComparedSide, Comparison
 from patchedserve.eval.compare.paired import compare_values
 from patchedserve.eval.metrics.judges import Judges
-from patchedserve.eval.report.tables import Figure, ReportTable
+from patchedserve.eval.report.tables import ReportFigure, ReportTable
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.results import MetricResult
 from patchedserve.eval.sets.generate import Manifest, make_items
@@ -115,7 +115,7 @@ def table(tables: list[ReportTable], key: str) -> ReportTable:
 
 
 def values(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: cell.value if isinstance(cell, Figure) else cell for name, cell in row.items()}
+    return {name: cell.value if isinstance(cell, ReportFigure) else cell for name, cell in row.items()}
 
 
 class FakeJudges(Judges):

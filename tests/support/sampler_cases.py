@@ -165,8 +165,8 @@ def start(case: str, index: int) -> ServedRequest:
     latents = torch.randn(shape, generator=generator) * getattr(state.scheduler, "init_noise_sigma", 1.0)
     predictions = [torch.randn(shape, generator=generator) for _ in range(state.num_steps)]
     draws = torch.Generator().manual_seed(index)
-    kept = len(BatchedSampler(state.scheduler, pass_step_kwargs=True).kept)
-    history = torch.full_like(cut(latents), math.nan).repeat(1, kept, 1, 1)
+    num_terms = len(BatchedSampler(state.scheduler, pass_step_kwargs=True).history_terms)
+    history = torch.full_like(cut(latents), math.nan).repeat(1, num_terms, 1, 1)
     return ServedRequest(index, state, reference, latents, draws, history, predictions)
 
 
@@ -177,7 +177,7 @@ def pack(sampler: BatchedSampler, served: Sequence[ServedRequest]) -> SamplerBat
         [one.state for one in served],
         torch.cat([cut(one.latents) for one in served]),
         torch.arange(len(served)).repeat_interleave(counts),
-        torch.cat([one.history for one in served]) if sampler.kept else None,
+        torch.cat([one.history for one in served]) if sampler.history_terms else None,
     )
 
 

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...data.errors import UsageError
 from ...data.files import write_json
 from ...data.requests import Request
-from ...data.tables.block_facts import ModelFacts
+from ...data.tables.block_facts import ProfiledModel
 
 Floats = NDArray[np.float64]
 _KIND, _FORMAT = "cache schedule", 1
@@ -132,7 +132,7 @@ class CacheSchedule:
         report: figures of the search, as JSON.
     """
 
-    facts: ModelFacts
+    facts: ProfiledModel
     plans: Mapping[int, StepPlan]
     report: Mapping[str, Any] = field(default_factory=dict)
 
@@ -182,7 +182,7 @@ class CacheSchedule:
             }
             if not plans:
                 raise UsageError("it has no plans")
-            facts = ModelFacts(**{each.name: str(content[each.name]) for each in fields(ModelFacts)})
+            facts = ProfiledModel(**{each.name: str(content[each.name]) for each in fields(ProfiledModel)})
             return cls(facts, plans, dict(content.get("report", {})))
         except (UsageError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Printed:
+class PrintedFigure:
     """A figure that a paper prints.
 
     Attributes:
@@ -47,8 +47,8 @@ def published_cascade_name(cascade: str) -> str:
     return cascade.replace(":", "-").replace(",", "-")
 
 
-def printed_figures(paper: str) -> Iterator[Printed]:
+def printed_figures(paper: str) -> Iterator[PrintedFigure]:
     """Yield the figures that a paper prints, in its order."""
     content = json.loads((Path(__file__).parent / f"{paper}.json").read_text(encoding="utf-8"))
     for where, quantity, resolution, num_ranks, value in content["figures"]:
-        yield Printed(quantity, resolution, num_ranks, value, where)
+        yield PrintedFigure(quantity, resolution, num_ranks, value, where)

@@ -83,9 +83,9 @@ def _plan_rows(result: CascadeResult) -> list[dict[str, Any]]:
     return [
         {
             "start_s": row.start_s,
-            "demand": row.seen.demand,
-            "light_queue": row.seen.light_queue,
-            "heavy_queue": row.seen.heavy_queue,
+            "demand": row.observed.demand,
+            "light_queue": row.observed.light_queue,
+            "heavy_queue": row.observed.heavy_queue,
             "light_workers": row.plan.num_light,
             "heavy_workers": row.plan.num_heavy,
             "light_batch": row.plan.light_batch,

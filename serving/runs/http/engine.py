@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _WARM_UP_STEPS = 4
 _LOCK_FILE = "server.lock"
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class BuiltEngine:
     model: "ServedModel"
     correction: "OnlineCorrection | None"
 
-    def keep_correction(self, workspace: ModelWorkspace, *, on_note: Tell) -> None:
+    def keep_correction(self, workspace: ModelWorkspace, *, on_note: Notify) -> None:
         """Keep the correction for the next server. `on_note` is as in `corrections.keep_correction`."""
         if self.correction is not None:
             keep_correction(self.model, workspace, self.correction, on_note=on_note)
@@ -100,8 +100,8 @@ def build_engine(
     measure: MeasureLatencies,
     *,
     model: "ServedModel | None" = None,
-    on_note: Tell = ignore,
-    on_warning: Tell = ignore,
+    on_note: Notify = ignore,
+    on_warning: Notify = ignore,
 ) -> BuiltEngine:
     """Load the model, unless it is given, and take the measurements that its workspace lacks.
 
@@ -179,7 +179,7 @@ def _one_of_each(recipe: EngineRecipe, model: "ServedModel") -> Iterator[list[Re
 
 
 def _standalone(
-    recipe: EngineRecipe, model: "ServedModel", examples: Sequence[Request], on_note: Tell, on_warning: Tell
+    recipe: EngineRecipe, model: "ServedModel", examples: Sequence[Request], on_note: Notify, on_warning: Notify
 ) -> "StandaloneLatencies":
     """Return the standalone latencies of a request of each size, empty if SLOs do not need them."""
     measured: dict[Resolution, float] = {}

@@ -14,10 +14,10 @@ from ...editing.profile import PATTERN, EditProfile
 from ...scheduling.routers import PREDICTING_ROUTERS, check_router
 from ..step_file import load_step_file
 from ..step_latencies import measured_alone
-from .engine import EngineRecipe, Tell
+from .engine import EngineRecipe, Notify
 
 
-def load_book(recipe: EngineRecipe, router: str, edit_profile: Path | None, *, on_note: Tell) -> LoadBook:
+def load_book(recipe: EngineRecipe, router: str, edit_profile: Path | None, *, on_note: Notify) -> LoadBook:
     """Return the load book that chooses the replica of each request.
 
     Args:
@@ -48,14 +48,14 @@ def load_book(recipe: EngineRecipe, router: str, edit_profile: Path | None, *, o
         return book_of(share_of=None if templates is None else MaskShares(geometry, MASKED_UP_TO))
     steps = load_step_file(_table(recipe, router, on_note))
     if templates is None:
-        return book_of(predictor=steps.of(recipe.system.engine).told)
+        return book_of(predictor=steps.of(recipe.system.engine).policy_latency)
     profile = _edit_profile(recipe, router, edit_profile, on_note)
     edits = profiled_edits(profile, geometry)
-    told = steps.with_edits(profile).of(recipe.system.engine).told
-    return book_of(predictor=told, share_of=edits.share_of, edits=edits)
+    predictor = steps.with_edits(profile).of(recipe.system.engine).policy_latency
+    return book_of(predictor=predictor, share_of=edits.share_of, edits=edits)
 
 
-def _table(recipe: EngineRecipe, router: str, on_note: Tell) -> Path:
+def _table(recipe: EngineRecipe, router: str, on_note: Notify) -> Path:
     folder, engine = recipe.workspace.root / "tables", recipe.system.engine
     for path in recipe.workspace.newest_tables(TABLE_PATTERN):
         try:
@@ -73,7 +73,7 @@ def _table(recipe: EngineRecipe, router: str, on_note: Tell) -> Path:
     )
 
 
-def _edit_profile(recipe: EngineRecipe, router: str, given: Path | None, on_note: Tell) -> EditProfile:
+def _edit_profile(recipe: EngineRecipe, router: str, given: Path | None, on_note: Notify) -> EditProfile:
     assert recipe.templates is not None
     folder, keep = recipe.workspace.root / "tables", recipe.templates.keep
     for path in recipe.workspace.newest_tables(PATTERN) if given is None else [given]:

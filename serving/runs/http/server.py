@@ -12,7 +12,7 @@ from ....data.resolution import Resolution
 from ...core.step_row import StepRow
 from ...server.limits import Limits
 from ..step_latencies import MeasureLatencies
-from .engine import BuiltEngine, EngineRecipe, Tell, build_engine, build_for_replica, ignore
+from .engine import BuiltEngine, EngineRecipe, Notify, build_engine, build_for_replica, ignore
 
 if TYPE_CHECKING:
     from ...cluster.deployment import ReplicaPlan
@@ -76,8 +76,8 @@ def make_server(
     plan: "ReplicaPlan | None" = None,
     book: "LoadBook | None" = None,
     load: "Callable[[], ServedModel] | None" = None,
-    on_note: Tell = ignore,
-    on_warning: Tell = ignore,
+    on_note: Notify = ignore,
+    on_warning: Notify = ignore,
 ) -> ServerParts:
     """Assemble a server. Nothing is served yet; replicas are warm.
 

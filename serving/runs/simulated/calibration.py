@@ -128,7 +128,7 @@ def calibrate(
     # The requests that the model ran for; if there are none, a step lasts as long as the work of reuse.
     batches = [_batch(row.ran) for row in rows]
     changed = [each for run in runs for each in _changed(run)]
-    steady_s = np.array([steps.told.step_latency_s(batch) if batch else 0.0 for batch in batches])
+    steady_s = np.array([steps.policy_latency.step_latency_s(batch) if batch else 0.0 for batch in batches])
     extra_s = np.array([steps.extra_s(*each) if each[0] else 0.0 for each in zip(batches, changed, strict=True)])
     counts = np.array([len(batch) for batch in batches])
     is_reusing = np.array([row.computed is not None for row in rows], dtype=float)
@@ -154,7 +154,7 @@ def calibrate(
         fit = _fit(works, stage, np.array([[name == each for each in known] for name in names], dtype=float))
         shares[stage], alone[stage] = fit.lost, dict(zip(known, fit.weights.tolist(), strict=True))
     *scales, first_scale, aside_s = step.weights.tolist()
-    full_s = sum(steps.told.step_latency_s(_batch(row.resolutions)) for row in rows)
+    full_s = sum(steps.policy_latency.step_latency_s(_batch(row.resolutions)) for row in rows)
     ends = np.cumsum([len(run.steps) for run in runs])[:-1]
     parts = zip(np.split(measured_s, ends), np.split(step.fitted_s, ends), strict=True)
     return Calibration(
@@ -188,7 +188,7 @@ def _reuse(runs: Sequence[ServedRun], warmup_steps: int, aside_s: float) -> Reus
     return Reuse(warmup_steps, max(1.0, (took - always) / max(1, ran - always)), aside_s)
 
 
-class _Works(NamedTuple):
+class _StageIntervals(NamedTuple):
     """Work of the stages in a run, by stage: starts and ends in seconds, and the names of the resolutions."""
 
     starts: list[list[float]]
@@ -219,7 +219,9 @@ class _Fit(NamedTuple):
     fitted_s: np.ndarray
 
 
-def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: np.ndarray | None = None) -> _Fit:
+def _fit(
+    works: Sequence[_StageIntervals], stage: int, columns: np.ndarray, expected_s: np.ndarray | None = None
+) -> _Fit:
     """Fit durations of a stage to `columns` (n, k), its unweighted work, and to the overlap with other stages.
 
     Errors are relative to `expected_s`, because a millisecond matters more to a short step. If `expected_s` is given,
@@ -250,7 +252,7 @@ def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: n
     return _Fit(weights, tuple(slowdowns), columns @ weights + lost_s)
 
 
-def _works_of(run: ServedRun, between_s: float | None) -> _Works:
+def _works_of(run: ServedRun, between_s: float | None) -> _StageIntervals:
     """Return when the stages worked, step after step and request after request.
 
     Decoding starts when the request is denoised and the previous image is done. Where the stages work between steps, it
@@ -273,7 +275,7 @@ def _works_of(run: ServedRun, between_s: float | None) -> _Works:
     names = [[str(record.resolution) for record in each] for each in (records, done)]
     spans = prepare, step, decode
     starts, ends = ([[span[end] for span in each] for each in spans] for end in (0, 1))
-    return _Works(starts, ends, [names[0], [], names[1]])
+    return _StageIntervals(starts, ends, [names[0], [], names[1]])
 
 
 def _changed(run: ServedRun) -> list[set[Resolution]]:

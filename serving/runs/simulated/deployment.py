@@ -72,7 +72,7 @@ class SimulatedEngine:
     def standalone_s(self, request: Request) -> float:
         """Return the latency in seconds of a request that is served alone."""
         durations = self.durations
-        return standalone_latency_s(request, durations.steps.told, self.times, scale=durations.scale_of(1))
+        return standalone_latency_s(request, durations.steps.policy_latency, self.times, scale=durations.scale_of(1))
 
     def capacity(self, system: System, requests: Sequence[Request], max_batch_size: int, num_gpus: int = 1) -> float:
         """Return the requests per second that a system completes while such requests queue. Raises as `serve`."""
@@ -110,15 +110,15 @@ class SimulatedEngine:
             UsageError: the latencies do not cover a resolution, or there is no such router.
         """
         policy = get_policy(system.policy)
-        told = self.durations.steps.told
-        if policy.requires_predictor and not self.durations.is_as_told:
+        predictor = self.durations.steps.policy_latency
+        if policy.requires_predictor and not self.durations.is_as_profiled:
             # A calibration on a busy machine may exceed the range that a correction can learn.
-            told = OnlineCorrection(told, scale=bounded(self.told_scale), after_s=self.times.postprocess_s)
+            predictor = OnlineCorrection(predictor, scale=bounded(self.told_scale), after_s=self.times.postprocess_s)
         alone_s = {request.request_id: standalone_s(request) for request in requests}
         return simulate(
             list(map(system.adapt, requests)),
             policy,
-            told,
+            predictor,
             durations=self.durations,
             max_batch_size=max_batch_size,
             num_gpus=num_gpus,
@@ -134,7 +134,7 @@ class SimulatedEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class SimulatedDeployment:
     """Configuration that serves a simulated trace.
 
     Attributes:

@@ -30,7 +30,7 @@ from .deployment import SimulatedEngine
 CALIBRATION_FILE = "calibration.json"
 """File in a sweep's folder with the simulator's calibration by engine, fitted to real runs."""
 
-_Tell = Callable[[str], None]
+_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class EngineFiles:
         engine: EngineName,
         sizes: Sequence[Resolution],
         *,
-        on_note: _Tell,
-        on_warning: _Tell,
+        on_note: _Notify,
+        on_warning: _Notify,
     ) -> tuple[Self, Calibration | None]:
         """Return the files, with those of the workspace for step latencies and calibration, and the calibration.
 
@@ -111,8 +111,8 @@ class EngineFiles:
         calibrated: Calibration | None,
         edited: EditProfile | None,
         *,
-        on_note: _Tell,
-        on_warning: _Tell,
+        on_note: _Notify,
+        on_warning: _Notify,
     ) -> tuple[SimulatedEngine, SimulatedEngine | None]:
         """Return the engine of each GPU, and the plain engine of standalone latencies, None if there is no file of it.
 
@@ -163,7 +163,7 @@ def calibration_of(path: Path, engine: EngineName) -> Calibration:
 
 
 def newest_calibration(
-    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution], on_warning: _Tell
+    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution], on_warning: _Notify
 ) -> Path | None:
     """Return the newest `calibration.json` in a workspace that has an engine and whose table has these resolutions.
 
@@ -183,7 +183,7 @@ def newest_calibration(
 
 
 def plain_engine(
-    latency: Path | None, calibration: Path | None, times: StageTimes, *, on_warning: _Tell
+    latency: Path | None, calibration: Path | None, times: StageTimes, *, on_warning: _Notify
 ) -> SimulatedEngine | None:
     """Return the plain engine from a file of its step latencies, or else from a calibration; None if neither has it.
 

@@ -1,7 +1,7 @@
 """Searches that plan a deployment: the rate that GPUs sustain, and the GPUs that a rate needs. No torch.
 
 A search is only as accurate as the simulator. It therefore runs three times: once as simulated, and with steps as much
-faster and slower as runs on the engine were (`how_slow`).
+faster and slower as runs on the engine were (`duration_ratio_range`).
 """
 
 import json
@@ -17,7 +17,7 @@ from ....data.traces.traces import retime
 from ...options import EngineName
 from ...scheduling.systems import get_system
 from .calibration import Calibration
-from .deployment import Deployment
+from .deployment import SimulatedDeployment
 
 MAX_GPUS = 4096
 """Maximum number of GPUs that a search tries."""
@@ -41,7 +41,7 @@ class InfeasibleError(RunError):
 
 
 @dataclass(frozen=True, slots=True)
-class HowSlow:
+class DurationRatioRange:
     """Range of the ratio of the measured to the simulated duration of a run's steps.
 
     Attributes:
@@ -56,7 +56,7 @@ class HowSlow:
     source: str
 
 
-def how_slow(calibration: Calibration, engine: EngineName, file: Path) -> HowSlow | None:
+def duration_ratio_range(calibration: Calibration, engine: EngineName, file: Path) -> DurationRatioRange | None:
     """Return the range from the sweep that wrote a calibration file: from its comparison if it has one, otherwise from
     the calibration. None if neither has enough runs.
 
@@ -77,14 +77,14 @@ def how_slow(calibration: Calibration, engine: EngineName, file: Path) -> HowSlo
         return None
     # The interval for another run, not for the mean.
     middle, half = sum(interval) / 2, (interval[1] - interval[0]) / 2 * math.sqrt(len(ratios) + 1)
-    return HowSlow(max(middle - half, middle / 10), middle + half, len(ratios), source)
+    return DurationRatioRange(max(middle - half, middle / 10), middle + half, len(ratios), source)
 
 
 def with_error(
     found: SearchResult,
-    search: Callable[[Deployment], SearchResult],
-    deployment: Deployment,
-    error: HowSlow | None,
+    search: Callable[[SimulatedDeployment], SearchResult],
+    deployment: SimulatedDeployment,
+    error: DurationRatioRange | None,
     *,
     worst: float | None = None,
 ) -> Estimate:
@@ -118,7 +118,9 @@ def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
     return retime(requests, speed=rate * span_s / (len(requests) - 1), from_zero=True)
 
 
-def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Request]], target: float) -> SearchResult:
+def highest_rate(
+    deployment: SimulatedDeployment, trace_at: Callable[[float], Sequence[Request]], target: float
+) -> SearchResult:
     """Find the highest request rate at which the SLO attainment is at least `target`.
 
     The rate is doubled until it is too high and then bisected to 1 %. Attainment falls with the rate, but not strictly
@@ -159,7 +161,7 @@ def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Re
     return search.result(low)
 
 
-def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: float) -> SearchResult:
+def gpus_needed(deployment: SimulatedDeployment, requests: Sequence[Request], target: float) -> SearchResult:
     """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection. The
     deployment's own `num_gpus` is ignored.
 

@@ -29,7 +29,7 @@ from ..run_folder import WriteReport, write_run
 from ..step_latencies import edit_profile_for_simulation
 from ..trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_trace
 from .calibration import Calibration
-from .deployment import Deployment, OnFinish
+from .deployment import OnFinish, SimulatedDeployment
 from .files import EngineFiles
 from .planning import SearchResult, at_rate, gpus_needed, highest_rate, how_slow, with_error
 from .summary import simulation_summary
@@ -39,7 +39,7 @@ MAX_REPORTED = 20_000
 """Largest number of requests of a run that gets a report."""
 _UNLIMITED = ("poisson", "gamma", "diurnal")
 """Kinds of traces that have `DEFAULT_NUM_PROMPTS` requests unless something limits them."""
-_Tell = Callable[[str], None]
+_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SimulationPlan:
         request_rate: mean arrivals per second; None for 1 and, for a trace file, its own rate.
         files: files and times from which the engine is modelled.
         schedule: schedule of computed steps, for a system whose cache is a schedule.
-        slo_scale, gpus, router, max_batch_size: as in `Deployment`.
+        slo_scale, gpus, router, max_batch_size: as in `SimulatedDeployment`.
         speedups: source of the speed-ups of all GPUs together, for a system that spans them.
         slo_target: SLO attainment of a search; None to simulate the trace.
 
@@ -108,7 +108,7 @@ class SimulationPlan:
         return at_rate(requests, rate) if self.is_file and rate is not None else requests
 
     def ready(
-        self, *, read_speedups: Callable[[str], Speedups], on_note: _Tell, on_warning: _Tell
+        self, *, read_speedups: Callable[[str], Speedups], on_note: _Notify, on_warning: _Notify
     ) -> "ReadySimulation":
         """Draw the trace, find the files that the plan leaves to the workspace, and read all of them.
 
@@ -135,7 +135,7 @@ class SimulationPlan:
         served, alone = files.engines(
             self.system, self.max_batch_size, sizes, calibrated, edited, on_note=on_note, on_warning=on_warning
         )
-        deployment = Deployment(
+        deployment = SimulatedDeployment(
             self.system,
             served if self.schedule is None else replace(served, schedule=self.schedule),
             num_gpus=self.gpus,
@@ -189,12 +189,12 @@ class ReadySimulation:
     plan: SimulationPlan
     defaults: ModelDefaults
     requests: Sequence[Request]
-    deployment: Deployment
+    deployment: SimulatedDeployment
     calibrated: Calibration | None
 
     def run(self, *, write_report: WriteReport, on_finish: OnFinish = None) -> "SimulatedRun":
         """Serve the trace and write the results; up to `MAX_REPORTED` requests get a report. Raises OSError, or as
-        `Deployment.run`.
+        `SimulatedDeployment.run`.
         """
         plan, has_report = self.plan, len(self.requests) <= MAX_REPORTED
         promised, result = self.deployment.run(self.requests, keep_steps=True, on_finish=on_finish)
@@ -218,10 +218,10 @@ class ReadySimulation:
         plan, deployment, target = self.plan, self.deployment, self.plan.slo_target
         assert target is not None, "of a plan with a target"
 
-        def rate_of(deployment: Deployment) -> SearchResult:
+        def rate_of(deployment: SimulatedDeployment) -> SearchResult:
             return highest_rate(deployment, lambda rate: plan.trace_at(rate, self.defaults), target)
 
-        def gpus_of(deployment: Deployment) -> SearchResult:
+        def gpus_of(deployment: SimulatedDeployment) -> SearchResult:
             return gpus_needed(deployment, self.requests, target)
 
         rate = rate_of(deployment)

@@ -8,7 +8,7 @@ from ...core.metrics import summarize
 from ...simulator.simulator import SimulationResult
 from ..figures import run_figures
 from ..outside_profile import predictions_outside
-from .deployment import Deployment
+from .deployment import SimulatedDeployment
 
 
 def loop_figures(result: SimulationResult) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def loop_figures(result: SimulationResult) -> dict[str, Any]:
 
 
 def simulation_summary(
-    result: SimulationResult, deployment: Deployment, *, model: str, dataset: str, config: Mapping[str, Any]
+    result: SimulationResult, deployment: SimulatedDeployment, *, model: str, dataset: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the figures of a simulated run: those of a served run (`serving.core.metrics.summarize`), and those of its
     GPUs.

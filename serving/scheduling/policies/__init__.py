@@ -5,14 +5,14 @@ from .base import (
     ALL_IN_TIME,
     Decision,
     EndPredictor,
-    Lately,
     LearningPredictor,
     Policy,
+    RecentAttainment,
     Snapshot,
     StepLatencyPredictor,
+    admit_one_when_idle,
     check_decision,
     require_predictor,
-    tried_when_idle,
 )
 from .dropping import ContinuousDropPolicy, EdfDropPolicy
 from .fitting import EdfFittingPolicy, FairFittingPolicy
@@ -53,14 +53,14 @@ __all__ = [
     "POLICY_NAMES",
     "Decision",
     "EndPredictor",
-    "Lately",
     "LearningPredictor",
     "Policy",
+    "RecentAttainment",
     "Snapshot",
     "StepLatencyPredictor",
     "WaitingQueue",
+    "admit_one_when_idle",
     "check_decision",
     "get_policy",
     "require_predictor",
-    "tried_when_idle",
 ]

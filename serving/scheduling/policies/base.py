@@ -25,7 +25,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Lately:
+class RecentAttainment:
     """Recent SLO attainment of requests with a deadline.
 
     Attributes:
@@ -43,7 +43,7 @@ class Lately:
         return self.in_time * self.count / (self.count + late)
 
 
-ALL_IN_TIME = Lately()
+ALL_IN_TIME = RecentAttainment()
 
 
 class StepLatencyPredictor(Protocol):
@@ -106,7 +106,7 @@ class Snapshot:
         predictor: step latencies for policies that look ahead; the others ignore it.
         decoder_free_s: time at which the decoder will have finished its queue, on the clock of `now_s`; at most `now_s`
             if it is idle; infinity if it is busy and its end is not known.
-        lately: recent SLO attainment.
+        attainment: recent SLO attainment.
     """
 
     now_s: float
@@ -115,7 +115,7 @@ class Snapshot:
     max_batch_size: int
     predictor: StepLatencyPredictor | None = None
     decoder_free_s: float = 0.0
-    lately: Lately = ALL_IN_TIME
+    attainment: RecentAttainment = ALL_IN_TIME
 
     @property
     def num_free(self) -> int:
@@ -167,7 +167,7 @@ def require_predictor(policy: Policy, predictor: StepLatencyPredictor | None) ->
     return predictor
 
 
-def tried_when_idle(decision: Decision, snapshot: Snapshot) -> Decision:
+def admit_one_when_idle(decision: Decision, snapshot: Snapshot) -> Decision:
     """Return the decision of an idle engine, which never drops all waiting requests on a prediction alone.
 
     If the policy would drop all of them, the one with the latest deadline is admitted, unless that deadline has passed.

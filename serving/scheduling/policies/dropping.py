@@ -8,7 +8,7 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import ClassVar
 
-from .base import Decision, Lately
+from .base import Decision, RecentAttainment
 from .outlook import LookAheadPolicy, Outlook
 from .slack import TOO_LATE
 from .waiting import ByDeadline
@@ -17,13 +17,15 @@ from .waiting import ByDeadline
 def first_in_time(outlook: Outlook) -> list[int]:
     """Return, for the group of each kind, the index of the first request that would be in time if it ran alone."""
     now_s = outlook.now_s
-    return [bisect_left(group, (now_s + outlook.needs_alone_s(kind),)) for kind, group in enumerate(outlook.groups)]
+    return [
+        bisect_left(group, (now_s + outlook.alone_completion_s(kind),)) for kind, group in enumerate(outlook.groups)
+    ]
 
 
 class DroppingPolicy(LookAheadPolicy):
     """Fills places in an order of its own and discards requests that would be late even if they ran alone."""
 
-    def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
+    def choose(self, outlook: Outlook, num_free: int, attainment: RecentAttainment) -> Decision:
         """Admit the first of the requests that are not too late."""
         groups = list(zip(outlook.groups, first_in_time(outlook), strict=True))
         late = merge(*(group[:place] for group, place in groups))

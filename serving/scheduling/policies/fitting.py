@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import ClassVar, NamedTuple
 
 from ....data.resolution import Resolution
-from .base import Decision, Lately
+from .base import Decision, RecentAttainment
 from .dropping import first_in_time
 from .outlook import LookAheadPolicy, Outlook
 from .slack import TOO_LATE
@@ -62,12 +62,12 @@ class EdfFittingPolicy(LookAheadPolicy):
     is_fair: ClassVar[bool] = False
     name: ClassVar[str] = "edf-fitting"
 
-    def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
+    def choose(self, outlook: Outlook, num_free: int, attainment: RecentAttainment) -> Decision:
         """Admit the requests that fit."""
         firsts = first_in_time(outlook)
         places = list(firsts)
         longest_s = self._longest_step_s(outlook, firsts)
-        behind = lately.behind if self.is_fair else ()
+        behind = attainment.behind if self.is_fair else ()
         admit: list[int] = []
         while len(admit) < num_free and (found := self._next(outlook, places, longest_s, behind)) is not None:
             admit.append(found.request_id)
@@ -76,12 +76,12 @@ class EdfFittingPolicy(LookAheadPolicy):
             outlook.join(found.kind, found.deadline_s)
         grouped = zip(outlook.groups, firsts, strict=True)
         late = sorted((*one[:3], kind) for kind, (group, place) in enumerate(grouped) for one in group[:place])
-        kept = [one for one in late if one[0] - one[1] >= outlook.takes_alone_s(one[3])]
-        if lately.in_time_with(len(kept)) < self.light:
+        kept = [one for one in late if one[0] - one[1] >= outlook.alone_duration_s(one[3])]
+        if attainment.in_time_with(len(kept)) < self.light:
             kept = []
         if len(admit) + len(late) == sum(map(len, outlook.groups)):
             for deadline_s, _, request_id, kind in kept:
-                if len(admit) < num_free and self._bears(outlook, kind, longest_s):
+                if len(admit) < num_free and self._tolerates(outlook, kind, longest_s):
                     admit.append(request_id)
                     outlook.join(kind, deadline_s)
         waits = {one[2] for one in kept}
@@ -91,7 +91,7 @@ class EdfFittingPolicy(LookAheadPolicy):
         """Return the longest step, in seconds, that all kinds tolerate."""
         waiting = (group[place][3] for group, place in zip(outlook.groups, places, strict=True) if place < len(group))
         views = (view for view in (*outlook.active, *waiting) if view.deadline_s is not None)
-        return min((outlook.bears_step_s(view, self.share_of_slo) for view in views), default=math.inf)
+        return min((outlook.longest_step_s(view, self.share_of_slo) for view in views), default=math.inf)
 
     def _next(
         self, outlook: Outlook, places: Sequence[int], longest_s: float, behind: Collection[Resolution]
@@ -105,8 +105,8 @@ class EdfFittingPolicy(LookAheadPolicy):
             if places[kind] == len(group):
                 continue
             is_behind = group[places[kind]][3].resolution in behind
-            place = bisect_left(group, (outlook.now_s + outlook.needs_s(kind),), lo=places[kind])
-            if place < len(group) and self._bears(outlook, kind, longest_s):
+            place = bisect_left(group, (outlook.now_s + outlook.completion_s(kind),), lo=places[kind])
+            if place < len(group) and self._tolerates(outlook, kind, longest_s):
                 fitting.append(_Candidate(not is_behind, *group[place][:3], kind, place))
             elif is_behind:
                 is_held = True
@@ -126,7 +126,7 @@ class EdfFittingPolicy(LookAheadPolicy):
         return min(waited, default=None)
 
     @staticmethod
-    def _bears(outlook: Outlook, kind: int, longest_s: float) -> bool:
+    def _tolerates(outlook: Outlook, kind: int, longest_s: float) -> bool:
         """Return whether the batch tolerates one more request of a kind."""
         return not outlook.batch or (outlook.merged_s(kind) <= longest_s and not outlook.makes_late(kind))
 
@@ -134,8 +134,8 @@ class EdfFittingPolicy(LookAheadPolicy):
 class FairFittingPolicy(EdfFittingPolicy):
     """`EdfFittingPolicy` with fairness between resolutions.
 
-    If clearly fewer requests of one resolution than of all were recently in time (`Lately.behind`), the waiting
-    requests of that resolution go first, and no other request joins until they fit.
+    If clearly fewer requests of one resolution than of all were recently in time (`RecentAttainment.behind`), the
+    waiting requests of that resolution go first, and no other request joins until they fit.
     """
 
     is_fair: ClassVar[bool] = True

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from ....data.resolution import Resolution
 from ....data.work import Work
 from ...core.request_state import RequestView
-from .base import Decision, EndPredictor, Lately, Policy, Snapshot, StepLatencyPredictor, require_predictor
+from .base import Decision, EndPredictor, Policy, RecentAttainment, Snapshot, StepLatencyPredictor, require_predictor
 from .waiting import as_queue
 
 
@@ -102,7 +102,7 @@ class Outlook:
             self._merged_s[work] = self._predict(tuple(sorted((*self.batch, work)))) * longer
         return self._merged_s[work]
 
-    def needs_s(self, kind: int) -> float:
+    def completion_s(self, kind: int) -> float:
         """Return the seconds from now until a request of this kind has its image, if it joins now."""
         if kind not in self._ends_s:
             _, steps, decode_s, beyond_s, _ = self.kinds[kind]
@@ -110,18 +110,18 @@ class Outlook:
             self._ends_s[kind] = beyond_s + self._ends([*ahead, Run(steps, decode_s)], self.merged_s(kind))[-1]
         return self._ends_s[kind]
 
-    def takes_alone_s(self, kind: int, decoder_s: float = 0.0) -> float:
+    def alone_duration_s(self, kind: int, decoder_s: float = 0.0) -> float:
         """Return the seconds that a request of this kind takes on an idle machine whose decoder is free in `decoder_s`
         seconds.
         """
         _, steps, decode_s, beyond_s, _ = self.kinds[kind]
         return beyond_s + max(decoder_s, steps * self.alone_s(kind)) + decode_s
 
-    def needs_alone_s(self, kind: int) -> float:
+    def alone_completion_s(self, kind: int) -> float:
         """Return the seconds from now until a request of this kind would have its image with the batch to itself."""
-        return self.takes_alone_s(kind, self._decoder_s)
+        return self.alone_duration_s(kind, self._decoder_s)
 
-    def bears_step_s(self, view: RequestView, share: float) -> float:
+    def longest_step_s(self, view: RequestView, share: float) -> float:
         """Return the longest step, in seconds, with which a request ends within this share of the time between its
         arrival and its deadline; infinity if that time is too short even for the request alone.
         """
@@ -195,8 +195,8 @@ class LookAheadPolicy(Policy):
         predictor = require_predictor(self, snapshot.predictor)
         if not num_free or not snapshot.waiting:
             return Decision()
-        return self.choose(Outlook(snapshot, predictor, margin=self.margin), num_free, snapshot.lately)
+        return self.choose(Outlook(snapshot, predictor, margin=self.margin), num_free, snapshot.attainment)
 
     @abstractmethod
-    def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
+    def choose(self, outlook: Outlook, num_free: int, attainment: RecentAttainment) -> Decision:
         """Choose the requests that join, at most `num_free`, and the requests that are dropped."""

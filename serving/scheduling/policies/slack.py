@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Decision, Lately
+from .base import Decision, RecentAttainment
 from .outlook import LookAheadPolicy, Outlook
 
 TOO_LATE = "it could not meet its deadline even if it started at once"
@@ -60,7 +60,7 @@ class SlackPolicy(LookAheadPolicy):
 
     name: ClassVar[str] = "slack"
 
-    def choose(self, outlook: Outlook, num_free: int, lately: Lately) -> Decision:
+    def choose(self, outlook: Outlook, num_free: int, attainment: RecentAttainment) -> Decision:
         """Run the algorithm."""
         admit: list[int] = []
         drop: list[tuple[int, str]] = []
@@ -72,7 +72,7 @@ class SlackPolicy(LookAheadPolicy):
                 if places[kind] == len(group):
                     continue
                 deadline_s, arrival_s, request_id, _ = group[places[kind]]
-                left_s = deadline_s - outlook.now_s - outlook.needs_s(kind)
+                left_s = deadline_s - outlook.now_s - outlook.completion_s(kind)
                 score = (slack(left_s, outlook.kinds[kind].unit_s), arrival_s, request_id)
                 if least is None or score < least:
                     least, chosen, spare_s = score, kind, left_s

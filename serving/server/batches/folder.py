@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ....data.files import private_folder, put_aside, write_json
+from ....data.files import private_folder, quarantine, write_json
 from ....data.records import json_type
 from ..errors import ApiError
 from ..fields import shown
@@ -238,7 +238,7 @@ def _read(path: Path, kinds: Mapping[str, type], known_id: str | None = None) ->
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        put_aside(path, str(path), error)
+        quarantine(path, str(path), error)
         return None
     return content
 

@@ -102,7 +102,7 @@ def test_images_that_went_bad_since_are_named_counted_and_left_out(sample: Sampl
     bad = BadEntries(sample.name, 1)
     assert [image_id for image_id, _ in iter_images(sample, bad=bad)] == sorted(set(sample.ids) - {victim})
     assert len(bad) == 1
-    assert victim in bad.found[0]
+    assert victim in bad.problems[0]
 
 
 def test_reading_ahead_is_bounded_and_stops_with_its_taker():

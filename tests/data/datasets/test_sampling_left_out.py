@@ -117,7 +117,7 @@ def test_counting_bad_entries():
     bad.add("a", "x")
     bad.add("b", "y")
     bad.add("a", "again")
-    assert (len(bad), bad.found, bad.names) == (2, ("a: x", "b: y"), ("a", "b"))
+    assert (len(bad), bad.problems, bad.names) == (2, ("a: x", "b: y"), ("a", "b"))
     with pytest.raises(
         UsageError, match=r"^here: 3 bad entries so far, but at most 2 allowed \(--max-bad\); the first: a"
     ):

@@ -11,7 +11,7 @@ from patchedserve.data.resolution import parse_list
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.cache.bench import Arrivals, CacheBenchSettings, run_cache_bench
 from patchedserve.eval.cache.quality import QualityOptions
-from patchedserve.eval.cache.sides import Setting
+from patchedserve.eval.cache.sides import CacheSetting
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.serving.cache.options import CacheOptions
@@ -34,10 +34,10 @@ def bench_of(
     sizes = parse_list(",".join(SIZES))
     base: dict[str, Any] = {"patch_size": 4, "warmup_steps": 1}
     settings = [
-        Setting("never", "patch", CacheOptions("patch", 0.0, **base)),
-        Setting("always", "patch", CacheOptions("patch", 1e9, **base)),
-        Setting("interval", "interval", CacheOptions("interval", interval=2, **base)),
-        Setting("accumulated", "accumulated", CacheOptions("accumulated", 1e9, max_reuse=2, **base)),
+        CacheSetting("never", "patch", CacheOptions("patch", 0.0, **base)),
+        CacheSetting("always", "patch", CacheOptions("patch", 1e9, **base)),
+        CacheSetting("interval", "interval", CacheOptions("interval", interval=2, **base)),
+        CacheSetting("accumulated", "accumulated", CacheOptions("accumulated", 1e9, max_reuse=2, **base)),
     ]
     return run_cache_bench(
         model,
@@ -55,7 +55,7 @@ def bench_of(
 @pytest.mark.slow
 def test_bench_serves_requests_at_different_steps(tmp_path: Path) -> None:
     outcome = bench_of(model_of(tiny_sdxl(), tmp_path), tmp_path / "w", [(1, 2)], "staggered")
-    assert CacheBenchSettings(num_inference_steps=STEPS, arrivals="staggered").joins(3) == [0, 2, 4, 6, 8, 10]
+    assert CacheBenchSettings(num_inference_steps=STEPS, arrivals="staggered").join_steps(3) == [0, 2, 4, 6, 8, 10]
     [row] = outcome.result["rows"]
     rows = {side["label"]: side for side in row["sides"]}
     # As many again follow the first three, in both rounds.

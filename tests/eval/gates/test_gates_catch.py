@@ -13,7 +13,7 @@ import torch
 
 from patchedserve.data.datasets.base import BadEntries
 from patchedserve.data.resolution import parse_list
-from patchedserve.data.tables.block_facts import ModelFacts
+from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.eval.compare.run import Comparison, compare
 from patchedserve.eval.gates.file import read_gates
 from patchedserve.eval.gates.judging import Gate, judge, write_baseline
@@ -120,7 +120,7 @@ def draw_cached(name: str, folder: Path, threshold: float) -> Path:
 
 def draw_scheduled(name: str, folder: Path, computed: Sequence[int]) -> Path:
     model, file = loaded(name, PATCHED[name]), folder.with_suffix(".json")
-    facts = ModelFacts(name, model.fingerprint, type(model.pipe.scheduler).__name__)
+    facts = ProfiledModel(name, model.fingerprint, type(model.pipe.scheduler).__name__)
     CacheSchedule(facts, {STEPS: StepPlan(STEPS, tuple(computed))}).save(file)
     draw(name, folder, replace(PATCHED[name], cache=CacheOptions("schedule", schedule=file)))
     return folder

@@ -11,7 +11,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.eval.compare.comparison import Comparison
 from patchedserve.eval.report.gather import gather
 from patchedserve.eval.report.render import write_quality_report
-from patchedserve.eval.report.tables import Figure, tables_of
+from patchedserve.eval.report.tables import ReportFigure, tables_of
 from patchedserve.serving.cache.options import CacheOptions
 
 from ...support.report_cases import (
@@ -51,7 +51,7 @@ def test_each_cell_is_the_figure_that_was_measured(tmp_path: Path) -> None:
         ]
         assert table(tables, key).missing == {}
         cell = table(tables, key).rows[0]["ours"]
-        assert isinstance(cell, Figure)
+        assert isinstance(cell, ReportFigure)
         assert (cell.low, cell.high, cell.n) == (9.5, 11.5, 4)
         assert cell.judge is not None
         assert cell.judge.weights_sha256 == SHA["clip" if key == "clip_score" else "fid"]

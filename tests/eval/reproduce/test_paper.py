@@ -120,16 +120,16 @@ def test_an_old_file_is_read(tmp_path: Path) -> None:
 
 def test_what_is_reproduced_of_patchedserve() -> None:
     def keys(pipeline: str) -> list[str]:
-        return [each.key for each in PATCHEDSERVE.chosen((), (), pipeline)]
+        return [each.key for each in PATCHEDSERVE.select((), (), pipeline)]
 
     common = ["figure-4", "figure-5", "figure-11", "figure-14", "figure-15", "table-1", "table-2"]
     assert sorted(keys(SDXL)) == sorted([*common, "figure-12"])
     assert sorted(keys(SD3)) == sorted([*common, "figure-13"])
-    assert [each.key for each in PATCHEDSERVE.chosen((14, 4), (2,), SDXL)] == ["figure-4", "figure-14", "table-2"]
+    assert [each.key for each in PATCHEDSERVE.select((14, 4), (2,), SDXL)] == ["figure-4", "figure-14", "table-2"]
     with pytest.raises(UsageError, match="--table is 3, but it must be one of 1, 2"):
-        PATCHEDSERVE.chosen((), (3,), SDXL)
+        PATCHEDSERVE.select((), (3,), SDXL)
     with pytest.raises(UsageError, match=f"--figure 13 is of models with a {SD3}, but the model has a {SDXL}"):
-        PATCHEDSERVE.chosen((13,), (), SDXL)
+        PATCHEDSERVE.select((13,), (), SDXL)
 
 
 def test_a_picture_is_drawn_in_the_colours_of_all() -> None:

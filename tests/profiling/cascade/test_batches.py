@@ -3,7 +3,7 @@
 import pytest
 
 from patchedserve.data.resolution import Resolution
-from patchedserve.profiling.cascade.batches import MOST_STEPS, measure_batches
+from patchedserve.profiling.cascade.batches import MAX_STEPS, measure_batches
 
 from ...support.family_kit import served
 from ...support.tiny_models import tiny_sd
@@ -22,11 +22,11 @@ def test_batches_alone_and_in_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> 
     assert min(times.prepare_s, times.step_s, times.postprocess_s, times.throughput) > 0
     # Of many steps only the first are taken, and the others are as long.
     prepared.clear()
-    long = measure_batches(model, size, 1, 10 * MOST_STEPS)
-    assert {request.num_inference_steps for request in prepared} == {MOST_STEPS}
+    long = measure_batches(model, size, 1, 10 * MAX_STEPS)
+    assert {request.num_inference_steps for request in prepared} == {MAX_STEPS}
     assert len(prepared) == 12 + 4
-    assert long.latency_s > 9 * MOST_STEPS * long.step_s
-    assert long.throughput < 1 / (9 * MOST_STEPS * long.step_s)
+    assert long.latency_s > 9 * MAX_STEPS * long.step_s
+    assert long.throughput < 1 / (9 * MAX_STEPS * long.step_s)
 
 
 @pytest.mark.exhaustive
@@ -35,9 +35,9 @@ def test_batches_that_start_from_images(monkeypatch: pytest.MonkeyPatch) -> None
     prepared = []
     prepare = model.prepare
     monkeypatch.setattr(model, "prepare", lambda request: (prepared.append(request), prepare(request))[1])
-    times = measure_batches(model, size, 1, 10 * MOST_STEPS, strength=0.5)
-    assert {request.num_steps for request in prepared} == {MOST_STEPS}
+    times = measure_batches(model, size, 1, 10 * MAX_STEPS, strength=0.5)
+    assert {request.num_steps for request in prepared} == {MAX_STEPS}
     assert {request.edit.strength for request in prepared if request.edit is not None} == {0.5}
     assert len(prepared) == 12 + 4
     # Half of the steps, of which all but the first are as long as these.
-    assert 4 * MOST_STEPS * times.step_s < times.latency_s < 8 * MOST_STEPS * times.step_s
+    assert 4 * MAX_STEPS * times.step_s < times.latency_s < 8 * MAX_STEPS * times.step_s

@@ -23,7 +23,7 @@ from patchedserve.profiling.steps.combinations import (
     single_combinations,
     stratified_combinations,
 )
-from patchedserve.profiling.steps.sides import EngineSide, RequestPool
+from patchedserve.profiling.steps.sides import RequestPool, StepperSide
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
@@ -55,7 +55,7 @@ def test_both_engines_take_the_same_steps(sdxl: ServedModel) -> None:
     combination = stratified_combinations(SIZES, 12, 4, seed=0)[-1]
     sides = []
     for model in (sdxl, plain_model):
-        side = EngineSide(model.stepper, RequestPool(model).take(combination))
+        side = StepperSide(model.stepper, RequestPool(model).take(combination))
         for _ in range(2):  # the second time, all start from where they did the first time
             side.begin()
             for _ in range(3):

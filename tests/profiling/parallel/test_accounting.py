@@ -5,15 +5,15 @@ import pytest
 from patchedserve.data.models.published import published_config
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.tables.published import printed_figures
-from patchedserve.profiling.parallel.accounting import Figure, account, figures_tables
-from patchedserve.profiling.parallel.plan import Plan
+from patchedserve.profiling.parallel.accounting import AccountedFigure, account, figures_tables
+from patchedserve.profiling.parallel.plan import AccountingPlan
 from patchedserve.serving.parallel.cost import Cost
 from patchedserve.serving.parallel.latency_model import Link
 
 
-def accounted(link: Link, *, is_paper_model: bool) -> list[Figure]:
+def accounted(link: Link, *, is_paper_model: bool) -> list[AccountedFigure]:
     cost = Cost.of(published_config("sdxl"))
-    plan = Plan(cost, 77, parse_list("1024,1280x1920,2048,3840"), (2, 4, 8), link, is_paper_model)
+    plan = AccountingPlan(cost, 77, parse_list("1024,1280x1920,2048,3840"), (2, 4, 8), link, is_paper_model)
     return account(plan, {call: cost.macs(call) for call in plan.calls()})
 
 

@@ -20,9 +20,9 @@ from patchedserve.profiling.steps.sides import (
     COMPILED,
     EAGER,
     GRAPHS,
-    EngineSide,
     OneByOne,
     RequestPool,
+    StepperSide,
     efforts_of,
     plain_models,
     plain_side,
@@ -69,7 +69,7 @@ def test_all_sides_take_the_same_steps(make: Callable[[], Any]) -> None:
         *(plain_side(model, each, requests) for each in forms.values()),
     ]
     assert len(plain) == (3 if make is tiny_sd3 else 4)
-    patched = EngineSide(model.stepper, requests)
+    patched = StepperSide(model.stepper, requests)
     for side in (*plain, patched):
         side.begin()
         for _ in range(3):
@@ -191,7 +191,7 @@ def test_every_side_runs_with_every_effort(tmp_path: Path) -> None:
         lane.side.begin()
         for _ in range(3):
             lane.side.step()
-        assert isinstance(lane.side, EngineSide | OneByOne)
+        assert isinstance(lane.side, StepperSide | OneByOne)
         ends[contender] = latents_of(lane.side)
     expected = [steps_by_diffusers(model, each, 3) for each in RequestPool(model).take(squares(1, 2, 0))]
     for contender, latents in ends.items():

@@ -11,7 +11,7 @@ from PIL import Image
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.report.table import to_rich
 from patchedserve.profiling.report.tables import breakdown_tables
-from patchedserve.profiling.steps.attribution import CATEGORIES, Kernel, Span, attribute
+from patchedserve.profiling.steps.attribution import CATEGORIES, HostSpan, Kernel, attribute
 from patchedserve.profiling.steps.bench import run_bench
 from patchedserve.profiling.steps.breakdown import BREAKDOWN
 from patchedserve.psctl.output import Output
@@ -54,25 +54,25 @@ def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pyte
 
 def test_attribution_takes_the_innermost_that_says_what_it_does() -> None:
     spans = [
-        Span("psctl:step patched", 0, 100),
-        Span("aten::index_select", 1, 3),  # outside the model: guidance
-        Span("psctl:model", 10, 90),
-        Span("aten::add", 10, 12),
-        Span("psctl:convolution", 20, 50),
-        Span("aten::index_select", 21, 25),
-        Span("aten::linear", 25, 45),  # stitched taps are convolved by a product
-        Span("aten::addmm", 26, 44),
-        Span("aten::copy_", 30, 32),
-        Span("aten::view", 45, 46),
-        Span("psctl:group_norm", 50, 60),
-        Span("aten::to", 50, 54),  # a conversion, not a move
-        Span("aten::copy_", 51, 53),
-        Span("psctl:attention", 60, 80),
-        Span("aten::scaled_dot_product_attention", 60, 66),
-        Span("aten::copy_", 62, 63),
-        Span("psctl:linear", 66, 75),
-        Span("aten::linear", 67, 74),
-        Span("aten::cat", 75, 79),
+        HostSpan("psctl:step patched", 0, 100),
+        HostSpan("aten::index_select", 1, 3),  # outside the model: guidance
+        HostSpan("psctl:model", 10, 90),
+        HostSpan("aten::add", 10, 12),
+        HostSpan("psctl:convolution", 20, 50),
+        HostSpan("aten::index_select", 21, 25),
+        HostSpan("aten::linear", 25, 45),  # stitched taps are convolved by a product
+        HostSpan("aten::addmm", 26, 44),
+        HostSpan("aten::copy_", 30, 32),
+        HostSpan("aten::view", 45, 46),
+        HostSpan("psctl:group_norm", 50, 60),
+        HostSpan("aten::to", 50, 54),  # a conversion, not a move
+        HostSpan("aten::copy_", 51, 53),
+        HostSpan("psctl:attention", 60, 80),
+        HostSpan("aten::scaled_dot_product_attention", 60, 66),
+        HostSpan("aten::copy_", 62, 63),
+        HostSpan("psctl:linear", 66, 75),
+        HostSpan("aten::linear", 67, 74),
+        HostSpan("aten::cat", 75, 79),
     ]
     us = attribute(reversed(spans))
     assert us == {
@@ -90,11 +90,11 @@ def test_attribution_takes_the_innermost_that_says_what_it_does() -> None:
 
 def test_attribution_of_kernels_goes_by_their_launch() -> None:
     spans = [
-        Span("psctl:step patched", 0, 100),
-        Span("psctl:model", 10, 90),
-        Span("psctl:convolution", 20, 50),
-        Span("aten::conv2d", 30, 40),
-        Span("psctl:group_norm", 50, 60),
+        HostSpan("psctl:step patched", 0, 100),
+        HostSpan("psctl:model", 10, 90),
+        HostSpan("psctl:convolution", 20, 50),
+        HostSpan("aten::conv2d", 30, 40),
+        HostSpan("psctl:group_norm", 50, 60),
     ]
     kernels = [
         Kernel("nchwToNhwcKernel", 35, 7),

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from patchedserve.profiling.steps.lanes import operations_of
 from patchedserve.profiling.steps.matrix_peak import count_operations, matrix_peak
-from patchedserve.profiling.steps.sides import EngineSide, OneByOne, RequestPool, plain_models, plain_side
+from patchedserve.profiling.steps.sides import OneByOne, RequestPool, StepperSide, plain_models, plain_side
 from patchedserve.serving.models.build import build_model
 
 from ...support.bench_cases import squares
@@ -41,7 +41,7 @@ def test_all_sides_of_a_unet_do_the_same_operations() -> None:
     batched = operations_of(plain_side(model, models, requests))
     assert operations_of(OneByOne(model, models, requests)) == batched > 1e6
     # Text keys and values, and embeddings of time steps for every row only, are left out.
-    patched = operations_of(EngineSide(model.stepper, requests))
+    patched = operations_of(StepperSide(model.stepper, requests))
     assert 0.85 * batched < patched <= batched
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from patchedserve.data.statistics import wilson_interval
 from patchedserve.profiling.sweep.figures import FinishedRun, agreement, point_figures, sweep_figures
-from patchedserve.profiling.sweep.held import HeldRate, best_held, held_rate, ratio, share_interval
+from patchedserve.profiling.sweep.held import SustainedRate, best_sustained, ratio, share_interval, sustained_rate
 from patchedserve.profiling.sweep.report import band_of, tables_of
 
 
@@ -71,16 +71,16 @@ def test_held_rates() -> None:
     shares = {2.0: 0.98, 1.0: 1.0, 3.0: 0.90, 4.0: 0.99}
     # From 98 % at 2 to 90 % at 3: 95 % at 2.375. That 4 is better again does not count.
     for attainment, rate in ((0.95, 2.375), (0.99, 1.5)):
-        held = held_rate(shares, attainment)
+        held = sustained_rate(shares, attainment)
         assert held.where == "between"
         assert held.rate == pytest.approx(rate)
-    assert held_rate(shares, 0.90) == HeldRate("beyond", 4.0)
-    assert held_rate({1.0: 0.5, 2.0: 0.99}, 0.9) == HeldRate("below", 1.0)
+    assert sustained_rate(shares, 0.90) == SustainedRate("beyond", 4.0)
+    assert sustained_rate({1.0: 0.5, 2.0: 0.99}, 0.9) == SustainedRate("below", 1.0)
     # Held exactly at the last measured rate before it falls.
-    assert held_rate({1.0: 0.95, 2.0: 0.0}, 0.95) == HeldRate("between", 1.0)
-    assert held_rate({1.0: 1.0}, 0.95) == HeldRate("beyond", 1.0)
+    assert sustained_rate({1.0: 0.95, 2.0: 0.0}, 0.95) == SustainedRate("between", 1.0)
+    assert sustained_rate({1.0: 1.0}, 0.95) == SustainedRate("beyond", 1.0)
     with pytest.raises(ValueError, match="no rate"):
-        held_rate({}, 0.9)
+        sustained_rate({}, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_held_rates() -> None:
     ],
 )
 def test_ratios_say_when_they_are_bounds(mine: Any, base: Any, kind: str, value: float | None) -> None:
-    assert ratio(HeldRate(*mine), HeldRate(*base)) == {"value": value, "kind": kind}
+    assert ratio(SustainedRate(*mine), SustainedRate(*base)) == {"value": value, "kind": kind}
 
 
 def test_best_of_the_baselines() -> None:
-    low, middle, far = HeldRate("below", 1.0), HeldRate("between", 3.0), HeldRate("beyond", 2.0)
-    assert best_held([low, middle, far]) == far
-    assert best_held([low, HeldRate("between", 1.5), middle]) == middle
+    low, middle, far = SustainedRate("below", 1.0), SustainedRate("between", 3.0), SustainedRate("beyond", 2.0)
+    assert best_sustained([low, middle, far]) == far
+    assert best_sustained([low, SustainedRate("between", 1.5), middle]) == middle
 
 
 def test_a_sweep() -> None:

@@ -13,7 +13,7 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.profiling.sweep.runner import run_sweep
-from patchedserve.profiling.sweep.settings import Served, SweepFolder, SweepSettings, read_head
+from patchedserve.profiling.sweep.settings import SweepFolder, SweepRunResult, SweepSettings, read_head
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.runs.trace_settings import TraceSettings
 from patchedserve.serving.scheduling.systems import System
@@ -31,18 +31,20 @@ class Stop:
         self.after, self.by_signal = after, by_signal
         self.served: list[tuple[str, int]] = []
 
-    def run(self, system: System, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
+    def run(
+        self, system: System, requests: Sequence[Request], standalone_s: Callable[[Request], float]
+    ) -> SweepRunResult:
         from patchedserve.serving.core.request_state import RequestRecord
 
         if len(self.served) == self.after:
             if self.by_signal:
                 raise KeyboardInterrupt
-            return Served([], 1.0, {}, was_interrupted=True)
+            return SweepRunResult([], 1.0, {}, was_interrupted=True)
         self.served.append((system.name, len(requests)))
         records = [RequestRecord.of(request) for request in requests]
         for record in records:
             record.close("completed", record.arrival_s + 1.0)
-        return Served(records, 10.0, {"note": 1})
+        return SweepRunResult(records, 10.0, {"note": 1})
 
 
 @pytest.mark.parametrize("by_signal", [True, False])
@@ -122,7 +124,7 @@ def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
         else:
             record.close("discarded", index + 1.0, "too late" if index % 8 else None)
         records.append(record)
-    folder.save("simulator", "patchedserve", 1.0, 0, Served(records, 20_001.0, {"note": 1}))
+    folder.save("simulator", "patchedserve", 1.0, 0, SweepRunResult(records, 20_001.0, {"note": 1}))
     tracemalloc.start()
     (run,) = folder.finished(wanted)
     peak = tracemalloc.get_traced_memory()[1]

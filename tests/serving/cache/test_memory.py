@@ -41,13 +41,13 @@ def test_operators_keep_what_they_read_from_the_first_mask_on() -> None:
     for memory_mb in (2048, 2):
         options = replace(OPTIONS, memory_mb=memory_mb)
         model, patched, cache = cached_model("sdxl", "image", rule, options)
-        cache.wants_masks[:] = [False] * len(cache.names)
+        cache.uses_masks[:] = [False] * len(cache.names)
         rows = draw_rows(model, [(32, 32)] * 4)
         begin(patched, rows)
         rule.is_on = False
         expected = step(patched, rows, [3] * 4)
         outputs_only = cache.num_bytes
-        assert not any(kept.num_bytes for block in cache._kept for kept in block)
+        assert not any(kept.num_bytes for block in cache._input_buffers for kept in block)
         rule.is_on = True
         for done, is_masked in ((4, False), (5, memory_mb == 2048), (6, memory_mb == 2048)):
             before = cache.stats.masked
@@ -91,5 +91,5 @@ def test_the_bound_counts_what_the_batch_needs_and_all_that_is_held() -> None:
     for block, bytes_per_cell in needed[1].items():
         assert bytes_per_cell == pytest.approx(needed[0][block], rel=0.2)
     buffer = SlotBuffer(lambda *_: pytest.fail("nothing is placed"))
-    buffer.keep(torch.zeros(10, 3, 4)[:, 1:], cache.tables, 0)
+    buffer.store(torch.zeros(10, 3, 4)[:, 1:], cache.tables, 0)
     assert buffer.num_bytes == 10 * 3 * 4 * 4  # a view holds all of its storage

@@ -28,8 +28,8 @@ def test_what_decides_is_said(options: CacheOptions, words: str) -> None:
 )
 def test_a_grain_says_what_is_reused_as_one(grain: Any, of_step: float | None, of_block: float) -> None:
     asked, limited = CacheOptions("patch", grain=grain), CacheOptions("patch", 0.1, grain=grain)
-    assert asked.own_full_above(tells_of_steps=True) == of_step
-    assert limited.own_full_above(tells_of_steps=False) == of_block
+    assert asked.resolve_full_above(reuses_whole_steps=True) == of_step
+    assert limited.resolve_full_above(reuses_whole_steps=False) == of_block
     # Sets of images are found by what decides, whatever it is called.
     assert asked.identity() == CacheOptions("patch", full_above=of_step).identity()
     assert limited.identity() == CacheOptions("patch", 0.1, full_above=of_block).identity()

@@ -13,7 +13,7 @@ from torch import Tensor
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.cache.options import CacheOptions, default_patch_size
 from patchedserve.serving.cache.patch_batch import CachedRequest
-from patchedserve.serving.cache.patch_cache import Decision, PatchCache
+from patchedserve.serving.cache.patch_cache import PatchCache, ReuseDecision
 from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView, ReuseRule
 from patchedserve.serving.families.table import FAMILIES
 from patchedserve.serving.patched.patched_model import PatchedModel
@@ -305,7 +305,7 @@ def test_a_decision_says_which_of_three_things_is_done() -> None:
         cache.begin_step([4] * len(rows))
         found.append(cache.decide(0, inputs))
     whole, masked, skipped = found
-    assert (whole, skipped) == (Decision("whole"), Decision("skipped"))
+    assert (whole, skipped) == (ReuseDecision("whole"), ReuseDecision("skipped"))
     assert masked.kind == "masked"
     assert masked.active is not None
     assert 0 < len(masked.active) < cache.tables.num_cells

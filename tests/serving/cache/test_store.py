@@ -51,7 +51,7 @@ class Spy(InputThreshold):
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
 def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes are told from the blocks that have run, the same as from all inputs, while requests join and leave."""
-    rule, ask, num_compared, looked = Spy(), PatchCache._ask, 0, 0
+    rule, ask, num_compared, looked = Spy(), PatchCache._apply_rule, 0, 0
 
     def compared(self: PatchCache, block: int, inputs: tuple[Tensor, ...], must: Booleans) -> Booleans:
         nonlocal num_compared
@@ -70,7 +70,7 @@ def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch
         looked += len(arguments) == 2  # of all cells
         return sampled(*arguments)
 
-    monkeypatch.setattr(PatchCache, "_ask", compared)
+    monkeypatch.setattr(PatchCache, "_apply_rule", compared)
     monkeypatch.setattr("patchedserve.serving.cache.store.sampled", counted)
     model, patched, cache = cached_model(name, "image", rule)
     num_inputs = 0

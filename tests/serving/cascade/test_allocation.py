@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
-from patchedserve.serving.cascade.allocators import Cluster, Seen, Shared
+from patchedserve.serving.cascade.allocators import Cluster, Observations, Shared
 from patchedserve.serving.cascade.deferral import deferral_curve
 from patchedserve.serving.cascade.enumeration import enumerate_plan
 from patchedserve.serving.cascade.milp import Milp
-from patchedserve.serving.cascade.problem import DeferralCurve, ModelTimes, Plan, Problem, waiting_s
+from patchedserve.serving.cascade.problem import AllocationPlan, DeferralCurve, ModelTimes, Problem, waiting_s
 from patchedserve.serving.cascade.systems import CascadeKnobs
 
 from ...support.machine_speed import reference_s, slowness
@@ -108,7 +108,7 @@ def test_both_solvers_find_what_trying_everything_finds() -> None:
     assert min(seen["light-only"], seen["overloaded"], seen["without-queues"], seen["plateau"]) >= 5
 
 
-def check(problem: Problem, plan: Plan) -> None:
+def check(problem: Problem, plan: AllocationPlan) -> None:
     """Equations 1 to 4."""
     assert plan.num_light + plan.num_heavy == problem.num_workers
     assert plan.threshold is not None
@@ -173,17 +173,19 @@ def example(**changes: object) -> Problem:
 
 def test_by_hand() -> None:
     # 21 requests a second take 2 light workers at batches of 2; 6 heavy ones draw 9 a second, or 42.8 %.
-    assert enumerate_plan(example()) == Plan(2, 6, 2, 2, 0.75, 0.2)
+    assert enumerate_plan(example()) == AllocationPlan(2, 6, 2, 2, 0.75, 0.2)
     # Of batches of 1, 3 and 5 workers are enough as well; where there are 3 light ones, none has to switch.
-    assert enumerate_plan(example(light_workers=3)) == Plan(3, 5, 1, 2, 0.75, 0.2)
-    assert enumerate_plan(example(demand=0.0)) == Plan(1, 7, 1, 2, 1.0, 0.9)
-    assert enumerate_plan(example(heavy_wait_s=1.9)) == Plan(3, 5, 1, 1, 0.75, 0.2)
-    assert enumerate_plan(example(heavy_wait_s=5.0)) == Plan(3, 5, 1, 0, 0.0, 0.0)
-    assert enumerate_plan(example(light_wait_s=5.0)) == Plan(2, 6, 2, 2, 0.75, 0.2, "without-queues")
-    assert enumerate_plan(example(demand=200.0)) == Plan(8, 0, 2, 0, 0.0, 0.0, "light-only")
-    assert enumerate_plan(example(slos_s={"a": 0.12}, demand=200.0)) == Plan(8, 0, 1, 0, 0.0, 0.0, "light-only")
-    assert enumerate_plan(example(slos_s={"a": 0.05})) == Plan(8, 0, 2, 0, 0.0, 0.0, "overloaded")
-    assert enumerate_plan(example(num_workers=1, demand=1.0)) == Plan(1, 0, 1, 0, 0.0, 0.0)
+    assert enumerate_plan(example(light_workers=3)) == AllocationPlan(3, 5, 1, 2, 0.75, 0.2)
+    assert enumerate_plan(example(demand=0.0)) == AllocationPlan(1, 7, 1, 2, 1.0, 0.9)
+    assert enumerate_plan(example(heavy_wait_s=1.9)) == AllocationPlan(3, 5, 1, 1, 0.75, 0.2)
+    assert enumerate_plan(example(heavy_wait_s=5.0)) == AllocationPlan(3, 5, 1, 0, 0.0, 0.0)
+    assert enumerate_plan(example(light_wait_s=5.0)) == AllocationPlan(2, 6, 2, 2, 0.75, 0.2, "without-queues")
+    assert enumerate_plan(example(demand=200.0)) == AllocationPlan(8, 0, 2, 0, 0.0, 0.0, "light-only")
+    assert enumerate_plan(example(slos_s={"a": 0.12}, demand=200.0)) == AllocationPlan(
+        8, 0, 1, 0, 0.0, 0.0, "light-only"
+    )
+    assert enumerate_plan(example(slos_s={"a": 0.05})) == AllocationPlan(8, 0, 2, 0, 0.0, 0.0, "overloaded")
+    assert enumerate_plan(example(num_workers=1, demand=1.0)) == AllocationPlan(1, 0, 1, 0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_shared_workers_have_the_largest_threshold_that_there_is_room_for() -> N
         light, heavy = (_first(times, count) for times in (problem.light, problem.heavy))
         cluster = Cluster(problem.num_workers, light, heavy, dict(problem.slos_s))
         waiting, arrivals = chance.choice((0, 0, 3)), chance.uniform(0.1, 10)
-        plan = Shared(cluster)(Seen(problem.demand, problem.curve, waiting, 0.0, arrivals, 0.0))
+        plan = Shared(cluster)(Observations(problem.demand, problem.curve, waiting, 0.0, arrivals, 0.0))
         seen[plan.status] += 1
         assert (plan.num_light, plan.num_heavy, plan.light_batch) == (problem.num_workers,) * 2 + (plan.heavy_batch,)
         wanted = {}

@@ -23,7 +23,7 @@ from patchedserve.data.errors import RunError
 from patchedserve.data.requests import Request, TracedEdit
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade import cluster, worker
-from patchedserve.serving.cascade.allocators import Seen
+from patchedserve.serving.cascade.allocators import Observations
 from patchedserve.serving.cascade.backend import CascadeBackend, CascadeSetup
 from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.cluster import CascadeCluster, ProcessWorker, TraceSource, settings_for
@@ -31,7 +31,7 @@ from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.dispatcher import Dispatcher
 from patchedserve.serving.cascade.leg_model import LegModel
 from patchedserve.serving.cascade.legs import LEGS, Leg
-from patchedserve.serving.cascade.problem import ModelTimes, Plan
+from patchedserve.serving.cascade.problem import AllocationPlan, ModelTimes
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.worker import WorkerSettings, image_file, run_worker
 from patchedserve.serving.core.request_state import RequestRecord
@@ -55,7 +55,7 @@ SIZE = Resolution(64, 64)
 STEPS: dict[Leg, int] = {"light": 2, "heavy": 6}
 TIMES = ModelTimes((1, 2, 4), (5.0, 6.0, 7.0), {str(SIZE): (0.01, 0.01, 0.01)})
 MODELS: dict[Leg, LegModel] = {leg: LegModel(steps, 3.0, TIMES) for leg, steps in STEPS.items()}
-BOTH, LIGHT_ONLY = Plan(1, 1, 4, 2, 0.5, 0.5), Plan(2, 0, 4, 0, 0.0, 0.0)
+BOTH, LIGHT_ONLY = AllocationPlan(1, 1, 4, 2, 0.5, 0.5), AllocationPlan(2, 0, 4, 0, 0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +79,13 @@ def trace(count: int, over_s: float) -> list[Request]:
     ]
 
 
-def dispatcher(plans: list[Plan], models: Mapping[Leg, LegModel] = MODELS) -> Dispatcher:
+def dispatcher(plans: list[AllocationPlan], models: Mapping[Leg, LegModel] = MODELS) -> Dispatcher:
     """Each plan holds for a period, the last one from then on; with a worker less the first."""
-    made: list[Plan] = []
+    made: list[AllocationPlan] = []
 
-    def allocate(seen: Seen) -> Plan:
-        if seen.num_workers == 1:
-            return Plan(1, 0, 4, 0, 0.0, 0.0)
+    def allocate(observed: Observations) -> AllocationPlan:
+        if observed.num_workers == 1:
+            return AllocationPlan(1, 0, 4, 0, 0.0, 0.0)
         made.append(plans[min(len(made), len(plans) - 1)])
         return made[-1]
 
@@ -153,7 +153,7 @@ def check_images(template: WorkerSettings, requests: list[Request], leg: Leg) ->
 def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSettings) -> None:
     requests = trace(36, 13.0)
     threshold, confidences = median_threshold(template, requests)
-    plans = [Plan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, Plan(1, 1, 4, 2, threshold, 0.5)]
+    plans = [AllocationPlan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, AllocationPlan(1, 1, 4, 2, threshold, 0.5)]
     workers = CascadeCluster(settings_for(template, 2, 2), one := dispatcher(plans))
     parents: list[int] = []
     mapped: list[str] = []
@@ -183,7 +183,7 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
 def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(template: WorkerSettings) -> None:
     requests = [replace(request, arrival_s=0.0) for request in trace(16, 1.0)]
     threshold, _ = median_threshold(template, requests)
-    sharing = dispatcher([Plan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
+    sharing = dispatcher([AllocationPlan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
     result = CascadeCluster(settings_for(template, 1, 2), sharing).run(FewAtOnce(requests, sharing))
     # Of the very images: in mixed batches one value of one may differ by a level, and this judge is a sharp one.
     judge, confidences = load_discriminator(template.discriminator), dict[int, float]()
@@ -214,13 +214,13 @@ def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
     models: dict[Leg, LegModel] = {**MODELS, "heavy": replace(MODELS["heavy"], strength=0.5)}
     template = replace(template, models=models)
     requests = trace(8, 2.0)
-    all_deferred = dispatcher([Plan(1, 1, 4, 2, 1.0, 1.0)], models)
+    all_deferred = dispatcher([AllocationPlan(1, 1, 4, 2, 1.0, 1.0)], models)
     result = CascadeCluster(settings_for(template, 2, 2), all_deferred).run(TraceSource(requests))
     assert result.sides() == dict.fromkeys(range(8), "reused")
     edits = []
     for request in requests:
         with Image.open(image_file(template, request.request_id, "light")) as file:
-            edits.append(replace(request, edit=EditSpec.of_all(np.asarray(file), 0.5)))
+            edits.append(replace(request, edit=EditSpec.of_whole_image(np.asarray(file), 0.5)))
     check_images(template, edits, "heavy")
     alone, again = (drawn(template, each[:1], "heavy")[0] for each in (requests, edits))
     assert np.abs(np.asarray(alone, dtype=int) - np.asarray(again, dtype=int)).max() > 10, "noise alone gives another"
@@ -239,7 +239,7 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
     threshold, confidences = median_threshold(template, requests)
     notes: list[str] = []
     begun_s = time.monotonic()
-    one = dispatcher([Plan(1, 1, 4, 2, threshold, 0.5)])
+    one = dispatcher([AllocationPlan(1, 1, 4, 2, threshold, 0.5)])
     workers = CascadeCluster(settings_for(template, 2, 2), one, on_note=notes.append)
 
     def kill_later() -> None:
@@ -248,7 +248,7 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
 
         def kill() -> None:
             # In the middle of its work: it has ended some, and has others.
-            until(lambda: len(one.result.legs) >= 5 and bool(one.slots[0].given), 60)
+            until(lambda: len(one.result.legs) >= 5 and bool(one.slots[0].assignments), 60)
             os.kill(workers.pids[0], signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()
@@ -258,7 +258,7 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
     assert result.num_lost == 1
     assert "its requests go to others" in notes[0]
     assert "Worker 0 serves again" in notes[-1]
-    assert {row.seen.num_workers for row in result.plans} == {None, 1, 2}
+    assert {row.observed.num_workers for row in result.plans} == {None, 1, 2}
 
 
 def test_what_a_worker_is_told_waits_for_nobody(template: WorkerSettings) -> None:
@@ -266,7 +266,7 @@ def test_what_a_worker_is_told_waits_for_nobody(template: WorkerSettings) -> Non
     os.kill(worker.process.pid or 0, signal.SIGSTOP)
 
     def tell() -> None:
-        for number in range(cluster._MOST_UNSENT // 2):
+        for number in range(cluster._MAX_UNSENT // 2):
             worker.cancel(number, "its client has left")
 
     # Three times half of what may wait is more, also where the connection takes a part; then it is given up.
@@ -326,7 +326,7 @@ def test_workers_that_stand_still_hold_no_places_and_come_back(
     names: dict[Leg, str] = {"light": "light", "heavy": "heavy"}
 
     def make(on_end: Callable[[RequestRecord], None], result: CascadeResult) -> Dispatcher:
-        controller = Controller(lambda seen: LIGHT_ONLY, [0.5])
+        controller = Controller(lambda observed: LIGHT_ONLY, [0.5])
         return Dispatcher(
             MODELS, controller, Balancer(), lambda number: 0.0, "discard", "plan", on_end=on_end, result=result
         )

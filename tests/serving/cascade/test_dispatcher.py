@@ -6,13 +6,13 @@ import pytest
 
 from patchedserve.data.requests import Fallback, Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.cascade.allocators import Seen
+from patchedserve.serving.cascade.allocators import Observations
 from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.dispatcher import Dispatcher
 from patchedserve.serving.cascade.leg_model import LegModel
 from patchedserve.serving.cascade.legs import Leg
-from patchedserve.serving.cascade.problem import ModelTimes, Plan
+from patchedserve.serving.cascade.problem import AllocationPlan, ModelTimes
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.core.request_state import RequestRecord
 
@@ -37,10 +37,10 @@ class Idle:
     def cancel(self, request_id: int, reason: str) -> None:
         self.cancelled.append(request_id)
 
-    def limit(self, batch_size: int) -> None:
+    def limit_batch_size(self, batch_size: int) -> None:
         self.batch_size = batch_size
 
-    def change(self, leg: Leg, now_s: float) -> None:
+    def switch_model(self, leg: Leg, now_s: float) -> None:
         self.changes.append(leg)
 
 
@@ -49,20 +49,20 @@ class House:
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        plans: Sequence[AllocationPlan],
         *,
         models: dict[Leg, LegModel] = MODELS,
         skip_light: bool = False,
         result: CascadeResult | None = None,
     ) -> None:
-        self.seen: list[Seen] = []
+        self.observed: list[Observations] = []
         self.workers: dict[int, Idle] = {}
         by_number = {plan.num_light + plan.num_heavy: plan for plan in plans}
         most = max(by_number)
 
-        def allocate(seen: Seen) -> Plan:
-            self.seen.append(seen)
-            return by_number[seen.num_workers or most]
+        def allocate(observed: Observations) -> AllocationPlan:
+            self.observed.append(observed)
+            return by_number[observed.num_workers or most]
 
         self.dispatcher = Dispatcher(
             models,
@@ -87,10 +87,14 @@ class House:
     def end(self, index: int, number: int, now_s: float, confidence: float | None) -> None:
         record = RequestRecord.of(next(each for each in self.workers[index].taken if each.request_id == number))
         record.close("completed", now_s)
-        self.dispatcher.ended(index, record, confidence, now_s)
+        self.dispatcher.request_ended(index, record, confidence, now_s)
 
 
-THREE, TWO, ONE = Plan(2, 1, 2, 1, 0.5, 0.5), Plan(1, 1, 2, 1, 0.4, 0.4), Plan(1, 0, 2, 0, 0.0, 0.0)
+THREE, TWO, ONE = (
+    AllocationPlan(2, 1, 2, 1, 0.5, 0.5),
+    AllocationPlan(1, 1, 2, 1, 0.4, 0.4),
+    AllocationPlan(1, 0, 2, 0, 0.0, 0.0),
+)
 
 
 def test_a_deferred_request_keeps_its_deadline_and_workers_are_told_how_large_batches_are() -> None:
@@ -128,7 +132,7 @@ def test_a_deferred_request_may_start_from_its_light_image() -> None:
     assert (alone.request_id, alone.traced, alone.num_steps) == (1, None, 20)
     assert deferred.traced is not None
     assert (deferred.traced.strength, deferred.num_inference_steps, deferred.num_steps) == (0.6, 20, 12)
-    assert house.dispatcher.slots[2].pending == (20 + 12) * SIZE.pixels
+    assert house.dispatcher.slots[2].pending_pixel_steps == (20 + 12) * SIZE.pixels
     house.end(2, 0, 2.0, None)
     house.end(2, 1, 2.0, None)
     assert house.dispatcher.result.sides() == {0: "reused", 1: "heavy"}
@@ -141,8 +145,8 @@ def test_a_request_that_wants_no_light_image_waits_for_the_heavy_model() -> None
     house.ask(0, fallback="never")
     assert [request.request_id for request in house.workers[2].taken] == [0]
     house.end(2, 0, 1.0, None)
-    house.dispatcher.lost(2, 2.0, "worker 2 died")
-    house.dispatcher.lost(1, 2.0, "worker 1 died")
+    house.dispatcher.worker_died(2, 2.0, "worker 2 died")
+    house.dispatcher.worker_died(1, 2.0, "worker 1 died")
     house.ask(1, now_s=3.0, fallback="never")
     assert not house.workers[0].taken
     house.dispatcher.tick(40.0)
@@ -162,7 +166,7 @@ def test_a_request_can_be_cancelled_wherever_it_is() -> None:
     house.end(1, 1, 2.0, 0.1)
     house.dispatcher.cancel(1, 3.0, "gone")
     assert house.workers[2].cancelled == [1]
-    house.dispatcher.lost(2, 3.0, "worker 2 died")
+    house.dispatcher.worker_died(2, 3.0, "worker 2 died")
     house.ask(3, now_s=4.0, fallback="never")
     house.dispatcher.cancel(3, 4.0, "gone")
     assert [(record.request_id, record.status) for record in house.dispatcher.result.records] == [
@@ -170,15 +174,15 @@ def test_a_request_can_be_cancelled_wherever_it_is() -> None:
     ]
     assert house.dispatcher.num_open == 1
     # Only the third is still to be drawn.
-    assert [number for slot in house.dispatcher.slots for number in slot.given] == [2]
-    assert sum(slot.pending for slot in house.dispatcher.slots) == SIZE.pixels * MODELS["light"].num_steps
+    assert [number for slot in house.dispatcher.slots for number in slot.assignments] == [2]
+    assert sum(slot.pending_pixel_steps for slot in house.dispatcher.slots) == SIZE.pixels * MODELS["light"].num_steps
 
 
 def test_who_serves_for_ever_keeps_the_last_only() -> None:
-    house = House([THREE], result=CascadeResult.of_the_last(2))
+    house = House([THREE], result=CascadeResult.keeping_last(2))
     for number in range(5):
         house.ask(number)
-        house.end(next(slot.index for slot in house.dispatcher.slots if slot.given), number, 1.0, 0.9)
+        house.end(next(slot.index for slot in house.dispatcher.slots if slot.assignments), number, 1.0, 0.9)
     assert house.dispatcher.result.served_by() == {3: "light", 4: "light"}
     assert len(house.dispatcher.result.legs) == 2
 
@@ -188,7 +192,7 @@ def test_who_serves_for_ever_keeps_the_last_only() -> None:
     [(0.98, True, "heavy"), (0.97, True, "light"), (0.98, False, "light"), (1.0, False, "light")],
 )
 def test_a_light_image_that_would_be_deferred_anyway_may_be_skipped(share: float, skip_light: bool, leg: Leg) -> None:
-    house = House([Plan(2, 1, 2, 1, 0.9, share)], skip_light=skip_light)
+    house = House([AllocationPlan(2, 1, 2, 1, 0.9, share)], skip_light=skip_light)
     house.ask(0)
     index = next(index for index, worker in house.workers.items() if worker.taken)
     assert house.workers[index].leg == leg
@@ -200,15 +204,15 @@ def test_a_light_image_that_would_be_deferred_anyway_may_be_skipped(share: float
 def test_what_a_dead_worker_was_at_is_begun_once_more() -> None:
     house = House([THREE, TWO, ONE])
     house.ask(0)
-    house.dispatcher.lost(0, 2.0, "worker 0 died")
+    house.dispatcher.worker_died(0, 2.0, "worker 0 died")
     assert house.workers[1].taken[0].request_id == 0
     # The plan is for two now, and says so.
-    assert house.seen[-1].num_workers == 2
+    assert house.observed[-1].num_workers == 2
     assert house.dispatcher.result.plans[-1].plan == TWO
     # The one who is still told of it is not believed.
-    house.dispatcher.ended(0, RequestRecord.of(house.workers[1].taken[0]), 0.9, 3.0)
+    house.dispatcher.request_ended(0, RequestRecord.of(house.workers[1].taken[0]), 0.9, 3.0)
     assert house.dispatcher.num_open == 1
-    house.dispatcher.lost(1, 4.0, "worker 1 died")
+    house.dispatcher.worker_died(1, 4.0, "worker 1 died")
     record = house.dispatcher.result.records[0]
     assert (record.status, record.reason) == ("failed", "worker 1 died")
 
@@ -218,15 +222,15 @@ def test_without_a_worker_of_its_model_a_request_waits_until_one_returns() -> No
     house.ask(0)
     house.ask(1)
     house.end(0, 0, 1.0, 0.1)
-    house.dispatcher.lost(2, 2.0, "worker 2 died")
+    house.dispatcher.worker_died(2, 2.0, "worker 2 died")
     # Deferred, it waits; a worker of the light model may be asked to change in its place.
     assert house.dispatcher.num_open == 2
     back = Idle(2, "heavy")
     house.workers[2] = back
-    house.dispatcher.returned(2, 3.0, back)
+    house.dispatcher.worker_restarted(2, 3.0, back)
     given = [request.request_id for worker in house.workers.values() for request in worker.taken[-1:]]
     assert 0 in given
-    assert house.seen[-1].num_workers == 3
+    assert house.observed[-1].num_workers == 3
     house.dispatcher.end_all("cancelled", 9.0, "stopped")
     assert house.dispatcher.num_open == 0
     assert {record.status for record in house.dispatcher.result.records} == {"cancelled"}
@@ -237,12 +241,12 @@ def test_a_queue_that_is_handed_back_goes_to_the_others_and_does_not_count_as_a_
     for number in range(4):
         house.ask(number)
     slot = house.dispatcher.slots[0]
-    own = list(slot.given)
+    own = list(slot.assignments)
     slot.next_leg = "heavy"
-    house.dispatcher.handed_back(0, own, 1.0)
-    assert slot.pending == 0
+    house.dispatcher.requests_returned(0, own, 1.0)
+    assert slot.pending_pixel_steps == 0
     assert sorted(request.request_id for request in house.workers[1].taken) == [0, 1, 2, 3]
-    house.dispatcher.left(0)
-    house.dispatcher.changed(0, 2.0)
-    assert (slot.leg, slot.takes, house.workers[0].batch_size) == ("heavy", True, 1)
+    house.dispatcher.switch_started(0)
+    house.dispatcher.switch_finished(0, 2.0)
+    assert (slot.leg, slot.is_accepting, house.workers[0].batch_size) == ("heavy", True, 1)
     assert house.dispatcher.result.num_switches == 1

@@ -50,7 +50,7 @@ def test_a_mix_draws_as_many_a_second_as_its_batches_take() -> None:
     mixed = leg.batches({"64x64": 2.0, "128x128": 1.0}).throughput
     assert mixed == pytest.approx([3 / (2 / one + 1 / other) for one, other in zip(*alone, strict=True)])
     model = leg.model({"64x64": 1.0})
-    assert model.durations.steps.told.step_latency_s([Resolution(64, 64)]) == pytest.approx(0.05, rel=0.05)
+    assert model.durations.steps.policy_latency.step_latency_s([Resolution(64, 64)]) == pytest.approx(0.05, rel=0.05)
 
 
 def test_all_stages_of_a_worker_on_a_cpu_share_its_core() -> None:
@@ -66,7 +66,7 @@ def test_all_stages_of_a_worker_on_a_cpu_share_its_core() -> None:
         result = simulate(
             requests,
             CascadePolicy(lambda resolution, count: 0.0),
-            model.durations.steps.told,
+            model.durations.steps.policy_latency,
             max_batch_size=1,
             times=model.times,
             durations=model.durations,

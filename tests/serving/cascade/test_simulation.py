@@ -11,11 +11,11 @@ import pytest
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.cascade.allocators import Cluster, DiffServe, Fixed, Proteus, Seen, clipper, static
+from patchedserve.serving.cascade.allocators import Cluster, DiffServe, Fixed, Observations, Proteus, clipper, static
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.deferral import deferral_curve
 from patchedserve.serving.cascade.legs import Leg
-from patchedserve.serving.cascade.problem import ModelTimes, Plan
+from patchedserve.serving.cascade.problem import AllocationPlan, ModelTimes
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.simulation import CascadeModel, simulate_cascade
 from patchedserve.serving.simulator.stage_times import StageTimes
@@ -136,11 +136,11 @@ def test_the_systems_that_it_is_compared_with() -> None:
 def test_at_constant_demand_static_and_dynamic_plans_are_the_same() -> None:
     curve = deferral_curve(CONFIDENCES)
     plan = static(CLUSTER, curve, 6.0).plan
-    assert DiffServe(CLUSTER)(Seen(6.0, curve)) == plan
+    assert DiffServe(CLUSTER)(Observations(6.0, curve)) == plan
 
 
 def test_a_late_heavy_image_may_be_the_light_one() -> None:
-    plan = Plan(5, 1, 4, 1, 0.6, 0.5)
+    plan = AllocationPlan(5, 1, 4, 1, 0.6, 0.5)
     requests = trace(10.0, 200)
     discarded, light = (run(requests, Fixed(plan), on_late=each) for each in ("discard", "light"))
     check(discarded, requests)
@@ -152,7 +152,7 @@ def test_a_late_heavy_image_may_be_the_light_one() -> None:
 
 def test_without_a_heavy_worker_deferred_requests_wait_and_then_are_refused() -> None:
     requests = trace(5.0, 50)
-    result = run(requests, Fixed(Plan(6, 0, 4, 0, 0.5, 0.5)))
+    result = run(requests, Fixed(AllocationPlan(6, 0, 4, 0, 0.5, 0.5)))
     check(result, requests)
     assert {record.reason for record in result.records if record.status == "discarded"} == {
         "no worker has the heavy model"
@@ -179,10 +179,10 @@ def test_a_hundred_thousand_requests_in_a_minute() -> None:
 
 def test_replacing_a_plan_in_which_somebody_is_about_to_leave_keeps_him() -> None:
     """Plans that alternate every period: whoever has not left yet stays, and nobody is lost."""
-    first, second = Plan(5, 1, 2, 2, 0.5, 0.4), Plan(2, 4, 2, 2, 0.5, 0.4)
+    first, second = AllocationPlan(5, 1, 2, 2, 0.5, 0.4), AllocationPlan(2, 4, 2, 2, 0.5, 0.4)
     plans = iter([first, *([second, first] * 200)])
     requests = trace(8.0, 300)
-    result = run(requests, lambda seen: next(plans))
+    result = run(requests, lambda observed: next(plans))
     check(result, requests)
     assert result.num_switches > 10
     assert replace(first, num_light=2, num_heavy=4) == second

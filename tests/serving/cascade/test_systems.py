@@ -4,7 +4,7 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.cascade.aimd import Aimd
-from patchedserve.serving.cascade.allocators import Cluster, Seen
+from patchedserve.serving.cascade.allocators import Cluster, Observations
 from patchedserve.serving.cascade.deferral import deferral_curve
 from patchedserve.serving.cascade.legs import CASCADE_SYSTEM_NAMES, LegSpec, cascade_name, parse_cascade
 from patchedserve.serving.cascade.problem import ModelTimes
@@ -28,7 +28,7 @@ def test_every_system_plans_for_all_workers(name: str, solver: str) -> None:
     knobs = CascadeKnobs(solver)  # type: ignore[arg-type]
     allocate = get_cascade_system(name).allocator(CLUSTER, CURVE, 4.0, knobs)
     for demand in (0.0, 1.0, 4.0, 100.0):
-        plan = allocate(Seen(demand, CURVE))
+        plan = allocate(Observations(demand, CURVE))
         assert plan.num_light + plan.num_heavy == (16 if plan.is_shared else 8)
         if name.startswith("clipper"):
             assert (plan.num_light, plan.threshold) == (8 if name == "clipper-light" else 0, None)
@@ -39,10 +39,10 @@ def test_every_system_plans_for_all_workers(name: str, solver: str) -> None:
 def test_a_static_threshold_is_the_one_given_or_that_of_the_peak() -> None:
     system = get_cascade_system("diffserve-static-threshold")
     given = system.allocator(CLUSTER, CURVE, 4.0, CascadeKnobs("enumerate", threshold=0.25))
-    assert {given(Seen(demand, CURVE)).threshold for demand in (0.5, 2.0, 4.0)} == {0.25}
+    assert {given(Observations(demand, CURVE)).threshold for demand in (0.5, 2.0, 4.0)} == {0.25}
     found = system.allocator(CLUSTER, CURVE, 4.0, CascadeKnobs("enumerate"))
     wanted = get_cascade_system("diffserve-static").allocator(CLUSTER, CURVE, 4.0, CascadeKnobs("enumerate"))
-    assert found(Seen(1.0, CURVE)).threshold == wanted(Seen(1.0, CURVE)).threshold
+    assert found(Observations(1.0, CURVE)).threshold == wanted(Observations(1.0, CURVE)).threshold
 
 
 def test_no_plan_can_keep_an_slo_below_one_light_image() -> None:

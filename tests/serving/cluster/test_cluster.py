@@ -15,7 +15,7 @@ from patchedserve.data.edits import EditSpec, TemplateSpec
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.data.tables.block_facts import ModelFacts
+from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.data.work import Work
 from patchedserve.serving.cluster.autoscale import replicas_needed
 from patchedserve.serving.cluster.deployment import last_line_of
@@ -100,7 +100,7 @@ def test_a_request_goes_where_the_least_is_pending() -> None:
 
 
 def test_a_request_that_skips_steps_counts_for_those_that_are_computed() -> None:
-    schedule = CacheSchedule(ModelFacts("tiny", "", ""), {30: StepPlan(30, (0, 5, 9, 13, 17, 22))})
+    schedule = CacheSchedule(ProfiledModel("tiny", "", ""), {30: StepPlan(30, (0, 5, 9, 13, 17, 22))})
     book, pixels = LoadBook(computed_of=schedule.num_computed), SIZE.pixels
     request = Request(1, "", SIZE, 30)
     book.begin(book.view_of(request))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from patchedserve.serving.core.processes import parent_lives, start_process
+from patchedserve.serving.core.processes import is_parent_alive, start_process
 
 from ...support.waits import is_alive, until
 
@@ -31,8 +31,8 @@ _ANY = {"device": "cpu", "name": "psctl-code"}
 
 def tell(connection: Connection) -> int:
     """What a process does here: it says what it is called and whether it has a session of its own, and waits."""
-    connection.send((Path("/proc/self/comm").read_text().strip(), os.getsid(0) == os.getpid(), parent_lives()))
-    until(lambda: not parent_lives())
+    connection.send((Path("/proc/self/comm").read_text().strip(), os.getsid(0) == os.getpid(), is_parent_alive()))
+    until(lambda: not is_parent_alive())
     return 3
 
 

@@ -171,7 +171,7 @@ def test_latents_outside_the_mask_end_as_the_images_own() -> None:
     pipe = pipeline("sd3")
     request = edit_request(0, LARGE)
     result, model = drawn(pipe, [request]), build_tiny(pipe)
-    known = model.prepare(request).known
+    known = model.prepare(request).known_area
     assert known is not None
     outside = ~known.mask.expand_as(known.clean)
     assert torch.equal(result.latents[0][outside], known.clean[outside])

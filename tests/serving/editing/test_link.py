@@ -7,23 +7,23 @@ from functools import partial
 import pytest
 import torch
 
-from patchedserve.serving.editing.link import Link
-from patchedserve.serving.editing.uploads import Loaded
+from patchedserve.serving.editing.link import RecordLink
+from patchedserve.serving.editing.uploads import LoadedUnit
 
 
 @pytest.mark.parametrize("mbps", [None, 1e-9])
 def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
     before = set(threading.enumerate())
-    link = Link(mbps)
+    link = RecordLink(mbps)
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
     if mbps is None:
         # What is read knows the link, as steps of records do.
-        read = partial(lambda link: Loaded({0: {"operator": torch.zeros(8)}}), link)
+        read = partial(lambda link: LoadedUnit({0: {"operator": torch.zeros(8)}}), link)
         assert len(link.submit(read).result().take(0, "operator")) == 8
         del read
     else:
-        loads = [link.submit(lambda: Loaded({0: {"operator": torch.zeros(8)}})) for _ in range(2)]
+        loads = [link.submit(lambda: LoadedUnit({0: {"operator": torch.zeros(8)}})) for _ in range(2)]
         assert not loads[0].done()  # that takes hours
     del link
     gc.collect()
@@ -36,9 +36,9 @@ def test_who_reads_computes_alone() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        link = Link()
+        link = RecordLink()
         found = link.submit(
-            lambda: Loaded({0: {"threads": torch.ones(2048, 2048).add_(1).sum() * 0 + torch.get_num_threads()}})
+            lambda: LoadedUnit({0: {"threads": torch.ones(2048, 2048).add_(1).sum() * 0 + torch.get_num_threads()}})
         )
         assert found.result(60).take(0, "threads") == 1
         assert torch.get_num_threads() == 2

@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from patchedserve.serving.editing.plan import PLANS, Unit, latency_of, optimal_plan, paper_plan
+from patchedserve.serving.editing.plan import PLANS, UnitTimes, latency_of, optimal_plan, paper_plan
 
 NUM_INSTANCES = 10_000
 
 
-def instances(num: int, *, most_units: int = 12, seed: int = 0) -> list[list[Unit]]:
+def instances(num: int, *, most_units: int = 12, seed: int = 0) -> list[list[UnitTimes]]:
     """Units of all kinds: free loads, and loads longer than all the rest; reuse that does not pay; equal times."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(num):
         shape, speed = (int(rng.integers(1, most_units + 1)), 4), 10 ** rng.uniform(-1.5, 1.5)
         times = rng.integers(0, 8, shape) / 4 if rng.random() < 0.3 else rng.random(shape)
         times *= [2.0, 1.0, speed, speed * rng.integers(0, 2)]
-        found.append([Unit(*map(float, row)) for row in times])
+        found.append([UnitTimes(*map(float, row)) for row in times])
     return found
 
 
-def all_latencies(units: list[Unit]) -> NDArray[np.float64]:
+def all_latencies(units: list[UnitTimes]) -> NDArray[np.float64]:
     """Of each choice, by the issue's three rules: which units reuse are the bits of its number, the first lowest."""
     choices = np.arange(1 << len(units))
     load, comp = np.zeros(len(choices)), np.zeros(len(choices))
@@ -73,7 +73,7 @@ def test_what_is_not_recorded_is_never_returned_to() -> None:
 
 
 def test_the_papers_greedy_plan_lets_a_load_delay_what_follows() -> None:
-    units = [Unit(all_s=11, active_s=1, load_s=10)] * 2
+    units = [UnitTimes(all_s=11, active_s=1, load_s=10)] * 2
     assert paper_plan(units).reuses == (True, True)
     assert paper_plan(units).latency_s == 21
     assert optimal_plan(units).reuses == (False, True)
@@ -96,15 +96,15 @@ def test_no_plan_is_faster_than_the_optimal_one_but_with_free_loads() -> None:
 
 
 def test_where_loads_are_free_or_endless_the_plan_is_plain() -> None:
-    free = [Unit(all_s=2.0, active_s=1.0, load_s=0.0)] * 20
+    free = [UnitTimes(all_s=2.0, active_s=1.0, load_s=0.0)] * 20
     assert optimal_plan(free).reuses == (True,) * 20
-    endless = [Unit(all_s=2.0, active_s=1.0, load_s=1e6)] * 20
+    endless = [UnitTimes(all_s=2.0, active_s=1.0, load_s=1e6)] * 20
     assert optimal_plan(endless).reuses == (False,) * 20
     assert optimal_plan([]).latency_s == 0.0
 
 
 def test_returning_to_all_tokens_has_its_price() -> None:
     """A unit in the middle gains nothing from reuse, but computing all of its tokens needs those that are missing."""
-    first, last = (Unit(all_s=10.0, active_s=1.0, load_s=0.1) for _ in range(2))
-    middle = [Unit(all_s=2.0, active_s=2.5, load_s=0.1, return_s=each) for each in (0.1, 50.0)]
+    first, last = (UnitTimes(all_s=10.0, active_s=1.0, load_s=0.1) for _ in range(2))
+    middle = [UnitTimes(all_s=2.0, active_s=2.5, load_s=0.1, return_s=each) for each in (0.1, 50.0)]
     assert [optimal_plan([first, each, last]).reuses[1] for each in middle] == [False, True]

@@ -71,7 +71,7 @@ def test_outside_the_mask_latents_end_as_the_images_and_inside_near_the_twins(fa
     model = model_with(pipe, tmp_path, [request])
     prepared = model.prepare(request)
     assert prepared.template is not None
-    known = prepared.known
+    known = prepared.known_area
     assert known is not None
     reused = serve(model, [request]).latents[0]
     twin = serve(build_tiny(pipe), [request]).latents[0]
@@ -176,7 +176,7 @@ def test_cells_around_the_mask_are_computed_and_do_not_change(tmp_path: Path) ->
     pipe, request = pipeline("sd3"), edit_request(0, LARGE, "line", template=TEMPLATE)
     twin = serve(build_tiny(pipe), [request]).latents[0]
     model, shares, errors = model_with(pipe, tmp_path, [request]), [], []
-    known = some(model.prepare(request).known)
+    known = some(model.prepare(request).known_area)
     outside = ~known.mask.expand_as(known.clean)
     for dilate in (0, 1, 2, 64):
         edit = replace(some(request.edit), dilate=dilate)

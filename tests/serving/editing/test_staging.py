@@ -41,7 +41,7 @@ def test_the_next_step_of_a_record_is_read_while_one_is_computed(tmp_path: Path)
     names, units = names_of(model, request), units_of(model)
 
     def read(step: int) -> list[torch.Tensor]:
-        return [row[name] for row in record.seen(step, units) for name in names]
+        return [row[name] for row in record.read_rows(step, units) for name in names]
 
     first = read(0)
     record.expect(1, units)
@@ -67,17 +67,17 @@ def test_steps_that_are_staged_stay_within_their_bound(tmp_path: Path) -> None:
     def staged() -> set[tuple[int, int]]:
         assert store.staging.num_bytes <= 4.5e6 * step_mb
         places = {(each.staged._number, step): (index, step) for index, each in enumerate(records) for step in range(6)}
-        return {places[key] for key in store.staging._held}
+        return {places[key] for key in store.staging._staged}
 
     for step in range(3):
-        in_use = [record.seen(step, units) for record in records]
+        in_use = [record.read_rows(step, units) for record in records]
         for record in records:
             record.expect(step + 1, units)
         # What a pass reads, and of the next steps the one that fits beside them.
         assert staged() == {(0, step), (1, step), (2, step), (0, step + 1)}
         del in_use
     # Two edits of one record at two steps, and what the other records were to be read for.
-    in_use = [records[0].seen(step, units) for step in (3, 4)]
+    in_use = [records[0].read_rows(step, units) for step in (3, 4)]
     assert {(0, 3), (0, 4)} <= staged()
     del records[1:], record, in_use
     gc.collect()
@@ -95,9 +95,9 @@ def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
     store = TemplateStore(tmp_path, link_mbps=step_mb)
     record = some(store.find(key, model.device))
     start_s = time.perf_counter()
-    rows = record.seen(0, units)
+    rows = record.read_rows(0, units)
     assert rows[0][in_units[units[0]][0]].isfinite().all()
-    first = store.staging._held[record.staged._number, 0].staged
+    first = store.staging._staged[record.staged._number, 0].staged
     loads = [first._loads[unit] for unit in units]
     assert not loads[-1].done()
     assert rows[1][in_units[units[-1]][-1]].isfinite().all()
@@ -106,4 +106,4 @@ def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
     # What is no longer expected is not read, unless that has begun.
     record.expect(1, units)
     record.expect(1, units[-1:])
-    assert len(store.staging._held[record.staged._number, 1].staged._loads) <= 2
+    assert len(store.staging._staged[record.staged._number, 1].staged._loads) <= 2

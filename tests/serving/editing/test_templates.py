@@ -60,7 +60,7 @@ def test_memory_is_bounded_and_what_was_read_last_stays(tmp_path: Path) -> None:
         key = keys[index]
         assert key is not None
         assert store.find(key, model.device) is not None
-    assert [some(key).digest in store._held for key in keys] == [True, False, True]
+    assert [some(key).digest in store._in_memory for key in keys] == [True, False, True]
 
 
 def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_records_of_one_owner_do_not_push_out_those_of_another(tmp_path: Path) -
     keys = [some(model.reuse.key_of(edit)) for edit in edits]
     assert [key.owner for key in keys] == list(owners)
     assert len({key.digest for key in keys}) == 4
-    assert [key.digest in store._held for key in keys] == [True, False, False, True]
+    assert [key.digest in store._in_memory for key in keys] == [True, False, False, True]
     assert {each["id"] for each in store.list()} == {keys[0].digest, keys[3].digest}
     of_b = edits[0]
     others = [
@@ -127,9 +127,9 @@ def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: P
 READER = """
 import sys
 from pathlib import Path
-from patchedserve.data.files import held
+from patchedserve.data.files import lock_folder
 
-with held(Path(sys.argv[1]), with_others=True) as is_held:
+with lock_folder(Path(sys.argv[1]), is_shared=True) as is_held:
     print(is_held, flush=True)
     sys.stdin.read()
 """

@@ -73,7 +73,7 @@ def test_an_edit_that_asks_for_what_was_drawn_is_the_image_itself(
     tail = replace(edits[0], request_id=9, prompt="a dog", edit=replace(some(edits[0].edit), strength=0.5))
     prepared = model.prepare(tail)
     assert prepared.template is not None
-    known = some(prepared.known)
+    known = some(prepared.known_area)
     outside = ~known.mask.expand_as(known.clean)
     result = serve(model, [*edits, replace(edits[0], request_id=8, prompt="a dog"), tail])
     for edit in edits:
@@ -99,7 +99,7 @@ def test_a_generations_record_is_for_its_image_steps_and_guidance(tmp_path: Path
     for other in others:
         prepared = model.prepare(other)
         assert prepared.template is None
-        assert some(prepared.known).trajectory is None
+        assert some(prepared.known_area).trajectory is None
     for other in others[:3]:
         with pytest.raises(UsageError, match="there is no record of the image's generation"):
             model.reuse.use_template(other, tmp_path, lambda count: None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from patchedserve.data.errors import RunError
-from patchedserve.serving.editing.uploads import Loaded, Packed
+from patchedserve.serving.editing.uploads import LoadedUnit, PackedRows
 
 
 def test_packed_tensors_are_the_same() -> None:
@@ -12,8 +12,8 @@ def test_packed_tensors_are_the_same() -> None:
         0: {"a": torch.randn(3, 5), "b": torch.randn(2, 7, dtype=torch.float64).to(torch.bfloat16)},
         1: {"a": torch.randn(1, 5)[:, ::2], "c": torch.arange(4), "d": torch.empty(0, 3)},
     }
-    packed = Packed(rows, is_pinned=False)
-    copied = Loaded(packed.rows(packed.memory.clone()))
+    packed = PackedRows(rows, is_pinned=False)
+    copied = LoadedUnit(packed.rows(packed.memory.clone()))
     packed.memory.zero_()
     for row, seen in rows.items():
         for name, tensor in seen.items():
@@ -24,10 +24,10 @@ def test_packed_tensors_are_the_same() -> None:
 
 
 def test_nothing_can_be_packed() -> None:
-    assert Packed({}, is_pinned=False).rows() == {}
+    assert PackedRows({}, is_pinned=False).rows() == {}
 
 
 def test_memory_that_cannot_be_had_is_told_in_one_line() -> None:
     huge = torch.zeros(1).expand(1 << 50)
     with pytest.raises(RunError, match=r"MB of a template's record find no memory that a GPU reads: .*"):
-        Packed({0: {"a": huge}}, is_pinned=False)
+        PackedRows({0: {"a": huge}}, is_pinned=False)

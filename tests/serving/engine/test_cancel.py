@@ -74,7 +74,7 @@ def test_an_active_request_leaves_the_batch_at_the_next_step(model: ServedModel)
     # Its id is free, and whoever has it now is another.
     held.engine.submit(Request(1, "another", SMALL, 3))
     result = held.end()
-    assert [(each.request_id, each.status) for each in result.kept.records] == [
+    assert [(each.request_id, each.status) for each in result.in_memory.records] == [
         (1, "cancelled"),
         (1, "completed"),
         (0, "completed"),

@@ -220,7 +220,12 @@ def _with_ctrl_c(original: Callable[..., Any], call: int, moment: str) -> Callab
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     # The first thing that the collector is told is the decision.
-    [(SideStages, "let_go", 1), (SideStages, "collect", 1), (SideStages, "collect", 2), (RequestRecord, "close", 1)],
+    [
+        (SideStages, "release_and_report", 1),
+        (SideStages, "queue_call", 1),
+        (SideStages, "queue_call", 2),
+        (RequestRecord, "close", 1),
+    ],
 )
 def test_every_request_is_told_once_wherever_ctrl_c_comes(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, moment: str
@@ -244,7 +249,7 @@ def test_every_request_is_told_once_wherever_ctrl_c_comes(
     status = {row["request_id"]: row["status"] for row in rows}
     assert status == {0: status[0], 1: "cancelled", 2: "cancelled"}
     # Closed or not when Ctrl-C came.
-    is_open = (name, call) == ("collect", 1) or (name, moment) == ("close", "before")
+    is_open = (name, call) == ("queue_call", 1) or (name, moment) == ("close", "before")
     assert status[0] == ("cancelled" if is_open else "discarded")
 
 

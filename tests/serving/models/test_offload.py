@@ -67,7 +67,7 @@ def test_weights_that_were_kept_on_the_host_come_back_as_they_were(tmp_path: Pat
     pipe, usual = tiny_sdxl(), tiny_sdxl()
     for each in (pipe, usual):
         each.text_encoder.get_input_embeddings().weight.data += 1
-    TextOffload().keep_on_host(pipe)
+    TextOffload().offload_encoders(pipe)
     assert num_bytes(encoders_of(pipe)) == 0
     assert torch.equal(plain_latents(pipe, REQUEST), plain_latents(usual, REQUEST))
     assert num_bytes(encoders_of(pipe)) == 0

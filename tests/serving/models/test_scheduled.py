@@ -14,7 +14,7 @@ from patchedserve.data.edits import EditSpec
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.data.tables.block_facts import ModelFacts
+from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.editing.templates import TemplateStore
@@ -43,7 +43,7 @@ SIZES = (Resolution(64, 64), Resolution(96, 64), Resolution(32, 64))
 def scheduled(pipe: Any, folder: Path, **options: Any) -> ServedModel:
     file = folder / "schedule.json"
     plans = {number: StepPlan(number, steps) for number, steps in STEPS.items()}
-    CacheSchedule(ModelFacts("tiny", "", type(pipe.scheduler).__name__), plans).save(file)
+    CacheSchedule(ProfiledModel("tiny", "", type(pipe.scheduler).__name__), plans).save(file)
     cache = CacheOptions("schedule", schedule=file)
     engine = EngineOptions(cache=cache, **options)
     return build_model(pipe, name="tiny", defaults=ModelDefaults(**short_texts(pipe)), options=engine)
@@ -141,7 +141,7 @@ def test_who_is_served_takes_as_many_iterations_as_are_computed(tmp_path: Path) 
     stats = model.cache_stats
     assert stats is not None
     assert stats.saved_share == 15 / 20
-    model.forget_cache()
+    model.clear_cache()
     assert model.cache_stats is not None
     assert model.cache_stats.patches == 0
 
@@ -156,7 +156,7 @@ def test_an_edit_skips_steps_and_keeps_what_is_outside_its_mask(tmp_path: Path) 
         request = Request(0, "a hat", SIZES[0], 20, 3.0, edit=EditSpec(image, mask, strength))
         assert model.checked(request).num_computed == model.prepare(request).state.num_steps == computed
         [latents] = run_joining(model, [request])[0].values()
-        known = model.prepare(request).known
+        known = model.prepare(request).known_area
         assert known is not None
         torch.testing.assert_close(latents[:, :, 4:], known.clean[0, :, :, 4:])
         assert bool(latents.isfinite().all())
@@ -215,7 +215,7 @@ def test_adapters_of_requests_are_theirs_where_steps_are_skipped(tmp_path: Path)
     folder = save_tiny(tmp_path / "model", pipe)
     file = tmp_path / "schedule.json"
     plans = {number: StepPlan(number, steps) for number, steps in STEPS.items()}
-    CacheSchedule(ModelFacts(str(folder), "", "EulerDiscreteScheduler"), plans).save(file)
+    CacheSchedule(ProfiledModel(str(folder), "", "EulerDiscreteScheduler"), plans).save(file)
     options = EngineOptions(
         cache=CacheOptions("schedule", schedule=file), model=ModelOptions(adapter=[f"pixel={lora}"])
     )
@@ -248,7 +248,7 @@ def test_the_baseline_computes_every_step(tmp_path: Path) -> None:
 def test_what_does_not_go_with_it(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     file = tmp_path / "schedule.json"
-    CacheSchedule(ModelFacts("other", "", "EulerDiscreteScheduler"), {20: StepPlan(20, (0, 1))}).save(file)
+    CacheSchedule(ProfiledModel("other", "", "EulerDiscreteScheduler"), {20: StepPlan(20, (0, 1))}).save(file)
     with pytest.raises(UsageError, match="was made for other, not for tiny; run psctl train-predictor schedule"):
         build_model(pipe, name="tiny", options=EngineOptions(cache=CacheOptions("schedule", schedule=file)))
     with pytest.raises(UsageError, match="--cache schedule needs a list of steps"):

@@ -97,7 +97,7 @@ def test_processes_prepare_and_decode_the_same_to_the_bit(model: ServedModel) ->
         assert found.conditioning.keys() == expected.conditioning.keys()
         assert all(torch.equal(found.conditioning[name], tensor) for name, tensor in expected.conditioning.items())
         assert torch.equal(found.latents, expected.latents)
-        assert (found.known is None) is (request.edit is None)
+        assert (found.known_area is None) is (request.edit is None)
         assert np.array_equal(np.asarray(model.decode(found.latents)), np.asarray(threads.decode(found.latents)))
 
 

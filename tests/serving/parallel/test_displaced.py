@@ -143,7 +143,7 @@ def run(model: Any, rows: list[Any], steps: list[int], count: int = 2, **options
             active = [number for number, begin in enumerate(steps) if begin <= call < begin + 4]
             names = [(number, row) for number in active for row in range(each)]
             own = [row for number in active for row in requests[number]]
-            virtual.ranks.keep(names)
+            virtual.ranks.retain(names)
             virtual.ranks.learn(names, flat(stack_conditions(own)))
             ages = [call - steps[number] for number in active for _ in range(each)]
             ending = {name for name, age in zip(names, ages, strict=True) if age == 3}

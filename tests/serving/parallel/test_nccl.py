@@ -56,12 +56,12 @@ def test_a_rank_that_has_gone_is_noticed_while_waiting(
 ) -> None:
     until_s, seen = time.monotonic() + 0.1, set[int]()
 
-    def look(rank: int) -> None:
+    def check_peer(rank: int) -> None:
         seen.add(rank)
         if time.monotonic() > until_s:
             raise GroupError(f"rank {rank} has gone")
 
-    swap, _ = pending(look)
+    swap, _ = pending(check_peer)
     with pytest.raises(GroupError, match=r"rank [13] has gone"):
         swap.wait(LATE)
     assert seen == {1, 3}

@@ -7,19 +7,19 @@ from itertools import product
 
 import pytest
 
-from patchedserve.serving.parallel.plan import SizeTimes, Times, Work, duration, in_strips, shared_out
+from patchedserve.serving.parallel.plan import CallTimes, CallTimeTable, StripWork, duration, in_strips, shared_out
 
 
-def taken_us(works: list[Work], shared: list[bool], speeds: list[float]) -> float:
+def taken_us(works: list[StripWork], shared: list[bool], speeds: list[float]) -> float:
     whole = [work.row_us for work, each in zip(works, shared, strict=True) if not each for _ in range(work.rows)]
     return sum(work.strips_us for work, each in zip(works, shared, strict=True) if each) + duration(whole, speeds)
 
 
-def random_works(chance: random.Random) -> list[Work]:
+def random_works(chance: random.Random) -> list[StripWork]:
     works = []
     for _ in range(chance.randint(1, 12)):
         rows, row_us = chance.choice((1, 2)), chance.choice((10.0, 40.0, 160.0, 640.0))
-        works.append(Work(rows, row_us, rows * row_us / chance.uniform(0.5, 4)))
+        works.append(StripWork(rows, row_us, rows * row_us / chance.uniform(0.5, 4)))
     return works
 
 
@@ -35,17 +35,17 @@ def test_no_step_takes_longer_than_all_whole_or_all_in_strips() -> None:
 
 
 def test_one_large_image_among_small_ones_is_drawn_in_strips() -> None:
-    large, small = Work(1, 400.0, 250.0), Work(1, 100.0, 90.0)
+    large, small = StripWork(1, 400.0, 250.0), StripWork(1, 100.0, 90.0)
     assert in_strips([small, large, small], [1.0, 1.0]) == [False, True, False]
     # Two of them are one for each rank.
     assert in_strips([large, large], [1.0, 1.0]) == [False, False]
     # The two rows of a guided request, too.
-    assert in_strips([Work(2, 400.0, 500.0)], [1.0, 1.0]) == [False]
+    assert in_strips([StripWork(2, 400.0, 500.0)], [1.0, 1.0]) == [False]
 
 
 def test_what_cannot_be_cut_stays_whole_and_nothing_is_nothing() -> None:
-    assert in_strips([Work(1, 10.0, math.inf), Work(1, 10.0, 2.0)], [1.0, 1.0]) == [False, False]
-    assert in_strips([Work(1, 10.0, math.inf)], [1.0, 1.0]) == [False]
+    assert in_strips([StripWork(1, 10.0, math.inf), StripWork(1, 10.0, 2.0)], [1.0, 1.0]) == [False, False]
+    assert in_strips([StripWork(1, 10.0, math.inf)], [1.0, 1.0]) == [False]
     assert in_strips([], [1.0, 1.0]) == []
 
 
@@ -69,9 +69,11 @@ def test_sharing_out_is_near_the_best_that_there_is(speeds: list[float], most: f
 
 
 def test_sizes_that_were_not_measured_go_by_the_nearest() -> None:
-    times = Times([SizeTimes(32, 32, 2, 100.0, 80.0), SizeTimes(64, 64, 2, 400.0, 200.0), SizeTimes(8, 8, 1, 9, None)])
-    assert times.work(32, 32, 2) == Work(2, 50.0, 80.0)
-    assert times.work(64, 64, 1) == Work(1, 200.0, 100.0)
-    assert times.work(64, 128, 2) == Work(2, 400.0, 400.0)
+    times = CallTimeTable(
+        [CallTimes(32, 32, 2, 100.0, 80.0), CallTimes(64, 64, 2, 400.0, 200.0), CallTimes(8, 8, 1, 9, None)]
+    )
+    assert times.work(32, 32, 2) == StripWork(2, 50.0, 80.0)
+    assert times.work(64, 64, 1) == StripWork(1, 200.0, 100.0)
+    assert times.work(64, 128, 2) == StripWork(2, 400.0, 400.0)
     assert times.work(8, 4, 1).strips_us == math.inf
     assert times.gains() == {"256x256": 1.25, "512x512": 2.0}

@@ -28,7 +28,7 @@ from patchedserve.serving.parallel.group import Message, RankError
 from patchedserve.serving.parallel.launch import ProcessRanks
 from patchedserve.serving.parallel.options import Mode, NormMode, NormOptions, ParallelOptions
 from patchedserve.serving.parallel.ranks import Ranks
-from patchedserve.serving.parallel.recovery import persist
+from patchedserve.serving.parallel.recovery import call_with_recovery
 from patchedserve.serving.parallel.stepper import ParallelStepper
 from patchedserve.serving.parallel.strip_model import flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
@@ -77,7 +77,7 @@ def predict_together(group: VirtualRanks | ProcessRanks, rows: list[Row], call: 
         return ranks.predict(names, latents, timesteps)
 
     with group.end, torch.inference_mode():
-        return persist(group, ask)
+        return call_with_recovery(group, ask)
 
 
 def draw_together(group: VirtualRanks | ProcessRanks, rows: list[Row]) -> list[Tensor]:
@@ -91,7 +91,7 @@ def draw_together(group: VirtualRanks | ProcessRanks, rows: list[Row]) -> list[T
         return ranks.draw(names, images, timesteps)
 
     with group.end, torch.inference_mode():
-        return persist(group, ask)
+        return call_with_recovery(group, ask)
 
 
 def pid_of(group: ProcessRanks, rank: int) -> int:
@@ -205,13 +205,13 @@ def test_what_fails_on_a_rank_is_told_and_the_group_stands_again(tmp_path: Path)
         names = [(0, 0), (0, 1)]
         ranks.learn(names, flat(stack_conditions(rows)))
         # The others have one row less than they are asked for.
-        ranks._tell_all(Message("keep", {"rows": names[:1]}))
+        ranks._broadcast(Message("keep", {"rows": names[:1]}))
         return ranks.predict(names, torch.stack([row.latents for row in rows]), torch.tensor([1.0, 1.0]))
 
     with closing(process_ranks(folder, "3")) as ranks, torch.inference_mode():
         wanted = predict_together(ranks, rows)
         with pytest.raises(RankError, match=r"rank 1: KeyError: \(0, 1\)"):
-            persist(ranks, ask_too_much)
+            call_with_recovery(ranks, ask_too_much)
         assert torch.equal(predict_together(ranks, rows), wanted)
         assert not ranks.losses
 

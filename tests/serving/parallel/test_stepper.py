@@ -16,7 +16,7 @@ from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.group import GroupError, Message
 from patchedserve.serving.parallel.options import ParallelOptions
-from patchedserve.serving.parallel.plan import SizeTimes, Times
+from patchedserve.serving.parallel.plan import CallTimes, CallTimeTable
 from patchedserve.serving.parallel.stepper import ParallelStepper
 
 from ...support.joining import run_joining
@@ -105,7 +105,7 @@ def test_each_step_is_divided_by_what_was_measured(tmp_path: Path) -> None:
 
     stepper.groups_of = watched  # type: ignore[method-assign]
     # Strips of large images pay where nothing else is there to do.
-    stepper._times = Times([SizeTimes(8, 4, 1, 10.0, 20.0), SizeTimes(12, 8, 1, 100.0, 55.0)])
+    stepper._times = CallTimeTable([CallTimes(8, 4, 1, 10.0, 20.0), CallTimes(12, 8, 1, 100.0, 55.0)])
     assert largest_error(run(model), expected) <= 1e-3
     assert {0 < whole < all_of_them for whole, all_of_them in drawn} == {True, False}
 
@@ -125,9 +125,9 @@ def test_a_failure_while_ranks_forget_ends_no_step() -> None:
     assert isinstance(model.stepper, ParallelStepper)
     with model.stepper.group.end:
         # The other rank has given up before it is told that a request has left.
-        model.stepper.group.ranks._tell_all(Message("nonsense"))
+        model.stepper.group.ranks._broadcast(Message("nonsense"))
         with pytest.raises(GroupError, match="does not know"):
-            model.stepper.group.ranks._end.hear(1)
+            model.stepper.group.ranks._end.receive(1)
     while not first.state.is_finished:
         assert model.stepper.step([first]) == {}
     assert largest_error([first.latents[0]], [expected]) <= 1e-3

@@ -16,7 +16,7 @@ from patchedserve.serving.parallel.gloo import Gloo
 from patchedserve.serving.parallel.group import GroupError
 from patchedserve.serving.parallel.options import Backend
 from patchedserve.serving.parallel.shared_memory import SharedMemory
-from patchedserve.serving.parallel.transport import LOOPBACK, Transport, meet
+from patchedserve.serving.parallel.transport import LOOPBACK, Transport, connect_ranks
 
 SOON = timedelta(seconds=20)
 
@@ -133,7 +133,7 @@ def test_who_does_not_answer_in_time_is_named(connected: Callable[[int], list[Tr
 
 def test_whoever_waits_learns_at_once_that_it_is_over(connected: Callable[[int], list[Transport]]) -> None:
     ends = connected(3)
-    timer = threading.Timer(0.3, ends[0].break_off)
+    timer = threading.Timer(0.3, ends[0].disconnect)
     timer.start()
     for end in (ends[1], ends[0]):
         start_s = time.monotonic()
@@ -147,7 +147,7 @@ def test_what_was_sent_before_the_end_is_still_read() -> None:
     store = dist.HashStore()
     one, other = together(lambda: shared_memory(store, 0, 2), lambda: shared_memory(store, 1, 2))
     one.send(1, torch.arange(3), 1)
-    one.break_off()
+    one.disconnect()
     assert other.receive(0, (3,), torch.int64, 1).wait(SOON).tolist() == [0, 1, 2]
     with pytest.raises(GroupError, match="rank 0 has gone"):
         other.receive(0, (3,), torch.int64, 2).wait(SOON)
@@ -170,10 +170,10 @@ def test_who_has_gone_is_seen_without_waiting() -> None:
     store = dist.HashStore()
     one, other = together(lambda: shared_memory(store, 0, 2), lambda: shared_memory(store, 1, 2))
     one.send(1, torch.arange(3), 1)
-    other.look(0)
-    one.break_off()
+    other.check_peer(0)
+    one.disconnect()
     with pytest.raises(GroupError, match="rank 0 has gone"):
-        other.look(0)
+        other.check_peer(0)
     assert other.receive(0, (3,), torch.int64, 1).wait(SOON).tolist() == [0, 1, 2]
 
 
@@ -187,7 +187,7 @@ def test_who_has_gone_is_seen_without_waiting() -> None:
     ],
 )
 def test_ranks_of_one_machine_share_memory_and_others_do_not(host: str, backend: Backend, kind: type) -> None:
-    come = partial(meet, dist.HashStore(), size=2, timeout=SOON, host=host, backend=backend)
+    come = partial(connect_ranks, dist.HashStore(), size=2, timeout=SOON, host=host, backend=backend)
     ends = together(partial(come, rank=0), partial(come, rank=1))
     assert all(isinstance(end, kind) for end in ends)
 

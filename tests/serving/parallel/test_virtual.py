@@ -13,7 +13,7 @@ from patchedserve.serving.core.denoiser import denoise
 from patchedserve.serving.parallel.group import Message, RankError, VirtualEnd, VirtualPending
 from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.parallel.ranks import Ranks
-from patchedserve.serving.parallel.recovery import persist
+from patchedserve.serving.parallel.recovery import call_with_recovery
 from patchedserve.serving.parallel.strip_model import StripModel, flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
@@ -112,7 +112,7 @@ def test_rows_come_and_go() -> None:
     with closing(VirtualRanks(model, ParallelOptions("virtual:3"))) as virtual, virtual.end, torch.inference_mode():
         for order in ([0], [0, 1], [2, 1, 0], [1], [1, 2]):
             names, own = [(number, 0) for number in order], [rows[number] for number in order]
-            virtual.ranks.keep(names)
+            virtual.ranks.retain(names)
             virtual.ranks.learn(names, flat(stack_conditions(own)))
             latents, timesteps = torch.stack([row.latents for row in own]), torch.tensor([row.timestep for row in own])
             found = virtual.ranks.predict(names, latents, timesteps)
@@ -170,7 +170,7 @@ def test_what_fails_on_a_rank_is_told_and_the_group_stands_again() -> None:
     def ask_too_much(ranks: Ranks) -> Tensor:
         ranks.learn(names, conditions)
         # Rank 1 has one row less than it is asked for.
-        ranks._tell_all(Message("keep", {"rows": names[:1]}))
+        ranks._broadcast(Message("keep", {"rows": names[:1]}))
         return ranks.predict(names, latents, timesteps)
 
     def fail(ranks: Ranks) -> Tensor:
@@ -179,10 +179,10 @@ def test_what_fails_on_a_rank_is_told_and_the_group_stands_again() -> None:
 
     options = ParallelOptions("virtual:2", cfg_split="off")
     with closing(VirtualRanks(model, options)) as virtual, virtual.end, torch.inference_mode():
-        wanted = persist(virtual, ask)
+        wanted = call_with_recovery(virtual, ask)
         with pytest.raises(RankError, match=r"rank 1: KeyError: \(0, 1\)"):
-            persist(virtual, ask_too_much)
-        assert torch.equal(persist(virtual, ask), wanted)
+            call_with_recovery(virtual, ask_too_much)
+        assert torch.equal(call_with_recovery(virtual, ask), wanted)
         with pytest.raises(IndexError):
-            persist(virtual, fail)
-        assert torch.equal(persist(virtual, ask), wanted)
+            call_with_recovery(virtual, fail)
+        assert torch.equal(call_with_recovery(virtual, ask), wanted)

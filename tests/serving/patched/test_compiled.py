@@ -22,7 +22,7 @@ from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
-from patchedserve.serving.runs.summary import what_was_learnt
+from patchedserve.serving.runs.summary import optional_figures
 
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
@@ -231,7 +231,7 @@ def test_a_pass_that_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
     requests = [Request(n, "a cat", Resolution(32, 32 * n + 32), 4, seed=n) for n in range(2)]
     assert relative_error(_denoised(recorded, requests), _alone(pipe, requests)) <= 1e-4
     assert recorder.recorded == 1, "it is tried once"
-    failure = what_was_learnt(recorded, None)["recording_failure"]
+    failure = optional_figures(recorded, None)["recording_failure"]
     assert failure == "recording a pass: RuntimeError: operation not permitted when stream is capturing"
 
 

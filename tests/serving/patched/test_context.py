@@ -20,16 +20,16 @@ def context_of(sizes: list[tuple[int, int]]) -> PatchContext:
 
 def test_the_work_of_a_norm_is_taken_once() -> None:
     context = context_of([(4, 4)])
-    assert not context.take_fused("activation")
-    context.put_fused("activation", "stitching")
-    assert [context.take_fused("activation") for _ in range(2)] == [True, False]
-    assert [context.take_fused("stitching") for _ in range(2)] == [True, False]
+    assert not context.consume_fused("activation")
+    context.record_fused("activation", "stitching")
+    assert [context.consume_fused("activation") for _ in range(2)] == [True, False]
+    assert [context.consume_fused("stitching") for _ in range(2)] == [True, False]
     # The next norm's word replaces what nobody has taken, and so does the next pass.
-    context.put_fused("activation", "stitching")
-    context.put_fused("activation")
-    assert not context.take_fused("stitching")
+    context.record_fused("activation", "stitching")
+    context.record_fused("activation")
+    assert not context.consume_fused("stitching")
     context.begin_pass()
-    assert not context.take_fused("activation")
+    assert not context.consume_fused("activation")
 
 
 def test_a_norm_follows_its_weights_to_another_dtype() -> None:

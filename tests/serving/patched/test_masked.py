@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.templates import KEEPS, Keep, unit_of
-from patchedserve.serving.patched.masked import MaskedPasses, Seen
+from patchedserve.serving.patched.masked import MaskedPasses, RecordedRow
 
 from ...support.patched_cases import TOLERANCE, model_of
 from ...support.patched_models import Row, Way, draw_rows, run_plain, stack_conditions
@@ -35,7 +35,7 @@ def record(passes: MaskedPasses, rows: Sequence[Row]) -> list[dict[str, Tensor]]
 def run_masked(
     passes: MaskedPasses,
     rows: Sequence[Row],
-    seen: Sequence[Seen],
+    seen: Sequence[RecordedRow],
     masks: Sequence[Mask],
     reuses: Sequence[bool] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:

@@ -19,7 +19,7 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched import leaves, tuning
 from patchedserve.serving.patched.patched_model import PatchedModel
 from patchedserve.serving.patched.stepper import PatchedStepper
-from patchedserve.serving.patched.strategy import Point, StrategyTable
+from patchedserve.serving.patched.strategy import StrategyTable, StrategyTiming
 from patchedserve.serving.patched.text import without_repeats
 from patchedserve.serving.patched.tuning import MEASURED_ROWS
 
@@ -40,7 +40,7 @@ def place(groups: int, tokens: int) -> Any:
 def test_the_nearest_measurement_decides(model: PatchedModel) -> None:
     conv, _ = model.convolutions[0]
     shape = conv.shape_key(1)
-    table = StrategyTable([Point(shape, 2, 100, 5.0, 9.0), Point(shape, 2, 10_000, 50.0, 9.0)])
+    table = StrategyTable([StrategyTiming(shape, 2, 100, 5.0, 9.0), StrategyTiming(shape, 2, 10_000, 50.0, 9.0)])
     assert [table.choose(conv, place(2, n), place(2, n)) for n in (90, 900, 1100, 9000)] == [
         *("stitch", "stitch", "regroup", "regroup")
     ]
@@ -49,7 +49,7 @@ def test_the_nearest_measurement_decides(model: PatchedModel) -> None:
 def test_more_resolutions_count_as_much_as_more_tokens(model: PatchedModel) -> None:
     conv, _ = model.convolutions[0]
     shape = conv.shape_key(1)
-    table = StrategyTable([Point(shape, 1, 800, 9.0, 5.0), Point(shape, 8, 100, 5.0, 9.0)])
+    table = StrategyTable([StrategyTiming(shape, 1, 800, 9.0, 5.0), StrategyTiming(shape, 8, 100, 5.0, 9.0)])
     assert table.choose(conv, place(7, 400), place(7, 400)) == "stitch"
 
 
@@ -174,8 +174,8 @@ def test_norm_and_stitching_are_measured_as_they_run(monkeypatch: pytest.MonkeyP
     context = patched.context
     assert context.choose is choose
     assert context.level is context.packing.levels[0]
-    assert not context.take_fused("activation")
-    assert not context.take_fused("stitching")
+    assert not context.consume_fused("activation")
+    assert not context.consume_fused("stitching")
 
 
 def test_sizes_that_no_patch_fits_are_refused_before_they_are_served() -> None:

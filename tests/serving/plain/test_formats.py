@@ -17,9 +17,9 @@ from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
-from patchedserve.serving.plain.formats import PlainModels, Point, channels_last_copy
+from patchedserve.serving.plain.formats import FormatTiming, PlainModels, channels_last_copy
 from patchedserve.serving.plain.stepper import PlainStepper
-from patchedserve.serving.runs.summary import what_was_learnt
+from patchedserve.serving.runs.summary import optional_figures
 
 from ...support.family_kit import BUILDS, denoised, mixed
 from ...support.patched_cases import model_of
@@ -67,7 +67,11 @@ def test_the_format_that_was_faster_for_such_batches_runs(monkeypatch: pytest.Mo
     models, used = PlainModels(model), []
     forms = {id(model): "default", id(models._in_channels_last()): "channels-last"}
     monkeypatch.setattr("patchedserve.serving.plain.formats.denoise", lambda given, *_: used.append(forms[id(given)]))
-    models.points = [Point((8, 8), 2, 10.0, 20.0), Point((8, 8), 8, 40.0, 30.0), Point((16, 16), 2, 20.0, 15.0)]
+    models.points = [
+        FormatTiming((8, 8), 2, 10.0, 20.0),
+        FormatTiming((8, 8), 8, 40.0, 30.0),
+        FormatTiming((16, 16), 2, 20.0, 15.0),
+    ]
     for rows, side in ((1, 8), (4, 8), (6, 8), (40, 8), (40, 16), (2, 32)):
         models.predict(PassBatch(is_complete=True), torch.zeros(rows, 4, side, side), torch.zeros(rows), {})
     cl = "channels-last"
@@ -79,7 +83,7 @@ def test_both_formats_denoise_alike(served: ServedModel, count: int) -> None:
     stepper = stepper_of(served)
     results = []
     for times in ((1.0, 2.0), (2.0, 1.0)):
-        stepper.plain.points = [Point((8, 8), 2, *times)]
+        stepper.plain.points = [FormatTiming((8, 8), 2, *times)]
         active = [served.prepare(Request(n, f"a cat {n}", Resolution(64, 64), 4)) for n in range(count)]
         for _ in range(4):
             assert stepper.step(active) == {}
@@ -155,7 +159,7 @@ def test_recorded_passes_of_all_families_are_the_eager_ones(name: str) -> None:
         assert relative_error(denoised(recorded, batch), denoised(eager, batch)) <= 1e-5
     assert isinstance(recorded.stepper, PlainStepper)
     if name in NOT_RECORDED:
-        failure = what_was_learnt(recorded, None)["recording_failure"]
+        failure = optional_figures(recorded, None)["recording_failure"]
         assert failure == f"recording a pass: AssertionError: {NOT_RECORDED[name]}"
         return
     assert recorded.stepper.recording_failure is None

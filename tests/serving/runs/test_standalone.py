@@ -18,7 +18,7 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.runs import standalone
 from patchedserve.serving.runs.contention import Contention
 from patchedserve.serving.runs.standalone import (
-    MOST_SAMPLES,
+    MAX_SAMPLES,
     TABLE_FILE,
     RequestShape,
     doubt_standalone,
@@ -134,7 +134,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *samples_s: float) -> Callable[[],
         ([1.0, 1.05, 1.02], 3, 1.02, None),
         ([3.0, 1.0, 2.0, 1.05, 1.02], 5, 1.02, None),
         ([0.001, 0.008, 0.004], 3, 0.004, None),
-        ([1.0 + number for number in range(MOST_SAMPLES)], MOST_SAMPLES, 2.0, "it took 1 to 9 s"),
+        ([1.0 + number for number in range(MAX_SAMPLES)], MAX_SAMPLES, 2.0, "it took 1 to 9 s"),
     ],
 )
 def test_a_request_is_measured_until_samples_agree(

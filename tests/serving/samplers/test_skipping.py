@@ -46,7 +46,7 @@ def test_skipping_equals_forecasts_step_by_step(case: str, steps: tuple[int, ...
         batch.model_input()
         batch.step(output)
     assert state.is_finished
-    assert state.num_passed == state.num_wanted == NUM_STEPS
+    assert state.num_passed == state.num_requested == NUM_STEPS
 
     whole = begun(case)
     plain = BatchedSampler(make_scheduler(case), pass_step_kwargs=True)

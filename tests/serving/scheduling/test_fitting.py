@@ -9,7 +9,14 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestView
-from patchedserve.serving.scheduling.policies import ALL_IN_TIME, Decision, Lately, Snapshot, WaitingQueue, get_policy
+from patchedserve.serving.scheduling.policies import (
+    ALL_IN_TIME,
+    Decision,
+    RecentAttainment,
+    Snapshot,
+    WaitingQueue,
+    get_policy,
+)
 from patchedserve.serving.scheduling.policies.fitting import EdfFittingPolicy, FairFittingPolicy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
 from patchedserve.serving.scheduling.step_latency import MemoisedLatency
@@ -17,7 +24,7 @@ from patchedserve.serving.scheduling.step_latency import MemoisedLatency
 from ...support.machine_speed import reference_s, slowness
 from .test_slack import L, S, Steps, view
 
-OVERLOADED = Lately(in_time=0.9)
+OVERLOADED = RecentAttainment(in_time=0.9)
 
 
 def active_view(deadline_s: float | None, size: Resolution = S) -> RequestView:
@@ -45,9 +52,9 @@ def decide(
     now_s: float = 0.0,
     places: int = 16,
     policy: EdfFittingPolicy = EXACT,
-    lately: Lately = ALL_IN_TIME,
+    attainment: RecentAttainment = ALL_IN_TIME,
 ) -> Decision:
-    return policy.decide(Snapshot(now_s, waiting, active, places, Steps(), 0.0, lately))
+    return policy.decide(Snapshot(now_s, waiting, active, places, Steps(), 0.0, attainment))
 
 
 def test_who_would_make_an_active_request_late_is_passed_over() -> None:
@@ -63,9 +70,9 @@ def test_who_would_be_late_in_the_batch_waits_and_who_would_be_late_alone_is_dis
     # Alone it takes 20 s, with the active large one 50 s.
     active = [active_view(None, L)]
     waiting = [view(1, deadline_s=30.0), view(2, deadline_s=19.0), view(3, deadline_s=50.0, arrival_s=-1000.0)]
-    assert decide(waiting[1:], active, lately=OVERLOADED) == Decision(admit=(3,), drop=((2, TOO_LATE),))
+    assert decide(waiting[1:], active, attainment=OVERLOADED) == Decision(admit=(3,), drop=((2, TOO_LATE),))
     # The one that waits holds those back that would slow it.
-    assert decide(waiting, active, lately=OVERLOADED) == Decision(drop=((2, TOO_LATE),))
+    assert decide(waiting, active, attainment=OVERLOADED) == Decision(drop=((2, TOO_LATE),))
     # It is the batch's turn to end: alone it starts at once.
     assert decide([view(1, deadline_s=30.0)]).admit == (1,)
 
@@ -78,7 +85,7 @@ def test_while_nearly_all_are_in_time_nobody_is_discarded_but_drawn_after_the_ot
     assert decide(waiting, places=1) == Decision(admit=(3,))
     active = [active_view(12.0)]
     assert decide(waiting[:2], active) == Decision()
-    assert decide(waiting[:2], active, lately=OVERLOADED).drop == ((2, TOO_LATE), (1, TOO_LATE))
+    assert decide(waiting[:2], active, attainment=OVERLOADED).drop == ((2, TOO_LATE), (1, TOO_LATE))
     # What could never have been in time is discarded: alone it takes 20 s.
     assert decide([*waiting, view(4, deadline_s=5.0, arrival_s=-14.0)]) == Decision((3, 2, 1), ((4, TOO_LATE),))
     # One that was passed over still waits, though a later one has joined.
@@ -125,17 +132,17 @@ def test_a_step_is_no_longer_than_the_tightest_kind_can_bear() -> None:
 
 def test_a_resolution_that_is_behind_goes_first_and_is_waited_for() -> None:
     fair = ExactAndFair()
-    behind = Lately(0.5, frozenset({L}))
+    behind = RecentAttainment(0.5, frozenset({L}))
     waiting = [view(1, deadline_s=500.0), view(2, L, deadline_s=600.0)]
     assert decide(waiting, places=1, policy=fair).admit == (1,)
-    assert decide(waiting, places=1, policy=fair, lately=behind).admit == (2,)
-    assert decide(waiting, places=1, lately=behind).admit == (1,), "the other policy does not look at it"
+    assert decide(waiting, places=1, policy=fair, attainment=behind).admit == (2,)
+    assert decide(waiting, places=1, attainment=behind).admit == (1,), "the other policy does not look at it"
     # The large one would make the active one late. No small one joins, so that the batch empties for it.
     active = [active_view(24.9)]
     assert decide(waiting, active, policy=fair).admit == (1,)
-    assert decide(waiting, active, policy=fair, lately=behind) == Decision()
+    assert decide(waiting, active, policy=fair, attainment=behind) == Decision()
     # None of them waits.
-    assert decide(waiting[:1], active, policy=fair, lately=behind).admit == (1,)
+    assert decide(waiting[:1], active, policy=fair, attainment=behind).admit == (1,)
 
 
 def test_without_a_deadline_a_request_comes_last_but_not_for_ever() -> None:

@@ -14,8 +14,8 @@ from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.scheduling.policies import (
     POLICY_NAMES,
     Decision,
-    Lately,
     Policy,
+    RecentAttainment,
     Snapshot,
     WaitingQueue,
     check_decision,
@@ -99,8 +99,8 @@ def test_random_queues_keep_the_contract(name: str) -> None:
         active = tuple(request._replace(steps_done=0) for request in random_views(rng, num_active, first_id=100))
         if policy.requires_one_resolution and active:
             active = tuple(one._replace(resolution=SIZES[0], num_steps=3) for one in active)
-        lately = Lately(rng.random(), frozenset(rng.sample(SIZES, rng.randint(0, 3))))
-        snapshot = Snapshot(20.0, waiting, active, max_batch_size, StepTimes(), 0.0, lately)
+        attainment = RecentAttainment(rng.random(), frozenset(rng.sample(SIZES, rng.randint(0, 3))))
+        snapshot = Snapshot(20.0, waiting, active, max_batch_size, StepTimes(), 0.0, attainment)
         decision = policy.decide(snapshot)
         check_decision(decision, snapshot, requires_one_resolution=policy.requires_one_resolution)
         again = policy.decide(replace(snapshot, waiting=WaitingQueue(waiting[::-1])))

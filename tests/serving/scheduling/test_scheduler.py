@@ -281,7 +281,7 @@ def test_what_waits_can_be_taken_back() -> None:
     scheduler.decide(0.0)
     being_prepared = scheduler.next_to_prepare(0.0)
     assert being_prepared is not None
-    assert [request.request_id for request in scheduler.take_back()] == [1, 2]
+    assert [request.request_id for request in scheduler.withdraw_waiting()] == [1, 2]
     # What is prepared for nobody is of no use; the ids are free again.
     assert scheduler.prepared(being_prepared.request.request_id, 0.1) is None
     assert scheduler.num_waiting == 0
@@ -291,7 +291,7 @@ def test_what_waits_can_be_taken_back() -> None:
     scheduler.stepped(2.0, 1.0, {})
     scheduler.end(0, "completed", 2.5)
     assert not scheduler.is_idle
-    scheduler.take_back()
+    scheduler.withdraw_waiting()
     assert scheduler.is_idle
 
 
@@ -358,7 +358,7 @@ def test_one_that_yields_can_be_cancelled_or_taken_back_at_any_time() -> None:
         if end == "cancel":
             assert scheduler.end(0, "cancelled", 2.0) is not None
         else:
-            assert [each.request_id for each in scheduler.take_back()] == [0]
+            assert [each.request_id for each in scheduler.withdraw_waiting()] == [0]
         check_scheduler(scheduler)
         assert [drive(scheduler, 3.0 + number) for number in range(2)] == [[1, 2]] * 2
         assert scheduler.is_idle

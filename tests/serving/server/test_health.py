@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from patchedserve.serving.engine import stages
-from patchedserve.serving.engine.side_stages import MOST_FAILED
+from patchedserve.serving.engine.side_stages import MAX_FAILURES
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.models.stage_process import Part
@@ -56,8 +56,8 @@ def test_an_engine_whose_model_always_fails_takes_nothing_more(
         told: list[str] = []
         backend.on_stopped = told.append
         fail_stage(monkeypatch, model, stage, lambda: True)
-        statuses = [await status_of(backend, number) for number in range(MOST_FAILED)]
-        assert statuses == ["failed"] * MOST_FAILED
+        statuses = [await status_of(backend, number) for number in range(MAX_FAILURES)]
+        assert statuses == ["failed"] * MAX_FAILURES
         while backend.health is Health.READY:
             await asyncio.sleep(0.01)
         # From here on nobody gets an error of the model: not from the engines that are tried in its place either.
@@ -121,7 +121,7 @@ def test_while_an_engine_is_restarted_probes_say_why(
         monkeypatch.setattr(LocalBackend, "_prove", waiting_prove)
         is_broken = True
         fail_stage(monkeypatch, model, "denoising", lambda: is_broken)
-        for number in range(MOST_FAILED):
+        for number in range(MAX_FAILURES):
             assert await status_of(backend, number) == "failed"
         while backend.health is Health.READY:
             await asyncio.sleep(0.01)
@@ -151,16 +151,16 @@ def test_requests_that_fail_by_themselves_do_not_end_the_service(
         backend.on_stopped = told.append
         fail_stage(monkeypatch, model, "denoising", lambda: is_poison)
         # One that is drawn between them begins the count anew.
-        for number in range(2 * MOST_FAILED + 1):
-            is_poison = number % MOST_FAILED != 0
+        for number in range(2 * MAX_FAILURES + 1):
+            is_poison = number % MAX_FAILURES != 0
             assert await status_of(backend, number) == ("failed" if is_poison else "completed")
         assert not backend._crashes
         # The engine that follows draws again, whatever failed before; it may be so for ever.
         for round_number in range(MAX_RESTARTS + 2):
             is_poison = True
-            for number in range(MOST_FAILED):
+            for number in range(MAX_FAILURES):
                 assert await status_of(backend, number) == "failed"
-                is_poison = number < MOST_FAILED - 1
+                is_poison = number < MAX_FAILURES - 1
             while await status_of(backend, 100 + round_number) != "completed":
                 await asyncio.sleep(0.01)
         assert not told

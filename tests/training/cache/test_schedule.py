@@ -10,11 +10,11 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.data.tables.block_facts import ModelFacts
+from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.training.cache.schedule import CacheSchedule, StepPlan, search_plans, shares
 
 NUM_STEPS = 7
-FACTS = ModelFacts("tiny", "abc", "EulerDiscreteScheduler")
+FACTS = ProfiledModel("tiny", "abc", "EulerDiscreteScheduler")
 
 
 def error_of(plan: StepPlan, outputs: np.ndarray, weights: np.ndarray) -> float:

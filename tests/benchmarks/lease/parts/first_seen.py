@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from patchedserve.profiling.steps.combinations import Combination
-from patchedserve.profiling.steps.sides import EngineSide, RequestPool, patched_stepper, plain_side
+from patchedserve.profiling.steps.sides import RequestPool, StepperSide, patched_stepper, plain_side
 from patchedserve.serving.core.captured import CapturedPasses
 from patchedserve.serving.models.build import with_engine
 from patchedserve.serving.options import EngineOptions
@@ -35,7 +35,7 @@ def first_seen(context: Context) -> Iterator[Row]:
     def passes(combination: Combination) -> Row:
         requests = pool.take(combination)
         sides = {
-            "patched": EngineSide(served.stepper, requests),
+            "patched": StepperSide(served.stepper, requests),
             "same resolution": plain_side(model, plain, requests),
         }
         return {
@@ -48,7 +48,7 @@ def first_seen(context: Context) -> Iterator[Row]:
     context.notes |= {"recording_failures": failures}
 
 
-def _measured(context: Context, side: EngineSide, recorder: CountingRecorder) -> dict[str, Any]:
+def _measured(context: Context, side: StepperSide, recorder: CountingRecorder) -> dict[str, Any]:
     side.begin()
     first_ms, second_ms = (once_ms(side.step, context.device) for _ in range(2))
     num_before, before = recorder.recorded, memory_mb(context.device)

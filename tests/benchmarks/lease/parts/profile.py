@@ -13,7 +13,7 @@ from patchedserve.profiling.steps.bench import StepBench
 from patchedserve.profiling.steps.breakdown import BREAKDOWN
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.profiling.steps.lanes import BenchSettings
-from patchedserve.profiling.steps.sides import EngineSide
+from patchedserve.profiling.steps.sides import StepperSide
 from patchedserve.serving.core.timing import synchronize
 
 from ..context import Context, Row
@@ -35,11 +35,11 @@ def _profiled(context: Context, bench: StepBench, combination: Combination) -> R
     sides = row["sides"]
     kinds = [{"kind": kind, **{f"{name}_ms": side["ms"][kind] for name, side in sides.items()}} for kind in CATEGORIES]
     kinds.append({"kind": "all", **{f"{name}_ms": side["step_ms"] for name, side in sides.items()}})
-    side = EngineSide(context.model.stepper, bench.pool.take(combination))
+    side = StepperSide(context.model.stepper, bench.pool.take(combination))
     return row | {"kinds": kinds, "kernels": _kernels(side, context.device)}
 
 
-def _kernels(side: EngineSide, device: torch.device) -> list[dict[str, Any]]:
+def _kernels(side: StepperSide, device: torch.device) -> list[dict[str, Any]]:
     """Those of one step of a batch that stays; operators on a CPU."""
     side.begin()
     side.step()

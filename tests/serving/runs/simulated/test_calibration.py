@@ -16,7 +16,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_latencies
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.serving.runs.simulated.calibration import Calibration, ServedRun, calibrate
-from patchedserve.serving.runs.simulated.deployment import Deployment, SimulatedEngine
+from patchedserve.serving.runs.simulated.deployment import SimulatedDeployment, SimulatedEngine
 from patchedserve.serving.runs.simulated.files import read_calibrations
 from patchedserve.serving.runs.step_file import StepFile, load_step_file, step_sources
 from patchedserve.serving.scheduling.policies import get_policy
@@ -138,7 +138,7 @@ def test_deployments_know_first_steps(tmp_path: Path) -> None:
 
     def latency_of(name: str, engine: Literal["patched", "plain"]) -> float | None:
         system = get_system("diffusers-fcfs").overridden(engine=engine)
-        deployment = Deployment(system, SimulatedEngine.of(load_step_file(tmp_path / name).of(engine)))
+        deployment = SimulatedDeployment(system, SimulatedEngine.of(load_step_file(tmp_path / name).of(engine)))
         return deployment.run([request(0, steps=4)])[1].records[0].latency_s
 
     assert latency_of("foreign.csv", "patched") == pytest.approx(0.040)
@@ -182,7 +182,9 @@ def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
     stopped = calibrate([ServedRun(results[1].records, rows)], steps).durations(steps)
     assert stopped.scale_of(4) == pytest.approx(truth.scale_of(4), rel=0.1)
     # Knowing nothing of first steps it must blame the scales.
-    blind = calibrate([ServedRun(result.records, result.steps) for result in results], ProfiledSteps(steps.told))
+    blind = calibrate(
+        [ServedRun(result.records, result.steps) for result in results], ProfiledSteps(steps.policy_latency)
+    )
     assert blind.durations(steps).scale_of(4) > 1.03 * truth.scale_of(4)
 
 
@@ -300,7 +302,7 @@ def test_plain_and_patch_engine_have_latencies_of_their_own() -> None:
     # A pass for each resolution, and only those that have changed are longer.
     assert plain.durations.undisturbed_s((S, L)) == pytest.approx(0.03)
     assert plain.durations.undisturbed_s((S, L), {S}) == pytest.approx(0.05)
-    assert plain.durations.steps.told.step_latency_s((S, L)) == pytest.approx(0.03)
+    assert plain.durations.steps.policy_latency.step_latency_s((S, L)) == pytest.approx(0.03)
     # A foreign table knows no first steps.
     assert step_sources(LatencyTable((LatencyRow({S: 1}, (10.0,)),)))[1] is None
 
