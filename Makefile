@@ -6,7 +6,7 @@
 #   make check    lint, the fast tests, and all tests of what differs from CHECK_SINCE: before a commit
 #   make gate     quality gates on both bundled models, as CI judges them
 #   make docs     the documentation as a web site, in strict mode
-#   make lint     ruff, pyright and the import floors
+#   make lint     ruff, pyright, the import floors, and phrases that documentation does not use
 #   make bench    the benchmarks of tests/benchmarks
 #   make soak     a server under load of all kinds: 10,000 requests at once, then for two hours
 #   make sbom     dist/sbom.cdx.json, a bill of materials of what is installed
@@ -96,6 +96,7 @@ lint-style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python tests/support/english.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -28,7 +28,7 @@ class MetricResult:
         unit: "dB" or "" for none.
         direction: whether a higher or a lower value is better.
         seed: of the interval's random draws.
-        details: what else tells how it was made: checksums of weights, resolutions, counts.
+        details: other facts about its making: checksums of weights, resolutions, counts.
 
     Raises:
         UsageError: the numbers are not an `Estimate`.

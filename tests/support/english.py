@@ -25,9 +25,8 @@ EVERYWHERE = {
     r"\bfor ever\b": "without limit, permanently",
     r"\blets? go\b": "release",
     r"\b(take|takes|taken|took) back\b": "withdraw",
-    r"\bput aside\b": "quarantine",
     r"\bat the most\b": "at most",
-    r"\b(is|are|was|were|be|been|being) told\b(?! apart)": "receive, be reported, be notified",
+    r"(?<!cannot )(?<!can )\b(is|are|was|were|be|been|being) told\b": "receive, be reported, be notified",
     r"\btells? (of|which|that|how|what|whether)\b": "report, state, return",
     r"\b(hears|heard)\b": "receive",
     r"\bas of `": "as in",
@@ -35,15 +34,21 @@ EVERYWHERE = {
 """Patterns, each with what to write in its place."""
 
 
+_EXAMPLES = "## English"
+"""Heading of the part of a page that quotes what one should not write; it ends at the next heading."""
+
+
 def texts_of(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield line number, text, and whether it is a docstring, of everything in a file that people read."""
+    """Yield line number and text of all docstrings, comments and lines of pages, and whether it is a docstring."""
     content = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        is_code = False
+        is_code = is_example = False
         for number, line in enumerate(content.splitlines(), 1):
+            if line.startswith("## "):
+                is_example = line == _EXAMPLES
             if line.lstrip().startswith("```"):
                 is_code = not is_code
-            elif not is_code:
+            elif not is_code and not is_example:
                 yield number, line, False
         return
     for node in ast.walk(ast.parse(content)):
