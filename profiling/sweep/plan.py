@@ -13,7 +13,7 @@ from ...serving.runs.step_latencies import table_for_simulation
 from ...serving.scheduling.policies import get_policy
 from ...training.cache.schedule import CacheSchedule
 from ...training.latency.predictor import PREDICTOR_FILE
-from .runner import Side, SweepOutcome, WarmUp, examples_of, sweep
+from .runner import SweepOutcome, SweepSide, WarmUp, examples_of, sweep
 from .settings import RUN_KIND, SweepSettings, check_resumed
 from .simulator_side import SimulatorFiles, SimulatorSide
 
@@ -134,7 +134,7 @@ class ReadySweep:
 
     plan: SweepPlan
     defaults: ModelDefaults
-    side: Side
+    side: SweepSide
     place: ModelWorkspace
 
     def run(self, *, on_run: _Notify, on_done: Callable[[], None]) -> SweepOutcome:

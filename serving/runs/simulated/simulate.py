@@ -31,7 +31,7 @@ from ..trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, 
 from .calibration import Calibration
 from .deployment import OnFinish, SimulatedDeployment
 from .files import EngineFiles
-from .planning import SearchResult, at_rate, gpus_needed, highest_rate, how_slow, with_error
+from .planning import SearchResult, at_rate, duration_ratio_range, gpus_needed, highest_rate, with_error
 from .summary import simulation_summary
 
 DEFAULT_NUM_PROMPTS = 1000
@@ -228,7 +228,7 @@ class ReadySimulation:
         needed = None if plan.request_rate is None else gpus_of(deployment)
         error = None
         if self.calibrated is not None and (file := plan.files.calibration) is not None:
-            error = how_slow(self.calibrated, plan.system.engine, file)
+            error = duration_ratio_range(self.calibrated, plan.system.engine, file)
         figures = {"highest_request_rate": with_error(rate, rate_of, deployment, error, worst=0.0)}
         if needed is not None:
             figures["gpus_needed"] = with_error(needed, gpus_of, deployment, error)
