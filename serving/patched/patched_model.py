@@ -222,7 +222,7 @@ class PatchedModel:
             context.batch_values,
             lambda inputs, batch_values: self.forward(**inputs, batch_values=batch_values),
             inputs,
-            held=context.packing,
+            kept_alive=context.packing,
         )
 
     @property
