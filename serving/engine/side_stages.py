@@ -268,7 +268,7 @@ class SideStages:
         self.last_end_s = max(self.last_end_s or 0.0, state.record.finish_s)
         self._collector.on_finish(state.record, image, latents)
         if self._on_finish is not None:
-            self.call(partial(self._on_finish, state.record))
+            self.call_safely(partial(self._on_finish, state.record))
         if not self.open:
             self._wake()
 
