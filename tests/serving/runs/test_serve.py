@@ -83,8 +83,8 @@ def test_slos_derive_from_the_requested_steps_and_not_from_those_of_the_system(
 def test_a_request_that_cannot_be_served_stops_the_run_before_anything_is_measured(
     model: ServedModel, tmp_path: Path
 ) -> None:
-    requests = [Request(0, "a hat", SIZE, 4), Request(1, "a hat", Resolution(36, 32), 4)]
-    with pytest.raises(UsageError, match="36x32"):
+    requests = [Request(0, "a hat", SIZE, 4), Request(1, "a hat", SIZE, 4, adapters=(("sketch", 1.0),))]
+    with pytest.raises(UsageError, match="sketch"):
         served(model, requests, tmp_path)
     assert not list(tmp_path.rglob("standalone.json"))
     assert not list(tmp_path.rglob("trace.jsonl"))
