@@ -260,7 +260,7 @@ def names_in(words: Sequence[str]) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore:a batch of 16 requests is larger than all that were profiled:RuntimeWarning")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_command_runs_once(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     """What `make test` runs of the pages besides README: of each command the first that needs no file of others, or
     else one with those that make its files.

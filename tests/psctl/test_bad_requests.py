@@ -139,7 +139,8 @@ def test_bodies_that_are_no_json_object(http: httpx.Client) -> None:
         ("DELETE", f"{GENERATIONS}/img_0", {}, (404, "not_found")),
         ("GET", "/v1/models/another", {}, (404, "model_not_found")),
         ("POST", EDITS, {"json": {}}, (415, "unsupported_media_type")),
-        ("POST", EDITS, {"files": {"image": b"x"}}, (400, "invalid_value")),
+        ("POST", EDITS, {"files": {"image": b"x"}}, (400, "missing_required_parameter")),
+        ("POST", EDITS, {"files": {"image": b"x"}, "data": {"prompt": "a"}}, (400, "invalid_value")),
         ("POST", EDITS, {"files": {"image": b"x"}, "headers": {"authorization": ""}}, (401, "missing_api_key")),
         ("POST", EDITS, {"files": {"image": b"x"}, "headers": {"host": "evil.example"}}, (403, "host_not_allowed")),
         # Pages of others can send forms without asking first.
