@@ -50,10 +50,10 @@ def test_a_resolution_of_which_clearly_fewer_are_in_time_is_behind_until_it_has_
     assert noted(tracker, record(L, "discarded")).behind == frozenset(), "one is chance"
     attainment = noted(tracker, *[record(S), record(L, "discarded")] * 10)
     assert attainment.behind == {L}
-    # 41 + 1 + 20 have ended, of which 11 of L were lost: a little less than that, as all were in time before.
+    # 41 + 1 + 20 have ended, of which 11 of L were lost. The tracker starts with all in time, so the loss shows less.
     assert attainment.in_time == pytest.approx(1 - 11 / 100, abs=0.02)
     assert noted(tracker, *both * 100).behind == frozenset()
-    # Where all are lost alike, nobody is behind.
+    # Where both resolutions lose all their requests, neither is behind.
     assert noted(tracker, *[record(S, late=True), record(L, "discarded")] * 100).behind == frozenset()
 
 

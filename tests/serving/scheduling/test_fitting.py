@@ -1,4 +1,4 @@
-"""Deadline scheduling that passes over who does not fit, on cases small enough to be worked out by hand."""
+"""Deadline scheduling that passes over requests that do not fit, on cases small enough to work out by hand."""
 
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ OVERLOADED = RecentAttainment(in_time=0.9)
 
 
 def active_view(deadline_s: float | None, size: Resolution = S) -> RequestView:
-    """One that came long ago, so that its kind bears steps of any length, and has 5 of 10 steps left."""
+    """An active request with 5 of 10 steps left; it arrived so long ago that it limits no step latency."""
     return view(0, size, deadline_s=deadline_s, done=5, arrival_s=-1000.0)
 
 
@@ -58,22 +58,22 @@ def decide(
 
 
 def test_who_would_make_an_active_request_late_is_passed_over() -> None:
-    # The active small one has 5 steps left. Joined by the large one each takes 5 s, by a small one 3 s.
+    # The active small one has 5 steps left. Each takes 5 s if the large one joins, 3 s if a small one does.
     waiting = [view(1, L, deadline_s=100.0), view(2, deadline_s=1000.0)]
     assert decide(waiting, [active_view(24.9)]) == Decision(admit=(2,))
     assert get_policy("slack").decide(Snapshot(0.0, waiting, [active_view(24.9)], 16, Steps())) == Decision()
-    # Nobody is made late who is late anyway.
+    # An active request that is late anyway holds back no candidate.
     assert decide(waiting, [active_view(5.0)]).admit == (1, 2)
 
 
 def test_who_would_be_late_in_the_batch_waits_and_who_would_be_late_alone_is_discarded() -> None:
-    # Alone it takes 20 s, with the active large one 50 s.
+    # A small request takes 20 s alone and 50 s beside the active large one.
     active = [active_view(None, L)]
     waiting = [view(1, deadline_s=30.0), view(2, deadline_s=19.0), view(3, deadline_s=50.0, arrival_s=-1000.0)]
     assert decide(waiting[1:], active, attainment=OVERLOADED) == Decision(admit=(3,), drop=((2, TOO_LATE),))
-    # The one that waits holds those back that would slow it.
+    # The one that waits holds back those that would slow it down.
     assert decide(waiting, active, attainment=OVERLOADED) == Decision(drop=((2, TOO_LATE),))
-    # It is the batch's turn to end: alone it starts at once.
+    # Once the batch has ended, the request starts at once, alone.
     assert decide([view(1, deadline_s=30.0)]).admit == (1,)
 
 
@@ -81,14 +81,14 @@ def test_while_nearly_all_are_in_time_nobody_is_discarded_but_drawn_after_the_ot
     waiting = [view(i, deadline_s=due_s, arrival_s=-15.0) for i, due_s in ((1, 19.0), (2, 10.0), (3, 500.0))]
     assert decide(waiting, places=2) == Decision(admit=(3, 2))
     assert decide(waiting) == Decision(admit=(3, 2, 1))
-    # Somebody else still waits, or would be made late: the late ones wait, too.
+    # While another request still waits or would be made late, the late ones wait as well.
     assert decide(waiting, places=1) == Decision(admit=(3,))
     active = [active_view(12.0)]
     assert decide(waiting[:2], active) == Decision()
     assert decide(waiting[:2], active, attainment=OVERLOADED).drop == ((2, TOO_LATE), (1, TOO_LATE))
-    # What could never have been in time is discarded: alone it takes 20 s.
+    # A request that could never have been in time is discarded: it takes 20 s alone.
     assert decide([*waiting, view(4, deadline_s=5.0, arrival_s=-14.0)]) == Decision((3, 2, 1), ((4, TOO_LATE),))
-    # One that was passed over still waits, though a later one has joined.
+    # A request that was passed over still waits although a later one has joined.
     passed_over = [view(3, deadline_s=29.0, arrival_s=-1000.0), view(4, deadline_s=50.0, arrival_s=-1000.0)]
     assert decide([waiting[0], *passed_over], [active_view(1e4)]) == Decision(admit=(4,))
 
@@ -101,7 +101,7 @@ def test_of_those_who_fit_the_first_to_be_due_is_first_and_each_sees_the_batch_w
 
 
 def test_steps_of_a_batch_have_a_margin_and_those_of_one_alone_have_none() -> None:
-    # A step of both takes 5 s, ten of them 50 s; with a twentieth more 52.5 s.
+    # A step of both takes 5 s, ten of them 50 s; with a margin of 5 %, 52.5 s.
     careful = EdfFittingPolicy()
     active = [view(0, L, deadline_s=None)]
     old = {"now_s": 100.0, "policy": careful}
@@ -112,18 +112,18 @@ def test_steps_of_a_batch_have_a_margin_and_those_of_one_alone_have_none() -> No
 
 
 def test_a_step_is_no_longer_than_the_tightest_kind_can_bear() -> None:
-    # Both have much time, but the small one has 30 s for 10 steps in all: no step of more than 3 s.
+    # The large ones have plenty of time, but the small one has 30 s for 10 steps, so no step may exceed 3 s.
     small = view(1, deadline_s=30.0)
     large = [view(2, L, deadline_s=1e4), view(3, L, deadline_s=1e4)]
     assert decide([*large, small]).admit == (1,), "5 s a step, with a large one"
     assert decide(large, [view(1, deadline_s=30.0, done=9)]) == Decision(), "while it runs, too"
     assert decide(large).admit == (2, 3)
-    # The first tenth of its time is for waiting: 27 s.
+    # The first tenth of its time is reserved for waiting, which leaves 27 s.
     careful = EdfFittingPolicy()
     two = [view(1, deadline_s=32.0), view(2, deadline_s=32.0)]
     assert decide(two).admit == (1, 2)
     assert decide(two, policy=careful).admit == (1,)
-    # One that even alone would take longer than it can bear holds nobody back.
+    # A request that would miss its limit even alone holds back no other.
     assert decide([*large, view(4, deadline_s=21.0)], policy=careful, now_s=0.5).admit == (4,)
     assert decide(large, [view(0, L, deadline_s=None)]).admit == (2, 3)
     assert decide([*large, view(4, deadline_s=21.0)], [view(0, L, deadline_s=None)], policy=careful).admit == (2, 3)
@@ -137,18 +137,18 @@ def test_a_resolution_that_is_behind_goes_first_and_is_waited_for() -> None:
     assert decide(waiting, places=1, policy=fair).admit == (1,)
     assert decide(waiting, places=1, policy=fair, attainment=behind).admit == (2,)
     assert decide(waiting, places=1, attainment=behind).admit == (1,), "the other policy does not look at it"
-    # The large one would make the active one late. No small one joins, so that the batch empties for it.
+    # The large one would make the active one late. No small one joins, so the batch drains for the large one.
     active = [active_view(24.9)]
     assert decide(waiting, active, policy=fair).admit == (1,)
     assert decide(waiting, active, policy=fair, attainment=behind) == Decision()
-    # None of them waits.
+    # No large request waits.
     assert decide(waiting[:1], active, policy=fair, attainment=behind).admit == (1,)
 
 
 def test_without_a_deadline_a_request_comes_last_but_not_for_ever() -> None:
     waiting = [view(1, L, deadline_s=None), view(2, deadline_s=1000.0)]
     assert decide(waiting, places=1).admit == (2,)
-    # The large one has waited for more than 20 times its 40 s: nobody goes before it, and it goes when nobody is late.
+    # The large one has waited for more than 20 times its 40 s: none precedes it, and it joins once it makes none late.
     waiting[1] = view(2, deadline_s=2000.0)
     assert decide(waiting, now_s=801.0, places=1).admit == (1,)
     active = [active_view(801.0 + 24.9)]
@@ -172,7 +172,7 @@ def test_simple_policies_discard_who_is_too_late_and_keep_their_order() -> None:
 
 @pytest.mark.parametrize("name", ["slack", "fair-fitting"])
 def test_a_decision_with_a_thousand_waiting_takes_a_millisecond(name: str) -> None:
-    """With 15 in the batch; the time is divided by how much slower than usual the machine is at this moment."""
+    """The batch holds 15 requests; the time is divided by the machine's current slowdown."""
     sizes = (Resolution(128, 128), Resolution(192, 192), L)
     waiting = WaitingQueue([view(i, sizes[i % 3], deadline_s=300.0 + i, arrival_s=i / 1000) for i in range(1000)])
     active = [view(1000 + i, sizes[i % 3], deadline_s=1e4, done=i % 10) for i in range(15)]

@@ -1,4 +1,4 @@
-"""The scheduler stays whole whatever drives it: random drivers under its integrity check, which can fail."""
+"""The scheduler's state stays consistent under random drivers, and its integrity check detects damage."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from ...support.scheduler_check import check_scheduler
 
 
 def _dropping(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
-    """Of five requests that wait, drops one, leaves one waiting if it may, and admits three as far as there is room."""
+    """Out of five waiting requests, drop one, leave one waiting if allowed, and admit three while there is room."""
     admit = [view.request_id for view in waiting if view.request_id % 5 < 3][: 6 - len(active)]
     drop = [(view.request_id, "unlucky") for view in waiting if view.request_id % 5 == 3]
     left = [view.request_id for view in waiting if view.request_id % 5 == 4]
@@ -31,7 +31,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", POLICIES)
 def test_any_order_of_events_keeps_it_whole(name: str, seed: int) -> None:
-    """Arrivals, the ends of preparing, failures and cancellations come at random, also while a step is taken."""
+    """Arrivals, completed preparations, failures and cancellations come at random, also during a step."""
     rng = random.Random(f"{name} {seed}")
     scheduler = Scheduler(POLICIES[name](), Learning(), max_batch_size=6, max_prepared_ahead=rng.randint(1, 8))
     ended: dict[int, str] = {}
@@ -55,7 +55,7 @@ def test_any_order_of_events_keeps_it_whole(name: str, seed: int) -> None:
         if event == "arrive" and arrived < 250:
             size = rng.choice((S, L))
             slo_s = rng.choice((None, rng.uniform(1, 60)))
-            # That policy does not ask how many places there are.
+            # The "dropping" policy does not read the number of free places.
             yields = name != "dropping" and slo_s is None and rng.random() < 0.6
             scheduler.add(request(arrived, rng.randint(1, 6), size, arrival_s=now_s, slo_s=slo_s, yields=yields))
             open_ids.add(arrived)
@@ -95,7 +95,7 @@ def test_any_order_of_events_keeps_it_whole(name: str, seed: int) -> None:
         {"discarded"} if name in ("dropping", "slack", "fair-fitting") else set()
     )
     assert set(ended.values()) == expected
-    # Nothing is kept of requests that have ended.
+    # The scheduler keeps nothing of requests that have ended.
     assert scheduler.is_idle
     assert scheduler.pixel_steps == scheduler.num_prepared == len(scheduler._decoding) == 0
     kept = [value for value in vars(scheduler).values() if isinstance(value, (dict, list))]

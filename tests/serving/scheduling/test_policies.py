@@ -1,4 +1,4 @@
-"""Policies: the contract, checked on random queues and by running them in a small loop on a virtual clock."""
+"""The contract of policies, checked on random queues and in a small loop on a virtual clock."""
 
 import random
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ from patchedserve.serving.scheduling.systems import DEFAULT_SYSTEM, SYSTEMS, get
 from patchedserve.serving.simulator.distrifusion import PUBLISHED, DistriFusionLatency
 
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(128, 256))
-# Policies that name no request before one that came earlier.
+# Policies that never admit a request before one that arrived earlier.
 BY_ARRIVAL = ("fcfs", "static", "continuous", "continuous-drop")
 DROPPING = tuple(name for name in POLICY_NAMES if get_policy(name).requires_predictor)
 
 
 class StepTimes:
-    """The step of `run` below."""
+    """Step latencies that `run` uses."""
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return 0.1 + 0.05 * len(active)
@@ -56,7 +56,7 @@ def view(request_id: int, side: int = 128, num_steps: int = 4, steps_done: int =
 
 
 def run(policy: Policy, trace: Sequence[RequestView], max_batch_size: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Serve a trace, each step taking longer the more it computes. Returns admission order and number of rounds."""
+    """Serve a trace with steps that take longer for larger batches; return admission order and last round by id."""
     arriving, waiting, active = list(trace), [], []
     joined_at: dict[int, int] = {}
     left_at: dict[int, int] = {}
@@ -141,7 +141,7 @@ def test_static_keeps_the_order_within_a_kind_and_bounds_the_wait() -> None:
         for kind in kinds:
             mine = [request.request_id for request in trace if (request.resolution, request.num_steps) == kind]
             assert [i for i in joined_at if i in mine] == mine
-        # The oldest leads each batch, so a request waits for one batch of at most 4 for each one that came before it.
+        # The oldest request leads each batch, so a request waits for at most one batch of 4 per earlier request.
         for position, request in enumerate(trace):
             assert joined_at[request.request_id] < 4 * (position + 1)
 
@@ -244,7 +244,7 @@ def test_edf_takes_the_earliest_deadline_whatever_came_first() -> None:
     ]
     policy = get_policy("edf")
     assert policy.decide(Snapshot(4, waiting, [], 16)).admit == (2, 4, 0, 3, 1)
-    # Two places are taken; late already, and still not dropped.
+    # Two places are taken. The requests are late already and still not dropped.
     assert policy.decide(Snapshot(40, waiting, [view(7), view(8)], 4)) == Decision(admit=(2, 4))
 
 
@@ -261,7 +261,7 @@ def test_distrifusion_speedups_are_those_of_the_paper() -> None:
     assert round(PUBLISHED.of(wide, 4), 1) == 3.0
     assert [PUBLISHED.of(huge, gpus) for gpus in (2, 4, 8)] == [1.8, 3.4, 6.1]
     assert PUBLISHED.of(Resolution(2048, 2048), 8) == pytest.approx(4.93, abs=0.01)
-    # Half way between 2048 and 3840 in the logarithm of the pixels is sqrt(2048 * 3840) = 2804.3: (4.93 + 6.1) / 2.
+    # sqrt(2048 * 3840) = 2804.3 is halfway between 2048 and 3840 in the logarithm of the pixels: (4.93 + 6.1) / 2.
     assert PUBLISHED.of(Resolution(2804, 2804), 8) == pytest.approx(5.51, abs=0.01)
     assert PUBLISHED.of(Resolution(128, 128), 8) == PUBLISHED.of(square, 8)
     assert PUBLISHED.of(Resolution(8000, 8000), 4) == 3.4

@@ -1,4 +1,4 @@
-"""Routers: choices worked out by hand, and what must hold of random states."""
+"""Routers: choices worked out by hand, and invariants on random states."""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ S, L = Resolution(100, 100), Resolution(200, 200)
 
 
 class Steps:
-    """A step takes 1 s and 1 s for each whole image of 100 px."""
+    """Step latencies of 1 s plus 1 s for each whole image of 100x100 pixels."""
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         return 1 + sum(each[0] * each[1] * (each[2] if isinstance(each, Work) else 1) for each in active) / 1e4
@@ -24,7 +24,7 @@ class Steps:
 
 @dataclass
 class Worker:
-    """A worker with these requests, as a router sees it; those in `missing` have to read a record first."""
+    """A worker as a router sees it; requests in `missing` must first read a record, which takes this many seconds."""
 
     views: list[RequestView] = field(default_factory=list)
     max_batch_size: int = 2
@@ -78,20 +78,20 @@ def test_the_first_of_equals(name: str) -> None:
 
 def test_mask_aware_asks_for_ends_and_the_paper_for_a_step() -> None:
     long_part, short_whole = Worker([view(0, steps=100, share=0.5)]), Worker([view(1, steps=2)])
-    # A step of both is shorter beside the part: 2.5 s against 3 s.
+    # The next step is shorter beside the part: 2.5 s against 3 s.
     assert choice("mask-aware-step", [short_whole, long_part]) == 1
-    # To its end it takes 2 x 3 + 2 x 2 s beside the whole image, which ends 2 x 1 s later: 12 s; beside the part it
-    # takes 4 x 2.5 s, and that ends 4 x 1 s later: 14 s.
+    # Beside the whole image the request takes 2 x 3 + 2 x 2 s and delays that image by 2 x 1 s: 12 s. Beside the part
+    # it takes 4 x 2.5 s and delays the part by 4 x 1 s: 14 s.
     assert choice("mask-aware", [long_part, short_whole]) == 1
-    # With a single step 3 + 1 s against 2.5 + 1 s.
+    # With a single step, 3 + 1 s against 2.5 + 1 s.
     assert choice("mask-aware", [short_whole, long_part], view(99, steps=1)) == 1
 
 
 def test_mask_aware_counts_who_waits() -> None:
     full = Worker([view(0, steps=2), view(1, steps=2), view(2, steps=1)])
-    # It joins after 2 x 3 s, takes a step of 3 s with the third and 3 x 2 s alone, and makes the third 1 s later: 16 s.
-    # Beside one of 9 steps it takes 4 x 3 s and makes that 4 s later, if there is room: 16 s, too. In a batch of one it
-    # waits for 9 x 2 s and takes 4 x 2 s: 26 s.
+    # On the full worker the request joins after 2 x 3 s, takes a step of 3 s with the third and 3 x 2 s alone, and
+    # delays the third by 1 s: 16 s. Beside one of 9 steps, if there is room, it takes 4 x 3 s and delays that one by
+    # 4 s: also 16 s. In a batch of one it waits for 9 x 2 s and takes 4 x 2 s: 26 s.
     assert choice("mask-aware", [Worker([view(3, steps=9)]), full]) == 0
     assert choice("mask-aware", [full, Worker([view(3, steps=9)])]) == 0
     assert choice("mask-aware", [Worker([view(3, steps=9)], max_batch_size=1), full]) == 1
@@ -99,11 +99,11 @@ def test_mask_aware_counts_who_waits() -> None:
 
 def test_mask_aware_counts_records_that_are_read_first() -> None:
     request = view(99, share=0.5)
-    # Alone 4 x 1.5 s after the record, against 4 x 2.5 s at once beside another that ends 4 x 0.5 s later.
+    # Alone, 4 x 1.5 s after the record is read; beside another, 4 x 2.5 s at once and a delay of 4 x 0.5 s.
     beside = Worker([view(0)])
     assert choice("mask-aware", [Worker(missing={99: 6.1}), beside], request) == 1
     assert choice("mask-aware", [Worker(missing={99: 5.9}), beside], request) == 0
-    # Who waits for a record is overtaken: 4 x 1.5 s, done before that one's record is there.
+    # A request that waits for its record is overtaken: 4 x 1.5 s end before that record is read.
     assert choice("mask-aware", [Worker(), Worker([view(1, share=0.5)], 1, {1: 6.0})], request) == 0
     assert choice("mask-aware", [beside, Worker([view(1, share=0.5)], 1, {1: 6.0})], request) == 1
 
@@ -115,7 +115,7 @@ def test_the_papers_cost_prefers_workers_with_room() -> None:
 
 
 def test_mask_aware_equals_steps_taken_one_by_one() -> None:
-    """Its skips from one end to the next change nothing: a plain loop over single steps gives the same ends."""
+    """The router skips from one request's end to the next; a plain loop over single steps gives the same ends."""
     rng = random.Random(0)
     for _ in range(2_000):
         count = rng.randint(0, 6)
@@ -132,7 +132,7 @@ def test_mask_aware_equals_steps_taken_one_by_one() -> None:
 
 
 def _ends_s(worker: Worker, views: Sequence[RequestView]) -> float:
-    """The sum of the times in which they end."""
+    """Return the sum of the times at which the requests end."""
     waiting, running, now_s, sum_s = list(views), {}, 0.0, 0.0
     while waiting or running:
         for each in list(waiting):

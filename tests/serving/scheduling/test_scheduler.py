@@ -1,4 +1,4 @@
-"""The scheduler: transitions by hand."""
+"""State transitions of the scheduler, worked out by hand."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def test_the_life_of_a_request() -> None:
     assert scheduler.pixel_steps == 2 * S.pixels
     assert (scheduler.is_idle, scheduler.is_due) == (False, True)
     assert scheduler.next_to_prepare(1.25) is state
-    # Admitted before it is prepared: there is nothing to do until then.
+    # The request is admitted before it is prepared, so there is nothing to do until then.
     assert scheduler.decide(1.5) == []
     assert (state.stage, scheduler.num_waiting, scheduler.is_due) == ("joining", 1, False)
     assert scheduler.prepared(3, 2.0) is state
@@ -59,7 +59,7 @@ def test_which_request_is_prepared_next() -> None:
     assert next_id(scheduler) is None  # one at a time
     scheduler.prepared(0, 0.0)
     assert prepare(scheduler) == 1
-    assert next_id(scheduler) is None  # two ahead, and no more
+    assert next_id(scheduler) is None  # at most two ahead
     scheduler.decide(0.0)
     assert prepare(scheduler) == 3  # admitted: prepared at once
     scheduler.decide(0.0)  # admits 0, which leaves a place ahead
@@ -92,7 +92,7 @@ def test_a_batch_of_one_resolution_takes_its_first_step_together() -> None:
     prepare(scheduler)
     scheduler.decide(0.0)
     assert (ids(scheduler.active), scheduler.num_waiting, scheduler.can_step) == ([0], 1, False)
-    # If the other one fails, there is nobody to wait for.
+    # If the other one fails, the batch waits no longer.
     assert next_id(scheduler) == 1
     failed = scheduler.prepared(1, 1.0, failure="no words for it")
     assert failed is not None
@@ -116,10 +116,10 @@ def test_failures_in_a_step_end_those_alone() -> None:
     assert (left[1].record.finish_s, left[1].record.reason) == (1.0, "not finite")
     assert (ids(scheduler.active), scheduler.pixel_steps) == ([2], S.pixels)
     check_scheduler(scheduler)
-    # A step that failed for some was repeated in parts, so it teaches nothing.
+    # A step that failed for some requests was repeated in parts, so the predictor does not learn from it.
     assert ids(scheduler.stepped(2.0, 0.75)) == [2]
     assert predictor.seen == [((S,), 0.75)]
-    # Who ends whole tells how long decoding takes, without what it waited for; who fails in it does not.
+    # The predictor learns the decoding time, without waiting, from requests that complete, not from those that fail.
     scheduler.end(0, "failed", 3.0, "no image")
     scheduler.end(2, "completed", 3.5)
     assert predictor.seen[1:] == [((S,), 0.5)]
@@ -134,7 +134,7 @@ def test_what_requests_wait_for_between_their_steps_is_told() -> None:
     for end_s, step_s in ((11.0, 1.0), (13.0, 0.5), (13.5, 0.5)):
         scheduler.stepped(end_s, step_s)
     assert predictor.between_s == [0.0, 1.5, 0.0]
-    # Nobody waits while nothing is active.
+    # No request waits between steps while nothing is active.
     scheduler.add(request(1, 1))
     prepare(scheduler)
     scheduler.decide(20.0)
@@ -162,7 +162,7 @@ def test_a_sampler_may_take_other_steps_than_were_asked_for() -> None:
         if step < 5:
             scheduler.decide(float(step))
     assert ids(left) == [0]
-    assert seen == [[], [0], [1], [1], [2]]  # in the steps that were asked for
+    assert seen == [[], [0], [1], [1], [2]]  # counted in requested steps
 
 
 def test_what_was_prepared_in_vain_is_told() -> None:
@@ -179,7 +179,7 @@ def test_what_was_prepared_in_vain_is_told() -> None:
 
 
 def test_an_idle_engine_draws_one_of_those_that_would_be_dropped() -> None:
-    # What is predicted may be wrong, and only requests that are drawn set it right.
+    # The predictions may be wrong, and only requests that are served correct them.
     drop_all = FunctionPolicy(
         lambda now_s, waiting, active: Decision(drop=tuple((view.request_id, "late") for view in waiting))
     )
@@ -232,7 +232,7 @@ def test_wrong_use() -> None:
 
 
 def test_a_request_without_latents_never_becomes_active() -> None:
-    # It would stay in the batch for ever: no step could take it to its end.
+    # It would stay in the batch permanently, as no step could complete it.
     scheduler = whole_scheduler()
     scheduler._ready.append(scheduler._open[5])
     with pytest.raises(AssertionError, match="request without latents"):
@@ -282,7 +282,7 @@ def test_what_waits_can_be_taken_back() -> None:
     being_prepared = scheduler.next_to_prepare(0.0)
     assert being_prepared is not None
     assert [request.request_id for request in scheduler.withdraw_waiting()] == [1, 2]
-    # What is prepared for nobody is of no use; the ids are free again.
+    # The preparation under way is discarded, and the ids are free again.
     assert scheduler.prepared(being_prepared.request.request_id, 0.1) is None
     assert scheduler.num_waiting == 0
     assert scheduler.pixel_steps == 2 * 64 * 64
@@ -296,7 +296,7 @@ def test_what_waits_can_be_taken_back() -> None:
 
 
 def drive(scheduler: Scheduler, now_s: float) -> list[int]:
-    """Prepare all that may be prepared, take one step, and end those that have taken their last; who has taken it."""
+    """Prepare all eligible requests, take one step and end those that are done; return the ids in the step."""
     while scheduler.next_to_prepare(now_s) is not None:
         assert scheduler._preparing is not None
         scheduler.prepared(scheduler._preparing.request.request_id, now_s)
@@ -313,7 +313,7 @@ def test_those_who_yield_wait_while_others_do_and_go_on_where_they_were() -> Non
     scheduler = Scheduler(get_policy("continuous"), max_batch_size=3)
     records = [scheduler.add(request(number, 3, yields=True)).record for number in range(3)]
     assert drive(scheduler, 1.0) == [0, 1, 2]
-    # There is room for all, but two of them must go: beside others they have one place.
+    # There is room for all, but two must leave: beside other requests, yielding ones share one place.
     other = scheduler.add(request(7, 2)).record
     assert scheduler.pixel_steps == (3 * 2 + 2) * S.pixels
     assert (drive(scheduler, 2.0), scheduler.num_waiting) == ([7, 0], 2)
@@ -333,7 +333,7 @@ def test_those_who_yield_are_prepared_when_nobody_else_is_there() -> None:
     scheduler = Scheduler(get_policy("continuous"), max_batch_size=2)
     scheduler.add(request(0, 2, yields=True))
     scheduler.decide(0.0)
-    # It has joined, but is not prepared when another one comes.
+    # It has joined but is not yet prepared when other requests arrive.
     being_prepared = scheduler.next_to_prepare(0.0)
     assert being_prepared is not None
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""Algorithm 1 on cases small enough to be worked out by hand, and how long a decision takes to make."""
+"""Algorithm 1 on cases small enough to work out by hand, and the cost of a decision."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ S, L = Resolution(128, 128), Resolution(256, 256)
 
 
 class Steps:
-    """A step takes `base_s`, and 1 s for each small and 3 s for each large image."""
+    """Step latencies of `base_s` plus 1 s for each small and 3 s for each large image."""
 
     def __init__(self, base_s: float = 1.0) -> None:
         self.base_s = base_s
@@ -36,7 +36,7 @@ def view(
     alone_s: float | None = None,
     arrival_s: float = 0.0,
 ) -> RequestView:
-    # Alone, a step takes 2 s (small) or 4 s (large) with the base of 1 s.
+    # With the base of 1 s, a step of one request alone takes 2 s (small) or 4 s (large).
     standalone_s = steps * (2.0 if size == S else 4.0) if alone_s is None else alone_s
     return RequestView(request_id, size, arrival_s, deadline_s, steps, done, standalone_s)
 
@@ -55,14 +55,14 @@ def decide(
 
 def test_least_slack_first_not_earliest_deadline() -> None:
     # Small, alone: (50 - 10 * 2) / 20 = 1.5.  Large, alone: (70 - 10 * 4) / 40 = 0.75. The large one is more urgent,
-    # though its deadline is later. With it in the batch a step of both takes 5 s: 50 s for the small one, which it has,
-    # and 50 of its 70 s for the large one. In turns 4 + 2 = 6 s against 5 s merged: it pays.
+    # though its deadline is later. A step of both takes 5 s: 50 s for the small one, exactly its deadline, and 50 of
+    # the 70 s that the large one has. In turns they take 4 + 2 = 6 s, merged 5 s: merging pays.
     waiting = [view(0, deadline_s=50.0), view(1, L, deadline_s=70.0)]
     assert decide(waiting) == Decision(admit=(1, 0))
 
 
 def test_schedulability_stops_before_an_active_request_would_miss() -> None:
-    # The active small one has 5 steps left. Joined by the large one each takes 5 s: 25 s.
+    # The active small one has 5 steps left. If the large one joins, each takes 5 s: 25 s.
     waiting = [view(1, L, deadline_s=1000.0)]
     assert decide(waiting, [view(0, deadline_s=25.0, done=5)]).admit == (1,)
     assert decide(waiting, [view(0, deadline_s=24.9, done=5)]) == Decision()
@@ -73,7 +73,7 @@ def test_schedulability_stops_before_an_active_request_would_miss() -> None:
 
 
 class StepsAndEnds(Steps):
-    """Knows of small images what comes after their last step."""
+    """Step latencies with a measured time after the last step, known for small images only."""
 
     def after_steps_s(self, resolution: Resolution) -> float | None:
         return 4.0 if resolution == S else None
@@ -83,22 +83,22 @@ class StepsAndEnds(Steps):
 
 
 def test_what_comes_after_the_steps_is_what_others_have_taken() -> None:
-    # Ten steps of 2 s, and a standalone latency of 50 s by an engine that is slower: 30 s beyond the steps, of which
-    # those that ended took 4.
+    # Ten steps take 2 s each. A slower engine measured the standalone latency of 50 s, 30 s beyond the steps; requests
+    # that have ended took only 4 s.
     waiting = [view(0, deadline_s=24.0, alone_s=50.0)]
     assert decide(waiting).drop == ((0, TOO_LATE),)
     policy = SlackPolicy()
     assert policy.decide(Snapshot(0.0, waiting, [], 16, StepsAndEnds())) == Decision(admit=(0,))
     assert policy.decide(Snapshot(0.1, waiting, [], 16, StepsAndEnds())).drop == ((0, TOO_LATE),)
-    # Of large ones nobody has ended: 50 - 10 * 4 = 10 s.
+    # No large request has ended yet: 50 - 10 * 4 = 10 s.
     large = [view(0, L, deadline_s=50.0, alone_s=50.0)]
     assert policy.decide(Snapshot(0.0, large, [], 16, StepsAndEnds())).admit == (0,)
     assert policy.decide(Snapshot(0.1, large, [], 16, StepsAndEnds())).drop == ((0, TOO_LATE),)
 
 
 def test_a_request_waits_for_those_that_the_decoder_has_before_it() -> None:
-    # The decoder has 4 s for each small one. Four with 10 steps left, of 5 s in the batch of four: steps until 50 s,
-    # then decoded by 54, 58, 62 and 66 s. Only the fourth is late by 66 s, as it is the last that was admitted.
+    # The decoder takes 4 s for each small one. Four have 10 steps left, of 5 s each in the batch of four: the steps end
+    # at 50 s, and the images are decoded by 54, 58, 62 and 66 s. The fourth, admitted last, is decoded last.
     active = [view(i, deadline_s=None) for i in range(3)]
     policy, predictor = SlackPolicy(), StepsAndEnds()
 
@@ -111,14 +111,14 @@ def test_a_request_waits_for_those_that_the_decoder_has_before_it() -> None:
     assert decide_at(54.0, [view(i, deadline_s=None, steps=11) for i in range(3)]).admit == (9,)
     assert decide_at(54.0, [view(i, deadline_s=None, done=8 - i) for i in range(3)]).admit == (9,)
     assert decide_at(55.0, [view(i, deadline_s=None, done=1) for i in range(3)]).drop == ((9, TOO_LATE),)
-    # What the decoder has now counts as far as it lasts longer than the steps.
+    # The decoder's present work counts as far as it outlasts the steps.
     assert decide_at(24.0, [], decoder_free_s=20.0).admit == (9,)
     assert decide_at(24.0, [], decoder_free_s=20.1).drop == ((9, TOO_LATE),)
 
 
 def test_an_active_request_is_late_by_the_candidate_that_is_decoded_before_it() -> None:
-    # Together 3 s a step: the active one takes its last step after 30 s and is decoded by 34 s. One of 8 steps is
-    # decoded by 28 s before it, one of 9 by 31 s, which makes it late, and one of 10 comes after it.
+    # Together a step takes 3 s: the active one takes its last step after 30 s and is decoded by 34 s. A candidate of
+    # 8 steps is decoded before it, by 28 s; one of 9 by 31 s, which makes it late; one of 10 comes after it.
     active, policy = [view(0, deadline_s=34.0)], SlackPolicy()
     for steps, admitted in ((8, (1,)), (9, ()), (10, (1,))):
         waiting = [view(1, deadline_s=1000.0, steps=steps)]
@@ -126,14 +126,14 @@ def test_an_active_request_is_late_by_the_candidate_that_is_decoded_before_it() 
 
 
 def test_a_candidate_admitted_now_protects_itself_from_the_next() -> None:
-    # Alone the first needs 20 s of its 30. Both small ones together: 3 s a step, 30 s: exactly in time. A third would
-    # make it 4 s a step, 40 s.
+    # Alone, the first needs 20 s of its 30. Two small ones together take 3 s a step, 30 s: exactly in time. With a
+    # third, a step takes 4 s: 40 s.
     waiting = [view(i, deadline_s=30.0 + 1000 * (i > 0)) for i in range(3)]
     assert decide(waiting).admit == (0, 1)
 
 
 def test_too_late_even_at_once_is_discarded_and_the_next_is_tried() -> None:
-    # 10 steps of 2 s by 19.9 s cannot be; by 20 s they can. The discarded one is the most urgent, so it goes first.
+    # 10 steps of 2 s cannot end by 19.9 s; by 20 s they can. The discarded one is the most urgent, so it comes first.
     waiting = [view(0, deadline_s=19.9), view(1, deadline_s=45.0)]
     assert decide(waiting) == Decision(admit=(1,), drop=((0, TOO_LATE),))
     assert decide([view(0, deadline_s=20.0)]) == Decision(admit=(0,))
@@ -146,7 +146,7 @@ def test_too_late_even_at_once_is_discarded_and_the_next_is_tried() -> None:
 
 
 def test_the_stages_after_the_steps_count() -> None:
-    # Served alone it takes 26 s: 20 s of steps and 6 s of the other stages.
+    # Served alone, it takes 26 s: 20 s of steps and 6 s in the other stages.
     assert decide([view(0, deadline_s=25.9, alone_s=26.0)]) == Decision(drop=((0, TOO_LATE),))
     assert decide([view(0, deadline_s=26.0, alone_s=26.0)]) == Decision(admit=(0,))
     # An active one needs them too: 5 steps of 3 s and 6 s are 21 s.
@@ -156,8 +156,8 @@ def test_the_stages_after_the_steps_count() -> None:
 
 
 def test_merging_must_pay() -> None:
-    # With a base of 1 s, in turns: 2 + 2 = 4 s, merged 3 s: benefit 4 / 3. With a base of -0.5 s (merging costs more):
-    # 0.5 + 0.5 = 1 s in turns, 1.5 s merged: 2 / 3.
+    # With a base of 1 s, steps in turns take 2 + 2 = 4 s and a merged one 3 s: benefit 4 / 3. With a base of -0.5 s
+    # (merging costs more), 0.5 + 0.5 = 1 s in turns and 1.5 s merged: 2 / 3.
     waiting, active = [view(1, deadline_s=1000.0)], [view(0, deadline_s=1000.0)]
     assert decide(waiting, active).admit == (1,)
     assert decide(waiting, active, base_s=-0.5) == Decision()
@@ -171,7 +171,7 @@ def test_merging_must_pay() -> None:
 def test_an_active_request_that_is_lost_anyway_halts_nobody() -> None:
     # 10 steps of 2 s until 15 s: it is late with or without the candidate.
     assert decide([view(1, deadline_s=100.0)], [view(0, deadline_s=15.0)]).admit == (1,)
-    # Beside it another that the candidate would make late does halt it: 3 s a step now, 4 s with it, 7 steps, 25 s.
+    # Another active one that the candidate would make late does hold it back: 7 steps by 25 s, of 3 s now, 4 s with it.
     active = [view(0, deadline_s=15.0), view(2, deadline_s=25.0, done=3)]
     assert decide([view(1, deadline_s=100.0)], active) == Decision()
 
@@ -183,7 +183,7 @@ def test_no_deadline_comes_last_and_is_never_discarded() -> None:
 
 
 def test_no_standalone_latency_means_its_steps() -> None:
-    # Both have the same deadline and the same steps; one of them was measured with 6 s beyond its steps.
+    # Both have the same deadline and steps; the standalone latency of one was measured as 6 s more than its steps.
     plain = view(0, deadline_s=26.0)._replace(standalone_s=None)
     assert decide([plain]).admit == (0,)
     assert decide([plain._replace(deadline_s=19.9)]).drop == ((0, TOO_LATE),)
@@ -210,8 +210,8 @@ def test_it_needs_a_predictor() -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_thousand_waiting_requests_cost_little(kept: bool) -> None:
-    # Bounds on work, not on time: the predictor is asked a few times for each request that is named, and not for those
-    # that wait. The time is printed (`pytest -s`).
+    # The bounds are on work, not on time: the predictor is called a few times for each request that is admitted or
+    # dropped, and not for those that keep waiting. The time is printed (`pytest -s`).
     class Counting(Steps):
         calls = 0
 

@@ -1,4 +1,4 @@
-"""Step latencies from tables: exact where measured, sensible between, clear where nothing is known."""
+"""Step latencies from tables: exact where measured, plausible in between, a clear error where nothing is known."""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ S, M, L = Resolution(128, 128), Resolution(192, 192), Resolution(256, 256)
 
 
 def true_s(batch: Sequence[Resolution]) -> float:
-    """Overhead until the device is full, then work: what no line can follow."""
+    """Overhead until the device is full, then work: a curve that no line can follow."""
     return 0.002 * len(set(batch)) + max(0.02, sum({S: 0.003, M: 0.006, L: 0.01}[size] for size in batch))
 
 
@@ -57,7 +57,7 @@ def test_more_requests_than_measured_take_longer() -> None:
     assert table.step_latency_s((S,) * 8) > 0.05
     assert table.num_too_large == 1
     assert table.step_latency_s((S,) * 16) > table.step_latency_s((S,) * 8)
-    # What one request costs says nothing of two.
+    # The latency of one request does not predict that of two.
     with pytest.raises(
         UsageError, match="asked for a batch of 2 requests, but all batches of the latency table have 1"
     ):
