@@ -1,4 +1,4 @@
-"""Room for requests."""
+"""Admission of requests: the queue, shares of keys and rate limits."""
 
 import contextlib
 from typing import Any
@@ -15,7 +15,7 @@ TWO = {"a": KeyLimits(), "b": KeyLimits()}
 class Work:
     pending = 0.0
     rate: float | None = None
-    of_key: dict[str, float] = {}  # noqa: RUF012  a test gives it one of its own
+    of_key: dict[str, float] = {}  # noqa: RUF012  a test assigns its own
 
 
 def admission(work: Work, **limits: Any) -> Admission:
@@ -53,7 +53,7 @@ def test_a_key_has_a_share_of_its_own() -> None:
 
 
 def taken(room: Admission, key: str) -> int:
-    """How many images of a key are let in, one by one."""
+    """Reserve images of a key one by one until one is refused; return how many were admitted."""
     num_before = room.num_images
     with contextlib.suppress(ApiError):
         while True:
@@ -121,7 +121,7 @@ def test_what_a_key_asks_for_in_time_is_limited() -> None:
     for key in "aaa":
         room.release(room.reserve(1, key, 1e9))
     assert wait_of("a", 1) == "20", "a long pause saves up no more than a minute's worth"
-    # More than a minute's worth is let in, and owed.
+    # A request worth more than a minute is admitted, and the excess is owed.
     room.release(room.reserve(1, "b", 900))
     assert wait_of("b", 100) == "40"
     now_s += 40
@@ -149,7 +149,7 @@ def test_what_takes_too_long_waits_outside() -> None:
     work = Work()
     room = admission(work, max_queue_time_s=60.0)
     work.pending = 1e9
-    room.reserve(1, "")  # nothing is known of the rate yet
+    room.reserve(1, "")  # the rate is not known yet
     work.rate = 1e7
     error = refused(room)
     assert error.code == "queue_too_long"

@@ -1,4 +1,4 @@
-"""Files of requests: what is wrong in them, and what is kept of them whatever ends the process."""
+"""Batch files: errors in their lines, and results that survive the end of the process."""
 
 import asyncio
 import errno
@@ -92,7 +92,7 @@ def test_what_is_done_stays_done(tmp_path: Path) -> None:
     output = BatchOutput(tmp_path / "out")
     output.write_completed(lines[0], {"data": []}, "one")
     output.write_failed(lines[1], invalid("no", "prompt"), "two")
-    # The process is killed in the middle of a line.
+    # The process is killed while it writes a line.
     with (tmp_path / "out" / "output.jsonl").open("ab") as file:
         file.write(b'{"custom_id": "c", "resp')
     left = tmp_path / "out" / "images" / ".00003-c-0.12345678.tmp.png"
@@ -109,7 +109,7 @@ def test_what_is_done_stays_done(tmp_path: Path) -> None:
     errors = json.loads((tmp_path / "out" / "errors.jsonl").read_text())
     assert (errors["response"]["status_code"], errors["error"]["code"]) == (400, "invalid_value")
     again.close()
-    # Damage elsewhere is not passed over.
+    # Damage elsewhere in the file is an error.
     path = tmp_path / "out" / "output.jsonl"
     path.write_bytes(b"{}\n" + path.read_bytes())
     for _ in range(2):
@@ -140,7 +140,7 @@ output.write_failed(lines[2], invalid("no"), "three")
 
 
 def test_a_line_that_finds_no_room_is_not_there_at_all(tmp_path: Path) -> None:
-    """In a process whose files may have 5,000 bytes for a while: the system writes the first part of a line."""
+    """The process has a file size limit of 5,000 bytes for a while, so the system writes only part of a line."""
     batch = written(tmp_path, line("a"), line("b"), line("c"))
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(batch), str(tmp_path / "out")], capture_output=True, text=True, check=False
@@ -167,7 +167,7 @@ def test_a_half_line_is_cut_off_however_long_it_is(tmp_path: Path) -> None:
 
 
 def test_lines_of_any_length_are_read_in_little_memory(tmp_path: Path) -> None:
-    """Whole ones, torn ones that another one follows, and ends and heads that lie across pieces."""
+    """Lines may be whole, torn and followed by another, or have a head or an end that spans two chunks."""
     start, end = b'{"id": "batch_req_1", "custom_id": "', b'"}\n'
     head = start + b'a", "response": "'
     path = tmp_path / "output.jsonl"
@@ -187,12 +187,12 @@ def test_lines_of_any_length_are_read_in_little_memory(tmp_path: Path) -> None:
 
 
 def opened_below(folder: Path, work: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What work returns, and the names of files that it opened and folders that it listed."""
+    """Return the result of `work`, and the names of the files that it opened and the folders that it listed."""
     seen: list[str] = []
     is_over = False
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        # A hook stays as long as the process.
+        # A hook cannot be removed.
         if not is_over and event in ("open", "os.scandir", "os.listdir") and str(arguments[0]).startswith(str(folder)):
             seen.append(Path(str(arguments[0])).name)
 
@@ -204,7 +204,7 @@ def opened_below(folder: Path, work: Callable[[], Any]) -> tuple[Any, list[str]]
 
 
 def test_a_page_costs_what_it_shows(tmp_path: Path) -> None:
-    """And it shows what other servers of the same workspace add and remove."""
+    """A page reads only the entries that it shows, and shows what other servers of the workspace add and remove."""
     ours, theirs, third = (Batches(tmp_path, cast(Any, None)) for _ in range(3))
 
     def add(batches: Batches, key: str = "") -> str:
@@ -217,7 +217,7 @@ def test_a_page_costs_what_it_shows(tmp_path: Path) -> None:
 
     ids = {add(each) for each in (theirs, third) * 10}
     others = add(theirs, "another")
-    os.utime(tmp_path / "files", (1e9, 1e9))  # it has not changed for long
+    os.utime(tmp_path / "files", (1e9, 1e9))  # unchanged for a long time
     page, seen = opened_below(tmp_path, lambda: listed(limit=5))
     assert (len(page[0]), page[1], len(seen)) == (5, True, 22), "all of it is read once"
     found, after = list[str](), None
@@ -253,7 +253,7 @@ def test_a_batch_that_is_not_whole_yet_is_listed_later(tmp_path: Path) -> None:
 
 
 def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:
-    """Neither as it resumes a batch nor as it lists; and of what was listed before only the page is read."""
+    """This holds for resuming a batch and for listing; a repeated listing reads only the entries of its page."""
     files, num_files = Batches(tmp_path, cast(Any, None)), 30
     content = written(tmp_path, line("a"), line("b")).read_bytes()
     ids = [files.files.add("batch.jsonl", io.BytesIO(content), "batch", "")["id"] for _ in range(num_files)]
@@ -267,7 +267,7 @@ def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:
     is_over = False
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        # A hook stays as long as the process.
+        # A hook cannot be removed.
         if event == "open" and not is_over and str(arguments[0]).startswith(str(tmp_path)):
             opened.append((Path(str(arguments[0])).name, threading.current_thread() is threading.main_thread()))
 
@@ -302,7 +302,7 @@ def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:
 
 
 def process_over(folder: Path, work: Callable[[Process], Coroutine[Any, Any, None]], *, has_turns: bool = True) -> None:
-    """Do something with a server's batches in a folder, and end it; no batch has its turn if there are none."""
+    """Run `work` on a server with batches in a folder, then stop it; without `has_turns` no batch gets its turn."""
 
     async def whole() -> None:
         process = Process(World(random.Random(0)), folder, "fcfs")
@@ -318,14 +318,14 @@ def process_over(folder: Path, work: Callable[[Process], Coroutine[Any, Any, Non
 
 
 def begun(process: Process, *lines: str) -> str:
-    """Begin a batch of lines; returns its id."""
+    """Create a batch of these lines and return its id."""
     file = process.batches.files.add("batch.jsonl", io.BytesIO("\n".join(lines).encode()), "batch", "")
     body = {"input_file_id": file["id"], "endpoint": "/v1/images/generations", "completion_window": "24h"}
     return process.batches.create(body, "")["id"]
 
 
 def told(process: Process, batch_id: str) -> tuple[str, int]:
-    """How a batch stands, and how many of its lines are drawn."""
+    """Return the status of a batch and its number of completed lines."""
     batch = process.batches.batch(batch_id, "")
     return batch["status"], batch["request_counts"]["completed"]
 
@@ -337,7 +337,7 @@ async def until_told(process: Process, batch_id: str, *wanted: str) -> dict[str,
 
 
 def test_a_batch_that_a_drain_ends_goes_on(tmp_path: Path) -> None:
-    """Also where all of its lines had begun."""
+    """The batch resumes in the next process, even if all of its lines had started."""
     known: list[str] = []
 
     async def begin(process: Process) -> None:

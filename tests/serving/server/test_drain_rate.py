@@ -1,4 +1,4 @@
-"""How fast a queue is drawn."""
+"""The rate at which a queue is drawn."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_it_follows_a_machine_that_slows_down() -> None:
 
 
 def test_single_steps_say_nothing() -> None:
-    """Neither the first one of a size nor two that took a minute, as where the process was stopped."""
+    """Neither the first steps of a size nor two steps of a minute, as of a paused process, change the rate."""
     rate = DrainRate()
     for _ in range(4):
         rate.note(10**6, 0.1)

@@ -1,4 +1,4 @@
-"""Forms whose images would take a server's time and memory: what is refused, and what ends with its process."""
+"""Forms whose images would exhaust a server's time and memory are refused or end with their process."""
 
 import asyncio
 import io
@@ -47,18 +47,18 @@ def parsed(**files: bytes) -> Generation:
 
 
 def progressive(size: Resolution, num_scans: int) -> bytes:
-    """A JPEG file whose last scan comes so many times."""
+    """Return a progressive JPEG file whose last scan is repeated `num_scans` times."""
     content = file_of(np.full((size.height, size.width, 3), 255, np.uint8), "JPEG", progressive=True)
     last = content.rindex(b"\xff\xda")
     return content[:last] + content[last:-2] * num_scans + b"\xff\xd9"
 
 
 SLOW = {"image": progressive(LARGE, 85), "mask": progressive(LARGE, 85)}
-"""Within what is counted, yet seconds of work."""
+"""Files that stay within the counted limits and yet take seconds to decode."""
 
 
 def with_chunks(number: int) -> bytes:
-    """A PNG file with so many texts."""
+    """Return a PNG file with this number of text chunks."""
     chunk = b"tEXta\0b"
     text = struct.pack(">I", 3) + chunk + struct.pack(">I", zlib.crc32(chunk))
     return IMAGE[:33] + text * number + IMAGE[33:]
@@ -83,7 +83,7 @@ def test_pieces_are_counted_before_anything_is_decoded() -> None:
 
 def test_usual_files_have_few_pieces() -> None:
     photo = file_of(PIXELS, "JPEG", progressive=True, quality=95, exif=b"Exif\0\0" + b"\xff\xda" * 5_000)
-    # Phones put a film behind the image.
+    # Phones append a video to the image.
     for content in (photo + b"\xff\xda\0\x02" * 1_000, with_chunks(200), webp_with_chunks(200)):
         assert parsed(image=content).resolution == SIZE
 
@@ -164,7 +164,7 @@ def test_a_process_that_ends_or_stands_still_is_one_forms_matter(monkeypatch: py
         await ended({process})
         monkeypatch.undo()
         await answered(processes)
-        # Killed while it is idle: the next form is decoded by another one.
+        # If it is killed while idle, another process decodes the next form.
         [process] = pids() - before
         os.kill(process, signal.SIGKILL)
         await ended({process})

@@ -1,4 +1,4 @@
-"""Who may ask by which name, and connections whose client does not read, or does not send."""
+"""Allowed host names, and connections whose client does not read or does not send."""
 
 import asyncio
 import json
@@ -29,7 +29,8 @@ from ...support.waits import until
     [
         (Address(), ("localhost:1", "127.0.0.1", "[::1]:8000"), ("evil.example", "10.0.0.1", "")),
         (Address(allowed_hosts=("Psctl.Example",)), ("psctl.example:80", "localhost"), ("example",)),
-        # Without a key, a page could ask by a name that its owner points here; by a number it cannot.
+        # Without a key, a web page could reach the server through a name that its owner points here, but not through
+        # an address.
         (Address("0.0.0.0", is_open=True), ("10.0.0.1:8000", "[2001:db8::1]:8000", "localhost"), ("evil.example",)),
         (Address("0.0.0.0", keys=Keys(["key"])), ("evil.example", "10.0.0.1"), ()),
     ],
@@ -62,7 +63,7 @@ def test_names_that_a_server_may_be_asked_by(
 
 def test_who_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "READ_WITHIN_S", 0.3)
-    # More than the kernel takes for a client that reads nothing.
+    # More than the kernel buffers for a client that reads nothing.
     body = bytes(40_000_000)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +102,7 @@ def test_who_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def guarded(app: App, *keys: str) -> Iterator[int]:
-    """A server whose path `/large` takes up to 1,000,000 bytes; gives its port."""
+    """Run a server whose path `/large` takes up to 1,000,000 bytes; yield its port."""
     large = {"/large": LargeBodies(1_000_000, 60.0)}
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
@@ -128,14 +129,14 @@ async def says_how_much(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def begun(port: int, length: int) -> socket.socket:
-    """A connection that has sent the head of a large body, and one byte."""
+    """Open a connection, and send the head of a large request and one byte of its body."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=20)
     connection.sendall(b"POST /large HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\nx" % length)
     return connection
 
 
 def said(connection: socket.socket) -> tuple[int, bytes]:
-    """The status and the body of what comes until the connection is closed."""
+    """Read until the connection is closed; return the status and the body."""
     parts = []
     while part := connection.recv(65_536):
         parts.append(part)
@@ -149,7 +150,7 @@ def test_those_who_send_nothing_are_in_nobodys_way() -> None:
         for _ in range(3):
             answer = httpx.post(f"http://127.0.0.1:{port}/large", content=bytes(800_000), timeout=20)
             assert (answer.status_code, answer.text) == (200, "800000")
-        # What they have begun they may end.
+        # A body that has begun may still be completed.
         connections[5].sendall(bytes(899_999))
         assert connections[5].recv(65_536).startswith(b"HTTP/1.1 200")
 
@@ -161,7 +162,7 @@ def test_those_who_send_slowly_are_let_go(monkeypatch: pytest.MonkeyPatch) -> No
         with begun(port, 1_001) as steady:
             start = time.monotonic()
             for part in range(100):
-                # It would write to a closed connection later.
+                # A later write would go to a closed connection.
                 slow.sendall(b"x" if part < 25 else b"")
                 steady.sendall(bytes(10))
                 time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What probes say of an engine that stands still, fails for everything, or is restarted."""
+"""Probes of an engine that is stalled, fails every request, or restarts."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ def test_an_engine_whose_model_always_fails_takes_nothing_more(
         assert statuses == ["failed"] * MAX_FAILURES
         while backend.health is Health.READY:
             await asyncio.sleep(0.01)
-        # From here on nobody gets an error of the model: not from the engines that are tried in its place either.
+        # From here on no client receives an error of the model, not even from the engines that are tried in its place.
         while not told:
             with pytest.raises(ApiError) as refused:
                 await backend.submit(request(100), EndFollower())
@@ -150,12 +150,12 @@ def test_requests_that_fail_by_themselves_do_not_end_the_service(
         told: list[str] = []
         backend.on_stopped = told.append
         fail_stage(monkeypatch, model, "denoising", lambda: is_poison)
-        # One that is drawn between them begins the count anew.
+        # A request that completes in between resets the count.
         for number in range(2 * MAX_FAILURES + 1):
             is_poison = number % MAX_FAILURES != 0
             assert await status_of(backend, number) == ("failed" if is_poison else "completed")
         assert not backend._crashes
-        # The engine that follows draws again, whatever failed before; it may be so for ever.
+        # The next engine serves again, whatever failed before, without a limit on such restarts.
         for round_number in range(MAX_RESTARTS + 2):
             is_poison = True
             for number in range(MAX_FAILURES):

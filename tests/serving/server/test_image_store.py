@@ -1,4 +1,4 @@
-"""Images by their address: the newest, up to so many bytes and so old."""
+"""Store of images by address: the newest, up to a number of bytes and an age."""
 
 from patchedserve.serving.server.image_store import ImageStore
 

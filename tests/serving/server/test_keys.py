@@ -1,4 +1,4 @@
-"""Keys, the names that they belong to, and files of them."""
+"""API keys, their owners and key files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_keys_of_one_name_have_one_owner(tmp_path: Path) -> None:
 
 def test_what_keys_of_lines_had_is_their_names(tmp_path: Path) -> None:
     lines, names = tmp_path / "keys", tmp_path / "keys.toml"
-    # Any key that a file of lines has held stays one.
+    # Every key that a file of lines could hold remains valid.
     written = ["one", "YWJj==", "team=secret", "a:b"]
     lines.write_text("# ours\n\n" + "\n".join(written) + "\n", encoding="utf-8-sig")
     names.write_text(NAMED)

@@ -1,4 +1,4 @@
-"""What the live page is told: once for all who look on, and however many requests have ended."""
+"""State that the live page receives: computed once for all viewers, at a cost independent of the ended requests."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ FACTS = ModelFacts("tiny", ModelDefaults(6, 3.0, SIZE, (SIZE,)))
 
 
 class Counted(LocalBackend):
-    """Counts how often it is asked what it does; it draws nothing."""
+    """Backend that draws nothing and counts the reads of its replicas' state."""
 
     num_looks = 0
 
@@ -82,11 +82,11 @@ def test_one_look_for_all_who_look_on() -> None:
         before = backend.num_looks
         for number in range(last + 1):
             live.on_row(step(number))
-            live.state("key 4")  # others look, too
+            live.state("key 4")  # other viewers read the state, too
         looked = backend.num_looks
         told = await asyncio.gather(*viewers)
         assert looked - before == last + 1
-        # One, and a few more where this process has to wait for its processor.
+        # One read, and a few more if this process has to wait for the CPU.
         assert backend.num_looks - looked < num_viewers / 4
         for number, states in enumerate(told):
             assert [len(state["images"]) for state in states] == [int(number % 3 == 1)] * len(states)
@@ -116,7 +116,7 @@ def test_a_state_costs_the_same_however_many_have_ended() -> None:
 
     few, _ = asyncio.run(lines_run(2_000))
     many, state = asyncio.run(lines_run(12_000))
-    # A slow machine spreads them over a few more spans of time.
+    # On a slow machine the requests spread over a few more time bins.
     assert many < 1.2 * few
     assert state["attainment"] == {name: {"share": 0.75, "n": 12_000} for name in ("60", "300", "3600")}
     assert state["latencies"] == {"64x64": {"latencies_s": [3.0, 1.0, 1.0, 1.0] * 125, "slo_s": 2.0}}

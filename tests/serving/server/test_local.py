@@ -1,4 +1,4 @@
-"""The engine behind the server: crashes, clients that leave, and what it cannot serve."""
+"""The engine behind the server: crashes, disconnecting clients, and requests that it cannot serve."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def model(folder: str) -> ServedModel:
     return load_model(folder, "cpu", "float32")
 
 
-# Between steps a request is prepared before the policy is asked about it, so that none joins.
+# Inline stages prepare a request between steps, before the policy sees it, so no request is ever "joining".
 @pytest.mark.parametrize(
     ("stages", "stage"),
     [
@@ -79,7 +79,7 @@ def test_after_a_crash_the_next_engine_serves(
                 endings.append(ending)
         records = [(await ending.ended)[0] for ending in endings]
         assert len(crashes) == 1, "or the test shows nothing"
-        # Each has an end: an image that was finished before, or none.
+        # Each request ends: with an image if it had finished before, otherwise without one.
         assert {record.status for record in records} <= {"completed", "cancelled"}
         assert "cancelled" in {record.status for record in records}
         start_s = time.monotonic()
@@ -99,7 +99,7 @@ def test_after_a_crash_the_next_engine_serves(
 def test_however_a_request_ends_its_times_make_sense(
     stages: Literal["inline", "threads"], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests that fail at any stage, are cancelled at any moment, cannot be in time, or are drawn."""
+    """Requests fail at any stage, are cancelled at any moment, cannot be in time, or complete."""
     model, random = load_model(folder, "cpu", "float32", EngineOptions(stages=stages)), Random(7)
     records: list[RequestRecord] = []
 
@@ -154,7 +154,7 @@ def test_who_leaves_while_a_request_is_handed_in_has_it_cancelled(
     async def work(backend: LocalBackend) -> None:
         monkeypatch.setattr(ServedModel, "check_request", slow_check)
         long, waiting = EndFollower(), EndFollower()
-        # Longer than anybody waits for; the other one has not come to the thread that hands in.
+        # The first takes longer than the test waits; the second has not reached the thread that submits requests.
         handing_in = [
             asyncio.ensure_future(backend.submit(request(number, 1_000_000), ending))
             for number, ending in enumerate((long, waiting), 1)
@@ -166,7 +166,7 @@ def test_who_leaves_while_a_request_is_handed_in_has_it_cancelled(
             asyncio.CancelledError
         ] * 2
         goes_on.set()
-        # Handed in after them, by the same thread.
+        # The same thread submits this one after them.
         assert await status_of(backend, 3) == "completed"
         while backend.load.num_running or backend.load.num_waiting:
             await asyncio.sleep(0.01)
@@ -191,7 +191,7 @@ def test_who_leaves_before_a_stream_begins_has_it_cancelled(model: ServedModel, 
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            # The connection takes nothing more.
+            # The connection accepts no more data.
             has_left.set()
             await asyncio.Event().wait()
 
@@ -260,7 +260,7 @@ def test_a_ticket_ends_whatever_its_backend_does(model: ServedModel, monkeypatch
             await front_end.wait(ticket)
         await ticket.over.wait()
         assert (ticket.status, front_end.open) == ("failed", {})
-        # Its places are free, and what the engine says of it later changes nothing.
+        # Its places are free, and later reports from the engine change nothing.
         again = await front_end.generate(wanted, arrival_s=time.monotonic())
         goes_on.set()
         await again.over.wait()

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's client, by the client's own types, is taken or refused on purpose, value by value."""
+"""Every value of every field in the types of OpenAI's client is deliberately accepted or refused."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -31,12 +31,12 @@ REFUSED: dict[str, list[Any]] = {
     "output_format": NO_FORMATS,
     "svg": [{"model": "a cat"}],
 }
-"""What both refuse; the names of OpenAI's models are looked at elsewhere."""
+"""Values that generations and edits refuse, by field; names of OpenAI's models are tested elsewhere."""
 OWN_SIZE = ["1024x1024", "1536x1024", "1024x1536", "256x256", "512x512"]
 
 
 def values_of(kind: Any, name: str) -> Iterator[Any]:
-    """Values of a type of the client: all those of a few words, and one of any other."""
+    """Yield values of a type of the client: every value of a `Literal`, one of any other type."""
     if get_origin(kind) is Literal:
         yield from get_args(kind)
     elif kind is str:
@@ -57,7 +57,7 @@ def generation(name: str, value: Any) -> Generation:
 
 
 def edit(name: str, value: Any) -> Generation:
-    """As the client writes forms."""
+    """Parse an edit form, written the way the client writes it."""
     given = {f"{name}[{key}]": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
     fields = {"image": IMAGE, "mask": MASK, "prompt": "a cat"} | given | more(name)
     parts = {key: part if isinstance(part, str | bytes) else json.dumps(part) for key, part in fields.items()}

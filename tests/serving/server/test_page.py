@@ -22,7 +22,7 @@ from ...support.waits import until
 
 pytestmark = pytest.mark.slow
 
-# Where the controls stand on the page, in pixels from its top.
+# Positions of the controls, in pixels from the top of the page.
 TOPS = """return ["prompt", "go", "stop", "told", "edit-drawn"].map(
     (id) => document.getElementById(id).getBoundingClientRect().top + window.scrollY)"""
 
@@ -74,7 +74,7 @@ def test_draw_watch_cancel(server: HttpServer, browser: webdriver.Chrome, tmp_pa
     assert text("told").startswith("done in ")
     assert text("caption") == "<img src=x onerror=alert(1)> & 'quotes'", "a hostile prompt stays text"
     until(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#recent img")) == 1)
-    # Another one, taken back. It has more patches than the empty batch has room for.
+    # Another request, which is cancelled. It has more patches than the empty batch has room for.
     browser.execute_script("document.getElementById('size').value = '256x256'")
     steps.clear()
     steps.send_keys("200")
@@ -96,7 +96,7 @@ def test_draw_watch_cancel(server: HttpServer, browser: webdriver.Chrome, tmp_pa
 
 @pytest.mark.parametrize("width", [1200, 400], ids=["desk", "phone"])
 def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_path: Path, width: int) -> None:
-    # A page that says nothing of its width, as an empty one, is shown to phones as that of a desk.
+    # A page that declares no width, such as an empty one, gets the width of a desktop on phones.
     browser.get(server.url)
     set_width(browser, width)
     find = browser.find_element
@@ -114,13 +114,13 @@ def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_pa
         return np.asarray(Image.open(io.BytesIO(base64.b64decode(content)))).astype(np.int16)
 
     def painted() -> NDArray[np.bool_]:
-        """What the browser would send as the mask."""
+        """Return the mask that the browser would send."""
         script = "const c = document.getElementById('mask'); return c.toDataURL('image/png')"
         content = browser.execute_script(script).partition(",")[2]
         return np.asarray(Image.open(io.BytesIO(base64.b64decode(content))).convert("RGBA"))[..., 3] >= 128
 
     def stroke(start: float, end: float) -> None:
-        """Across the image, from one share of its width to another one."""
+        """Drag across the image between two fractions of its width."""
         mask = find(By.ID, "mask")
         width = mask.size["width"]
         chain = ActionChains(browser).move_to_element_with_offset(mask, round((start - 0.5) * width), 0)
@@ -148,7 +148,7 @@ def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_pa
     changed = np.abs(second - first).max(axis=-1) > 0
     assert changed[mask].mean() > 0.5
     assert not changed[~mask].any(), "outside the mask are the image's own pixels"
-    # A file whose size the model does not draw: the server's own words are shown.
+    # For a file whose size the model does not support, the page shows the server's message.
     Image.new("RGB", (33, 32)).save(tmp_path / "odd.png")
     find(By.ID, "file").send_keys(str(tmp_path / "odd.png"))
     until(lambda: find(By.ID, "told").text == "")

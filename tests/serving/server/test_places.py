@@ -1,4 +1,4 @@
-"""Whose line of a batch gets the next place."""
+"""Fair assignment of places to lines of batches."""
 
 import asyncio
 import random
@@ -7,7 +7,7 @@ from patchedserve.serving.server.batches.places import FairPlaces
 
 
 async def drawn(places: FairPlaces, owner: str, works: list[float], order: list[tuple[str, float]]) -> None:
-    """One line after the other, as a run of a batch asks for them; each takes ten turns of the loop for its work."""
+    """Acquire places for lines one by one, as a batch does; a line takes ten iterations of the loop per unit of work."""
     async with asyncio.TaskGroup() as tasks:
 
         async def draw(work: float) -> None:
@@ -58,7 +58,7 @@ def test_a_line_that_waits_no_more_takes_no_place() -> None:
         await asyncio.sleep(0)
         waiting[0].cancel()
         places.release()
-        # It is given its place in the same moment in which it is cancelled.
+        # The second is cancelled in the same iteration in which it is assigned its place.
         waiting[1].cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert [each.cancelled() for each in waiting] == [True, True, False]

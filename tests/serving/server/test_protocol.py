@@ -1,4 +1,4 @@
-"""What clients may send: every wrong body is told in one line, with the field and a code."""
+"""Request bodies: every invalid one is answered with a one-line message, the field and a code."""
 
 import asyncio
 import json
@@ -166,7 +166,7 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
     ("given", "what"),
     [
         ((), "has no content type"),
-        # What `curl -d` sends unless it is told otherwise.
+        # The default of `curl -d`.
         (("application/x-www-form-urlencoded",), "is said to be 'application/x-www-form-urlencoded'"),
     ],
 )

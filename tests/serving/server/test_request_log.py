@@ -1,4 +1,4 @@
-"""Lines of the log: what they say, and that nobody waits for who reads them."""
+"""Contents of log lines, and a server that never waits for the log's reader."""
 
 import asyncio
 import hashlib
@@ -58,7 +58,7 @@ def test_stages_that_were_not_reached_have_no_time() -> None:
 
 
 def test_no_line_tells_where_images_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Who knows the id of a ticket can fetch its images without a key."""
+    """The id of a ticket is enough to fetch its images without a key, so the log holds a hash of it."""
 
     async def end(record_status: Status) -> Ticket:
         facts = ModelFacts("tiny", ModelDefaults(6, 3.0, SIZE, (SIZE,)))
@@ -102,7 +102,7 @@ def test_nobody_waits_for_a_reader(reader: str) -> None:
         if reader != "gone":
             os.close(ours)
     assert done.returncode == 0
-    # Of 3000 lines a pipe takes 7, and 1000 wait.
+    # Of 3000 lines, a pipe takes 7 and 1000 are queued.
     least, most = {"gone": (3000, 3000), "asleep": (1900, 2000), "none": (0, 2000)}[reader]
     assert least <= int(done.stdout) <= most
 

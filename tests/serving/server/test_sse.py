@@ -1,4 +1,4 @@
-"""Streams: what is told where nothing happens, and where nothing ever does."""
+"""Streams of requests that make no progress: comments while the client waits, then an error."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ def test_comments_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         with ThreadPoolExecutor(1) as pool:
             ticket = Ticket(wanted, None, lambda number, reason: cancelled.append(number), pool, lambda ticket: None)
             ticket.numbers, ticket.events = [7], asyncio.Queue()
-            # An engine that hangs hears of no cancel, and the stream ends all the same.
+            # A hanging engine ignores the cancellation, and the stream ends all the same.
             found = [part async for part in events_of(ticket, 0.1)]
         assert cancelled == [7]
         return found
