@@ -1,4 +1,4 @@
-"""Edits equal diffusers' inpainting, whatever shares their batch."""
+"""Edits equal diffusers' inpainting, whatever else is in their batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -65,7 +65,7 @@ def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunRes
 
 
 def mixed() -> list[Request]:
-    """Edits of several sizes, masks, strengths and guidance scales, and new images beside them."""
+    """Return edits of several sizes, masks, strengths and guidance scales, and generations among them."""
     return [
         edit_request(0, SMALL, "box", seed=1),
         Request(1, "a car", LARGE, 5, 4.0, seed=2),
@@ -157,11 +157,11 @@ def test_pixels_outside_the_mask_are_the_images_own() -> None:
     sharp, soft, whole = (np.asarray(result.images[index]) for index in range(3))
     for image in (sharp, soft):
         assert (image[~edit.mask] == edit.image[~edit.mask]).all()
-    # The three share a batch, in which sums round in another order.
+    # The three share a batch, in which sums are rounded in another order.
     assert np.abs(sharp[edit.mask].astype(int) - whole[edit.mask]).max() <= 1
     assert (whole == np.asarray(plain_edit(pipe, requests[2], "pil"))).mean() > 0.99
     assert not (whole[~edit.mask] == edit.image[~edit.mask]).all()
-    # Four pixels inside the edge, the image is the new one; between, it is neither.
+    # Four pixels inside the edge, the image is the new one; in between it is a blend.
     apart = np.abs(soft.astype(int) - sharp).max(2)
     assert apart[24, 40] <= 1
     assert 0 < (apart[edit.mask] > 1).sum() < edit.mask.sum()

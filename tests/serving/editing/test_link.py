@@ -1,4 +1,4 @@
-"""What records are read through, in a thread of its own."""
+"""Link through which records are read, in a thread of its own."""
 
 import gc
 import threading
@@ -18,13 +18,13 @@ def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
     if mbps is None:
-        # What is read knows the link, as steps of records do.
+        # The load holds a reference to the link, as steps of records do.
         read = partial(lambda link: LoadedUnit({0: {"operator": torch.zeros(8)}}), link)
         assert len(link.submit(read).result().take(0, "operator")) == 8
         del read
     else:
         loads = [link.submit(lambda: LoadedUnit({0: {"operator": torch.zeros(8)}})) for _ in range(2)]
-        assert not loads[0].done()  # that takes hours
+        assert not loads[0].done()  # it takes hours
     del link
     gc.collect()
     thread.join(timeout=60)
@@ -32,7 +32,7 @@ def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
 
 
 def test_who_reads_computes_alone() -> None:
-    """With a team of its own, OpenMP would let the denoise loop's threads sleep at every barrier."""
+    """The reading thread uses one thread: a second OpenMP team would put the denoise loop's to sleep at barriers."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

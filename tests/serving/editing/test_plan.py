@@ -1,4 +1,4 @@
-"""Plans of masked passes: the optimal one is what trying all choices finds."""
+"""Plans of masked passes: the optimal plan equals the best of all choices."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ NUM_INSTANCES = 10_000
 
 
 def instances(num: int, *, most_units: int = 12, seed: int = 0) -> list[list[UnitTimes]]:
-    """Units of all kinds: free loads, and loads longer than all the rest; reuse that does not pay; equal times."""
+    """Return random units: free loads and loads longer than all the rest, reuse that does not pay, equal times."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(num):
         shape, speed = (int(rng.integers(1, most_units + 1)), 4), 10 ** rng.uniform(-1.5, 1.5)
@@ -24,7 +24,7 @@ def instances(num: int, *, most_units: int = 12, seed: int = 0) -> list[list[Uni
 
 
 def all_latencies(units: list[UnitTimes]) -> NDArray[np.float64]:
-    """Of each choice, by the issue's three rules: which units reuse are the bits of its number, the first lowest."""
+    """Return the latency of every choice; bit `i` of a choice's number says whether unit `i` reuses its record."""
     choices = np.arange(1 << len(units))
     load, comp = np.zeros(len(choices)), np.zeros(len(choices))
     was_active = np.zeros(len(choices), bool)
@@ -65,7 +65,7 @@ def test_with_loads_begun_before_the_optimal_plan_is_what_trying_all_choices_fin
 
 
 def test_what_is_not_recorded_is_never_returned_to() -> None:
-    """Where computing all tokens again needs what records lack, plans compute all first, and some to the end."""
+    """If records lack what a return to all tokens needs, units with all tokens precede those that reuse."""
     for units in instances(500, seed=3):
         for is_ahead in (False, True):
             reuses = optimal_plan([replace(each, return_s=math.inf) for each in units], is_ahead=is_ahead).reuses
@@ -91,7 +91,7 @@ def test_no_plan_is_faster_than_the_optimal_one_but_with_free_loads() -> None:
             is_better[name] += best < found[name]
         assert found["strawman"] <= found["sequential"] + 1e-9
         assert found["none"] == pytest.approx(sum(unit.all_s for unit in units))
-    # Each has instances that it is not made for.
+    # Each of these plans is worse than the optimal one on many instances.
     assert all(is_better[name] > 50 for name in ("paper", "strawman", "none"))
 
 
@@ -104,7 +104,7 @@ def test_where_loads_are_free_or_endless_the_plan_is_plain() -> None:
 
 
 def test_returning_to_all_tokens_has_its_price() -> None:
-    """A unit in the middle gains nothing from reuse, but computing all of its tokens needs those that are missing."""
+    """Reuse does not pay in the middle unit, but computing all of its tokens requires loading the missing ones."""
     first, last = (UnitTimes(all_s=10.0, active_s=1.0, load_s=0.1) for _ in range(2))
     middle = [UnitTimes(all_s=2.0, active_s=2.5, load_s=0.1, return_s=each) for each in (0.1, 50.0)]
     assert [optimal_plan([first, each, last]).reuses[1] for each in middle] == [False, True]

@@ -1,4 +1,4 @@
-"""Plans of what batches of edits load, made from what passes took and followed by the engine."""
+"""Load plans of batches of edits, made from measured passes and followed by the engine."""
 
 import math
 import time
@@ -28,7 +28,7 @@ def request() -> Request:
 
 
 def planned(family: str, folder: Path, loads: LoadOptions, keep: Keep = "all") -> ServedModel:
-    """With the record of `request`, which is read as said."""
+    """Return a model with the record of `request`, which it reads with the given options."""
     model = model_with(pipeline(family), folder / "records", [request()], keep)
     (folder / "tables").mkdir(exist_ok=True)
     model.reuse.open_store(folder / "records", TemplateOptions(loads=loads))
@@ -52,7 +52,7 @@ def test_with_all_parts_an_edit_is_that_of_a_fast_link_and_with_none_it_is_the_t
     assert torch.equal(strawman, fast)
     twin = serve(build_tiny(pipeline(family)), [request()]).latents[0]
     start_s = time.perf_counter()
-    # At this speed a single part would take hours.
+    # At this bandwidth, a single part would take hours.
     none = serve(planned(family, tmp_path, LoadOptions(1e-6, "none"), keep), [replace(request(), request_id=0)])
     assert time.perf_counter() - start_s < 600
     assert relative_error([none.latents[0]], [twin]) <= 1e-4 < relative_error([strawman], [twin])
@@ -70,7 +70,7 @@ def test_a_plan_is_made_for_each_batch(plan: LoadPlan, tmp_path: Path) -> None:
     assert alone is not both
     assert len(alone.reuses) == len(both.reuses) == len(stepper.masked.parts)
     assert 0 < alone.latency_s < both.latency_s
-    # The two are at different steps of the record, which are loaded both.
+    # The two edits are at different steps of the record, and both steps are loaded.
     assert not stepper.step([first, second])
     assert stepper.plan is None  # the first one has finished
     if plan == "strawman":
@@ -87,7 +87,7 @@ def test_the_link_decides_how_many_parts_are_read(keep: Keep, tmp_path: Path) ->
         assert not model.stepper.step([model.prepare(request())])
         counts.append(sum(some(stepper_of(model).plan).reuses))
     assert counts[0] == 0
-    assert len(list((tmp_path / "tables").glob("parts-*.json"))) == 1  # it was measured once
+    assert len(list((tmp_path / "tables").glob("parts-*.json"))) == 1  # measured once
 
 
 def test_what_passes_took_is_a_line_in_what_they_compute() -> None:

@@ -1,4 +1,4 @@
-"""Edits that read a template's record: exact where nothing is read, near where the rest of the image is the same."""
+"""Edits that read a template's record: exact where nothing is read, close where the rest of the image is the same."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -77,8 +77,8 @@ def test_outside_the_mask_latents_end_as_the_images_and_inside_near_the_twins(fa
     twin = serve(build_tiny(pipe), [request]).latents[0]
     outside = ~known.mask.expand_as(known.clean)
     assert torch.equal(reused[outside], known.clean[outside])
-    # Random weights; what trained ones make of it is measured elsewhere.
-    # Of few positions in few blocks of FLUX, less goes outwards.
+    # The weights are random; trained ones are measured elsewhere.
+    # FLUX has few positions in few blocks here, so less of the edit spreads outwards.
     assert (1e-4 if family == "flux" else 1e-3) <= relative_error([reused], [twin]) <= 0.5
 
 
@@ -119,7 +119,7 @@ def test_a_record_is_for_one_image_schedule_prompt_seed_and_number_of_rows(tmp_p
         replace(request, edit=replace(edit, template=TemplateSpec("", 5))),
         replace(request, edit=replace(edit, template=TemplateSpec("a picture", 6))),
         replace(request, edit=edit_request(0, LARGE, seed=1, template=TEMPLATE).edit),
-        # It begins at the first step, from the noised image.
+        # It starts at step 1, from the noised image.
         replace(request, num_inference_steps=6, edit=replace(edit, strength=0.99)),
     ]
     assert [model.prepare(each).template is None for each in same] == [False] * len(same)
@@ -144,7 +144,7 @@ def test_records_that_keep_something_else_are_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", ["outputs", "kv"])
 def test_what_is_computed_of_all_pixels_is_nearer_to_the_twin(keep: Keep, tmp_path: Path) -> None:
-    """Convolutions then see what an edit sends outwards."""
+    """Convolutions over all pixels see how an edit spreads outwards."""
     pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
     twin = serve(build_tiny(pipe), [request]).latents[0]
     errors = {
@@ -163,7 +163,7 @@ def test_steps_that_are_computed_whole_are_the_twins(family: str, sampler: str |
         edit = replace(some(request.edit), full_steps=count)
         found = serve(model, [replace(request, edit=edit)]).latents[0]
         errors.append(relative_error([found], [twin]))
-        # Among others, which read records at each of their steps.
+        # In a batch with edits that read records at every step.
         together = serve(model, [replace(request, edit=edit, request_id=9), *edits()]).latents[9]
         assert relative_error([together], [found]) <= 1e-5
     assert torch.equal(found, twin)
@@ -201,7 +201,7 @@ def test_cells_around_the_mask_are_computed_and_do_not_change(tmp_path: Path) ->
 def test_masked_passes_that_are_played_back_are_the_same(family: str, keep: Keep, tmp_path: Path) -> None:
     requests = [replace(each, num_inference_steps=each.num_inference_steps + 6) for each in edits()]
     model = model_with(pipeline(family), tmp_path, requests, keep)
-    # Two edits of one image at one step; another batch whenever one of all has joined or left.
+    # Two edits of one image at the same step; the batch changes whenever an edit joins or leaves.
     requests.append(replace(requests[1], request_id=3, seed=9))
     joins = [0, 5, 0, 5]
     expected = denoised(model, requests, joins)

@@ -1,4 +1,4 @@
-"""Steps of records are read ahead, unit by unit, and within a bound."""
+"""Steps of records are read ahead, unit by unit, within a memory bound."""
 
 import gc
 import time
@@ -21,7 +21,7 @@ from .test_exact import pipeline
 
 
 def names_of(model: ServedModel, request: Request) -> list[str]:
-    """Operators of the record of an edit, which is in memory."""
+    """Return the operators in the record of an edit; the record is in memory."""
     store = some(model.reuse.store)
     return list(some(store.find(some(model.reuse.key_of(request)), model.device)).steps[0][0])
 
@@ -45,7 +45,7 @@ def test_the_next_step_of_a_record_is_read_while_one_is_computed(tmp_path: Path)
 
     first = read(0)
     record.expect(1, units)
-    read(5)  # units are read one after the other, so that by now the second step was, too
+    read(5)  # units are read in order, so by now the second step has been read, too
     (folder / "step-0001.safetensors").unlink()
     assert [each.shape for each in read(1)] == [each.shape for each in first]
     for step in (2, 3, 4, 5):
@@ -73,10 +73,10 @@ def test_steps_that_are_staged_stay_within_their_bound(tmp_path: Path) -> None:
         in_use = [record.read_rows(step, units) for record in records]
         for record in records:
             record.expect(step + 1, units)
-        # What a pass reads, and of the next steps the one that fits beside them.
+        # The steps that a pass reads, and the one next step that still fits.
         assert staged() == {(0, step), (1, step), (2, step), (0, step + 1)}
         del in_use
-    # Two edits of one record at two steps, and what the other records were to be read for.
+    # Two edits read one record at two steps; steps read ahead for the other records may remain.
     in_use = [records[0].read_rows(step, units) for step in (3, 4)]
     assert {(0, 3), (0, 4)} <= staged()
     del records[1:], record, in_use
@@ -91,7 +91,7 @@ def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
     key = some(model.reuse.key_of(request))
     in_units = {unit: [name for name in names if unit_of(name) == unit] for unit in units}
     step_mb = some(some(model.reuse.store).find(key, model.device)).num_bytes / 2e6
-    # A step takes a second; memory that would be enough is not used.
+    # Reading a step takes a second; with a limited link, records are not kept in memory, though they would fit.
     store = TemplateStore(tmp_path, link_mbps=step_mb)
     record = some(store.find(key, model.device))
     start_s = time.perf_counter()
@@ -103,7 +103,7 @@ def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
     assert rows[1][in_units[units[-1]][-1]].isfinite().all()
     assert time.perf_counter() - start_s >= 0.99
     assert all(load.done() for load in loads)  # they are read in the order of the units
-    # What is no longer expected is not read, unless that has begun.
+    # Loads that are no longer expected are dropped unless they have begun.
     record.expect(1, units)
     record.expect(1, units[-1:])
     assert len(store.staging._staged[record.staged._number, 1].staged._loads) <= 2

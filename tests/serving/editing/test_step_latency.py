@@ -1,4 +1,4 @@
-"""Lines of steps of edits: they are found again, and a step is as long as its two passes."""
+"""Linear step latencies of edits: a fit recovers the coefficients, and a step takes the sum of its two passes."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Records in their folder and in memory: damage, bounds, and what cannot be written or read."""
+"""Records on disk and in memory: damage, bounds, and failed reads and writes."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ def test_a_damaged_record_is_put_aside_and_the_edit_is_exact(damage: str, tmp_pa
         place.write_text(place.read_text().replace("a picture", "another"))
     else:
         place.write_text(place.read_text()[:100])
-    # Another process, which has nothing in memory.
+    # A new store stands for another process, with nothing in memory.
     model.reuse.store = TemplateStore(tmp_path)
     with pytest.warns(UserWarning, match="is damaged .* it was put aside as"):
         assert model.prepare(request).template is None
@@ -73,7 +73,7 @@ def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path
     for place, key in enumerate(keys[:2]):
         store.add(key, records[place].steps or (), model.device)
         os.utime(tmp_path / "some" / key.digest / MANIFEST, (place, place))
-    assert store.find(keys[0], model.device) is not None  # read now, so that the other one is older
+    assert store.find(keys[0], model.device) is not None  # read now, so the other one is older
     store.add(keys[2], records[2].steps or (), model.device)
     assert {each["id"] for each in store.list()} == {keys[0].digest, keys[2].digest}
     assert sorted(path.name for path in store.folder.iterdir()) == sorted(each["id"] for each in store.list())
@@ -83,7 +83,7 @@ def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path
 
 
 def test_records_of_one_owner_do_not_push_out_those_of_another(tmp_path: Path) -> None:
-    """Neither from the memory nor from the folder; and only everybody's are found by others."""
+    """This holds for memory and disk; other owners find only records that belong to no owner."""
     pipe, owners = pipeline("sdxl"), ("b", "a", "a", "a")
     edits = [
         edit_request(0, SMALL, num_steps=2, template=TemplateSpec("a picture", seed, owner=owner))
@@ -136,7 +136,7 @@ with lock_folder(Path(sys.argv[1]), is_shared=True) as is_held:
 
 
 def test_a_record_that_another_process_reads_stays(tmp_path: Path) -> None:
-    """Replicas share a folder: none deletes what another one, or itself, reads step by step."""
+    """Replicas share a folder: none deletes a record that it or another one reads step by step."""
     requests = [edit_request(0, SMALL, num_steps=2, template=TemplateSpec("", seed)) for seed in range(3)]
     model = model_with(pipeline("sdxl"), tmp_path, requests[:2])
     first, second = (some(model.reuse.key_of(request)) for request in requests[:2])

@@ -1,4 +1,4 @@
-"""Generations that leave records: edits of what was drawn by passes that are known."""
+"""Records of generations: edits of an image reuse the passes that drew it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from .test_exact import pipeline
 
 
 def drawn_and_recorded(model: ServedModel, folder: Path, request: Request) -> tuple[Request, Any]:
-    """An edit of the whole image that a request has drawn, with its record, and the image's latents."""
+    """Serve a request and record it; return an edit of the whole image that was drawn, and the image's latents."""
     spool = folder / "spool"
     spool.mkdir(parents=True)
     model.reuse.start_trajectory(request, spool)
@@ -66,7 +66,7 @@ def test_an_edit_that_asks_for_what_was_drawn_is_the_image_itself(
     model.reuse.masked_up_to = 1.0
     whole, latents = drawn_and_recorded(model, tmp_path, request)
     assert relative_error([latents], [plain_latents(pipe, request, **short_texts(pipe))[None]]) <= 1e-3
-    # Another process, which reads the files, step by step.
+    # A new store stands for another process, which reads the files step by step.
     model.reuse.store = TemplateStore(tmp_path / "records", TemplateTiers(memory_mb=0))
     masks = [mask_of(LARGE, kind) for kind in ("box", "line", "speckles", "all")]
     edits = [replace(whole, request_id=index, edit=replace(some(whole.edit), mask=m)) for index, m in enumerate(masks)]

@@ -1,4 +1,4 @@
-"""serving/editing/uploads.py: what records hold in one piece of memory; tests/gpu has what copies it."""
+"""Tensors of a record packed into one piece of memory; tests/gpu covers the copies to the GPU."""
 
 import pytest
 import torch
