@@ -1,4 +1,4 @@
-"""The bound of what the patch cache keeps, and what it lets go first."""
+"""The memory bound of the patch cache, and the blocks that run uncached under it."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_a_bound_of_memory_runs_blocks_uncached() -> None:
 
 
 def test_operators_keep_what_they_read_from_the_first_mask_on() -> None:
-    """Until then, and where there is no room for it, outputs alone are kept, and whole requests are computed."""
+    """Until then, or without room for those inputs, only outputs are kept and requests are computed whole."""
     rule = Switch(0.5)
     for memory_mb in (2048, 2):
         options = replace(OPTIONS, memory_mb=memory_mb)
@@ -76,7 +76,7 @@ def test_the_bound_holds_when_requests_join_those_that_are_reused() -> None:
 
 
 def test_the_bound_counts_what_the_batch_needs_and_all_that_is_held() -> None:
-    """After a full house a small one seems dear where slots that nobody has any more are counted for it."""
+    """If free slots were counted, a small batch after a large one would appear to need too much memory."""
     rule = Switch(0.5)
     model, patched, cache = cached_model("sdxl", "image", rule, OPTIONS)
     needed = []

@@ -1,4 +1,4 @@
-"""Options of the cache, as they are told."""
+"""Cache options and their description in words."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def test_a_grain_says_what_is_reused_as_one(grain: Any, of_step: float | None, o
     asked, limited = CacheOptions("patch", grain=grain), CacheOptions("patch", 0.1, grain=grain)
     assert asked.resolve_full_above(reuses_whole_steps=True) == of_step
     assert limited.resolve_full_above(reuses_whole_steps=False) == of_block
-    # Sets of images are found by what decides, whatever it is called.
+    # Image sets are identified by the effective setting, whatever option it came from.
     assert asked.identity() == CacheOptions("patch", full_above=of_step).identity()
     assert limited.identity() == CacheOptions("patch", 0.1, full_above=of_block).identity()
     assert CacheOptions(grain=grain).identity() == CacheOptions().identity()

@@ -1,4 +1,4 @@
-"""The patch cache: exact where nothing is reused or nothing has changed, and nobody sees the slots of others."""
+"""The patch cache is exact if nothing is reused or nothing has changed, and no request reads another's slots."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_options_say_what_is_allowed() -> None:
         ("sd35", ["transformer0", "transformer1", "transformer2"]),
         ("flux", ["transformer0", "transformer1", "single0", "single1"]),
         ("aura", ["transformer0", "transformer1", "single0", "single1"]),
-        ("lumina2", ["transformer0", "single0", "single1"]),  # one that sees the image alone, two that see both
+        ("lumina2", ["transformer0", "single0", "single1"]),  # one block for the image alone, two for image and text
         ("qwen", ["transformer0", "transformer1"]),
         ("z-image", ["transformer0", "single0", "single1"]),
     ],
@@ -93,7 +93,7 @@ def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order: Any) -> None:
-    """What is kept of the other patches is then what they would have given."""
+    """With unchanged inputs, the values kept for reused patches equal those that they would compute."""
     rule = Switch(0.6)
     model, patched, cache = cached_model(name, order, rule)
     rows = draw_rows(model, SIZES)
@@ -110,7 +110,7 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
-    """A request of which every block is computed needs nothing that is kept, whoever else is in the batch."""
+    """A request whose blocks are all computed reads nothing from the cache, whatever else is in the batch."""
     model, patched, cache = cached_model(name, order, RequestRule())
     plain = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
     first = draw_rows(model, SIZES)
@@ -158,7 +158,7 @@ def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monke
 
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
 def test_masked_computation_uses_what_is_new(name: str) -> None:
-    """A test that the one above can fail: computed patches do see the new input, reused ones do not."""
+    """The test above can fail: computed patches see the new input, and reused ones do not."""
     rule = Switch(0.5)
     model, patched, _ = cached_model(name, "image", rule)
     rows, others = (draw_rows(model, SIZES, seed=seed) for seed in (0, 1))
@@ -180,7 +180,7 @@ def run_plain_patched(model: Any, rows: Sequence[Row]) -> list[Tensor]:
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", "sd15", *TRANSFORMERS])
 def test_requests_that_join_and_leave_never_read_others_slots(name: str, order: Any) -> None:
-    """Every request's outputs in a changing batch are those that it has when it is served alone."""
+    """Every request's outputs in a changing batch equal those that it has when served alone."""
     options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=2, max_reuse=2, full_above=1)
     model, patched, cache = cached_model(name, order, PlaceRule(), options)
     rng = np.random.default_rng(7)
@@ -245,12 +245,12 @@ def test_reuse_is_bounded_and_first_and_last_steps_are_computed() -> None:
         before = cache.stats.whole
         step(patched, rows, [done])
         computed.append(cache.stats.whole > before)
-    # One first step, then three reuses in a row at most, and the last step.
+    # The first step is computed, then at most three in a row are reused; the last step is computed.
     assert computed == [done % 4 == 0 or done == STEPS - 1 for done in range(STEPS)]
 
 
 class Witness(ReuseRule):
-    """Reuses nothing, and writes down what it is shown of the steps."""
+    """Rule that reuses nothing and records its observations of the steps."""
 
     observes = True
 
@@ -286,7 +286,7 @@ def test_any_rule_may_observe_how_the_input_of_a_step_has_changed() -> None:
 def observed_inputs(
     patched: PatchedModel, cache: PatchCache, rows: Sequence[Row], steps_done: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    """Take a step; returns the tokens that its first block was handed."""
+    """Take a step and return the tokens that its first block received."""
     found: list[tuple[Tensor, ...]] = []
     cache.on_computed = lambda block, inputs, _: found.append(inputs) if block == 0 else None
     step(patched, rows, steps_done)
@@ -313,7 +313,7 @@ def test_a_decision_says_which_of_three_things_is_done() -> None:
 
 @pytest.mark.parametrize(
     ("model_side", "num_levels", "unit", "size"),
-    # SDXL, Stable Diffusion 1.5, Stable Diffusion 3, emoji-xl, emoji-3, and models with no room for four patches.
+    # SDXL, Stable Diffusion 1.5, Stable Diffusion 3, emoji-xl, emoji-3, and models too small for four patches.
     [(128, 3, 1, 32), (64, 4, 1, 16), (128, 1, 2, 16), (32, 3, 1, 8), (32, 1, 2, 8), (8, 3, 1, 4), (12, 1, 2, 2)],
 )
 def test_patches_suit_the_model_by_default(model_side: int, num_levels: int, unit: int, size: int) -> None:
@@ -333,7 +333,7 @@ def test_who_decided_is_counted() -> None:
     rule.is_on = True
     for done in range(2, 6):
         step(patched, rows, [done, done])
-    # Three reuses in a row, then the counter decides.
+    # After three reuses in a row, the counter forces a computation.
     assert (cache.stats.refused, cache.stats.expired) == (patches * blocks, patches * blocks)
     assert cache.stats.to_json()["patches_expired"] == patches * blocks
 

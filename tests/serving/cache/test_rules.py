@@ -1,4 +1,4 @@
-"""What a trained predictor says: of each patch before a block, of a request where all blocks are one."""
+"""Decisions of a trained predictor: per patch before each block, per request where all blocks count as one."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What is kept of a block, and how its changes are told."""
+"""Stored values of a block, and the measured changes of its inputs."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
 
 
 class Spy(InputThreshold):
-    """Reuses all it may, from step 15 what `PlaceRule` says; keeps the changes that it was told of every block."""
+    """Rule that reuses all it may, and from step 15 follows `PlaceRule`; records the changes it receives by block."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
@@ -50,7 +50,7 @@ class Spy(InputThreshold):
 
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
 def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes are told from the blocks that have run, the same as from all inputs, while requests join and leave."""
+    """Changes derived from the blocks that have run equal those of all inputs, while requests join and leave."""
     rule, ask, num_compared, looked = Spy(), PatchCache._apply_rule, 0, 0
 
     def compared(self: PatchCache, block: int, inputs: tuple[Tensor, ...], must: Booleans) -> Booleans:
@@ -67,7 +67,7 @@ def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch
 
     def counted(*arguments: Any) -> Tensor:
         nonlocal looked
-        looked += len(arguments) == 2  # of all cells
+        looked += len(arguments) == 2  # samples all cells
         return sampled(*arguments)
 
     monkeypatch.setattr(PatchCache, "_apply_rule", compared)
@@ -82,7 +82,7 @@ def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch
     assert num_compared > 100
     assert cache.stats.rows >= len(cache.names)
     assert cache.stats.masked >= len(cache.names)
-    # Before these, the model itself has made or put together what the block reads.
+    # The inputs of these two blocks are made or concatenated by the model itself.
     others = len(cache.names) - sum(name in ("transformer0", "single0") for name in cache.names)
     assert looked < (1 - 0.4 * others / len(cache.names)) * num_inputs
 
@@ -128,7 +128,7 @@ def test_common_sets_match() -> None:
 
 
 def test_texts_are_as_long_as_those_of_the_batch() -> None:
-    """What batches leave out at the end of texts is padding, or the last token once more."""
+    """Tokens that batches trim from the end of texts are padding, or repeats of the last token."""
     store = BlockStore()
     text = torch.arange(12.0).view(2, 3, 2)
     store.row_outputs = (text,)

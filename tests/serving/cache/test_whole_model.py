@@ -1,4 +1,4 @@
-"""All blocks as one: a request takes a step whole or not at all, and what it would have got is forecast."""
+"""All blocks cached as one: a request computes a step in full or skips it with a forecast output."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ WHOLE = replace(OPTIONS, full_above=None, max_reuse=STEPS)
 
 
 class Skips(ReuseRule):
-    """Lets these requests skip a step, by their place in the batch; asks for changes and notes them."""
+    """Rule that lets requests skip a step by their place in the batch, and records the changes it receives."""
 
     needs_change = True
     is_whole = True
@@ -54,7 +54,7 @@ def test_requests_that_are_computed_get_what_they_get_alone_and_the_others_their
 ) -> None:
     model, patched, rule = whole_model(name, order)
     plain = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
-    # Requests join and leave in between: they are known by their keys, and SIZES has two of one size.
+    # Requests join and leave in between. Keys identify them, and two of SIZES are equal.
     said: dict[int, list[tuple[int, torch.Tensor]]] = {}
     for keys, steps in (([0, 1, 2, 3, 4], range(1, 8)), ([0, 5, 2, 3, 6], range(8, 14))):
         for done in steps:
@@ -96,7 +96,7 @@ def test_guided_requests_and_steps_that_all_skip(name: str) -> None:
     for done, places, computed in ((3, {0, 1}, set()), (4, {1}, {0, 1}), (5, {0}, {2, 3}), (6, set(), {0, 1, 2, 3})):
         rule.places = places
         found = step(patched, rows, [done, done])
-        # The same inputs again: whoever computes gets the same, and so do forecasts of what does not change.
+        # The inputs are the same, so computed rows and forecasts of unchanged outputs are the same, too.
         assert relative_error(found, expected) < 1e-5
         assert patched.cache is not None
         reuses = patched.cache.stores[0].reuses
@@ -105,7 +105,7 @@ def test_guided_requests_and_steps_that_all_skip(name: str) -> None:
 
 
 def test_little_is_kept() -> None:
-    """Two outputs and the samples of one input: not what every block hands on."""
+    """The cache keeps two outputs and the samples of one input, not the output of every block."""
     model, patched, _ = whole_model("sdxl")
     rows = draw_rows(model, SIZES)
     begin(patched, rows)
