@@ -7,7 +7,7 @@ from patchedserve.serving.server.batches.places import FairPlaces
 
 
 async def drawn(places: FairPlaces, owner: str, works: list[float], order: list[tuple[str, float]]) -> None:
-    """Acquire places for lines one by one, as a batch does; a line takes ten iterations of the loop per unit of work."""
+    """Acquire places for lines one by one, as a batch does; each line takes ten loop iterations per unit of work."""
     async with asyncio.TaskGroup() as tasks:
 
         async def draw(work: float) -> None:
