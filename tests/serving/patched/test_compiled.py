@@ -1,7 +1,7 @@
-"""`--compile` and `--cuda-graphs`: the same results, few graphs, and recorded passes that read what is new.
+"""`--compile` and `--cuda-graphs`: the same results, few graphs, and recorded passes that read new inputs.
 
 CUDA graphs need a GPU. Elsewhere a recorder that simply runs the work again takes their place: it too reads and writes
-only the memory that the pass was recorded with, which is where mistakes can be made.
+only the memory that the pass was recorded with, which is where mistakes can occur.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ def test_a_graph_serves_all_batches_of_two_resolutions(name: str, way: Way) -> N
 
 
 def graphs_after(name: str, way: Way, batches: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """How many graphs there are after each of some batches, whose results are compared with plain diffusers."""
+    """Return the number of graphs after each of the batches, whose results are compared with plain diffusers."""
     model, symbols = model_of(name), set[str]()
 
     def note_symbols(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -106,7 +106,7 @@ def graphs_after(name: str, way: Way, batches: Sequence[Sequence[tuple[int, int]
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_kernels_give_the_images_of_plain_diffusers(tmp_path: Path) -> None:
-    """Served with --compile through inductor's kernels: one resolution (the plain model) and two (patches)."""
+    """Compiled by inductor, batches of one resolution (the plain model) and of two (patches) equal plain diffusers."""
     need_tools("g++")
     pipe = tiny_sd3()
     compiled = build_model(pipe, name="tiny", options=EngineOptions(compile=True))
@@ -238,7 +238,7 @@ def test_a_pass_that_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
 def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> None:
-    """CUDA graphs where there is a GPU."""
+    """This uses CUDA graphs if there is a GPU."""
     has_gpu = torch.cuda.is_available()
     pipe = make().to("cuda" if has_gpu else "cpu")
     eager, recorded = (build_model(pipe, name="tiny") for _ in range(2))

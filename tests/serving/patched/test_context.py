@@ -1,4 +1,4 @@
-"""What leaves hand to each other and derive from weights."""
+"""State that leaves pass to each other and derive from weights."""
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ def test_the_work_of_a_norm_is_taken_once() -> None:
     context.record_fused("activation", "stitching")
     assert [context.consume_fused("activation") for _ in range(2)] == [True, False]
     assert [context.consume_fused("stitching") for _ in range(2)] == [True, False]
-    # The next norm's word replaces what nobody has taken, and so does the next pass.
+    # The next norm's record replaces one that was not consumed, and the next pass clears it.
     context.record_fused("activation", "stitching")
     context.record_fused("activation")
     assert not context.consume_fused("stitching")
@@ -33,7 +33,7 @@ def test_the_work_of_a_norm_is_taken_once() -> None:
 
 
 def test_a_norm_follows_its_weights_to_another_dtype() -> None:
-    """In bfloat16 on a CPU it multiplies by float32 copies of its weights, which must be those of the new ones."""
+    """In bfloat16 on a CPU, a norm multiplies by float32 copies of its weights, which must follow the new weights."""
     generator = torch.Generator().manual_seed(0)
     norm = nn.GroupNorm(4, 16)
     norm.weight.data, norm.bias.data = (1 + torch.randn(16, generator=generator) for _ in range(2))

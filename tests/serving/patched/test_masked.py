@@ -1,4 +1,4 @@
-"""Masked passes over recorded ones: exact where the record is of the same input."""
+"""Masked passes over recorded ones: exact if the record has the same input."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,12 +19,12 @@ from ...support.random_models import MODELS, WITH_ALL_OPTIONS
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 WAY = Way("image", None, "regroup")
 LESS: list[tuple[str, Keep]] = [(name, keep) for keep in ("outputs", "kv") for name in WITH_ALL_OPTIONS]
-"""Models, and what else than `all` their records may hold."""
+"""Models, and the values of `keep` other than `all` that their records support."""
 
 
 @torch.no_grad()
 def record(passes: MaskedPasses, rows: Sequence[Row]) -> list[dict[str, Tensor]]:
-    """What operators see of rows, sorted by resolution, that run together."""
+    """Run rows, sorted by resolution, in one batch; return the tensors that operators record for each."""
     packing = passes.pack([row.size for row in rows])
     batch = passes.batch(packing, repeats=1)
     tokens, timesteps = packing.pack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
@@ -39,7 +39,7 @@ def run_masked(
     masks: Sequence[Mask],
     reuses: Sequence[bool] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each row the prediction, and where it holds, both [channels or 1, height, width]."""
+    """Return each row's prediction [channels, height, width] and the mask of where it holds [1, height, width]."""
     packing = passes.pack([row.size for row in rows])
     batch = passes.batch(packing, repeats=1, active=[mask.reshape(-1) for mask in masks], reuses=reuses)
     tokens, timesteps = packing.pack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
@@ -69,7 +69,7 @@ def test_a_masked_pass_over_the_same_input_is_the_whole_pass(name: str, keep: Ke
     passes = MaskedPasses(WAY.build(model), keep)
     rows = draw_rows(model, [(16, 16), (32, 16), (24, 24), (32, 32)], num_each=2, seed=3)
     expected = run_plain(model, rows)
-    # Recorded in other company than they are read in.
+    # Rows are recorded in other batches than they are read in.
     seen = [record(passes, [row])[0] for row in rows[:4]] + record(passes, rows[4:])
     for seed, share in enumerate((0.05, 0.3, 1.0)):
         masks = masks_for(passes, rows, share, seed)
@@ -108,7 +108,7 @@ def test_norms_that_are_frozen_have_the_statistics_of_the_record(name: str, matt
 
 
 def plans_of(passes: MaskedPasses) -> list[list[bool]]:
-    """Some of the plans that passes can follow, with all and none at the ends."""
+    """Return some of the plans that passes can follow, from reusing all parts to reusing none."""
     count = len(passes.parts)
     if not passes.returns:
         return [[False] * whole + [True] * (count - whole) for whole in range(count + 1)]
@@ -126,7 +126,7 @@ def test_whatever_the_plan_the_template_itself_gives_the_whole_pass(name: str, k
     masks = masks_for(passes, rows, 0.3)
     for plan in plans_of(passes):
         units = {unit for part, is_reused in zip(passes.parts, plan, strict=True) if is_reused for unit in part}
-        # What a plan does not reuse is not there.
+        # Records lack the operators that the plan does not reuse.
         own = [{operator: each[operator] for operator in each if unit_of(operator) in units} for each in seen]
         for (found, where), wanted in zip(run_masked(passes, rows, own, masks, plan), expected, strict=True):
             assert error(found, wanted, where) <= TOLERANCE
@@ -136,7 +136,7 @@ def test_whatever_the_plan_the_template_itself_gives_the_whole_pass(name: str, k
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
 def test_what_computes_all_tokens_does_not_read_the_record(name: str, keep: Keep) -> None:
-    """With a full mask, or no part that reuses, an edit is exact, whatever was recorded; a mixed plan is between."""
+    """With a full mask or no part that reuses, an edit is exact whatever was recorded; with other plans it is not."""
     model = model_of(name)
     passes = MaskedPasses(WAY.build(model), keep)
     rows, others = (draw_rows(model, [(16, 16), (32, 16)], seed=seed) for seed in (4, 5))
@@ -178,7 +178,7 @@ def test_nothing_is_kept_between_passes(keep: Keep) -> None:
     assert patched.context.active is None
     assert patched.context.cells is None
     assert sum(buffer.num_bytes for buffer in passes._buffers) == 0
-    # Nor is anything left of what a pass hooks into blocks: whole passes are as before.
+    # The hooks that a masked pass adds to blocks are removed: whole passes are as before.
     whole = patched.pack([row.size for row in rows])
     patched.begin(whole)
     tokens, timesteps = whole.pack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
@@ -216,14 +216,14 @@ def test_a_plan_may_begin_to_read_at_any_layer_of_a_unet() -> None:
 
 
 def tokens_at(name: str, row: Row) -> int:
-    """Tokens of a row in a part of a U-Net of three levels."""
+    """Return the number of tokens of a row in a part of a U-Net with three levels."""
     part, number = name.split(".")[:2]
     level = 2 if part == "mid_block" else int(number) if part == "down_blocks" else 2 - int(number)
     return row.size[0] * row.size[1] >> (2 * level)
 
 
 def test_records_are_as_large_as_the_papers_figures_have_it() -> None:
-    """Y of every block; or K and V of its self attention, and Y of each stack: all [tokens, width] in float32."""
+    """Records hold Y of every block, or K and V of its self attention and Y of each stack: float32 [tokens, width]."""
     model = model_of("sdxl")
     rows = draw_rows(model, [(16, 24)], seed=9)
     blocks = [

@@ -1,4 +1,4 @@
-"""The patch engine's models (serving/patched) against unmodified diffusers, which runs every row by itself."""
+"""The patch engine's models (serving/patched) against unmodified diffusers, which runs each row alone."""
 
 import copy
 import os
@@ -51,7 +51,10 @@ def rms_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def told_exactly(rows: Sequence[Row]) -> list[Row]:
-    """With timesteps and guidance scales that bfloat16 holds, also as FLUX takes them: over 1000, and times 1000."""
+    """Replace timesteps and guidance scales by values that are exact in bfloat16, also divided and multiplied by 1000.
+
+    FLUX takes timesteps divided and guidance scales multiplied by 1000.
+    """
     found = []
     for number, row in enumerate(rows):
         guidance = {"guidance": torch.tensor(2.0 ** (number % 3))} if "guidance" in row.conditions else {}
@@ -86,7 +89,7 @@ def test_mixed_batch_equals_plain(name: str, batch: str) -> None:
 
 
 def test_every_way_is_tried() -> None:
-    """On each model; a way that no batch allows would be left out above in silence."""
+    """The test above silently skips a way that no batch of a model allows."""
     for name in [*UNETS, *TRANSFORMERS]:
         tried = {way for sizes, _ in BATCHES.values() for way in ways_for(name, sizes)}
         assert tried == {
@@ -112,7 +115,7 @@ def test_bundled_model_equals_plain(name: str, batch: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_input_matters(name: str) -> None:
-    """Otherwise equality with plain would not show that two rows were mixed up."""
+    """Otherwise equality with plain would not reveal mixed-up rows."""
     model = model_of(name)
     row = draw_rows(model, [(16, 16)], seed=4)[0]
     other = draw_rows(model, [(8, 8), (24, 24)], seed=5)[1]
@@ -156,8 +159,8 @@ def test_row_does_not_depend_on_its_company(name: str) -> None:
 def test_row_that_is_not_finite_spoils_no_other(name: str, value: float) -> None:
     rows = draw_rows(model_of(name), MIXED, seed=7)
     spoilt = list(rows)
-    # The first row, which patches at an edge read in place of a missing neighbour; a row between two of its own
-    # resolution; and the corners of another, where patches of other rows are next.
+    # Spoilt are the first row, which patches at an edge read in place of a missing neighbour, a row between two of the
+    # same resolution, and the corners of another one, which are next to patches of other rows.
     for place in (0, 2):
         spoilt[place] = replace(rows[place], latents=torch.full_like(rows[place].latents, value))
     corners = rows[4].latents.clone()
@@ -182,7 +185,7 @@ def test_row_that_is_not_finite_spoils_no_other(name: str, value: float) -> None
 @pytest.mark.parametrize("name", [*SOME, *BUNDLED])
 def test_bfloat16_is_as_accurate_as_plain(name: str) -> None:
     low = nn.Module.to(copy.deepcopy(model_of(name)), torch.bfloat16)
-    # The same weights and inputs, so that the errors are those of the arithmetic alone.
+    # Weights and inputs are the same, so errors come from the arithmetic alone.
     high = copy.deepcopy(low).float()
     rows = [to_dtype(row, torch.bfloat16) for row in told_exactly(draw_rows(low, MIXED, seed=19))]
     exact = run_plain(high, [to_dtype(row, torch.float32) for row in rows])
@@ -195,7 +198,7 @@ def test_bfloat16_is_as_accurate_as_plain(name: str) -> None:
 
 
 def test_choice_of_kernels_reaches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are the same either way, so only the calls tell."""
+    """Results are the same with either kernel, so the test records the calls."""
     asked: dict[str, set[str]] = {}
 
     def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,10 +235,10 @@ def test_triton_kernels_in_a_whole_model(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     model, rows = triton_case()
     assert len({row.size for row in rows}) > 1
-    # Asked for Triton, the kernels run nowhere else.
+    # With "triton", the kernels fall back to nothing else.
     with pytest.raises(ValueError, match="Triton kernels need CUDA"):
         run_triton_case()
-    # The interpreter must be chosen before diffusers imports triton: in a process of its own.
+    # The interpreter must be selected before diffusers imports triton, so this runs in a process of its own.
     path = tmp_path / "found.pt"
     command = [sys.executable, "-m", "patchedserve.tests.support.triton_case", str(path)]
     subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The patch engine's models: what they refuse, in one line that says what helps."""
+"""Models and inputs that the patch engine refuses, with a one-line error that says what helps."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,15 +28,15 @@ from ...support.random_models import flux_transformer, sd3_transformer, sd15_une
 
 
 class Louder(nn.SiLU):
-    """A module that the patch engine cannot know."""
+    """A module that the patch engine does not know."""
 
 
 class Processor(AttnProcessor2_0):
-    """A processor that it cannot know."""
+    """An attention processor that the patch engine does not know."""
 
 
 class Subclass(UNet2DConditionModel):
-    """A model whose forward it cannot know."""
+    """A model whose `forward` the patch engine does not know."""
 
 
 def _with(name: str, module: nn.Module, **changes: Any) -> nn.Module:

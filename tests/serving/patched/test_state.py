@@ -1,4 +1,4 @@
-"""The patch engine's models: what they keep from call to call, and what they take from the given model."""
+"""The patch engine's models: state between calls, and weights shared with the given model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +47,7 @@ def with_text(row: Row, text: Tensor) -> Row:
     return replace(row, conditions=row.conditions | {"encoder_hidden_states": text})
 
 
-# What is kept between calls
+# State between calls
 
 
 @pytest.mark.parametrize("way", FEW_WAYS, ids=str)
@@ -107,7 +107,7 @@ def _fail(*_: object) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name not in MASKED + WITH_POSITIONS])
 def test_repeated_text_tokens(name: str) -> None:
-    """What SD3 feeds without T5: many equal tokens at the end, given once with their number."""
+    """Without T5, SD3's text ends in many equal tokens, which are passed once with their number."""
     model, num_equal = model_of(name), 50
     rows = draw_rows(model, MIXED, seed=13)
     texts = [row.conditions["encoder_hidden_states"] for row in rows]
@@ -188,7 +188,7 @@ def test_given_model_is_left_alone_and_its_weights_are_shared(name: str) -> None
     ],
 )
 def test_changed_weights_are_seen(name: str, changed: list[str]) -> None:
-    """But for those that are laid out anew at first use: of 3 x 3 convolutions, and of queries, keys and values."""
+    """Weights of 3 x 3 convolutions and of queries, keys and values are copied at first use, and are not tested here."""
     model = MODELS[name](seed=16)
     rows = draw_rows(model, MIXED, seed=16)
     patched = IMAGE.build(model)
@@ -221,7 +221,7 @@ def test_level_of_a_convolution_is_known_by_its_name(name: str) -> None:
 def test_norms_are_fused_where_nothing_but_silu_follows(
     build: Callable[..., Any], num_per_resnet: int, num_outside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results are the same either way, so only the calls tell."""
+    """Results are the same with and without fusion, so the test counts the calls."""
     num_calls = 0
     original = leaves.group_norm_silu_stitch
 

@@ -1,4 +1,4 @@
-"""Strategies of convolutions: what is measured, kept and chosen; and what the patch engine's stepper relies on."""
+"""Convolution strategies: measurement, storage and choice, and guarantees that the patch engine's stepper relies on."""
 
 import json
 from collections import Counter

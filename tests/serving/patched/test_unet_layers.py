@@ -1,4 +1,4 @@
-"""Layers of U-Nets, as real passes go through them."""
+"""Layers of U-Nets, compared with the order in which real passes call them."""
 
 from typing import Any
 
