@@ -1,4 +1,4 @@
-"""A tiny model, which tests of engines share."""
+"""Tiny model that the engine's tests share."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whom an engine admits and when, by its policy: what it drops, waits for, prepares ahead and learns."""
+"""Admission of requests by an engine's policy: drops, waits, preparation ahead, and learning step latencies."""
 
 import threading
 from collections import Counter
@@ -48,12 +48,12 @@ def test_a_policy_may_wait_for_the_decoder(model: ServedModel) -> None:
         engine.submit(request)
     engine.close()
     results = list[RunResult]()
-    # The end of an image must wake the loop: without that it would sleep for ever.
+    # The end of an image must wake the loop, or it would sleep indefinitely.
     thread = threading.Thread(target=lambda: results.append(engine.run()), daemon=True)
     thread.start()
     thread.join(60)
     assert results, "the engine still waits"
-    # Ends of images of one batch, and when the next one began.
+    # All images of one batch end before the next batch is admitted.
     records = sorted(results[0].records, key=lambda record: record.admitted_s or 0.0)
     assert [record.status for record in records] == ["completed"] * 6
     for earlier, later in pairwise(records[place : place + 2] for place in (0, 2, 4)):
@@ -61,7 +61,7 @@ def test_a_policy_may_wait_for_the_decoder(model: ServedModel) -> None:
 
 
 class _Learning:
-    """Real step times, so that it can be seen what the engine tells a predictor."""
+    """Predictor that records the step latencies that the engine reports."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[tuple[Resolution, ...], float]] = []
@@ -85,7 +85,7 @@ def test_slack_asks_the_predictor_and_teaches_it(model: ServedModel) -> None:
     assert {record.reason for record in result.records[:2]} == {TOO_LATE}
     assert [measured_s for _, measured_s in predictor.seen] == [row.duration_s for row in result.steps]
     assert [Counter(map(str, active)) for active, _ in predictor.seen] == [row.resolutions for row in result.steps]
-    # What decisions cost is written down: each one, and with the step that it came before.
+    # The duration of each decision is recorded, both on its own and with the step that follows it.
     assert len(result.decision_times_s) >= 1
     assert all(0 < time_s < 0.1 for time_s in result.decision_times_s)
     assert sum(row.schedule_s for row in result.steps) == pytest.approx(sum(result.decision_times_s))
@@ -101,7 +101,7 @@ def test_nirvana_draws_with_fewer_steps(model: ServedModel) -> None:
 
 
 def test_what_is_checked_is_what_is_served() -> None:
-    """The engine changes no request, so the model checks the steps that it is going to take."""
+    """The engine changes no request, so the model checks the number of steps that it will take."""
     from diffusers import DDIMScheduler
 
     pipe = tiny_sdxl()
@@ -117,18 +117,18 @@ def test_what_is_checked_is_what_is_served() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["continuous", "static", "edf"])
 def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> None:
-    # Far more than can be served: 2 places, 30 requests at once.
-    # Deadlines lie apart by more than it may take to submit the next one.
+    # 30 requests arrive at once for 2 places.
+    # Deadlines are further apart than the time to submit the next request.
     requests = [replace(request, slo_s=20.0 * (30 - i)) for i, request in enumerate(requests_of(30, steps=2))]
     result = serve(model, requests, get_policy(policy), max_batch_size=2, max_prepared_ahead=3)
     assert {record.status for record in result.records} == {"completed"}
     assert max(row.waiting for row in result.steps) >= 26
     assert result.max_prepared <= 2 + 3
-    if policy == "edf":  # the last to come, which is far from prepared when it is admitted, leads
+    if policy == "edf":  # the last to arrive, which is admitted long before it is prepared, comes first
         # On a busy machine both of the first two are prepared before either is admitted, and are admitted together.
         admitted = sorted(result.records, key=lambda record: (record.admitted_s or 0.0, -record.request_id))
         assert [record.request_id for record in admitted][:2] == [29, 28]
-    # A static batch takes its first step together, also where only one of it was prepared ahead.
+    # A static batch takes its first step together, even if only one of its requests was prepared ahead.
     if policy == "static":
         assert [row.active for row in result.steps] == [2] * 28 + [1, 1, 1, 1]
 
@@ -137,13 +137,13 @@ def test_discarded_before_it_is_prepared_is_never_encoded(model: ServedModel) ->
     result = serve(model, requests_of(12, steps=1), FunctionPolicy(_drop_odd), max_batch_size=16, max_prepared_ahead=1)
     odd = [record for record in result.records if record.request_id % 2]
     assert {record.status for record in odd} == {"discarded"}
-    # All but the one that was being encoded when the policy was asked.
+    # Only the one that was being encoded when the policy decided may have started.
     assert sum(record.prepare_start_s is not None for record in odd) <= 1
 
 
 @pytest.mark.slow
 def test_the_simulator_admits_in_the_engines_order(model: ServedModel) -> None:
-    # All arrive at once or within the first step, so that the order is the policies' and not the clock's.
+    # All arrive at once or within the first step, so the policies determine the order, not the clock.
     requests = requests_of(9, steps=3)
     for name in ("fcfs", "static", "continuous"):
         real = serve(model, requests, get_policy(name), max_batch_size=3).records

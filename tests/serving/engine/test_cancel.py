@@ -1,4 +1,4 @@
-"""Requests that are cancelled, wherever they are; runs that are aborted; partial images."""
+"""Cancellation of requests in every stage, aborted runs, and partial images."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ def model(pipe: Any, request: pytest.FixtureRequest) -> ServedModel:
 
 
 class Held:
-    """An engine that runs in a thread of its own."""
+    """Engine that runs in a thread of its own."""
 
     def __init__(self, model: ServedModel, **options: Any) -> None:
         self.finished: dict[int, RequestRecord] = {}
@@ -71,7 +71,7 @@ def test_an_active_request_leaves_the_batch_at_the_next_step(model: ServedModel)
     record = held.finished[1]
     assert (record.status, record.reason) == ("cancelled", REASON)
     assert not held.engine.cancel(1, REASON), "it is not open any more"
-    # Its id is free, and whoever has it now is another.
+    # Its id is free, and a new request may use it.
     held.engine.submit(Request(1, "another", SMALL, 3))
     result = held.end()
     assert [(each.request_id, each.status) for each in result.in_memory.records] == [
@@ -156,6 +156,6 @@ def test_partial_images_come_closer_to_the_last(build: Callable[[], Any], engine
 
 
 def difference(one: Image.Image, other: Image.Image) -> float:
-    """Mean difference of two images' values."""
+    """Return the mean absolute difference between the values of two images."""
     pairs = zip(one.tobytes(), other.tobytes(), strict=True)
     return sum(abs(a - b) for a, b in pairs) / len(one.tobytes())

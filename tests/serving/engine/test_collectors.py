@@ -1,4 +1,4 @@
-"""Collectors: what they keep, that every request is told once whatever Ctrl-C does, and that nothing else is kept."""
+"""Collectors: their contents, one report per request even under Ctrl-C, and no memory of ended requests."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_a_file_of_records_holds_whole_lines(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
     assert [RequestRecord.from_row(row) for row in rows] == records
     RECORDS.require_columns(rows[0])
-    # It goes on where a process has ended, also where a full disk has cut the last line off.
+    # A new process appends to the file, even if a full disk has cut off the last line.
     whole = file.read_bytes()
     file.write_bytes(whole + b'{"request_id": 2, "pro')
     JsonLines(file).on_finish(records[0], None, None)
@@ -90,7 +90,7 @@ def test_a_file_of_records_holds_whole_lines(tmp_path: Path) -> None:
     file.write_bytes(b'{"request')
     JsonLines(file)
     assert file.read_bytes() == b""
-    # Someone has moved the file away, to look at it or because it was large.
+    # A user has moved the file away, to read it or because it was large.
     file.rename(tmp_path / "old.jsonl")
     lines.on_finish(records[1], None, None)
     assert json.loads(file.read_text())["request_id"] == 1
@@ -139,7 +139,7 @@ def test_a_run_that_keeps_nothing_says_so(model: ServedModel) -> None:
 
 
 class _Told(InMemory):
-    """Notes also which threads tell it, and in which order."""
+    """Collector that also records the order of its calls and their threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_one_thread_tells_in_order(model: ServedModel) -> None:
 
 
 def test_an_image_that_ctrl_c_interrupts_is_finished(tmp_path: Path) -> None:
-    """Where images are decoded between the steps."""
+    """Images are decoded between the steps here, so Ctrl-C may interrupt a decode."""
     model, asked = build_model(smallest_sd(), name="tiny", options=EngineOptions(stages="inline")), []
 
     def image_path(request: Request) -> Path:
@@ -197,7 +197,7 @@ def test_an_image_that_ctrl_c_interrupts_is_finished(tmp_path: Path) -> None:
 
 
 def _with_ctrl_c(original: Callable[..., Any], call: int, moment: str) -> Callable[..., Any]:
-    """The function with a Ctrl-C before or after a call of the thread that denoises, the first one being 1."""
+    """Wrap a function so that Ctrl-C comes before or after its call number `call`, from 1, in the denoising thread."""
     calls = 0
 
     def interrupted(*arguments: Any, **named: Any) -> Any:
@@ -219,7 +219,7 @@ def _with_ctrl_c(original: Callable[..., Any], call: int, moment: str) -> Callab
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
-    # The first thing that the collector is told is the decision.
+    # The first report to the collector is the decision.
     [
         (SideStages, "release_and_report", 1),
         (SideStages, "queue_call", 1),
@@ -230,7 +230,7 @@ def _with_ctrl_c(original: Callable[..., Any], call: int, moment: str) -> Callab
 def test_every_request_is_told_once_wherever_ctrl_c_comes(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, moment: str
 ) -> None:
-    """Between the end of a request and the collector there are several calls, and Ctrl-C may come between any two."""
+    """Several calls lie between the end of a request and the collector, and Ctrl-C may come between any two."""
     drop = FunctionPolicy(
         lambda now_s, waiting, active: Decision(
             admit=tuple(view.request_id for view in waiting if view.request_id > 0),
@@ -248,7 +248,7 @@ def test_every_request_is_told_once_wherever_ctrl_c_comes(
     assert sorted(row["request_id"] for row in rows) == [0, 1, 2]
     status = {row["request_id"]: row["status"] for row in rows}
     assert status == {0: status[0], 1: "cancelled", 2: "cancelled"}
-    # Closed or not when Ctrl-C came.
+    # The status depends on whether the record was closed when Ctrl-C came.
     is_open = (name, call) == ("queue_call", 1) or (name, moment) == ("close", "before")
     assert status[0] == ("cancelled" if is_open else "discarded")
 
@@ -259,7 +259,7 @@ def test_every_request_is_told_once_wherever_ctrl_c_comes(
     ids=["process", "another thread"],
 )
 def test_what_had_not_arrived_is_told_as_well(model: ServedModel, interrupt: Callable[[], None]) -> None:
-    """The system may hand a Ctrl-C to any thread, and the one that waits sleeps on."""
+    """The system may deliver Ctrl-C to any thread, and then the waiting thread keeps sleeping."""
     counters = Counters()
     engine = Engine(model, get_policy("fcfs"), collector=counters, on_finish=lambda record: interrupt())
     requests = Request(0, "a", SMALL, 1), Request(1, "b", SMALL, 1, arrival_s=600.0)
@@ -269,7 +269,7 @@ def test_what_had_not_arrived_is_told_as_well(model: ServedModel, interrupt: Cal
 
 
 def test_an_id_is_free_when_its_request_has_ended(model: ServedModel) -> None:
-    """In `on_finish` already; what is prepared for the one that has ended is not taken for the other."""
+    """The id is free within `on_finish`; a preparation for the ended request is not used for the new one."""
     engine: Engine
     request = Request(0, "first", SMALL, 1)
 
@@ -294,13 +294,13 @@ def test_an_id_is_free_when_its_request_has_ended(model: ServedModel) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("with_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_is_kept_of_requests_that_have_ended(with_cache: bool, tmp_path: Path) -> None:
-    """The same for 50,000 requests is `tests/benchmarks/bench_records.py`."""
+    """`tests/benchmarks/bench_records.py` does the same for 50,000 requests."""
     leak: list[RequestRecord] = []
     leaks = False
     load = SteadyLoad(
         JsonLines(tmp_path / "records.jsonl"),
         with_cache=with_cache,
-        # Few, so that what is remembered of batches is complete soon.
+        # With few sizes, the memory of batches is soon complete.
         sizes=SIZES[:2],
         max_batch_size=2,
         on_finish=lambda record: leak.append(record) if leaks else None,
@@ -311,12 +311,12 @@ def test_nothing_is_kept_of_requests_that_have_ended(with_cache: bool, tmp_path:
         for _ in range(3):
             load.feed(60)
             held.append(num_blocks())
-        # The least: what is leaked grows each time, and what is remembered up to a bound does not.
+        # The minimum is taken because leaks grow every time and bounded memory does not.
         grown = min(after - before for before, after in pairwise(held))
         before, leaks = num_blocks(), True
         load.feed(60)
         shown = num_blocks() - before
     assert len((tmp_path / "records.jsonl").read_bytes().splitlines()) == 420
-    # Two objects a request would show; a record and its times are more.
+    # Two leaked objects a request would exceed this; a record and its times are more.
     assert grown < 100
     assert shown > 300

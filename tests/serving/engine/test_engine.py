@@ -1,4 +1,4 @@
-"""The engine: stages, failures, drops, Ctrl-C, threads. Whether the images are right is in test_engine_exact."""
+"""The engine: stages, failures, drops, Ctrl-C and threads. `test_exact.py` checks the images."""
 
 import os
 import signal
@@ -87,7 +87,7 @@ def test_requests_may_come_while_it_runs(model: ServedModel) -> None:
     thread.join()
     assert [record.status for record in result.records] == ["completed", "completed"]
     idle_s = (result.records[1].prepare_start_s or 0) - (result.records[0].finish_s or 0)
-    # The loop sleeps while it has nothing to do: it may not have used the processor all the time.
+    # The loop sleeps while it has nothing to do, so it must not have used the CPU all the time.
     assert time.thread_time() - cpu_before < result.duration_s - idle_s / 2
 
 
@@ -96,7 +96,7 @@ def _fail_to_step(*_: Any, **__: Any) -> None:
 
 
 class _FailingModel(ServedModel):
-    """The real model, but requests whose prompt says so fail in the stage that it names."""
+    """The real model, except that requests fail in the stage that their prompt names."""
 
     def prepare(self, request: Request) -> PreparedRequest:
         if request.prompt == "fail in prepare":
@@ -108,7 +108,7 @@ class _FailingModel(ServedModel):
             prepared.conditioning["text"] = prepared.conditioning["text"][..., :5]
         if request.prompt == "fail in step":
             prepared.state.scheduler.step = _fail_to_step  # the request's own copy
-            prepared.state.coefficients = None  # of which there are none where the batched sampler does not know it
+            prepared.state.coefficients = None  # there are none for a scheduler that the batched sampler does not know
         return prepared
 
     def decode(self, latents: torch.Tensor) -> Any:
@@ -126,7 +126,7 @@ def test_one_failing_request_takes_down_no_other(pipe: Any, engine: Any) -> None
         12: ("fail in forward", SMALL, "denoising: RuntimeError: "),
         14: ("decode", Resolution(96, 32), "postprocessing: RuntimeError: decode failed"),
     }
-    if engine == "plain":  # only there is a request advanced by itself, where its scheduler asks for it
+    if engine == "plain":  # only the plain engine advances a request by its own scheduler
         bad[13] = ("fail in step", SMALL, "denoising: IndexError: step failed")
     requests = [*good, *(Request(i, prompt, size, 3) for i, (prompt, size, _) in bad.items())]
     made = build_model(pipe, name="tiny", options=EngineOptions(engine=engine))
@@ -187,7 +187,7 @@ def test_a_faulty_callback_ends_nothing(model: ServedModel, capfd: pytest.Captur
     engine.close()
     result = engine.run()
     assert [record.status for record in result.records] == ["completed"] * 3
-    # Every step and every end, and what the watches were told: each step and a partial image of three requests.
+    # One call per engine step and per end; the watches of three requests receive 3 steps and a partial image each.
     assert engine.callback_failures.count == len(result.steps) + 3 + 3 * (3 + 1)
     assert engine.callback_failures.first == "callback: ZeroDivisionError: callback"
     assert capfd.readouterr().err.count("Traceback") == 1
@@ -228,11 +228,11 @@ def test_stage_threads_leave_the_callers_threads_alone(model: ServedModel) -> No
 
 
 def test_stages_keep_to_one_thread(model: ServedModel) -> None:
-    """With teams of their own, OpenMP would let the denoise loop's threads sleep at every barrier."""
+    """Stages use one thread: a second OpenMP team would put the denoise loop's threads to sleep at every barrier."""
     before, seen = torch.get_num_threads(), []
 
     def work(side: int) -> None:
-        # A thread's first operator that could run in parallel sets its number to the process's.
+        # A thread's first operator that can run in parallel sets its number of threads to the process's.
         seen.append((int(torch.ones(side, side).add_(1).sum()), torch.get_num_threads()))
 
     torch.set_num_threads(2)
@@ -265,7 +265,7 @@ def test_forward_passes_of_the_plain_model(
 
     monkeypatch.setattr(type(pipe.unet), "forward", counting)
     assert model.stepper.step(prepared) == {}
-    assert rows == expected  # guided: two rows each; the patch engine runs its own copy, once
+    assert rows == expected  # guided requests have two rows; the patch engine runs its own copy of the model, once
 
 
 def test_wrong_use(model: ServedModel) -> None:

@@ -1,4 +1,4 @@
-"""The promise: whatever shares its batch, a request gives what plain diffusers gives for it alone."""
+"""The promise: whatever else is in its batch, a request's output equals that of plain diffusers for it alone."""
 
 import functools
 import time
@@ -41,7 +41,7 @@ SMALL, MEDIUM, LARGE, WIDE = Resolution(32, 32), Resolution(48, 48), Resolution(
 
 
 def mixed_requests() -> list[Request]:
-    """Requests that differ in everything: size, steps, guidance, negative prompt."""
+    """Return requests that differ in size, steps, guidance and negative prompt."""
     return [
         Request(0, "a red apple", SMALL, 4, guidance_scale=4.0, seed=10),
         Request(1, "a car", LARGE, 6, guidance_scale=1.0, seed=11),
@@ -85,7 +85,7 @@ def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunRes
     expected = [plain_latents(pipe, request) for request in requests]
     found = [result.latents[request.request_id][0] for request in requests]
     assert largest_error(found, expected) <= TOLERANCE
-    # Seeds or prompts that were mixed up would show here: no two requests may have the same latents.
+    # No two requests may have the same latents, so that mixed-up seeds or prompts are noticed.
     assert len({round(float(latents.abs().sum()), 3) for latents in expected}) == len(requests)
 
 
@@ -111,12 +111,12 @@ def test_a_batch_whose_requests_call_their_own_schedulers_equals_plain(sampler: 
     result = serve(pipe, requests, options=EngineOptions(engine), all_at_once=True)
     assert_equal_to_plain(pipe, requests, result)
     if engine == "patched":
-        # The model's passes are shared, whatever the samplers call for.
+        # Requests share the model's passes, whatever their samplers are.
         assert max(len(step.resolutions) for step in result.steps) == 3
 
 
 def test_noise_of_requests_that_call_their_own_schedulers_is_plain_diffusers_in_bfloat16() -> None:
-    # Drawn in bfloat16 it is another noise than in float32, and the image another one.
+    # Noise drawn in bfloat16 differs from noise drawn in float32, and so does the image.
     pipe = tiny_sd().to(torch.bfloat16)
     pipe.scheduler = OWN_SCHEDULERS["kdpm2-ancestral"](pipe.scheduler.config)
     result = serve(pipe, mixed_requests()[:3])
@@ -153,12 +153,12 @@ def test_sd3_mixed_batch_equals_plain(scheduler: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fcfs", "static", "continuous"])
 def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
-    # The first request takes many steps; with 2 places, all the others come and go one after another beside it, also on
-    # a machine on which they come late.
+    # The first request takes so many steps that, with 2 places, all the others come and go beside it one by one, even
+    # on a machine where they arrive late.
     pipe = tiny_sdxl()
     long = Request(7, "a long way", MEDIUM, 500 if policy == "continuous" else 50, seed=16, arrival_s=0.0)
     requests = [replace(long, request_id=0), *(replace(r, request_id=r.request_id + 1) for r in mixed_requests())]
-    # Between steps all would be prepared before the first.
+    # With inline stages, all would be prepared before the first step.
     result = serve(pipe, requests, policy, max_batch_size=2, options=EngineOptions(stages="threads"))
     assert_equal_to_plain(pipe, requests, result)
     first, *others = result.records
@@ -217,7 +217,7 @@ def plain_long(build: Callable[[], Any]) -> list[torch.Tensor]:
 def test_20_steps_of_a_mixed_batch_equal_plain(
     build: Callable[[], Any], order: Any, patch_size: int | None, strategy: Any
 ) -> None:
-    """The number in the README."""
+    """This is the figure in the README."""
     options = EngineOptions(order=order, patch_size=patch_size, strategy=strategy)
     result = serve(build(), LONG, options=options, all_at_once=True)
     assert [step.resolutions for step in result.steps] == [{"32x32": 2, "64x64": 1, "96x32": 1}] * 20
@@ -251,7 +251,7 @@ def test_bfloat16_stays_close_to_plain(build: Callable[[], Any]) -> None:
 
 
 def test_one_text_encoder_and_zeroed_negative_prompt() -> None:
-    # As emoji-xl is built: no first text encoder; None and "" differ as negative prompts.
+    # Like emoji-xl, the model has no first text encoder; None and "" differ as negative prompts.
     from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 
     parts = tiny_sdxl().components
@@ -292,7 +292,7 @@ def test_model_scheduler_is_left_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sampler"), [("emoji-xl", "euler"), ("emoji-xl", "ddim"), ("emoji-3", None)])
 def test_bundled_models_draw_what_plain_diffusers_draws(name: str, sampler: str | None) -> None:
-    """The promise of the README, on trained weights, through each project's own loading."""
+    """This is the promise of the README, on trained weights that each project loads itself."""
     plain = DiffusionPipeline.from_pretrained(bundled_model_path(name))
     ours = load_model(name, "cpu", "float32").pipe
     if sampler is not None:

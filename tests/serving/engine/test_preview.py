@@ -18,7 +18,7 @@ NUMBER = 8
 
 
 def drawn(model: ServedModel, preview: Preview, num_steps: int) -> tuple[InMemory, list[Image.Image]]:
-    """Eight requests of two sizes, and a partial image of each."""
+    """Serve eight requests of two sizes; return the collector and a partial image of each request."""
     collector, partials = InMemory(keep_images=True, keep_latents=True), []
     engine = Engine(model, get_policy("continuous"), collector=collector, preview=preview)
     for number, prompt in zip(range(NUMBER), load_prompts(), strict=False):
@@ -40,7 +40,7 @@ def test_draws_nearly_what_the_decoder_draws(name: str) -> None:
     drawn(model, warm, 4)
     found, partials = drawn(model, learnt, 12)
     for number, image in found.images.items():
-        # One has learnt from the rough images of a warm-up, the other one from these very images.
+        # One preview has learnt from the rough images of a warm-up, the other from these very images.
         for preview in (warm, learnt):
             shown = preview.draw(found.latents[number])
             assert shown is not None

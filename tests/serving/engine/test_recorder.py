@@ -1,4 +1,4 @@
-"""Templates that edits have missed are recorded in free places of the batch, while the engine serves."""
+"""Missing templates of edits are recorded in free places of the batch while the engine serves."""
 
 import threading
 import warnings
@@ -39,7 +39,7 @@ def model_in(folder: Path, **bounds: float) -> ServedModel:
 
 @contextmanager
 def running(model: ServedModel, collector: InMemory) -> Iterator[Engine]:
-    """An engine that serves in a thread of its own, and is aborted at the end."""
+    """Run an engine in a thread of its own, and abort it at the end."""
     engine = Engine(model, get_policy("continuous"), max_batch_size=4, collector=collector, records_templates=True)
     engine.start()
     thread = threading.Thread(target=engine.run)
@@ -56,7 +56,7 @@ def test_edits_are_exact_until_their_template_is_recorded_once_beside_others(tmp
     edit, busy = edit_request(0, SIZE, template=TEMPLATE), Request(100, "a car", SIZE, 20, 4.0)
 
     def follow(record: RequestRecord) -> None:
-        """New images keep the batch busy, and edits come, until one has read the record."""
+        """Keep the batch busy with new images and submit edits until one has read the record."""
         if record.reused or record.request_id == 99:
             engine.close()
         elif record.request_id < 100:
@@ -100,7 +100,7 @@ def latents_of(model: ServedModel, request: Request) -> torch.Tensor:
 def test_an_engine_that_ends_meanwhile_leaves_no_half_record(tmp_path: Path) -> None:
     model, collector = model_in(tmp_path), InMemory()
     long = edit_request(0, SIZE, num_steps=500, template=TEMPLATE)
-    # It takes 2 of the steps, so that it ends long before its template is recorded.
+    # It takes 2 of the steps, so it ends long before its template is recorded.
     edit = replace(long, edit=edit_request(0, SIZE, strength=0.004, template=TEMPLATE).edit)
     with running(model, collector) as engine:
         engine.submit(edit)
@@ -139,7 +139,7 @@ def test_what_no_edit_would_read_is_not_recorded(kind: str, template: TemplateSp
     with running(model, collector) as engine:
         engine.submit(edit_request(0, LARGE, kind, num_steps=2, template=template))
         until(lambda: len(collector.records) == 1)
-        # Recorded after that of the first edit, if there is one.
+        # Its template would be recorded after that of the first edit, if there were one.
         engine.submit(edit_request(1, LARGE, num_steps=3, template=TEMPLATE))
         until(lambda: any(tmp_path.glob("*/manifest.json")))
     assert model.reuse.store is not None

@@ -1,4 +1,4 @@
-"""Lines of batches take no steps while others wait, and give the images that they give alone."""
+"""Lines of batch files yield to waiting requests, and their images are the same as when they run alone."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_lines_wait_between_their_steps_and_their_images_are_the_same(
         serve.submit(line)
     serve.run()
     assert [record.status for record in kept.records] == ["completed"] * 5
-    # Both have overtaken all lines, and where they were drawn, there was one line beside them.
+    # Both overtook all lines, and while they were drawn, only one line was beside them.
     assert [record.request_id for record in kept.records][:2] == [9, 10]
     beside = [row.resolutions.get(str(OTHER), 0) for row in kept.steps if str(SMALL) in row.resolutions]
     assert beside
