@@ -1,5 +1,5 @@
-"""What policies that fit requests into the batch promise over whole traces: nobody pays for the others, and in light
-load nobody is turned away.
+"""Promises of policies that fit requests into the batch, over whole traces: no resolution pays for the others, and no
+request is discarded under light load.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from patchedserve.serving.simulator.simulator import simulate
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
 COSTS_S = dict(zip(SIZES, (0.003, 0.008, 0.013), strict=True))
 CAPACITY = 3.4
-"""Requests a second that batches of 16 complete in 30 steps each, of all sizes alike."""
+"""Requests per second, of 30 steps each and all sizes in equal numbers, that batches of 16 complete."""
 
 
 class Steps:
-    """Much for any batch, and more for large images, roughly as `emoji-xl` in bf16."""
+    """Step latencies with a large base and a cost for each image by size, roughly those of `emoji-xl` in bf16."""
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return 0.015 + sum(COSTS_S[size] for size in active)
@@ -68,7 +68,7 @@ def test_without_fairness_more_are_in_time_under_heavy_overload() -> None:
 
 
 def test_a_resolution_that_few_ask_for_is_served_too() -> None:
-    """One in twenty is large, and all others are small, under overload."""
+    """Under overload, one request in twenty is large and all others are small."""
     config = TraceConfig("poisson", 14.0, 1200, resolutions=SIZES[::2], mix=(19.0, 1.0), num_inference_steps=30)
     requests = assign_slos(generate_trace(config, ["a"]), alone_s, 5.0)
     records = simulate(requests, get_policy("fair-fitting"), Steps(), standalone_s=alone_s).records
@@ -85,5 +85,5 @@ def test_a_request_without_a_deadline_is_drawn_under_overload_in_bounded_time() 
     ).records
     found = next(record for record in records if record.request_id == 10_000)
     assert found.status == "completed"
-    # It waits for 20 times its latency alone at most before nobody goes ahead of it.
+    # It waits for at most 20 times its standalone latency until no other request precedes it.
     assert (found.admitted_s or 0.0) - found.arrival_s < 22 * alone_s(patient)

@@ -1,10 +1,10 @@
-"""The simulator's results on 20 seeded traces are those that it gave before the scheduler became one with the engine's.
+"""Results of the simulator on 20 seeded traces stay equal to recorded ones.
 
-`golden.json` was written by the simulator that still had a state machine of its own; since stages share
-the processor, and decoding ends when it does, the order of ends and the disturbed cases are those of today. Times are
-compared bit for bit: arrivals are multiples of 1/4096 s and everything else is sums and products, so no mathematical
-library is involved.
-To write the file anew, because results are meant to change: `python tests/serving/simulator/test_golden.py`.
+`golden.json` was written by the simulator when it still had a state machine of its own, before it shared the engine's
+scheduler. The order of ends and the disturbed cases were recorded again when stages began to share the processor and
+the time at which decoding ends changed. Times are compared bit for bit: arrivals are multiples of 1/4096 s and
+everything else is sums and products, so no mathematical library is involved.
+To rewrite the file when results are meant to change, run `python tests/serving/simulator/test_golden.py`.
 """
 
 import hashlib
@@ -34,20 +34,20 @@ TICKS_PER_S = 4096
 
 
 class Steps:
-    """Much overhead, then a little for each image."""
+    """Step latencies with a large overhead and a small cost for each image."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
         latency_s = 0.015 + 0.002 * len(set(active))
-        for size in active:  # not `sum`, which rounds otherwise from Python 3.12 on
+        for size in active:  # not `sum`, which rounds differently since Python 3.12
             latency_s += IMAGE_S[size]
         return latency_s * self.scale
 
 
 class Learning(Steps):
-    """Moves its scale a tenth of the way to what it is told."""
+    """Predictor that moves its scale a tenth of the way towards each measurement."""
 
     def observe(
         self, active: Sequence[Any], measured_s: float, *, is_first: bool = False, between_s: float = 0.0
@@ -59,8 +59,8 @@ class Learning(Steps):
 class Case:
     """A trace and how it is served.
 
-    `gap` is the longest time between arrivals in ticks (0: all at once), `burst` how many arrive together, `slo` the
-    range of SLOs in standalone latencies, None for requests without one.
+    `gap` is the longest time between arrivals in ticks (0: all at once), `burst` the number of requests that arrive
+    together, and `slo` the range of SLOs in standalone latencies, None for requests without one.
     """
 
     policy: str
@@ -137,7 +137,7 @@ def trace(case: Case, seed: int, alone_s: Callable[[Request], float]) -> list[Re
 
 
 def serve(case: Case, seed: int) -> tuple[SimulationResult, list[RequestRecord]]:
-    """The result, and the records in the order in which they became final."""
+    """Return the result, and the records in the order in which they became final."""
 
     def alone_s(request: Request) -> float:
         return standalone_latency_s(request, Steps(), case.times)
@@ -166,7 +166,7 @@ def serve(case: Case, seed: int) -> tuple[SimulationResult, list[RequestRecord]]
 
 
 def row_of(record: RequestRecord) -> dict[str, Any]:
-    """Without what only records of cascades, of edits, of adapters and of real steps say."""
+    """Return a record's row without the fields that only cascades, edits, adapters and real steps set."""
     row = record.to_row()
     of_others = ("served_by", "confidence", "threshold", "strength", "mask_ratio", "active_share", "reused", "lora")
     assert {row.pop(name) for name in (*of_others, "steps_reused")} == {None}
@@ -174,14 +174,14 @@ def row_of(record: RequestRecord) -> dict[str, Any]:
 
 
 def digest(rows: object) -> str:
-    """Of anything that JSON holds; floats are written so that they are read back bit for bit."""
+    """Return a digest of a JSON value; floats are written such that they read back bit for bit."""
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
 def figures(case: Case, seed: int) -> dict[str, Any]:
     result, finished = serve(case, seed)
     records, steps = result.records, [row.to_row() for row in result.steps]
-    # A column that the steps did not have when the file was written.
+    # Steps did not have this column when the file was written.
     assert all(row.pop("computed") is None for row in steps)
     return {
         "records": digest([row_of(record) for record in records]),

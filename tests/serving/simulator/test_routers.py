@@ -1,4 +1,4 @@
-"""Routers on the virtual clock: what must hold for every one of them, and edits whose records have to be read."""
+"""Routers on the virtual clock: invariants of all routers, and edits whose records must be read."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ TIMES = StageTimes.constant((S, L), 0.25, 0.5)
 
 
 class Steps:
-    """A step takes 1 s, and 1 s for each whole image of 128 px."""
+    """Step latencies of 1 s plus 1 s for each whole image of 128x128 pixels."""
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         parts = (each[0] * each[1] * (each[2] if isinstance(each, Work) else 1.0) for each in active)
@@ -31,7 +31,7 @@ class Steps:
 
 
 def edits(load_s: float = 4.0, memory_mb: float = 3e-6, share: float = 0.5) -> EditCosts:
-    """Whose records have a byte for each step; by default three fit."""
+    """Return costs of edits whose records take a byte per step; by default, three bytes fit in memory."""
     return EditCosts(lambda request: share, lambda record: record.num_inference_steps, lambda size: load_s, memory_mb)
 
 
@@ -43,7 +43,8 @@ def edit(request_id: int, arrival_s: float, image: str = "emoji:0", steps: int =
 def test_an_edit_computes_its_part_and_reads_its_record_once() -> None:
     requests = [edit(0, 0.0), edit(1, 20.0), edit(2, 40.0, "emoji:1", steps=3), edit(3, 60.0)]
     result = simulate(requests, get_policy("continuous"), Steps(), times=TIMES, edits=edits())
-    # Preparing, reading 4 s, steps of 1.5 s, decoding; the third record does not fit beside the first, which goes.
+    # An edit takes preparation, 4 s of reading, steps of 1.5 s and decoding. The third request's record does not fit
+    # beside the first one's, which is evicted.
     assert [record.latency_s for record in result.records] == [7.75, 3.75, 9.25, 7.75]
     assert all(record.reused and record.active_share == 0.5 for record in result.records)
     whole = simulate(requests, get_policy("continuous"), Steps(), times=TIMES, edits=edits(share=1.0))
@@ -68,7 +69,7 @@ def test_edits_share_batches_with_new_images() -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("policy", ["continuous", "edf", "slack", "static"])
 def test_random_runs(name: str, policy: str) -> None:
-    """Every request ends once, on one GPU; the same run is the same; an idle GPU takes no longer than it must."""
+    """Every request ends once, on one GPU and no faster than it can alone, and a repeated run is the same."""
     rng = random.Random(name + policy)
     for _ in range(5):
         config = TraceConfig(

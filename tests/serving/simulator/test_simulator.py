@@ -1,4 +1,4 @@
-"""The simulator: runs worked out by hand, what must hold for every policy and trace, overload, and many GPUs."""
+"""The simulator: runs worked out by hand, invariants of every policy and trace, overload, and many GPUs."""
 
 import random
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ DROPPING = tuple(name for name in POLICY_NAMES if get_policy(name).requires_pred
 
 
 class Steps:
-    """Roughly the U-Net of FACTS.md in bf16: much overhead, then a little for each image."""
+    """Step latencies with a large overhead and a small cost for each image, roughly those of emoji-xl in bf16."""
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return 0.015 + 0.002 * len(set(active)) + sum({S: 0.0032, M: 0.006, L: 0.0095}[size] for size in active)
 
 
 class Unit:
-    """A step takes 1 s for each image."""
+    """Step latencies of 1 s for each image."""
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return float(len(active))
@@ -54,7 +54,7 @@ def trace(count: int, rate: float, seed: int = 0, steps: int = 10, slo_scale: fl
 
 
 def run(name: str, requests: Sequence[Request], **options: Any) -> SimulationResult:
-    """Simulate under a policy, or as a system of this name."""
+    """Simulate the policy or the system of this name."""
     system = SYSTEMS.get(name)
     if system is None:
         return simulate(requests, get_policy(name), Steps(), times=TIMES, standalone_s=alone_s, **options)
@@ -99,8 +99,8 @@ def test_one_request_by_hand() -> None:
 
 
 def test_joining_between_steps_by_hand() -> None:
-    # The first starts at 0. The second arrives in its first step, joins at 1, and both take 2 s a step: the first is
-    # done at 3, the second, alone again, at 4. Decoding takes 2 s, one by one: at 5 and at 7.
+    # The first starts at 0. The second arrives during its first step and joins at 1. A step of both takes 2 s: the
+    # first is done at 3, and the second, alone again, at 4. Decoding takes 2 s, one by one, and ends at 5 and at 7.
     requests = [request(0), request(1, 0.5)]
     result = simulate(requests, get_policy("continuous"), Unit(), times=StageTimes({}, {S: 2.0}))
     assert times_of(result.records[0]) == (0.0, 0.0, 0.0, 3.0, 5.0)
@@ -124,8 +124,8 @@ def test_a_request_joins_only_once_it_is_prepared() -> None:
 
 
 def test_stages_between_the_steps_by_hand() -> None:
-    # The first is prepared until 0.5. The second comes in its first step, is prepared when that is over, from 1.5 to 2,
-    # and joins: the first is done at 4, and its image, until 6, comes before the second's last step.
+    # The first is prepared by 0.5. The second arrives during its first step, is prepared after that step, from 1.5 to
+    # 2, and joins: the first is done at 4, and its image is decoded by 6, before the second's last step.
     times = StageTimes({S: 0.5}, {S: 2.0})
     durations = StepDurations(ProfiledSteps(Unit()), is_inline=True)
     requests = [request(0), request(1, 1.0), request(2, 20.0, steps=1)]
@@ -133,7 +133,7 @@ def test_stages_between_the_steps_by_hand() -> None:
     assert times_of(result.records[0]) == (0.0, 0.5, 0.5, 4.0, 6.0)
     assert times_of(result.records[1]) == (1.5, 2.0, 2.0, 7.0, 9.0)
     assert [(row.start_s, row.active) for row in result.steps] == [(0.5, 1), (2.0, 2), (6.0, 1), (20.5, 1)]
-    # One that comes when nobody is there.
+    # The third arrives in an empty system.
     assert times_of(result.records[2]) == (20.0, 20.5, 20.5, 21.5, 23.5)
 
 
@@ -146,19 +146,19 @@ def test_several_gpus_take_the_fewest_pixel_steps() -> None:
         request(3),  # to GPU 1: 65536 against 131072
         request(4, size=L),  # to GPU 1: 98304 against 131072
         request(5),  # to GPU 0: 131072 against 229376
-        # GPU 0 ends request 0 at 3 s (1 s alone... two of them from the first boundary on), GPU 1 is busy for longer.
+        # GPU 0 ends request 0 at 3 s: a step of 1 s alone, then one of 2 s beside request 5. GPU 1 is busy for longer.
         request(6, arrival_s=100.0),  # both idle again: to GPU 0
     ]
     result = simulate(requests, get_policy("continuous"), Unit(), num_gpus=2)
     assert result.gpu_of == {0: 0, 1: 1, 2: 1, 3: 1, 4: 1, 5: 0, 6: 0}
-    # Remaining steps count, not all: at 1.5 s GPU 0 has one of 4 steps of the large one left behind it.
+    # Only remaining steps count: at 1.5 s, GPU 0 has taken one of the large one's 4 steps.
     requests = [request(0, size=L, steps=4), request(1, size=L, steps=3), request(2, arrival_s=1.5)]
     # 1.5 s: 3 * 65536 on GPU 0, 2 * 65536 on GPU 1.
     assert simulate(requests, get_policy("fcfs"), Unit(), num_gpus=2).gpu_of[2] == 1
 
 
 def test_discarded_requests_are_no_load() -> None:
-    # GPU 0 gets a large one, too, which is late at once and dropped there; then GPU 0 and 1 are equal.
+    # GPU 0 also gets a large one, which is late at once and dropped; then GPUs 0 and 1 are equal.
     requests = [
         request(0, 0.0, slo_s=100.0),
         request(1, 0.0, slo_s=100.0),
@@ -171,7 +171,7 @@ def test_discarded_requests_are_no_load() -> None:
 
 
 def test_more_gpus_and_more_machines_agree() -> None:
-    # Two GPUs serve twice as many arrivals at the same time as well as one serves them once.
+    # Two GPUs serve pairs of simultaneous arrivals as fast as one serves single arrivals.
     requests = [request(i, arrival_s=float(i // 2)) for i in range(40)]
     one = simulate(requests[::2], get_policy("continuous"), Unit())
     two = simulate(requests, get_policy("continuous"), Unit(), num_gpus=2)
@@ -205,25 +205,27 @@ def test_every_request_ends_and_the_run_is_reproducible(name: str, num_gpus: int
                 assert name in DROPPING
                 assert (record.reason, record.admitted_s) == (TOO_LATE, None)
                 continue
-            # Whoever was admitted is completed: nobody is evicted.
+            # Every admitted request completes: none is evicted.
             assert record.status == "completed"
             times = [asked.arrival_s, *(time_s or 0.0 for time_s in times_of(record))]
             assert times == sorted(times)
-            # No step is skipped: it cannot be faster than its own steps alone (on all GPUs).
+            # No step is skipped: a request cannot be faster than its own steps alone (on all GPUs).
             least_s = record.num_inference_steps * Steps().step_latency_s([record.resolution])
             assert times[4] - times[3] >= least_s / (2.23 if name == "distrifusion-fcfs" else 1) - 1e-9
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_feasible_request_starts_at_once_in_an_empty_system(name: str) -> None:
-    # So far apart that each finds nobody: it joins as soon as it is prepared, and takes its standalone latency.
+    # Arrivals are so far apart that each request finds an empty system, joins as soon as it is prepared, and takes its
+    # standalone latency.
     requests = [replace(one, arrival_s=20.0 * i) for i, one in enumerate(trace(30, 1.0, slo_scale=1.001))]
     for record in run(name, requests).records:
         assert record.status == "completed"
         assert record.admitted_s == pytest.approx(record.arrival_s + 0.005)
         assert name == "nirvana" or record.latency_s == pytest.approx(alone_s(requests[record.request_id]))
         assert record.slo_met
-    # One thousandth less, and it is late. Whoever predicts that draws it all the same, as nothing else is to be done.
+    # With an SLO one thousandth below its latency, it is late. Policies that predict this still serve it, as the system
+    # is idle.
     requests = [replace(one, slo_s=(one.slo_s or 0) * 0.998) for one in requests]
     for record in run(name, requests).records:
         assert record.status == "completed"
@@ -232,7 +234,7 @@ def test_a_feasible_request_starts_at_once_in_an_empty_system(name: str) -> None
 
 @pytest.mark.parametrize("name", ["slack", "fair-fitting"])
 def test_what_a_standstill_has_taught_is_unlearnt(name: str) -> None:
-    """Steps are taken for four times as long as they are, and decoding for 20 s: nothing could be in time."""
+    """Steps are predicted as four times too long and decoding as 20 s, so no request seems to be in time."""
     given = {"times": TIMES, "standalone_s": alone_s, "durations": StepDurations(ProfiledSteps(Steps()))}
     told = OnlineCorrection(Steps(), scale=4.0, after_s=dict.fromkeys(SIZES, 20.0))
     requests = [replace(one, arrival_s=2.0 * i) for i, one in enumerate(trace(40, 1.0, steps=30, slo_scale=1.5))]
@@ -240,7 +242,7 @@ def test_what_a_standstill_has_taught_is_unlearnt(name: str) -> None:
     assert all(record.slo_met for record in result.records)
     assert told.scale < 1.1
     assert max(told.after_s.values()) < 0.1
-    # And several at once are planned for again.
+    # Several requests at once are admitted again.
     more = [replace(one, arrival_s=0.0, slo_s=2 * (one.slo_s or 0.0)) for one in requests[:3]]
     assert all(record.slo_met for record in simulate(more, get_policy(name), told, **given).records)
 
@@ -253,10 +255,10 @@ def test_order_of_arrival_is_kept(name: str) -> None:
         assert joined == sorted(joined)
 
 
-# Requests in time that may be lost when one of 60 requests is taken out of a trace. Only one by one, in order of
-# arrival, is it proven that nobody gets later. In batches everybody's steps change, and with them who meets whom:
-# over 576 removals the largest falls were 1 (continuous, nirvana), 3 (edf, slack: 5 % of the trace) and
-# 9 (static, where all later batches are put together anew); on average removing one gains 0.3 to 0.7.
+# Largest allowed fall in the number of requests in time when one of 60 requests is removed from a trace. Only serving
+# one by one in order of arrival guarantees that no request gets later. In batches, the steps of all requests change,
+# and with them the batches that form: over 576 removals the largest falls were 1 (continuous, nirvana), 3 (edf, slack:
+# 5 % of the trace) and 9 (static, where all later batches form anew); on average a removal gains 0.3 to 0.7.
 _BOUNDS = {"fcfs": 0, "distrifusion-fcfs": 0, "continuous": 2, "nirvana": 2, "edf": 4, "slack": 4}
 
 
@@ -275,7 +277,7 @@ def test_removing_a_request_costs_the_others_little(name: str) -> None:
 
 @pytest.mark.slow
 def test_overload_is_bounded_and_reported() -> None:
-    # 10 minutes at 5 times what the GPU can take (2.8 requests of 50 steps a second in full batches).
+    # 10 minutes at 5 times the capacity of the GPU (2.8 requests of 50 steps a second in full batches).
     requests = trace(8_400, 14.0, steps=50)
     assert requests[-1].arrival_s == pytest.approx(600, rel=0.02)
     result = run("slack", requests)
@@ -284,13 +286,13 @@ def test_overload_is_bounded_and_reported() -> None:
     assert len(done) + len(discarded) == 8_400
     assert {record.reason for record in discarded} == {TOO_LATE}
     assert len(done) > 0.1 * 8_400
-    # Nothing was admitted in vain: decoding one by one is all that the policy does not foresee.
+    # No request was admitted in vain: the policy only fails to foresee that images are decoded one by one.
     longest_s = max((record.latency_s or 0.0) - (record.slo_s or 0.0) for record in done)
     assert longest_s < 16 * 0.02
-    # And nobody waits for longer than until it is given up, early or late in the run.
+    # No request waits beyond the time at which it would be discarded, early or late in the run.
     for part in (done[: len(done) // 2], done[len(done) // 2 :]):
         assert max(record.queueing_s or 0.0 for record in part) < max(one.slo_s or 0.0 for one in requests[:100])
-    # Tensors are held by 16 in the batch and 32 that wait.
+    # 16 requests in the batch and 32 that wait hold tensors.
     assert result.max_prepared <= 48
     assert result.duration_s < requests[-1].arrival_s + 10
 
@@ -354,7 +356,7 @@ def test_stage_times_of_a_run() -> None:
     measured = StageTimes.measured(records)
     assert measured.prepare_of(S) == pytest.approx(0.005)
     assert measured.postprocess_of(S) == pytest.approx(0.02)
-    # Both are ready at the same time; the second waits for the first to be decoded, and that is not its own time.
+    # Both are ready at the same time; the second waits while the first is decoded, which does not count as its time.
     records = simulate([request(0), request(1)], get_policy("continuous"), Unit(), times=TIMES).records
     assert StageTimes.measured(records).postprocess_of(S) == pytest.approx(0.02)
     assert measured.prepare_of(L) == measured.prepare_of(S), "the nearest"
