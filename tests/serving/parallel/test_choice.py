@@ -1,4 +1,4 @@
-"""Whether displaced calls are chosen."""
+"""The choice between synchronous and displaced calls."""
 
 from contextlib import closing
 
@@ -17,7 +17,7 @@ from ...support.random_models import sdxl_unet
 
 @pytest.mark.parametrize(("sync_s", "mode"), [(0.0, "sync"), (0.05, "sync"), (0.12, "displaced")])
 def test_displaced_where_it_saves_more_than_a_tenth(sync_s: float, mode: str) -> None:
-    """Half a second of computing, of whose waiting 55 % are hidden."""
+    """Two ranks compute for half a second, and displaced calls hide 55 % of the waiting."""
     found = choose(ParallelLatency(0.0, 1.0, Link(sync_s, 1e15, 0.45)), 2, 1000)
     assert found.mode == mode
     saved = 0.55 * sync_s / (0.5 + sync_s)

@@ -1,4 +1,4 @@
-"""The closed form against DistriFusion's figures, and against what our leaves compute and send."""
+"""Closed-form costs against DistriFusion's figures, and against the work and the transfers of our leaves."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ BAR = 0.005
 
 
 def sdxl(height: int, width: int | None = None, *, rows: int = 2) -> Call:
-    """A call for an image of so many pixels."""
+    """Return a call for an image of this size in pixels."""
     return Call(height // 8, (width or height) // 8, 77, rows)
 
 
@@ -44,7 +44,7 @@ def test_macs_are_those_of_the_paper() -> None:
     assert 50 * step == pytest.approx(338e12, rel=BAR)
     for count, printed in ((2, 322), (4, 318), (8, 324)):
         assert 50 * count * SDXL.macs(sdxl(1024 // count, 1024)) == pytest.approx(printed * 1e12, rel=BAR)
-    # Figure 1; whichever side is cut.
+    # Figure 1, whichever side is cut.
     for size in ((1280, 1920), (1920, 1280)):
         assert 50 * SDXL.macs(sdxl(*size)) == pytest.approx(907e12, rel=BAR)
         assert 50 * SDXL.macs(sdxl(size[0] // 4, size[1])) == pytest.approx(190e12, rel=BAR)
@@ -54,7 +54,7 @@ def test_macs_are_those_of_the_paper() -> None:
 
 
 def test_strips_compute_what_the_image_takes() -> None:
-    # But for the text, which is computed once a request, and the timestep's layers, which every rank has.
+    # The exceptions are the text, which is computed once a request, and the timestep's layers, which every rank runs.
     call = sdxl(1024)
     for count in (2, 3, 8):
         strips = [SDXL.strip_macs(call, even(call, count, place)) for place in range(count)]
@@ -65,7 +65,7 @@ def test_strips_compute_what_the_image_takes() -> None:
 
 @pytest.mark.parametrize(
     ("side", "gathered", "neighbours"),
-    # The paper prints 0.42, 1.48 and 5.38: at 2048 what neighbours' halos give, elsewhere what gathered ones do.
+    # The paper prints 0.42, 1.48 and 5.38: the figure for neighbours' halos at 2048, for gathered ones elsewhere.
     [(1024, 0.424, 0.375), (2048, 1.58, 1.484), (3840, 5.38, 5.191)],
 )
 def test_elements_received_are_those_of_the_paper(side: int, gathered: float, neighbours: float) -> None:
@@ -75,7 +75,7 @@ def test_elements_received_are_those_of_the_paper(side: int, gathered: float, ne
         assert received.key_values + received.halos == pytest.approx(wanted * 1e9, rel=BAR)
         # (n - 1) / n of all keys and values.
         assert received.key_values == SDXL.slots(call) * 7 / 8
-    # There is nobody above the first strip, nor below the last.
+    # The first strip has no neighbour above, the last none below.
     ends = [SDXL.received(call, even(call, 8, place)).halos for place in (0, 7)]
     middle = SDXL.received(call, even(call, 8, 3)).halos
     assert max(ends) < middle == sum(ends)
@@ -88,12 +88,12 @@ def test_slots_are_halved_where_guidance_is_split() -> None:
 
 
 class Macs(TorchDispatchMode):
-    """Counts as `FlopCounterMode` does, which cannot be used in several threads."""
+    """Counter of multiply-adds like `FlopCounterMode`, which cannot be used in several threads."""
 
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one operation, or those that it consists of."""
+        """Count one operation, or the operations that it decomposes into."""
         given = kwargs or {}
         if func._overloadpacket not in flop_registry:
             with self:
@@ -105,14 +105,14 @@ class Macs(TorchDispatchMode):
 
 
 class Recorded:
-    """An end of the group that counts bytes."""
+    """End of the group that counts the bytes sent and received."""
 
     def __init__(self, end: VirtualEnd) -> None:
         self.end, self.rank, self.size = end, end.rank, end.size
         self.sent, self.received = Counter[int](), 0
 
     def swap(self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype) -> Any:
-        """See `Communicator`."""
+        """Swap tensors through the wrapped end, and count their bytes."""
         for rank, tensor in sends.items():
             self.sent[rank] += tensor.nbytes
         self.received += sum(map(prod, shapes.values())) * dtype.itemsize
@@ -121,7 +121,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a rank did in each call."""
+    """Transfers and work of a rank, by call."""
 
     sent: list[Counter[int]]
     received: list[int]
@@ -130,7 +130,7 @@ class Ran:
 
 
 def run(model: Any, call: Call, strips: Strips, passes: Sequence[Mapping[str, Any]]) -> list[Ran]:
-    """Calls of a model in bfloat16, for guided requests, on as many ranks as there are strips."""
+    """Run calls of a model in bfloat16 for guided requests, one rank per strip; return what each rank did."""
     rows = [to_dtype(row, torch.bfloat16) for row in draw_rows(model, [(call.height, call.width)], num_each=call.rows)]
     names = tuple((0, index) for index in range(call.rows))
     model = model.to(torch.bfloat16)
@@ -154,7 +154,7 @@ def run(model: Any, call: Call, strips: Strips, passes: Sequence[Mapping[str, An
             macs.append(counted.total)
         return Ran(sent, received, macs, text.total)
 
-    # As two products, which are counted.
+    # With this backend, attention is two products, which are counted.
     with sdpa_kernel(SDPBackend.MATH):
         return on_ranks(strips.count, on_rank)
 
@@ -166,7 +166,7 @@ MODELS = {
     "sd35": sd35_transformer,
 }
 TEXT = 7
-"""Tokens of `draw_rows`."""
+"""Number of text tokens that `draw_rows` draws."""
 
 
 @pytest.mark.product
@@ -176,7 +176,7 @@ def test_leaves_compute_and_send_what_is_counted(name: str, height: int, shares:
     model = MODELS[name]()
     cost = Cost.of(model.config)
     is_sd3 = name.startswith("sd3")
-    # SD3 has even sizes; 12 rows of positions are all that the tiny one knows.
+    # SD3 needs even sizes, and the tiny model has positions for 12 rows only.
     call = Call(min(height // 2 * 2, 24), 10, TEXT) if is_sd3 else Call(height, 13, TEXT)
     strips = Strips.of(call.height, cost.levels.unit, shares)
     ran = run(model, call, strips, [{}])

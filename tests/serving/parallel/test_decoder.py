@@ -1,4 +1,4 @@
-"""Decoding in strips against decoding whole."""
+"""Decoding in strips equals decoding the whole image."""
 
 from collections.abc import Callable
 from contextlib import closing

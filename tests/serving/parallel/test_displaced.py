@@ -1,4 +1,4 @@
-"""Displaced rows: what a rank has not itself is of the call before, never older, row by row."""
+"""Displaced rows: a rank reads the other strips' values of the previous call, never older ones, row by row."""
 
 from contextlib import closing
 from typing import Any
@@ -38,7 +38,7 @@ def test_convolution_reads_the_neighbours_rows_of_the_call_before(stale: tuple[i
     assert relative(found[0], conv(before)) <= 1e-6
     parts = []
     for start, end in zip(HEIGHTS.starts, HEIGHTS.starts[1:], strict=False):
-        # What a rank sees: its own rows as they are, all others as they were.
+        # A rank sees its own rows of this call and all others of the previous one.
         seen = now.clone()
         for row in stale:
             seen[row, :, :start], seen[row, :, end:] = before[row, :, :start], before[row, :, end:]
@@ -59,7 +59,7 @@ def test_nothing_older_than_the_call_before_is_read(stale: tuple[int, ...]) -> N
 
 
 def group_statistics(x: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Mean and mean square [rows, groups] of 4 groups, in float64."""
+    """Return mean and mean square [rows, groups] of 4 groups, in float64."""
     values = x.double().numpy().reshape(len(x), 4, -1)
     return values.mean(2), (values**2).mean(2)
 
@@ -119,7 +119,7 @@ def test_a_negative_variance_is_replaced_by_the_strip_s_own() -> None:
     norm = nn.GroupNorm(1, 8)
     strips = Strips.of(4, 2, [1, 1])
     torch.manual_seed(0)
-    # Strips of different means become flat and equal: what remains of the others' spread is more than there is.
+    # Strips with very different means become nearly equal, so that the corrected statistics give a negative variance.
     before = torch.cat([torch.full((1, 8, 2, 5), -4.0), torch.full((1, 8, 2, 5), 4.0)], 2)
     now = before * 0.1 + 0.01 * torch.randn(1, 8, 4, 5)
     found = in_calls([before, now], strips, lambda context: StripGroupNorm(norm, context, 1), [(), (0,)])[1]
@@ -133,7 +133,7 @@ def test_a_negative_variance_is_replaced_by_the_strip_s_own() -> None:
 
 
 def run(model: Any, rows: list[Any], steps: list[int], count: int = 2, **options: Any) -> list[list[Tensor]]:
-    """Predictions of every request's calls: request i begins `steps[i]` calls after the first."""
+    """Return the predictions of every request's calls; request i begins in call `steps[i]`."""
     each = 2
     requests = [rows[each * number : each * number + each] for number in range(len(rows) // each)]
     found: list[list[Tensor]] = [[] for _ in requests]

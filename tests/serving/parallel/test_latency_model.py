@@ -1,4 +1,4 @@
-"""The latency model against DistriFusion's figures: those it is fitted to, and those that are held out."""
+"""The latency model against DistriFusion's figures, both fitted and held out."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def model(side: int, link: Link | None = None) -> ParallelLatency:
 
 
 def sent(side: int, num_ranks: int, rows: int = 2) -> int:
-    """Bytes that a device receives in a step, with halos gathered."""
+    """Return the bytes that a device receives in a step if halos are gathered."""
     received = COST.received(
         Call(side // 8, side // 8, 77, rows), Share(Strips.of(side // 8, 4, (1.0,) * num_ranks), 0), "all"
     )
@@ -68,7 +68,7 @@ def test_waiting_is_what_the_link_takes() -> None:
     on_two = ParallelLatency(1.0, 4.0, link)
     assert [on_two.step_s(waiting, 2, 10**8) for waiting in ("nocomm", "sync", "displaced")] == [3.0, 3.12, 3.06]
     assert on_two.displaced_saves(2, 10**8) == pytest.approx(0.06 / 3.12)
-    # One device waits for nobody.
+    # A single device does not wait.
     assert on_two.step_s("sync", 1, 0) == on_two.step_s("displaced", 1, 0) == 5.0
     assert on_two.displaced_saves(1, 0) == 0.0
 

@@ -1,4 +1,4 @@
-"""Leaves on strips against the modules that they replace, on whole images."""
+"""Leaves on strips against the modules that they replace on whole images."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def test_group_norm(count: int, dtype: torch.dtype) -> None:
 
 
 def _block(**settings: Any) -> ResnetBlock2D:
-    """As U-Nets have it: twice a norm, an activation and a convolution."""
+    """Return a block of a U-Net: twice a norm, an activation and a convolution."""
     torch.manual_seed(3)
     block = ResnetBlock2D(in_channels=8, out_channels=12, temb_channels=6, groups=4, **settings)
     for norm in (block.norm1, block.norm2):
@@ -109,7 +109,7 @@ def test_statistics_travel_with_the_rows_around_a_strip(
     ("settings", "num_fed"), [({}, 2), ({"time_embedding_norm": "scale_shift"}, 1), ({"down": True}, 1)]
 )
 def test_calls_that_keep_something_and_those_that_do_not_give_the_same(settings: dict[str, Any], num_fed: int) -> None:
-    """The first call keeps slots for the second, so that its norms and convolutions send for themselves."""
+    """The first call keeps slots for the second, so its norms and convolutions send separately."""
     block = _block(**settings)
     kept, last = in_calls([image(16)] * 2, Strips.of(16, 2, [1, 1]), _on_strips(block, num_fed), [(), ()])
     wanted = block(image(16), torch.linspace(-1, 1, 12).view(2, 6))

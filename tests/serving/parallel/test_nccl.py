@@ -1,6 +1,6 @@
-"""How ranks wait for what NCCL does, and where they may not ask for it; NCCL itself is in tests/gpu.
+"""Waiting for transfers of NCCL, and options that refuse it; NCCL itself is tested in tests/gpu.
 
-What is waited for here is a receive of gloo, which like one of NCCL is not complete until somebody sends.
+The tests wait for a receive of gloo, which, like one of NCCL, does not complete until the other rank sends.
 """
 
 import threading

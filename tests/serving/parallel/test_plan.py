@@ -1,4 +1,4 @@
-"""What is drawn whole, and what in strips: never slower, by the given times, than all of one kind."""
+"""Plans that draw some images whole and others in strips: by the given times, never slower than all of one kind."""
 
 import math
 import random
@@ -37,9 +37,9 @@ def test_no_step_takes_longer_than_all_whole_or_all_in_strips() -> None:
 def test_one_large_image_among_small_ones_is_drawn_in_strips() -> None:
     large, small = StripWork(1, 400.0, 250.0), StripWork(1, 100.0, 90.0)
     assert in_strips([small, large, small], [1.0, 1.0]) == [False, True, False]
-    # Two of them are one for each rank.
+    # With two of them, each rank draws one.
     assert in_strips([large, large], [1.0, 1.0]) == [False, False]
-    # The two rows of a guided request, too.
+    # The same holds for the two rows of a guided request.
     assert in_strips([StripWork(2, 400.0, 500.0)], [1.0, 1.0]) == [False]
 
 
@@ -51,8 +51,8 @@ def test_what_cannot_be_cut_stays_whole_and_nothing_is_nothing() -> None:
 
 @pytest.mark.parametrize(("speeds", "most"), [([1.0, 1.0], 7 / 6), ([1.0, 3.0], 2.0), ([1.0, 0.5, 2.0], 2.0)])
 def test_sharing_out_is_near_the_best_that_there_is(speeds: list[float], most: float) -> None:
-    """Longest first takes at most 4/3 - 1/3n of the best time for n like ranks (Graham 1969), and twice it for others
-    (Gonzalez, Ibarra and Sahni 1977)."""
+    """Longest first takes at most 4/3 - 1/(3n) of the best time for n equal ranks (Graham 1969), and at most twice the
+    best time for unequal ones (Gonzalez, Ibarra and Sahni 1977)."""
     chance = random.Random(1)
     for _ in range(60):
         costs = [chance.uniform(1, 100) for _ in range(chance.randint(1, 7))]

@@ -1,4 +1,4 @@
-"""Ranks as processes: the same bits as virtual ranks, and an end that leaves nothing behind."""
+"""Ranks as processes: the same bits as virtual ranks, and no processes left behind at the end."""
 
 import os
 import signal
@@ -67,7 +67,7 @@ def process_ranks(folder: Path, ranks: str, **more: Any) -> ProcessRanks:
 
 
 def predict_together(group: VirtualRanks | ProcessRanks, rows: list[Row], call: int = 0) -> Tensor:
-    """What the ranks give for guided requests, asked again if one of them is lost."""
+    """Return the ranks' predictions for guided requests; the call is repeated if a rank is lost."""
     names = [(index // 2, index % 2) for index in range(len(rows))]
     latents = (1 + call) * torch.stack([row.latents for row in rows])
     timesteps = torch.tensor([row.timestep for row in rows])
@@ -81,7 +81,7 @@ def predict_together(group: VirtualRanks | ProcessRanks, rows: list[Row], call: 
 
 
 def draw_together(group: VirtualRanks | ProcessRanks, rows: list[Row]) -> list[Tensor]:
-    """What the ranks give that draw each row whole; the first of them is lower than the others."""
+    """Return the predictions of ranks that draw each row whole; the first image is lower than the others."""
     names = [(index // 2, index % 2) for index in range(len(rows))]
     images = [rows[0].latents[:, : rows[0].latents.shape[1] // 4 * 2], *(row.latents for row in rows[1:])]
     timesteps = torch.tensor([row.timestep for row in rows])
@@ -122,7 +122,7 @@ def test_ranks_of_one_machine_listen_on_loopback_only(backend: str, tmp_path: Pa
 
 @pytest.mark.exhaustive
 def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
-    """In every mode and GroupNorm mode, four ranks with uneven shares, and three and two when the others have gone."""
+    """This holds in every mode and GroupNorm mode, for four ranks with uneven shares and after losses of ranks."""
     model = rank_models(folder).denoiser
     size = (34, 20) if hasattr(model, "conv_in") else (22, 12)
     rows = draw_rows(model, [size, size], num_each=2)
@@ -150,18 +150,18 @@ def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
 def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
     tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One is killed while it has nothing to do, then one that does not answer any more; what is left is plain."""
+    """One rank is killed while idle and another stops answering; the results stay those of plain diffusers."""
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
     model = rank_models(folder).denoiser
     rows = draw_rows(model, [(20, 12)], num_each=2)
     wanted = torch.stack(run_plain(model, rows))
     with closing(process_ranks(folder, "3", mode=mode, warmup=0, timeout_s=2)) as ranks:
         predict_together(ranks, rows)
-        # Idle for longer than ranks may keep each other waiting, which is no fault.
+        # Being idle for longer than the timeout between ranks is no fault.
         time.sleep(2.5)
         predict_together(ranks, rows)
         ranks.processes[1].kill()
-        # A call that begins again is synchronous, whatever came before it.
+        # A repeated call is synchronous, whatever came before it.
         assert relative(predict_together(ranks, rows), wanted) <= 1e-5
         assert list(ranks.processes) == [2]
         os.kill(pid_of(ranks, 2), signal.SIGSTOP)
@@ -183,7 +183,7 @@ def test_a_rank_that_is_killed_in_a_call(tmp_path: Path) -> None:
     with closing(process_ranks(folder, "4")) as ranks:
         modes: list[tuple[Mode, int]] = [("sync", 1), ("displaced", 2)]
         for mode, victim in modes:
-            # Four ranks, then three: with guidance and an even number, halves would be exact.
+            # Four ranks, then three. With an even number, splitting guidance in halves would be exact.
             ranks.use(ParallelOptions("4", mode=mode, warmup=0, cfg_split="off"))
             start_s = time.monotonic()
             predict_together(ranks, rows)
@@ -204,7 +204,7 @@ def test_what_fails_on_a_rank_is_told_and_the_group_stands_again(tmp_path: Path)
     def ask_too_much(ranks: Ranks) -> Tensor:
         names = [(0, 0), (0, 1)]
         ranks.learn(names, flat(stack_conditions(rows)))
-        # The others have one row less than they are asked for.
+        # The other ranks keep one row fewer than the call names.
         ranks._broadcast(Message("keep", {"rows": names[:1]}))
         return ranks.predict(names, torch.stack([row.latents for row in rows]), torch.tensor([1.0, 1.0]))
 
@@ -269,7 +269,7 @@ def test_images_are_decoded_by_those_that_are_there(tmp_path: Path, capfd: pytes
         assert "Warning" not in capfd.readouterr().err
         group.processes[2].kill()
         assert relative(group.decoder(latents), wanted) <= 1e-5
-        # Whoever steps next finds out as well, and the two that are left decode together again.
+        # The next step notices the loss as well, and the remaining two decode together again.
         assert group.decoder._end is None
         assert model.stepper.step([model.prepare(request)]) == {}
         assert list(group.processes) == [1]
@@ -281,7 +281,7 @@ def test_images_are_decoded_by_those_that_are_there(tmp_path: Path, capfd: pytes
 
 @pytest.mark.exhaustive
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
-    """The same command on all of them: images once, over gloo as between machines, and all processes end well."""
+    """All ranks run the same command: it writes each image once, over gloo as between machines, and exits cleanly."""
     folder = save_tiny(tmp_path / "model", tiny_sdxl(), num_inference_steps=2, guidance_scale=3.0)
     psctl = str(Path(sys.executable).with_name("psctl"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", psctl]
@@ -328,7 +328,7 @@ for _ in range(3):
 
 @pytest.mark.exhaustive
 def test_a_rank_ends_well_while_its_watch_looks() -> None:
-    """As its process is torchrun's, it ends as any Python does, which kills threads where they are."""
+    """Its process belongs to torchrun and ends like any Python process, which kills threads wherever they are."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     done = subprocess.run([sys.executable, "-c", _ENDS, str(store.port)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0"] * 3, done.stderr

@@ -1,4 +1,4 @@
-"""The engine's denoise stage on several ranks: what plain diffusers gives alone, with any scheduler."""
+"""The denoise stage on several ranks equals plain diffusers alone, with any scheduler."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def served(make: Any, count: int, scheduler: Any = None, **options: Any) -> Serv
 
 
 def run(model: ServedModel) -> list[torch.Tensor]:
-    """Final latents of the requests, in their order."""
+    """Return the final latents of the requests, in order."""
     latents, failures = run_joining(model, REQUESTS)
     model.close()
     assert not failures
@@ -80,7 +80,7 @@ def test_displaced_requests_are_near_and_exact_while_they_warm_up() -> None:
     [(tiny_sdxl, None), (tiny_sdxl, DPMSolverMultistepScheduler), (tiny_sdxl, HeunDiscreteScheduler), (tiny_sd3, None)],
 )
 def test_images_that_ranks_draw_whole_are_those_of_diffusers(make: Any, scheduler: Any, from_pixels: str) -> None:
-    """All of them, or the small ones beside large ones in strips; also with a scheduler that each request calls."""
+    """This holds if all are whole or only the small ones, and for schedulers that each request calls itself."""
     model = served(make, 3, scheduler, from_pixels=from_pixels, cfg_split="off", may_use_fewer=True)
     expected = [plain_latents(model.pipe, request) for request in REQUESTS]
     assert largest_error(run(model), expected) <= 1e-3
@@ -104,7 +104,7 @@ def test_each_step_is_divided_by_what_was_measured(tmp_path: Path) -> None:
         return groups
 
     stepper.groups_of = watched  # type: ignore[method-assign]
-    # Strips of large images pay where nothing else is there to do.
+    # Strips of large images pay if there is nothing else to do.
     stepper._times = CallTimeTable([CallTimes(8, 4, 1, 10.0, 20.0), CallTimes(12, 8, 1, 100.0, 55.0)])
     assert largest_error(run(model), expected) <= 1e-3
     assert {0 < whole < all_of_them for whole, all_of_them in drawn} == {True, False}
@@ -124,7 +124,7 @@ def test_a_failure_while_ranks_forget_ends_no_step() -> None:
     assert model.stepper.step([first, other]) == {}
     assert isinstance(model.stepper, ParallelStepper)
     with model.stepper.group.end:
-        # The other rank has given up before it is told that a request has left.
+        # The other rank gives up before it is notified that a request has left.
         model.stepper.group.ranks._broadcast(Message("nonsense"))
         with pytest.raises(GroupError, match="does not know"):
             model.stepper.group.ranks._end.receive(1)
@@ -152,6 +152,6 @@ def test_images_are_decoded_by_all_ranks(make: Any) -> None:
         model._decode, before = (lambda scaled: model.pipe.vae.decode(scaled, return_dict=False)[0]), model._decode
         whole = np.asarray(model.decode(each[None]), dtype=int)
         model._decode = before
-        # Of 255: one call of the decoder differs by 1e-5, which may round otherwise.
+        # One level of 255: a call of the decoder differs by 1e-5, which may change the rounding.
         assert np.abs(own - whole).max() <= 1
     model.close()

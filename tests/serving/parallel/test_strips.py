@@ -1,4 +1,4 @@
-"""Rows of an image by rank."""
+"""Strips: the rows of an image that each rank draws."""
 
 import pytest
 

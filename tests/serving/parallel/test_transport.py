@@ -1,4 +1,4 @@
-"""What carries tensors between ranks, each of them here in a thread of its own: all of it, in order, to the end."""
+"""Transports between ranks, here threads: they deliver all tensors, in order, up to the end of the connection."""
 
 import threading
 import time
@@ -40,7 +40,7 @@ def connected(request: pytest.FixtureRequest) -> Callable[[int], list[Transport]
 
 
 def together(*tasks: Callable[[], Any]) -> list[Any]:
-    """What they return, each in a thread."""
+    """Run each task in a thread of its own and return their results."""
     with ThreadPoolExecutor(len(tasks)) as pool:
         return [task.result(60) for task in [pool.submit(task) for task in tasks]]
 
@@ -85,7 +85,7 @@ def test_what_is_sent_may_be_changed_and_tags_come_in_any_order(connected: Calla
 
 
 def test_all_send_much_before_any_reads(connected: Callable[[int], list[Transport]]) -> None:
-    """More words than a socket holds, and more bytes: nobody waits for ever for the others to read."""
+    """Ranks send more messages and bytes than a socket buffers, and none waits indefinitely for the others to read."""
     ends = connected(3)
     count, size = 600, 40_000
 
@@ -106,7 +106,7 @@ def test_all_send_much_before_any_reads(connected: Callable[[int], list[Transpor
 
 
 def test_calls_and_what_is_between_them_have_the_same_tensors(connected: Callable[[int], list[Transport]]) -> None:
-    """Models run in inference mode, and what they have sent may be awaited outside of it; and the other way round."""
+    """A transfer that starts in inference mode may be awaited outside of it, and the other way round."""
     one, other = connected(2)
 
     def swap(end: Transport, rank: int) -> list[float]:

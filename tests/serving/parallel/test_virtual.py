@@ -25,7 +25,7 @@ EXACT = 1e-5
 
 
 def predict(model: Any, rows: Sequence[Row], size: int, **settings: Any) -> Tensor:
-    """What `size` ranks give for guided requests of one resolution."""
+    """Return the prediction of `size` ranks for guided requests of one resolution."""
     names = [(index // 2, index % 2) for index in range(len(rows))]
     with (
         closing(VirtualRanks(model, ParallelOptions(f"virtual:{size}", **settings))) as virtual,
@@ -60,7 +60,7 @@ def test_any_number_of_ranks_gives_what_one_gives(name: str, count: int) -> None
 def test_ranks_wait_for_each_other_as_often_as_the_latency_model_takes(
     name: str, fed_per_resnet: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms before convolutions bring these the rows around a strip, too."""
+    """A norm before a convolution also exchanges the convolution's rows around a strip."""
     swaps, swap = [0, 0], VirtualEnd.swap
 
     def counted(end: VirtualEnd, *given: Any) -> VirtualPending:
@@ -91,7 +91,7 @@ def test_one_rank_is_plain_diffusers_bit_by_bit() -> None:
             stack_conditions(rows),
         )
         assert torch.equal(predict(model, rows, 1), plain)
-        # Each half of the rows is a batch of its own then, which sums in another order.
+        # On two ranks, each half of the rows is a batch of its own, which sums in another order.
         assert error(predict(model, rows, 2), list(plain)) <= EXACT
 
 
@@ -137,7 +137,7 @@ def test_smaller_images_are_drawn_by_fewer_ranks() -> None:
 
 
 def test_naive_parts_are_images_of_their_own() -> None:
-    """Rows first, then columns, each as the unmodified model has it (DistriFusion section 5.1)."""
+    """Calls split images by rows and by columns in turn, and each part equals the plain model's (DistriFusion 5.1)."""
     for model in (sdxl_unet(), sd3_transformer()):
         rows = draw_rows(model, [(16, 24)], num_each=2)
         names, conditions = [(0, 0), (0, 1)], stack_conditions(rows)
@@ -169,7 +169,7 @@ def test_what_fails_on_a_rank_is_told_and_the_group_stands_again() -> None:
 
     def ask_too_much(ranks: Ranks) -> Tensor:
         ranks.learn(names, conditions)
-        # Rank 1 has one row less than it is asked for.
+        # Rank 1 keeps one row fewer than the call names.
         ranks._broadcast(Message("keep", {"rows": names[:1]}))
         return ranks.predict(names, latents, timesteps)
 
