@@ -1,4 +1,4 @@
-"""Where patches lie (serving/layout/packing.py), against plain slices and torch's own unfold and interpolate."""
+"""Positions of patches (serving/layout/packing.py), against plain slices and torch's own unfold and interpolate."""
 
 import re
 import tracemalloc
@@ -47,7 +47,7 @@ def draw_images(sizes: Sequence[Size], channels: int = 3) -> list[Tensor]:
 
 
 def cut(image: Tensor, side: int) -> list[Tensor]:
-    """The patches [channels, side, side] of one image, row by row."""
+    """Return the patches [channels, side, side] of one image, row by row."""
     _, height, width = image.shape
     return [
         image[:, top : top + side, left : left + side]
@@ -57,13 +57,13 @@ def cut(image: Tensor, side: int) -> list[Tensor]:
 
 
 def halved(images: Sequence[Tensor], level: Level, unit: int) -> list[Tensor]:
-    """What a stride of 2 per level leaves of the images, and one pixel of every unit, as the tokens of SD3."""
+    """Return the pixels that a stride of 2 per level keeps, and one pixel of every unit, as for SD3's tokens."""
     step = unit << level.index
     return [image[:, ::step, ::step] for image in images]
 
 
 def cut_tokens(images: Sequence[Tensor], level: Level) -> Tensor:
-    """The tokens of a level, cut out of its images one by one."""
+    """Return the tokens of a level, cut out of its images one by one."""
     patches = [patch for image in images for patch in cut(image, level.grain)]
     return torch.cat([patch.flatten(1).T for patch in patches])
 
@@ -84,7 +84,7 @@ def test_unpack_is_the_inverse_of_pack(
         assert torch.equal(unpacked, image)
         unpacked.zero_()
     assert torch.equal(packing.unpack(patches, 0), images[0]), "unpacked images are copies"
-    # What a model returns need not be channels-last.
+    # A model's output need not be channels-last.
     assert torch.equal(packing.unpack(patches.contiguous(), len(sizes) - 1), images[-1])
 
 
@@ -144,7 +144,7 @@ def test_image_order_regroups_without_copies() -> None:
 
 
 def test_sizes_without_a_common_divisor_cost_no_more_memory() -> None:
-    """1000 and 1024 px in one batch of SDXL, image order: their largest common patch is one latent pixel."""
+    """The case is 1000 and 1024 px in one batch of SDXL, image order: their largest common patch is one latent pixel."""
     peaks = []
     for side in (128, 125):
         tracemalloc.start()
@@ -206,7 +206,7 @@ def test_sources_are_those_of_interpolate(sizes: list[Size]) -> None:
 def test_recent_packings_are_kept() -> None:
     assert pack(EVEN, "image", None, 1, 3) is pack(list(EVEN), "image", None, 1, 3)
     assert pack(EVEN, "image", None, 1, 3) is not pack(EVEN, "patch", None, 1, 3)
-    # The largest patch that divides all sides is the same as asking for it.
+    # The default is the largest patch that divides all sides.
     assert pack(EVEN, "patch", None, 1, 3) is pack(EVEN, "patch", 8, 1, 3)
 
 

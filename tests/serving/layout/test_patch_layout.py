@@ -1,4 +1,4 @@
-"""The patch layout against loops that count patch by patch, and its tensors."""
+"""The patch layout against loops over single patches, and its tensors."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ Sizes = list[tuple[int, int]]
 
 
 def _by_hand(sizes: Sizes, patch_size: int) -> dict[str, Any]:
-    """The layout's attributes, by dictionaries and loops."""
+    """Return the layout's attributes, computed with dictionaries and loops."""
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i][0] * sizes[i][1], *sizes[i]))
     patch_at: dict[tuple[int, int, int], int] = {}
     request_offset, resolutions = [0], []
@@ -53,7 +53,7 @@ def _by_hand(sizes: Sizes, patch_size: int) -> dict[str, Any]:
 
 
 def _random_mix(seed: int) -> tuple[Sizes, int]:
-    """Up to 12 requests of up to 4 resolutions."""
+    """Return the latent sizes of up to 12 requests with up to 4 resolutions, and the patch size."""
     generator = np.random.default_rng(seed)
     patch_size = int(generator.integers(1, 9))
     served = (generator.integers(1, 6, size=(int(generator.integers(1, 5)), 2)) * patch_size).tolist()
@@ -62,7 +62,7 @@ def _random_mix(seed: int) -> tuple[Sizes, int]:
 
 
 OF_PATCHES = {"request_index", "row", "col", "neighbours"}
-"""What is worked out when it is first asked for."""
+"""Attributes that are computed on first access."""
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -133,7 +133,7 @@ def test_check_finds_every_contradiction(name: str, index: Any, value: int, mess
     broken = getattr(layout, name).copy()
     broken[index] = value
     for each in OF_PATCHES:
-        getattr(layout, each)  # worked out before anything is broken
+        getattr(layout, each)  # computed before anything is broken
     vars(layout)[name] = broken
     with pytest.raises(RuntimeError, match=message):
         check_layout(layout)
