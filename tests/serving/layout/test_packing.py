@@ -144,7 +144,7 @@ def test_image_order_regroups_without_copies() -> None:
 
 
 def test_sizes_without_a_common_divisor_cost_no_more_memory() -> None:
-    """The case is 1000 and 1024 px in one batch of SDXL, image order: their largest common patch is one latent pixel."""
+    """The case is 1000 and 1024 px in a batch of SDXL, image order: their largest common patch is one latent pixel."""
     peaks = []
     for side in (128, 125):
         tracemalloc.start()
