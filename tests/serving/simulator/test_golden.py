@@ -1,9 +1,9 @@
 """Results of the simulator on 20 seeded traces stay equal to recorded ones.
 
 `golden.json` was written by the simulator when it still had a state machine of its own, before it shared the engine's
-scheduler. The order of ends and the disturbed cases were recorded again when stages began to share the processor and
-the time at which decoding ends changed. Times are compared bit for bit: arrivals are multiples of 1/4096 s and
-everything else is sums and products, so no mathematical library is involved.
+scheduler. The order of ends and the disturbed cases were recorded again when stages began to share the processor,
+which changes when decoding ends. Times are compared bit for bit: arrivals are multiples of 1/4096 s and everything else
+is sums and products, so no mathematical library is involved.
 To rewrite the file when results are meant to change, run `python tests/serving/simulator/test_golden.py`.
 """
 
