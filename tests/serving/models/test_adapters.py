@@ -1,4 +1,4 @@
-"""Adapters that requests name: a batch that mixes them equals diffusers with each request's own adapters set."""
+"""Adapters by request: a batch that mixes them equals diffusers with each request's own adapters."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ EACH: tuple[Adapters, ...] = ((("pixel", 1.0),), (), (("toy", -0.7),), (("pixel"
 
 
 def saved(name: str, folder: Path) -> tuple[Any, dict[str, Path], Path]:
-    """A tiny pipeline, two adapters of nearly all its layers, and its folder."""
+    """Save a tiny pipeline and two adapters of nearly all its layers; return pipeline, adapters and model folder."""
     pipe = BUILDS[name]()
     part = "unet" if hasattr(pipe, "unet") else "transformer"
     texts = ["text_encoder"] if name in ("sd", "sdxl") else []
@@ -55,7 +55,7 @@ def adapted(num_steps: Sequence[int], each: Sequence[Adapters] = EACH) -> list[R
 
 _FAST = ("sd", "sd3", "flux")
 _NAMES = [name for name in BUILDS if name not in ("pixart", "z-image")]
-"""Others lack `--adapter`, which `check_family` looks at."""
+"""Families with `--adapter`; `check_family` tests that the others refuse it."""
 
 
 @pytest.mark.product(most=2)

@@ -1,4 +1,4 @@
-"""Another sampler, and adapters fused into the weights: as diffusers would, and told apart from the model as it is."""
+"""Other samplers and fused adapters: the results are those of diffusers, and the fingerprint differs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_a_dora_is_that_of_the_fused_pipeline(sd_dir: Path, tmp_path: Path) -> N
 
     pipe = tiny_sd()
     dora = save_lora(tmp_path / "dora.safetensors", pipe, "unet", use_dora=True)
-    # A new one has the magnitudes of the plain adapter, which would be enough for the same images.
+    # A new DoRA has magnitudes that have no effect, so the plain adapter would give the same images.
     state = {name: 1.5 * value if "magnitude" in name else value for name, value in load_file(dora).items()}
     plain = {name: value for name, value in state.items() if "magnitude" not in name}
     assert len(plain) < len(state)
@@ -111,7 +111,7 @@ def test_a_dora_is_that_of_the_fused_pipeline(sd_dir: Path, tmp_path: Path) -> N
 
 
 def of_kohya(lora: Path, path: Path, *, is_dora: bool) -> Path:
-    """An adapter of a U-Net, its names those of kohya's scripts."""
+    """Write an adapter of a U-Net with the names that kohya's scripts use."""
     state: dict[str, torch.Tensor] = {}
     for name, value in load_file(lora).items():
         layer, _, which = name.removeprefix("unet.").partition(".lora_")
@@ -240,7 +240,7 @@ def test_weights_in_eight_bits_are_those_of_diffusers(
         found, expected = model.denoiser.state_dict(), quantised.state_dict()
         assert all(torch.equal(found[key].dequantize(), expected[key].dequantize()) for key in quantised_keys(expected))
         assert len(quantised_keys(found)) == len(quantised_keys(expected)) > 10
-    # It is told as inexact, and it is.
+    # Quantised weights are reported as inexact, and they are.
     assert relative_error(alone(pipe), exact_latents) > TOLERANCE
     assert model.fingerprint != load_model(str(folder)).fingerprint
 
@@ -250,7 +250,7 @@ def quantised_keys(weights: dict[str, Any]) -> list[str]:
 
 
 def test_an_adapter_and_eight_bits(tmp_path: Path) -> None:
-    """Adapters are fused into the weights as they are, and these are quantised then."""
+    """Adapters are fused into the weights before these are quantised."""
     pytest.importorskip("torchao", reason="the extra quantize is not installed")
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.loras import save_lora

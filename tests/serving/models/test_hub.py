@@ -1,4 +1,4 @@
-"""Hub ids: revisions from the hub's cache, and what is said where nothing can be fetched, to the hub's own client."""
+"""Hub ids: revisions from the hub's cache, and errors if the hub's client cannot fetch a model."""
 
 import os
 import shutil
@@ -20,8 +20,9 @@ ID = "someone/tiny"
 
 
 def load(*specs: str, dtypes: Sequence[str] = ("float32",), **environment: str) -> subprocess.CompletedProcess[str]:
-    """Load models in a process of their own, as the hub's client reads its environment once; each in the format of its
-    place, or in the only one; print their fingerprints.
+    """Load models in a process of their own, as the hub's client reads its environment once, and print fingerprints.
+
+    `dtypes` has a number format for each model, or one for all.
     """
     code = (
         "import sys\n"
@@ -44,7 +45,7 @@ def load(*specs: str, dtypes: Sequence[str] = ("float32",), **environment: str) 
 
 @pytest.fixture(scope="module")
 def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The hub's cache with two commits of a model; `main` is the first."""
+    """Cache of the hub with two commits of a model; `main` is the first."""
     home = tmp_path_factory.mktemp("hub")
     repository = home / "hub" / f"models--{ID.replace('/', '--')}"
     for seed, commit in enumerate(("a" * 40, "b" * 40)):
@@ -77,7 +78,7 @@ def test_half_a_download_is_named(hub_cache: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def refusing_hub(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A hub that answers everything with one status and one of the hub's error codes."""
+    """Hub that answers every request with one status and one of the hub's error codes."""
     status, code = request.param
 
     class Refusing(BaseHTTPRequestHandler):
@@ -91,7 +92,7 @@ def refusing_hub(request: pytest.FixtureRequest) -> Iterator[str]:
             self.do_GET()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nobody reads it."""
+            """Write no log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -118,7 +119,7 @@ def test_what_the_hub_refuses_is_one_line(refusing_hub: str, spec: str, message:
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model in both variants, and one in float16 only."""
+    """Return repositories of a model in both variants and of one in float16 only, by hub id."""
     folder = tmp_path_factory.mktemp("repositories")
     for name, variants in (("both", (None, "fp16")), ("half", ("fp16",))):
         for variant in variants:
@@ -145,7 +146,7 @@ def test_the_variant_that_is_wanted_is_downloaded(repositories: dict[str, Path],
     assert len(weights) == 4 * 3
     for spec, (_, _, variant) in wanted.items():
         assert f"{spec}/unet/diffusion_pytorch_model{variant}.safetensors" in weights
-    # What was downloaded serves offline, and in other formats, too.
+    # Downloaded weights load offline and in other formats, too.
     others = ["float32"] * 3 + ["float16"] * 3
     again = load(*wanted, *wanted, dtypes=others, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
     assert again.stdout.split() == marks * 2, again.stderr

@@ -1,4 +1,4 @@
-"""Loading: what is good loads and equals diffusers' own loading; what is not is refused in one line that names it."""
+"""Loading: valid models equal those that diffusers loads, and invalid ones are refused in one line with the cause."""
 
 import importlib.util
 import json
@@ -115,7 +115,7 @@ def _reshape_tensor(path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-# what is done to which file, and what the message must say beside the file's name
+# The file, the damage, and what the message must contain beside the file's name.
 DAMAGES: dict[str, tuple[Path, Callable[[Path], object], str]] = {
     "truncated": (UNET, _truncate, "truncated.*not fully covered"),
     "not safetensors": (UNET, lambda path: path.write_bytes(b"hello, weights"), "not a safetensors file.*header too"),

@@ -1,4 +1,4 @@
-"""`--offload text`: the same conditioning to the bit, and memory that is free meanwhile."""
+"""`--offload text`: conditioning is bit-identical, and memory is free between texts."""
 
 import gc
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def test_the_pipeline_and_the_baseline_draw_as_ever(tmp_path: Path) -> None:
 
 
 def test_weights_that_were_kept_on_the_host_come_back_as_they_were(tmp_path: Path) -> None:
-    """As on a GPU, with the CPU for one: nothing is read from files, so that changed weights stay changed."""
+    """As on a GPU, here on the CPU, weights are not read again from files, so changed weights stay changed."""
     pipe, usual = tiny_sdxl(), tiny_sdxl()
     for each in (pipe, usual):
         each.text_encoder.get_input_embeddings().weight.data += 1

@@ -1,4 +1,4 @@
-"""serving/models/placement.py: the number format that a model is loaded in."""
+"""Number format in which a model is loaded (serving/models/placement.py)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Text that comes again is not encoded again: same images, a bound that holds, and what the summary says."""
+"""The prompt cache encodes a repeated text once: the images are the same, and the memory bound holds."""
 
 from typing import Any
 

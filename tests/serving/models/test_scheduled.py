@@ -1,4 +1,4 @@
-"""`--cache schedule` on every engine, against diffusers' own pipelines whose model forecasts the steps between."""
+"""`--cache schedule` on every engine, against diffusers' own pipelines with a model that forecasts skipped steps."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +58,7 @@ def requests_of(**options: Any) -> list[Request]:
 
 @contextmanager
 def forecasting(pipe: Any, plan: StepPlan) -> Iterator[None]:
-    """Let the model of a pipeline say at skipped steps what follows from the last two that are computed."""
+    """Make the model of a pipeline extrapolate its output at skipped steps from the last two computed ones."""
     model = denoiser_of(pipe)
     forward, calls, said = model.forward, iter(range(plan.num_steps)), dict[int, torch.Tensor]()
 
@@ -173,13 +173,13 @@ def test_edits_over_a_record_compute_every_step_beside_drawings_that_skip(tmp_pa
         assert model.prepare(request).steps_reused == 0
         assert float((found[request.request_id] - own).abs().max()) <= 1e-3 * float(own.abs().max())
     assert model.prepare(drawing).steps_reused == 15
-    # An image that is to leave a record computes all of its steps, too.
+    # A generation that records its trajectory computes all of its steps, too.
     model.reuse.start_trajectory(drawing, tmp_path / "steps")
     assert model.checked(drawing).num_computed == model.prepare(drawing).state.num_steps == 20
 
 
 def test_passes_that_are_played_back_are_those_of_the_computed_steps(tmp_path: Path) -> None:
-    """A tape stands for CUDA graphs where there is no GPU."""
+    """A tape stands in for CUDA graphs."""
     pipe = tiny_sdxl()
     eager, recorded = scheduled(pipe, tmp_path), scheduled(pipe, tmp_path)
     recorder = Tape()
@@ -257,7 +257,7 @@ def test_what_does_not_go_with_it(tmp_path: Path) -> None:
         CacheOptions("patch", schedule=file)
     with pytest.raises(UsageError, match="--cache-threshold belongs to"):
         CacheOptions("schedule", threshold=0.1)
-    # What refuses the other caches.
+    # Options that refuse the other caches accept a schedule.
     EngineOptions("plain", cache=CacheOptions("schedule"))
     EngineOptions(compile=True, cache=CacheOptions("schedule"))
     EngineOptions(cuda_graphs=True, cache=CacheOptions("schedule"))

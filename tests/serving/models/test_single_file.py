@@ -1,4 +1,4 @@
-"""Checkpoints of a single file: the same images as of a diffusers folder with the same weights; one-line refusals."""
+"""Single-file checkpoints draw the images of a diffusers folder with the same weights, or are refused in one line."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def sdxl() -> Any:
 
 
 def saved(build: Callable[[], Any], folder: Path) -> tuple[Path, Path, Any]:
-    """A checkpoint, a folder with the configuration alone, and the pipeline."""
+    """Save a pipeline; return a checkpoint, a folder with the configuration only, and the pipeline."""
     pipe = build()
     config = save_tiny(folder / "config", pipe, num_inference_steps=7)
     for weights in config.rglob("*.safetensors"):
@@ -43,7 +43,7 @@ def assert_same(loaded: Any, pipe: Any, *parts: str) -> None:
         found, expected = getattr(loaded, part).state_dict(), getattr(pipe, part).state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), part
-        # Weights lie where the mapped file has them, and some processors round otherwise where that is on no boundary.
+        # Weights are mapped from the file, where they may be unaligned, and some processors round differently then.
         for weight in getattr(loaded, part).parameters():
             weight.data = weight.data.clone()
     assert torch.equal(plain_latents(loaded, REQUEST), plain_latents(pipe, REQUEST))
@@ -66,7 +66,7 @@ def test_dtype_holds_for_a_file(tmp_path: Path) -> None:
 
 
 def test_what_a_file_has_not_comes_from_the_folder(tmp_path: Path) -> None:
-    """Of FLUX, mostly the transformer alone is published as a file."""
+    """For FLUX, published files mostly hold the transformer only."""
     pipe, other = tiny_flux(0), tiny_flux(1)
     config, file = save_tiny(tmp_path / "config", pipe), tmp_path / "finetuned.safetensors"
     save_file(other.transformer.state_dict(), file)

@@ -1,4 +1,4 @@
-"""`--stages processes`: the same images to the bit, from processes that may really die."""
+"""`--stages processes`: images are bit-identical, and the engine survives the death of a process."""
 
 import os
 import signal
@@ -82,7 +82,7 @@ def mixed() -> list[Request]:
 
 
 def same_images(one: InMemory, other: InMemory) -> bool:
-    """But for the last bit, as requests may share other batches."""
+    """Compare up to one grey level, as batches may differ between the runs."""
     assert {record.status for record in (*one.records, *other.records)} == {"completed"}
     assert one.images.keys() == other.images.keys()
     pairs = [(np.asarray(image, int), np.asarray(other.images[key], int)) for key, image in one.images.items()]
@@ -148,7 +148,7 @@ def test_others_of_the_same_weights_share_the_processes_or_have_none(model: Serv
 
 
 def reason_of_the_failed(found: InMemory, stage: str) -> str:
-    """Why one request of all has failed, which a process of this stage was working on."""
+    """Return why the single failed request failed, which a process of this stage was working on."""
     failed = [record for record in found.records if record.status != "completed"]
     assert [record.status for record in failed] == ["failed"]
     assert failed[0].reason is not None
@@ -175,7 +175,7 @@ def test_a_process_that_stands_still_fails_its_request_and_another_takes_over(
     model: ServedModel, part: Any, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert model.stages is not None
-    serve_in_memory(model, mixed())  # from here on it is known how long calls take
+    serve_in_memory(model, mixed())  # the process has now measured how long calls take
     monkeypatch.setattr(stage_process, "CALL_S", 5.0)
     process = model.stages.of[part]
     before = process.process_id
