@@ -1,4 +1,4 @@
-"""Other work is seen where the system tells how long threads wait for a core; elsewhere nothing is claimed."""
+"""Contention is measured if the system reports how long threads wait for a core, and is unknown otherwise."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a run has learnt of step latencies is where the next one starts."""
+"""A run starts with the corrections of step latencies that the last one learnt."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ S = Resolution(64, 64)
 
 
 class OneSecond:
-    """Every step takes a second."""
+    """Step latencies of one second."""
 
     def step_latency_s(self, active: object) -> float:
         return 1.0
@@ -45,7 +45,7 @@ def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
     second = correction_of(cached, workspace, OneSecond())
     assert (second.scale, second.after_s) == (first.scale, {S: 0.07})
     assert second.scale == pytest.approx(0.4, rel=0.05)
-    # Without the cache steps take another time.
+    # Without the cache, steps take a different time.
     assert correction_of(model, workspace, OneSecond()).scale == 1.0
     file = workspace.tables / CORRECTIONS_FILE
     [key] = json.loads(file.read_text())

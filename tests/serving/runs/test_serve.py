@@ -1,4 +1,4 @@
-"""A served trace: its requests are checked once, as the system adapts them, and carry what the run knows of them."""
+"""A served trace: requests are checked once, as adapted by the system, and SLOs derive from the requested steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ def one_line(
     *,
     images: Sequence[tuple[Path, str]] = (),
 ) -> Path:
-    """A report of one line."""
+    """Write a report of one line."""
     path = run_dir / "report.html"
     path.write_text(f"{len(records)} requests, {len(steps)} steps, {len(images)} images")
     return path

@@ -1,4 +1,4 @@
-"""Standalone latencies are those of plain diffusers for every engine, and kept for the same circumstances."""
+"""Standalone latencies are those of plain diffusers for every engine, and are stored with their conditions."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def pipe() -> Any:
 
 
 class _Share:
-    """What `Contention` says."""
+    """Shares that `Contention` reports, set by the tests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.measured: float | None = 0.0
@@ -49,7 +49,7 @@ class _Share:
 
 @pytest.fixture(autouse=True)
 def contention(monkeypatch: pytest.MonkeyPatch) -> _Share:
-    """Nobody waited for a core, but now it is not quiet: what did not agree, beside other tests, stays as it is."""
+    """No thread waited for a core, but the machine is busy now, so doubted values are not measured again."""
     return _Share(monkeypatch)
 
 
@@ -82,7 +82,7 @@ def test_whatever_serves_it_is_plain_diffusers_that_is_measured(
     ]
     assert [num_measured(served(pipe, options), tmp_path) for options in settings] == [1, 0, 0, 0]
     assert set(steppers) == {"plain"}
-    # In the faster of its memory formats.
+    # It runs in the faster of its memory formats.
     assert len(list(tmp_path.glob("plain-*.json"))) == 1
     # The same files under another name are the same model; other files under the same name are not.
     assert num_measured(served(pipe, EngineOptions(), name="./tiny"), tmp_path) == 0
@@ -116,11 +116,11 @@ def test_a_table_of_before_is_measured_anew_and_a_later_one_is_put_aside(pipe: A
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *samples_s: float) -> Callable[[], int]:
-    """Requests take this long alone, the last of these from then on; returns how many were served, less warm-ups."""
+    """Make requests alone take these times, repeating the last; return a function that counts them without the warm-up."""
     taken = list[float]()
 
     def serve_alone(model: Any, request: Request, num_steps: int) -> float:
-        # The first is for the warm-up.
+        # The first call is the warm-up.
         taken.append(samples_s[min(max(len(taken) - 1, 0), len(samples_s) - 1)])
         return taken[-1]
 
@@ -176,7 +176,7 @@ def test_what_was_measured_beside_other_work_is_measured_again_when_the_machine_
     contention.now = 0.01
     assert latency_s() == 0.4
     assert not doubts
-    # Where the system does not tell, only the samples do.
+    # If the system does not report contention, only the samples count.
     contention.measured = None
     assert standalone_latencies(model, [REQUEST], tmp_path, remeasure=True) == {SHAPE: 0.4}
 
@@ -195,7 +195,7 @@ def test_what_a_run_has_served_in_much_less_is_measured_again_once(
     standalone_latencies(model, [REQUEST], tmp_path)
     assert num_served() > 4
     taken = num_served()
-    # It does take so long.
+    # The latency was confirmed.
     assert doubt_standalone(model, tmp_path, {SHAPE: 1.2}) == {}
     assert standalone_latencies(model, [REQUEST], tmp_path) == {SHAPE: 2.0}
     assert num_served() == taken

@@ -1,4 +1,4 @@
-"""Step latencies of runs that name none."""
+"""Step latencies of runs that name no table."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_a_coarse_table_is_measured_once_and_kept(model: ServedModel, tmp_path: 
     assert notes[1:] == [f"Step latencies: {file}"]
     for batch in ((SIZES[0],), (SIZES[0], SIZES[1])):
         assert first.step_latency_s(batch) == again.step_latency_s(batch) > 0  # type: ignore[attr-defined]
-    # It has nothing of another size: that is measured, and the old table stays.
+    # The table lacks another size, which is measured; the old table stays.
     latencies(Resolution(64, 64))
     assert "measuring a coarse table" in notes[2]
     assert len(list(workspace.tables.glob("latency-*.parquet"))) == 2

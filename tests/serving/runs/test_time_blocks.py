@@ -1,4 +1,4 @@
-"""Intervals of one run: a queue with known figures, which remembers."""
+"""Confidence intervals from a single run, tested on a queue with known figures and autocorrelated latencies."""
 
 import tracemalloc
 
@@ -16,7 +16,7 @@ from patchedserve.serving.runs.time_blocks import (
 
 
 def queue(rng: np.random.Generator, count: int, load: float) -> tuple[np.ndarray, np.ndarray]:
-    """Arrivals and latencies at a single server (M/M/1 with services of mean 1) in its steady state (Lindley, 1952).
+    """Return arrivals and latencies of an M/M/1 queue with mean service 1 in its steady state (Lindley, 1952).
 
     Latencies are exponential with mean 1 / (1 - load).
     """
@@ -28,7 +28,7 @@ def queue(rng: np.random.Generator, count: int, load: float) -> tuple[np.ndarray
 
 
 def misses(load: float, count: int, runs: int = 250) -> dict[str, tuple[float, float]]:
-    """Share of runs with an interval that misses the truth, and of those without one."""
+    """Return, by figure, the share of runs whose interval misses the truth and the share without an interval."""
     rng = np.random.default_rng(0)
     mean = 1 / (1 - load)
     truth = {"mean": mean, "p95": mean * np.log(20), "share": 0.9, "rate": load, "wilson": 0.9}
@@ -79,7 +79,7 @@ def test_independent_values_have_the_usual_intervals() -> None:
     low, high = percentile_interval(values, 50, 1.0) or (0, 0)
     assert low < np.median(values) < high
     assert high - low < 0.3
-    # All in time: Wilson's, not a point.
+    # If all are in time, the interval is Wilson's, not a point.
     assert share_interval(np.ones(5000, dtype=bool), 1.0) == wilson_interval(5000, 5000)
 
 
@@ -88,9 +88,9 @@ def test_too_little_gives_no_interval() -> None:
     assert mean_interval(values) is None
     assert mean_interval(np.empty(0)) is None
     assert rate_interval(np.empty(0), 10.0) is None
-    # 400 values of which ten count as one.
+    # With this memory, ten values count as one.
     assert mean_interval(np.tile(values, 10), memory=10) is None
-    # The end of the interval of a p99 lies beyond the largest value.
+    # The upper end of the interval of a p99.9 lies beyond the largest value.
     assert percentile_interval(np.random.default_rng(3).normal(size=1000), 99.9, 1.0) is None
 
 
@@ -100,7 +100,7 @@ def test_autocorrelation_time_is_that_of_an_autoregressive_series() -> None:
         series = np.array(_filtered(noise, share))
         assert autocorrelation_time(series) == pytest.approx((1 + share) / (1 - share), rel=0.1)
     assert autocorrelation_time(np.ones(10)) == 1
-    # Rounding that changes with the size of the numbers.
+    # The only variation is rounding, which changes with the magnitude of the numbers.
     assert autocorrelation_time((np.arange(1000) * 0.25 + 0.1) - np.arange(1000) * 0.25) == 1
 
 

@@ -1,4 +1,4 @@
-"""A cascade is served by a profile of these models, this processor and this discriminator, or not at all."""
+"""A cascade requires a profile of the same models, processor and discriminator."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Engines of the batch server, as their recipes say."""
+"""Engines that the server builds from recipes."""
 
 from pathlib import Path
 

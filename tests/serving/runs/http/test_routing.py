@@ -1,4 +1,4 @@
-"""Which router a server's replicas get, and what it is told of steps: from files, before anything is loaded."""
+"""Choice of the router of a server's replicas and of its step latencies, from files, before any model is loaded."""
 
 import shutil
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_every_router_sees_what_edits_compute(name: str, model: Path, place: Mod
     assert view.active_share == 0.5
     assert view.record is not None
     assert len(notes) == (2 if name in PREDICTING_ROUTERS else 0)
-    # Without records edits are computed whole.
+    # Without records, edits are computed whole.
     view = load_book(recipe_of(model, place, None), name, None, on_note=notes.append).view_of(edit)
     assert (view.active_share, view.record) == (1.0, None)
 
@@ -75,7 +75,7 @@ def test_step_times_are_those_of_the_engine_and_of_what_records_hold(model: Path
     write_profiles(other, keep="kv")
     with pytest.raises(UsageError, match="is of records with --keep kv, but --keep all is served"):
         loaded(file=other / "edits-0.json")
-    # Newer, but of something else: the older one is taken.
+    # A newer profile does not match, so the older one is used.
     shutil.copy(other / "edits-0.json", place.tables / "edits-1.json")
     assert loaded() == ["latency-0.parquet", "edits-0.json"]
     assert loaded(keep="kv") == ["latency-0.parquet", "edits-1.json"]

@@ -1,4 +1,4 @@
-"""How long simulated steps last, and what a served run tells of it: by hand, and back from what was put in."""
+"""Durations of simulated steps, worked out by hand, and their calibration, which recovers known parameters."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ TIMES = StageTimes({S: 0.004, L: 0.004}, {S: 0.03, L: 0.09})
 
 
 class Steps:
-    """A constant and a bit for every image; times `scale`."""
+    """Step latencies of a constant and a small cost for each image, multiplied by `scale`."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
@@ -82,15 +82,15 @@ def test_durations_are_checked(fields: dict[str, Any], message: str) -> None:
 
 
 def test_first_steps_and_gaps_by_hand() -> None:
-    # Alone: a first step of 3 s, one of 1 s. The second arrives at 0.5 and joins at 3.25: again a first step, in which
-    # the first request ends; the batch has changed, so that the second's last step is a first one, too.
+    # Alone, a first step takes 3 s, others 1 s. The second arrives at 0.5 and joins at 3.25: again a first step, with
+    # which the first request ends. This changes the batch, so the second's last step is a first one, too.
     durations = StepDurations(ProfiledSteps(Unit(), _Three()), between_s=0.25)
     result = simulate(
         [request(0), request(1, 0.5)], get_policy("continuous"), Unit(), durations=durations, keep_steps=True
     )
     assert [(row.start_s, row.duration_s) for row in result.steps] == [(0.0, 3.0), (3.25, 3.0), (6.5, 3.0)]
     assert [record.denoise_end_s for record in result.records] == [6.25, 9.5]
-    # Nobody joins or leaves: the second and third are steady ones; all of it twice as long.
+    # No request joins or leaves, so the second and third steps are steady ones; all steps take twice as long.
     slow = StepDurations(ProfiledSteps(Unit(), _Three()), {1: 2.0}, first_scale=2.0)
     alone = simulate([request(0, steps=3)], get_policy("fcfs"), Unit(), durations=slow, keep_steps=True)
     assert [row.duration_s for row in alone.steps] == [6.0, 2.0, 2.0]
@@ -109,22 +109,23 @@ def test_stages_share_the_processor_by_hand() -> None:
         result = simulate(requests, get_policy("continuous"), Unit(), durations=durations, times=times, keep_steps=True)
         return [row.duration_s for row in result.steps], [record.finish_s for record in result.records]
 
-    # The first image is decoded from 2 to 3 beside the third step, which has done half by then; the other half alone.
+    # The first image is decoded from 2 to 3 beside the third step, of which half is done by then; the rest runs alone.
     assert ends(0.0, ((0, 0, 0), (0, 0, 1), (0, 0, 0))) == ([1.0, 1.0, 1.5, 1.0], [3.0, 5.5])
     # Decoding is slowed as well, so that both take twice as long.
     assert ends(0.0, ((0, 0, 0), (0, 0, 1), (0, 1, 0))) == ([1.0, 1.0, 2.0, 1.0], [4.0, 6.0])
-    # The second is prepared from 0.5 on, beside the first's first step (from 0.4): 0.4 s take 0.8 s, until 1.3. That
-    # step has done 0.1 before and 0.4 meanwhile, and ends at 1.8; decoding, from 2.8 on, slows nothing.
+    # The second is prepared from 0.5 on, beside the first request's first step (from 0.4): 0.4 s take 0.8 s, until 1.3.
+    # The step completes 0.1 before and 0.4 meanwhile, and ends at 1.8. Decoding, from 2.8 on, slows nothing down.
     steps, finished = ends(0.4, ((0, 1, 0), (1, 0, 0), (0, 0, 0)))
     assert steps == pytest.approx([1.4, 1.0, 1.0, 1.0])
     assert finished == pytest.approx([3.8, 5.8])
-    # All three at once add up: from 1 to 2 two prepare and step, then decoding joins them.
+    # Slowdowns by several stages add up: a preparation and a step run until 2, then decoding joins them.
     slow = ((0.0, 0.5, 0.25), (1.0, 0.0, 2.0), (0.0, 0.0, 0.0))
     durations, times = StepDurations(UNIT, slowdown=slow), StageTimes({S: 0.0, L: 3.0}, {S: 1.0, L: 1.0})
     requests = [request(0, steps=1), request(1, steps=4), request(2, 0.0, size=L)]
     result = simulate(requests, get_policy("continuous"), Unit(), durations=durations, times=times, keep_steps=True)
-    # The first step beside preparing lasts until 2, by when 2 / 1.5 of 3 s are prepared. Decoding until 3 leaves a
-    # quarter of the second step, and 1 / 1.75 more is prepared. It ends at 4.5 beside preparing.
+    # The first step, beside preparation, lasts until 2, when 2 / 1.5 of the 3 s of preparation are done. During
+    # decoding, until 3, a quarter of the second step and 1 / 1.75 of preparation are done. The step ends at 4.5 beside
+    # preparation.
     assert [row.duration_s for row in result.steps][:2] == pytest.approx([2.0, 2.5])
     assert result.records[0].finish_s == pytest.approx(3.0)
     assert result.records[2].prepare_end_s == pytest.approx(3.0 + 1.5 * (3.0 - 2.0 / 1.5 - 1.0 / 1.75))
@@ -147,7 +148,7 @@ def test_deployments_know_first_steps(tmp_path: Path) -> None:
 
 
 def check_means(truth: StepDurations, found: Calibration, rates: Sequence[float]) -> None:
-    """What was found simulates as the truth does: mean latencies are within 3 % at every rate."""
+    """Check that the calibration simulates like the truth: mean latencies are within 3 % at every rate."""
     for rate in rates:
         real, other = serve(truth, rate, seed=1), serve(found.durations(truth.steps), rate, seed=1, times=found.times)
         means = [fmean(record.latency_s or 0 for record in each.records) for each in (real, other)]
@@ -156,11 +157,11 @@ def check_means(truth: StepDurations, found: Calibration, rates: Sequence[float]
 
 @pytest.mark.parametrize("by_resolution", [False, True])
 def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
-    # The latencies of the plain engine are asked about one resolution only, and their constant counts for each.
+    # The plain engine takes a pass for each resolution, and the constant counts for each pass.
     steps = ProfiledSteps(Steps(), Steps(1.5), by_resolution=by_resolution)
     slowdown: Slowdown = ((0.0, 0.6, 0.0), (0.5, 0.0, 0.8), (0.0, 0.7, 0.0))
     truth = StepDurations(steps, {1: 1.1, 16: 1.4}, 0.6, 0.002, slowdown)
-    # From next to nobody to all at once, as calibrations are.
+    # The load ranges from nearly idle to all at once, as in real calibrations.
     results = [serve(truth, rate, count) for rate, count in ((0.7, 40), (2.0, 80), (20.0, 120))]
     found = calibrate([ServedRun(result.records, result.steps) for result in results], steps)
     assert found.between_s == pytest.approx(0.002, rel=1e-6)
@@ -175,13 +176,13 @@ def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
     assert found.error < 0.01
     assert found.ratios == pytest.approx([1.0] * 3, rel=0.01)
     assert parse(Calibration, json.loads(json.dumps(asdict(found))), "x") == found
-    # What follows simulates as the truth did, at every rate.
+    # Simulations with the calibration equal those with the truth at every rate.
     check_means(truth, found, (1.0, 3.0, 6.0))
-    # A process that was stopped for a minute counts as one slow step.
+    # A pause of the process for a minute counts as one slow step.
     rows = [*results[1].steps[:-1], replace(results[1].steps[-1], duration_s=60.0)]
     stopped = calibrate([ServedRun(results[1].records, rows)], steps).durations(steps)
     assert stopped.scale_of(4) == pytest.approx(truth.scale_of(4), rel=0.1)
-    # Knowing nothing of first steps it must blame the scales.
+    # Without latencies of first steps, the calibration attributes them to the scales.
     blind = calibrate(
         [ServedRun(result.records, result.steps) for result in results], ProfiledSteps(steps.policy_latency)
     )
@@ -227,7 +228,7 @@ def test_which_steps_are_computed() -> None:
 
 
 def test_only_a_resolution_that_changed_takes_a_first_pass() -> None:
-    # L joins the running S: its pass alone is a first one. S leaves: L's stays as it was.
+    # When L joins the running S, only the pass of L is a first one. When S leaves, the pass of L stays a steady one.
     steps = ProfiledSteps(Steps(), Steps(1.5), by_resolution=True)
     small, large = Steps().step_latency_s((S,)), Steps().step_latency_s((L,))
     requests = [request(0, steps=3), request(1, 0.001, steps=4, size=L)]
@@ -235,7 +236,7 @@ def test_only_a_resolution_that_changed_takes_a_first_pass() -> None:
     result = simulate(requests, get_policy("continuous"), Steps(), durations=durations, keep_steps=True)
     seconds = [1.5 * small, small + 1.5 * large, small + large, large, large]
     assert [row.duration_s for row in result.steps] == pytest.approx(seconds)
-    # Patches are packed anew for all of them.
+    # The patch engine packs the patches of all requests anew.
     mixed = Steps().step_latency_s((S, L))
     durations = StepDurations(ProfiledSteps(Steps(), Steps(1.5)))
     result = simulate(requests, get_policy("continuous"), Steps(), durations=durations, keep_steps=True)
@@ -244,7 +245,7 @@ def test_only_a_resolution_that_changed_takes_a_first_pass() -> None:
 
 
 def test_calibration_where_stages_were_never_alone() -> None:
-    # Steps without a pause and next to nothing of the rest: whatever cannot be told apart, the means stay.
+    # Steps run without a pause, with little else: even if effects cannot be told apart, mean latencies stay.
     steps = ProfiledSteps(Steps(), Steps(1.5))
     truth = StepDurations(steps, slowdown=((0.0, 1.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
     requests = [request(index, steps=30 if index == 0 else 1) for index in range(6)]
@@ -279,7 +280,7 @@ def test_a_learning_predictor_is_told_every_step() -> None:
     result = simulate(requests, get_policy("slack"), correction, durations=durations)
     assert correction.drift().num_observations == result.num_steps
     assert correction.scale == pytest.approx(2.0, rel=1e-3)
-    # One that goes on where another has ended needs not learn.
+    # A correction that starts where another has ended need not learn.
     known = OnlineCorrection(Steps(), scale=2.0)
     simulate(requests, get_policy("slack"), known, durations=durations)
     assert known.scale == pytest.approx(2.0, rel=1e-9)
@@ -299,11 +300,11 @@ def test_plain_and_patch_engine_have_latencies_of_their_own() -> None:
     patched, plain = (SimulatedEngine.of(file.of(name)) for name in ("patched", "plain"))
     assert patched.durations.undisturbed_s((S, L)) == 0.022
     assert patched.durations.undisturbed_s((S, L), {S}) == 0.03
-    # A pass for each resolution, and only those that have changed are longer.
+    # There is a pass for each resolution, and only passes of changed resolutions take longer.
     assert plain.durations.undisturbed_s((S, L)) == pytest.approx(0.03)
     assert plain.durations.undisturbed_s((S, L), {S}) == pytest.approx(0.05)
     assert plain.durations.steps.policy_latency.step_latency_s((S, L)) == pytest.approx(0.03)
-    # A foreign table knows no first steps.
+    # A foreign table has no latencies of first steps.
     assert step_sources(LatencyTable((LatencyRow({S: 1}, (10.0,)),)))[1] is None
 
 
