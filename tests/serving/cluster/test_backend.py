@@ -1,4 +1,4 @@
-"""What becomes of requests whose replica dies, is busy or refuses them: the backend, with replicas that do as told."""
+"""Requests whose replica dies, is busy or refuses them: the backend, with scripted replicas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -34,11 +34,11 @@ from patchedserve.serving.server.tickets import error_of
 exceptions = pytest.importorskip("ray.exceptions", reason="the extra `ray` is not installed")
 Script = list["ReplicaMessage | BaseException | Status"]
 STANDS_STILL: Any = object()
-"""In a script: nothing more is told."""
+"""Item of a script after which the replica sends nothing more."""
 
 
 class Scripted:
-    """In the place of a `Deployment`: each attempt to draw tells what its script says; a status ends it."""
+    """Stand-in for a `Deployment`: each attempt to draw sends the messages of its script; a status ends it."""
 
     def __init__(self, *scripts: Script) -> None:
         self.scripts, self.num_asked = list(scripts), 0
@@ -76,7 +76,7 @@ class Scripted:
 
 
 class Heard(Follower):
-    """What a follower is told."""
+    """Follower that records its notifications."""
 
     def __init__(self) -> None:
         self.told: list[object] = []
@@ -147,14 +147,14 @@ def test_what_kills_replicas_is_drawn_by_two_at_most() -> None:
             error = error_of(record)
             assert (error.status, error.code, error.headers) == (500, "generation_failed", {"x-should-retry": "false"})
             assert "2 replicas have died while they drew it" in error.message
-        # Whether it is too late is for the policy of the next replica to say.
+        # The policy of the next replica decides whether it is too late.
         late = Heard()
         await backend.submit(request(slo_s=1e-9), late)
         assert (await late.ended).status == "completed"
 
     dies: Script = [Accepted("a"), Stepped(1), died()]
     crashes: Script = [Accepted("a"), "cancelled"]
-    # One that was dead before it had the request has not died of it.
+    # A replica that was dead before it received the request did not die of it.
     runs = [[dies] * MAX_DEATHS, [dies, [died()], crashes], [crashes, [Refused("it restarts", is_busy=True)], dies]]
     run(work, *(script for each in runs for script in each), dies, [Accepted("b"), "completed"])
 
@@ -164,7 +164,7 @@ def test_where_no_replica_has_it_it_may_be_sent_again() -> None:
         heard = Heard()
         await backend.submit(request(), heard)
         record = await heard.ended
-        # Not failed: it is nothing that the request has done.
+        # The request is cancelled, not failed, as it did not cause this.
         assert (record.status, deployment.num_asked) == ("cancelled", MAX_ATTEMPTS)
         assert record.reason == "none of 3 replicas in a row has drawn it"
         assert error_of(record).code == "engine_error"
@@ -197,7 +197,7 @@ def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest
         book.begin(begun)
         assert book.reserve(1, ["a", "b"]) == ["b", "a"]
         book.release(1)
-        # None answers: what is open is left where it is.
+        # If no replica answers, open requests stay where they are.
         deployment.answers = (), 2
         while any(each.health is Health.READY for each in backend.replicas):
             await asyncio.sleep(0.01)

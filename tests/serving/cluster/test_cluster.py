@@ -1,4 +1,4 @@
-"""Where requests go, and how many replicas there are: the parts that need no Ray."""
+"""Assignment of requests to replicas and the number of replicas: the parts that need no Ray."""
 
 import itertools
 import random
@@ -36,7 +36,7 @@ COSTS = EditCosts(lambda request: 0.3, lambda record: 1e6, lambda size: 4.0, mem
 
 
 class Steps:
-    """A step takes 1 s, and 1 s for each image, of a part less."""
+    """Step latencies of 1 s plus 1 s for each image, in proportion less for a part."""
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         return 1.0 + sum(each.active_share if isinstance(each, Work) else 1.0 for each in active)
@@ -82,18 +82,18 @@ def test_a_request_goes_where_the_least_is_pending() -> None:
     assert book.pending() == 1201, "it is to be done before anybody has chosen"
     assert [book.reserve(number, ["a", "b"])[0] for number in (1, 2, 3)] == ["a", "b", "b"]
     assert (book.pending("a"), book.pending("b")) == (1000, 200)
-    # Its steps shrink it, and never grow it again.
+    # Steps reduce the pending work; a late report never increases it.
     book.stepped(1, 9, 10)
     book.stepped(1, 5, 10)
     assert book.pending("a") == 100
     assert book.reserve(4, ["a", "b"])[0] == "a"
-    # It went elsewhere after all.
+    # Another replica than the chosen one received the request.
     book.confirm(4, "b")
     assert (book.pending("a"), book.pending("b")) == (100, 201)
     for _ in range(2):
         book.release(4)
     assert book.pending("b") == 200
-    # Chosen for when it was released already.
+    # A choice for a request that was already released has no effect.
     assert book.reserve(4, ["a", "b"]) == ["a", "b"]
     book.confirm(4, "a")
     assert (book.pending("a"), book.pending()) == (100, 300)
@@ -122,7 +122,7 @@ def test_what_a_dead_replica_had_goes_elsewhere() -> None:
         begin(book, number, 10, 1)
         assert book.reserve(number, ["b"]) == ["b"]
     assert (book.pending("a"), book.pending("b")) == (0, 40)
-    # There is none at all: it counts as pending all the same.
+    # Without any replica, the request still counts as pending.
     begin(book, 9, 10, 1)
     assert book.reserve(9, []) == []
     assert book.pending() == 50
@@ -142,7 +142,7 @@ def test_the_books_balance_whatever_threads_do() -> None:
                 book.stepped(number, done, 10)
             book.release(number)
             book.release(number)
-            # Ray was about to choose for it, in a thread of its own.
+            # Ray may still choose a replica for it in another thread.
             book.reserve(number, names)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
@@ -156,7 +156,7 @@ def test_the_books_balance_whatever_threads_do() -> None:
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_book_chooses_as_its_router_does(name: str) -> None:
-    """Beside a plain list of what every replica has, which the same router looks at."""
+    """The reference is the same router over plain lists of every replica's requests."""
     draws, names = random.Random(name), ["a", "b", "c"]
     book, router = LoadBook(name, Steps(), edits=COSTS, max_batch_size=3), make_router(name, Steps())
     workers, place_of = [Worker(3) for _ in names], dict[int, int]()
@@ -204,20 +204,20 @@ def test_an_edit_goes_where_its_record_is() -> None:
     (busy, first), other = sent(None, steps=9), done(RECORDS[0])
     assert (first, other) == ("a", "b")
     book.release(busy)
-    # All are idle, and it is not the first of them that has the record.
+    # All replicas are idle, and the one with the record is not the first.
     assert [done(RECORDS[0]) for _ in range(3)] == ["b"] * 3
     assert [done(RECORDS[1]) for _ in range(3)] == ["a"] * 3
-    # It is worth a short wait, not a long one: the record is read in 4 s.
+    # The record is worth a short wait, not a long one, as it can be read in 4 s.
     queue = [sent(RECORDS[0], steps=2) for _ in range(2)]
     assert queue[0][1] == "b"
     long = [sent(RECORDS[0], steps=40) for _ in range(8)]
     assert len({replica for _, replica in long}) > 1
     for number, _ in (*queue, *long):
         book.release(number)
-    # Its process has died; the one in its place has another name and has read nothing.
+    # The replica with the record has died; its successor has another name and has read nothing.
     assert done(RECORDS[1], replicas=["b", "c", "d"]) in ("b", "c", "d")
     assert book.pending("a") == 0
-    # It goes elsewhere than was chosen.
+    # Another replica than the chosen one receives the request and reads the record.
     number = next(numbers)
     book.begin(RequestView(number, SIZE, 0.0, None, 2, 0, None, 0.3, RECORDS[2]))
     assert book.reserve(number, names)[0] == "a"
@@ -244,7 +244,7 @@ def test_what_the_book_sees_of_requests() -> None:
     others = [edit(steps=5), edit(TemplateSpec(seed=1)), edit(TemplateSpec("a")), edit(image=picture[::-1])]
     others.append(edit(TemplateSpec(kind="trajectory")))
     assert len({record, *(each.record for each in others)}) == 6
-    # Exact, with an adapter, of a mask that is too large, and of a size with parts of cells.
+    # Computed whole: exact edits, edits with an adapter or too large a mask, and sizes that are no multiple of a cell.
     for whole in (
         edit(None),
         edit(lora="ink"),
