@@ -116,7 +116,7 @@ def test_a_table_of_before_is_measured_anew_and_a_later_one_is_put_aside(pipe: A
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *samples_s: float) -> Callable[[], int]:
-    """Make requests alone take these times, repeating the last; return a function that counts them without the warm-up."""
+    """Make requests alone take these times, repeating the last; return a counter of requests without the warm-up."""
     taken = list[float]()
 
     def serve_alone(model: Any, request: Request, num_steps: int) -> float:
