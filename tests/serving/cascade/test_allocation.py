@@ -1,4 +1,4 @@
-"""Both solvers against trying everything, and what a plan must be whatever it is made from."""
+"""Both solvers against exhaustive search, and invariants of every plan."""
 
 import math
 import random
@@ -24,7 +24,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 def times_of(chance: random.Random, step_s: float, names: tuple[str, ...], count: int) -> ModelTimes:
-    """Larger batches take longer, and draw more a second."""
+    """Return random times; larger batches take longer and draw more images a second."""
     gain = chance.uniform(0.5, 1.0)
     latency_s = {name: tuple(step_s * chance.uniform(0.7, 1.4) * b**gain for b in BATCHES[:count]) for name in names}
     throughput = tuple(b / (step_s * b**gain) for b in BATCHES[:count])
@@ -36,7 +36,7 @@ def random_problem(chance: random.Random) -> Problem:
     workers, light_s = chance.randint(1, 16), chance.uniform(0.05, 0.5)
     light = times_of(chance, light_s, names, chance.randint(1, 6))
     heavy = times_of(chance, light_s * chance.uniform(1, 20), names, chance.randint(1, 6))
-    # Few different confidences leave plateaus.
+    # Few distinct confidences leave plateaus in the curve.
     confidences = [round(chance.betavariate(2, 2), chance.choice((1, 2, 6))) for _ in range(chance.randint(1, 200))]
     demand = chance.choice((0.0, 1.0, chance.uniform(0, 2 * workers / light_s)))
     slo_s = light.mean_latency_s(0) + heavy.mean_latency_s(0) * chance.uniform(0.3, 5)
@@ -56,7 +56,7 @@ def random_problem(chance: random.Random) -> Problem:
 
 
 def by_brute_force(problem: Problem, *, with_waiting: bool) -> float | None:
-    """The largest threshold over all workers of each model, batch sizes and thresholds."""
+    """Return the largest feasible threshold over all worker counts, batch sizes and thresholds; None if none is."""
     best = None
     waits = (problem.light_wait_s, problem.heavy_wait_s) if with_waiting else (0.0, 0.0)
     load, workers = problem.load, problem.num_workers
@@ -109,7 +109,7 @@ def test_both_solvers_find_what_trying_everything_finds() -> None:
 
 
 def check(problem: Problem, plan: AllocationPlan) -> None:
-    """Equations 1 to 4."""
+    """Check equations 1 to 4 of DiffServe."""
     assert plan.num_light + plan.num_heavy == problem.num_workers
     assert plan.threshold is not None
     assert plan.share == problem.curve.share(plan.threshold)
@@ -172,9 +172,9 @@ def example(**changes: object) -> Problem:
 
 
 def test_by_hand() -> None:
-    # 21 requests a second take 2 light workers at batches of 2; 6 heavy ones draw 9 a second, or 42.8 %.
+    # 21 requests a second need 2 light workers with batches of 2; 6 heavy ones draw 9 a second, or 42.8 %.
     assert enumerate_plan(example()) == AllocationPlan(2, 6, 2, 2, 0.75, 0.2)
-    # Of batches of 1, 3 and 5 workers are enough as well; where there are 3 light ones, none has to switch.
+    # With light batches of 1, 3 and 5 workers suffice as well; if 3 are light already, none has to switch.
     assert enumerate_plan(example(light_workers=3)) == AllocationPlan(3, 5, 1, 2, 0.75, 0.2)
     assert enumerate_plan(example(demand=0.0)) == AllocationPlan(1, 7, 1, 2, 1.0, 0.9)
     assert enumerate_plan(example(heavy_wait_s=1.9)) == AllocationPlan(3, 5, 1, 1, 0.75, 0.2)
@@ -240,7 +240,7 @@ def test_waiting_by_littles_law() -> None:
 
 @pytest.mark.slow
 def test_plans_are_made_in_time() -> None:
-    """16 workers, 201 thresholds, every batch size, on one core: 50 ms with HiGHS and 2 ms by enumeration, p95."""
+    """For 16 workers, 201 thresholds and all batch sizes, p95 on one core is 50 ms with HiGHS, 2 ms by enumeration."""
     chance = random.Random(2)
     problems = []
     while len(problems) < 60:
@@ -256,7 +256,7 @@ def test_plans_are_made_in_time() -> None:
     for solver, most_s in ((enumerate_plan, 0.002), (Milp(), 0.05)):
         taken_s = []
         for problem in problems:
-            # Of the processor, the least of five, on a machine as fast as it is just now: others take its caches.
+            # CPU time, the least of five tries, divided by the machine's current slowdown: other work takes its caches.
             tries_s, references_s = [], []
             for _ in range(5):
                 references_s.append(reference_s())

@@ -1,4 +1,4 @@
-"""Real workers: processes that draw what the engine draws, change models, die and come back."""
+"""Real worker processes draw the engine's images, switch models, die and restart."""
 
 import asyncio
 import math
@@ -80,7 +80,7 @@ def trace(count: int, over_s: float) -> list[Request]:
 
 
 def dispatcher(plans: list[AllocationPlan], models: Mapping[Leg, LegModel] = MODELS) -> Dispatcher:
-    """Each plan holds for a period, the last one from then on; with a worker less the first."""
+    """Return a dispatcher with a plan for each period, the last one from then on; a single worker serves light images."""
     made: list[AllocationPlan] = []
 
     def allocate(observed: Observations) -> AllocationPlan:
@@ -93,7 +93,7 @@ def dispatcher(plans: list[AllocationPlan], models: Mapping[Leg, LegModel] = MOD
 
 
 class FewAtOnce(TraceSource):
-    """The next one comes when of those before at most two are still open, however fast they are drawn."""
+    """Trace whose next request arrives only when at most two are open, however fast they are drawn."""
 
     def __init__(self, requests: list[Request], dispatcher: Dispatcher) -> None:
         super().__init__(requests)
@@ -105,7 +105,7 @@ class FewAtOnce(TraceSource):
 
 
 def median_threshold(template: WorkerSettings, requests: list[Request]) -> tuple[float, dict[int, float]]:
-    """Half of the light images are below it; and the confidence of each, as drawn in this process."""
+    """Return the median confidence of light images drawn in this process, and all confidences by request id."""
     images = drawn(template, requests, "light")
     judge = load_discriminator(template.discriminator)
     confidences = {number: judge.confidence(image) for number, image in images.items()}
@@ -113,7 +113,7 @@ def median_threshold(template: WorkerSettings, requests: list[Request]) -> tuple
 
 
 def drawn(template: WorkerSettings, requests: list[Request], leg: Leg) -> dict[int, Image.Image]:
-    """Images of the engine in this process, one request at a time."""
+    """Return images that the engine draws in this process, one request at a time."""
 
     from patchedserve.serving.engine.collectors import InMemory
 
@@ -141,7 +141,7 @@ def check(result: CascadeResult, requests: list[Request], confidences: dict[int,
 
 
 def check_images(template: WorkerSettings, requests: list[Request], leg: Leg) -> None:
-    """Batches of another size round otherwise; nothing else may differ."""
+    """Check that images differ from the engine's by at most one level, as batches of another size round differently."""
     assert requests
     for number, image in drawn(template, requests, leg).items():
         with Image.open(image_file(template, number, leg)) as file:
@@ -185,7 +185,8 @@ def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(templ
     threshold, _ = median_threshold(template, requests)
     sharing = dispatcher([AllocationPlan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
     result = CascadeCluster(settings_for(template, 1, 2), sharing).run(FewAtOnce(requests, sharing))
-    # Of the very images: in mixed batches one value of one may differ by a level, and this judge is a sharp one.
+    # Confidences are of the written images: in mixed batches a value may differ by a level, and this discriminator is
+    # sensitive to that.
     judge, confidences = load_discriminator(template.discriminator), dict[int, float]()
     for request in requests:
         with Image.open(image_file(template, request.request_id, "light")) as file:
@@ -197,7 +198,7 @@ def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(templ
     heavy, light = (
         [record for record in result.records if served_by[record.request_id] == leg] for leg in ("heavy", "light")
     )
-    # Light images were begun while heavy ones were being drawn.
+    # Light images started while heavy ones were being drawn.
     assert any(
         (one.admitted_s or 0.0) < (other.admitted_s or 0.0) < (one.denoise_end_s or 0.0)
         for one in heavy
@@ -224,7 +225,7 @@ def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
     check_images(template, edits, "heavy")
     alone, again = (drawn(template, each[:1], "heavy")[0] for each in (requests, edits))
     assert np.abs(np.asarray(alone, dtype=int) - np.asarray(again, dtype=int)).max() > 10, "noise alone gives another"
-    # An image that is gone fails its request alone.
+    # A missing image file fails only its own request.
     lost = replace(requests[0], traced=TracedEdit("light", "all", 1.0, 0.5))
     image_file(template, 0, "light").unlink()
     told = CascadeCluster(settings_for(template, 1, 2), dispatcher([LIGHT_ONLY])).run(TraceSource([lost, requests[1]]))
@@ -243,11 +244,11 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
     workers = CascadeCluster(settings_for(template, 2, 2), one, on_note=notes.append)
 
     def kill_later() -> None:
-        # On a busy machine a start takes longer; the trace has to outlast one.
+        # Starting a worker takes longer on a busy machine, and the trace must outlast a restart.
         requests[:] = trace(len(requests), 10 + 2.5 * (time.monotonic() - begun_s))
 
         def kill() -> None:
-            # In the middle of its work: it has ended some, and has others.
+            # The worker is killed in the middle of its work, with some requests ended and others open.
             until(lambda: len(one.result.legs) >= 5 and bool(one.slots[0].assignments), 60)
             os.kill(workers.pids[0], signal.SIGKILL)
 
@@ -269,7 +270,8 @@ def test_what_a_worker_is_told_waits_for_nobody(template: WorkerSettings) -> Non
         for number in range(cluster._MAX_UNSENT // 2):
             worker.cancel(number, "its client has left")
 
-    # Three times half of what may wait is more, also where the connection takes a part; then it is given up.
+    # Three times half of the bound on unsent messages exceeds it even if the connection takes a part; the worker is
+    # then killed.
     for _ in range(3):
         telling = threading.Thread(target=tell, daemon=True)
         telling.start()
@@ -341,7 +343,7 @@ def test_workers_that_stand_still_hold_no_places_and_come_back(
         try:
             stopped = backend.replicas[0].process_id
             os.kill(stopped, signal.SIGSTOP)
-            # The places of those before are free, or they would be refused.
+            # The places of earlier requests are free, or these would be refused.
             for _ in range(2):
                 ticket = await front_end.generate(ask, arrival_s=time.monotonic())
                 with pytest.raises(ApiError, match="it took more than 2 s"):

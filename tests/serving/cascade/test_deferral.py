@@ -1,4 +1,4 @@
-"""f(t): which share of light images is deferred at a threshold."""
+"""The deferral curve f(t): the share of light images that is deferred at threshold t."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_with_costs_thresholds_differ_and_shares_are_of_the_heavy_work() -> None
     confidences, costs = chance.beta(3, 2, 400), chance.choice([0.4, 1.0, 2.5], 400)
     curve = deferral_curve(confidences, 0.05, costs)
     for threshold, share in zip(curve.thresholds[1:], curve.shares[1:], strict=True):
-        # A hair lower and higher: roots of powers are rounded.
+        # Slightly lower and higher thresholds give the bounds, as roots of powers are rounded.
         low, high = (
             costs[confidences < [threshold_at(threshold * hair, cost) for cost in costs]].sum() / costs.sum()
             for hair in (1 - 1e-9, 1 + 1e-9)
@@ -57,7 +57,7 @@ def test_no_confidences_are_no_curve() -> None:
 
 
 def test_after_500_requests_the_profile_is_forgotten_and_before_it_mixes_evenly() -> None:
-    """Bar: within 0.05 of the truth 500 requests after the mix has changed."""
+    """The curve is within 0.05 of the truth 500 requests after the mix has changed."""
     chance = np.random.default_rng(0)
     profiled, now = chance.beta(5, 2, 5000), chance.beta(2, 3, 2000)
     online = OnlineDeferral(list(profiled))
@@ -67,12 +67,12 @@ def test_after_500_requests_the_profile_is_forgotten_and_before_it_mixes_evenly(
         if number == 249:
             assert distance(online, np.concatenate([profiled, np.repeat(now[:250], 20)])) < 0.05
     assert distance(online, now) < 0.05
-    # Between two thresholds the curve is that of the lower one.
+    # Between two thresholds, the curve has the share of the lower one.
     assert distance(online, now[:500]) < 0.01
 
 
 def distance(online: OnlineDeferral, confidences: np.ndarray) -> float:
-    """Largest difference of f from the share of these below a threshold."""
+    """Return the largest difference between f and the share of confidences below a threshold."""
     return max(abs(online.curve.share(t) - np.mean(confidences < t)) for t in np.linspace(0.005, 1, 200))
 
 
@@ -93,6 +93,6 @@ def test_averages_follow_what_comes() -> None:
         demand.note(8.0)
     assert demand.value == pytest.approx(8)
     demand.note(80.0)
-    # The newest of 20 samples weighs 1 / 3.1 of all, when these are made to sum up to 1.
+    # The newest of 20 samples has weight 1 / 3.1, before the weights are scaled to sum to 1.
     assert demand.value == pytest.approx(8 + 72 / 3.1 / (1 - (1 - 1 / 3.1) ** 20))
     assert demand.latest == 80

@@ -1,4 +1,4 @@
-"""The dispatcher by itself: workers that die, come back or are all gone, and what they were at."""
+"""The dispatcher alone: workers that die, restart or are all gone, and the requests that they had."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ MODELS: dict[Leg, LegModel] = {"light": LegModel(2, 0.0, TIMES), "heavy": LegMod
 
 
 class Idle:
-    """A worker that does nothing by itself."""
+    """Worker that only records its calls."""
 
     def __init__(self, index: int, leg: Leg | None) -> None:
         self.index, self.leg, self.num_waiting = index, leg, 0
@@ -45,7 +45,7 @@ class Idle:
 
 
 class House:
-    """A dispatcher over idle workers, with plans by the number of workers that live."""
+    """Dispatcher over idle workers, with plans by number of live workers."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ def test_a_deferred_request_keeps_its_deadline_and_workers_are_told_how_large_ba
     house.end(1, 1, 1.0, 0.5)
     heavy = house.workers[2].taken[0]
     assert (heavy.num_inference_steps, heavy.arrival_s, heavy.deadline_s) == (20, 1.0, 30.0)
-    # Guidance, too, is each model's own.
+    # Each model has its own guidance scale, too.
     assert (house.workers[0].taken[0].guidance_scale, heavy.guidance_scale) == (0.0, 4.0)
     assert house.dispatcher.result.served_by() == {1: "light"}
     assert house.dispatcher.result.wasted_s == 1.0
     house.end(2, 0, 5.0, None)
     assert house.dispatcher.result.served_by() == {1: "light", 0: "heavy"}
     assert house.dispatcher.num_open == 0
-    # Why it was routed as it was.
+    # Records state why a request was routed as it was.
     records = {record.request_id: record for record in house.dispatcher.result.records}
     assert (records[0].served_by, records[0].confidence, records[0].threshold) == ("heavy", 0.4, 0.5)
     assert (records[1].served_by, records[1].confidence, records[1].threshold) == ("light", 0.5, 0.5)
@@ -128,7 +128,7 @@ def test_a_deferred_request_may_start_from_its_light_image() -> None:
     house.ask(1, fallback="never")
     house.end(0, 0, 1.0, 0.4)
     alone, deferred = house.workers[2].taken
-    # Whose light image nobody has drawn starts from noise.
+    # A request without a light image starts from noise.
     assert (alone.request_id, alone.traced, alone.num_steps) == (1, None, 20)
     assert deferred.traced is not None
     assert (deferred.traced.strength, deferred.num_inference_steps, deferred.num_steps) == (0.6, 20, 12)
@@ -160,7 +160,7 @@ def test_a_request_can_be_cancelled_wherever_it_is() -> None:
         house.ask(number)
     house.dispatcher.cancel(0, 1.0, "gone")
     assert house.workers[0].cancelled == [0]
-    # What its worker tells of it afterwards is not listened to.
+    # Later reports from its worker are ignored.
     house.end(0, 0, 2.0, 0.9)
     house.dispatcher.cancel(0, 2.0, "gone")
     house.end(1, 1, 2.0, 0.1)
@@ -206,10 +206,10 @@ def test_what_a_dead_worker_was_at_is_begun_once_more() -> None:
     house.ask(0)
     house.dispatcher.worker_died(0, 2.0, "worker 0 died")
     assert house.workers[1].taken[0].request_id == 0
-    # The plan is for two now, and says so.
+    # The new plan is for two workers.
     assert house.observed[-1].num_workers == 2
     assert house.dispatcher.result.plans[-1].plan == TWO
-    # The one who is still told of it is not believed.
+    # A late report from the dead worker is ignored.
     house.dispatcher.request_ended(0, RequestRecord.of(house.workers[1].taken[0]), 0.9, 3.0)
     assert house.dispatcher.num_open == 1
     house.dispatcher.worker_died(1, 4.0, "worker 1 died")
@@ -223,7 +223,7 @@ def test_without_a_worker_of_its_model_a_request_waits_until_one_returns() -> No
     house.ask(1)
     house.end(0, 0, 1.0, 0.1)
     house.dispatcher.worker_died(2, 2.0, "worker 2 died")
-    # Deferred, it waits; a worker of the light model may be asked to change in its place.
+    # The deferred request waits; a worker with the light model may be asked to switch in place of the dead one.
     assert house.dispatcher.num_open == 2
     back = Idle(2, "heavy")
     house.workers[2] = back

@@ -1,4 +1,4 @@
-"""Which requests of a worker's queue are drawn next."""
+"""Choice of the next batch from a worker's queue."""
 
 import math
 
@@ -11,7 +11,7 @@ SMALL, LARGE = Resolution(64, 64), Resolution(128, 128)
 
 
 def batch_s(resolution: Resolution, count: int) -> float:
-    """A second for each small image, two for each large one."""
+    """Return one second for each small image and two for each large one."""
     return count * (1.0 if resolution == SMALL else 2.0)
 
 
@@ -30,14 +30,14 @@ def test_who_has_the_earliest_deadline_leads() -> None:
 
 
 def test_who_would_be_late_is_dropped_and_the_batch_is_formed_anew() -> None:
-    # Three small images end at 13: the second would be late, and without it the others take two seconds.
+    # Three small images end at 13 s: the second would be late, and without it the others take two seconds.
     queue = [view(0, deadline_s=20.0), view(1, deadline_s=12.5), view(2, deadline_s=20.0)]
     decision = CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 3))
     assert decision.admit == (0, 2)
     assert decision.drop == ((1, "it would be late in a batch of 3"),)
-    # Alone it is in time.
+    # Alone, it is in time.
     assert CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 1)) == Decision((1,))
-    # Nobody is dropped for a batch that he is not in.
+    # No request is dropped for a batch that it is not in.
     queue = [view(0, LARGE, 12.2), *(view(number, deadline_s=12.5) for number in range(1, 4))]
     assert CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 2)) == Decision((0,))
 

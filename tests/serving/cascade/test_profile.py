@@ -1,4 +1,4 @@
-"""Profiles of cascades: their files, mixes of resolutions, and what is wrong with damaged ones."""
+"""Profiles of cascades: their files, mixes of resolutions, and errors of damaged files."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def test_heavy_images_that_start_from_light_ones_have_times_of_their_own(tmp_pat
     assert read_profile(tmp_path / "cascade.json") == both
     assert both.serving(reuses_light=False) == whole.legs
     assert both.serving(reuses_light=True) == {"light": whole.legs["light"], "heavy": reused}
-    # What users are promised does not depend on it.
+    # The standalone latency, on which SLOs are based, does not depend on it.
     assert both.standalone_s(Resolution(64, 64)) == whole.standalone_s(Resolution(64, 64))
     model = reused.model({"64x64": 1.0})
     assert (model.num_steps, model.strength, model.num_taken) == (40, 0.6, 24)
@@ -46,7 +46,7 @@ def test_heavy_images_that_start_from_light_ones_have_times_of_their_own(tmp_pat
 def test_a_mix_draws_as_many_a_second_as_its_batches_take() -> None:
     leg = profile().legs["light"]
     alone = [leg.batches({name: 1.0}).throughput for name in ("64x64", "128x128")]
-    # Two parts of the first to one of the second: 3 requests take 2 / T_1 + 1 / T_2 seconds.
+    # With two requests of the first size to one of the second, 3 requests take 2 / T_1 + 1 / T_2 seconds.
     mixed = leg.batches({"64x64": 2.0, "128x128": 1.0}).throughput
     assert mixed == pytest.approx([3 / (2 / one + 1 / other) for one, other in zip(*alone, strict=True)])
     model = leg.model({"64x64": 1.0})
@@ -58,7 +58,7 @@ def test_all_stages_of_a_worker_on_a_cpu_share_its_core() -> None:
     requests = [Request(number, "", size, 1, 1.0, seed=0) for number in range(4)]
     for device, end_s in (
         ("cpu", 4 * (0.25 + 0.5 + 0.75)),
-        # Elsewhere one request is prepared while another is denoised, and a batch runs to completion.
+        # On a GPU, one request is prepared while another is denoised, and a batch runs to completion.
         ("cuda:0", 0.25 + 4 * (0.5 + 0.75)),
     ):
         facts = replace(CIRCUMSTANCES, device=device)
@@ -76,7 +76,7 @@ def test_all_stages_of_a_worker_on_a_cpu_share_its_core() -> None:
 
 def test_costs_are_relative_to_their_mean_and_of_what_was_profiled() -> None:
     leg = profile().legs["heavy"]
-    # Steps of 50 and 80 ms.
+    # Steps take 50 and 80 ms.
     assert leg.costs_of(["128x128", "64x64", "128x128"]) == pytest.approx([8 / 6.5, 5 / 6.5, 8 / 6.5])
     assert sum(leg.costs().values()) == pytest.approx(2)
     with pytest.raises(UsageError, match="256x256 is not profiled"):

@@ -1,4 +1,4 @@
-"""The simulated cascade: every request ends once, thresholds decide, and what workers do follows the plans."""
+"""The simulated cascade: every request ends once, thresholds decide on deferral, and workers follow the plans."""
 
 import math
 import random
@@ -26,7 +26,7 @@ BATCHES = (1, 2, 4, 8)
 
 
 class Steps:
-    """A step takes so long, and half as long again for each further request."""
+    """Step latencies of `step_s` for one request, and half as much again for each further one."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -75,7 +75,7 @@ def run(requests: list[Request], allocate: object, workers: int = 6, **more: obj
 
 
 def check(result: CascadeResult, requests: list[Request]) -> None:
-    """What holds of any run."""
+    """Check the invariants of every run."""
     assert [record.request_id for record in result.records] == [request.request_id for request in requests]
     assert all(record.status in ("completed", "discarded") for record in result.records)
     legs = Counter((row.request_id, row.leg) for row in result.legs if row.status == "completed")
@@ -129,7 +129,7 @@ def test_the_systems_that_it_is_compared_with() -> None:
     proteus = run(requests, Proteus(CLUSTER), direct=lambda number: draws[number])
     check(proteus, requests)
     assert 0 < Counter(proteus.served_by().values())["light"] < 300
-    # Nothing is drawn twice.
+    # No request is drawn twice.
     assert proteus.wasted_s == 0
 
 
@@ -178,7 +178,7 @@ def test_a_hundred_thousand_requests_in_a_minute() -> None:
 
 
 def test_replacing_a_plan_in_which_somebody_is_about_to_leave_keeps_him() -> None:
-    """Plans that alternate every period: whoever has not left yet stays, and nobody is lost."""
+    """Plans alternate every period: a worker that has not left its model yet keeps it, and no request is lost."""
     first, second = AllocationPlan(5, 1, 2, 2, 0.5, 0.4), AllocationPlan(2, 4, 2, 2, 0.5, 0.4)
     plans = iter([first, *([second, first] * 200)])
     requests = trace(8.0, 300)

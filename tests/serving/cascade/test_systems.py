@@ -1,4 +1,4 @@
-"""Systems of a cascade by name, the models of a cascade as users write them, and batch sizes that follow lateness."""
+"""Cascade systems by name, the syntax of a cascade's models, and batch sizes that adapt to lateness."""
 
 import pytest
 
@@ -86,7 +86,7 @@ def test_batches_grow_with_every_one_in_time_and_halve_with_one_that_is_late() -
         limit.note(float(number), float(number), was_in_time=True)
         sizes.append(limit.batch_size)
     assert sizes == [2, 2, 4, 4, 4, 4, 8]
-    # All of one batch are late: it halves once.
+    # If all requests of a batch are late, the limit halves once.
     for _ in range(8):
         limit.note(10.0, 7.0, was_in_time=False)
     assert limit.batch_size == 4
