@@ -38,7 +38,7 @@ from ...support.sampler_cases import (
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_equals_scheduler_step(case: str) -> None:
-    # diffusers steps from the batch's own latents, so that each step is judged for itself.
+    # diffusers steps from the batch's own latents, so that each step is compared by itself.
     plain = PerRequestSampler(make_scheduler(case), pass_step_kwargs=True)
     steps_seen = dict.fromkeys(range(len(REQUESTS)), 0)
     expected: dict[int, tuple[torch.Tensor, float]] = {}
@@ -73,7 +73,7 @@ def test_every_step_equals_scheduler_step(case: str) -> None:
 
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_requests_that_join_mid_way_get_what_they_get_alone(case: str) -> None:
-    # Whoever joins brings NaN as its history; the others bring what the batch before left them.
+    # A request that joins brings NaN as its history; the others bring the history of the previous batch.
     arrivals = {0: 0, 1: 4, 2: 2, 3: 0, 4: 7, 5: 1}
     together = serve_to_the_end(case, arrivals)
     for index in arrivals:
@@ -91,7 +91,7 @@ def test_whole_run_equals_diffusers(case: str) -> None:
         for prediction in one.predictions:
             plain.model_input([one.reference], [latents])
             latents = plain.update(one.reference, prediction, latents)
-        # 30 steps add up what each of them may lose.
+        # The errors of up to 30 steps add up.
         assert float((one.latents - latents).abs().max()) <= 5 * TOLERANCE * float(latents.abs().max())
 
 
@@ -114,7 +114,7 @@ def test_predicted_clean_latents_are_those_of_diffusers(case: str) -> None:
 
 
 def _clean_latents_of_diffusers(one: ServedRequest) -> Any:
-    """What diffusers' own scheduler takes for the clean latents in its next step, which it takes."""
+    """Take the next step of diffusers' own scheduler and return its prediction of the clean latents."""
     state = one.reference
     done, scheduler = state.steps_done, state.scheduler
     prediction, timestep = one.predictions[done], state.timesteps[done]
@@ -128,7 +128,7 @@ def _clean_latents_of_diffusers(one: ServedRequest) -> Any:
         assert scheduler.sigmas is not None
         return one.latents - scheduler.sigmas[done] * prediction
     if isinstance(scheduler, diffusers.LCMScheduler | diffusers.TCDScheduler):
-        # Neither tells; of one timestep, DDIM's is the same.
+        # Neither returns it; for a single timestep, DDIM's prediction is the same.
         ddim: Any = diffusers.DDIMScheduler.from_config(scheduler.config, clip_sample=False, thresholding=False)
         ddim.set_timesteps(state.num_steps)
         return ddim.step(prediction, timestep, one.latents).pred_original_sample
@@ -243,7 +243,7 @@ def test_ancestral_without_the_request_s_generator_is_refused() -> None:
 
 
 def test_schedule_without_finite_update_is_named() -> None:
-    # Without any signal in x, epsilon says nothing about x0; diffusers divides by zero.
+    # Without any signal in x, epsilon does not determine x0, and diffusers divides by zero.
     scheduler = diffusers.DDIMScheduler(**DDIM, **ZERO_SNR)
     state = PerRequestSampler(scheduler, pass_step_kwargs=True).start(5, device=torch.device("cpu"))
     with pytest.raises(UsageError, match="DDIMScheduler with 5 steps has no finite update"):

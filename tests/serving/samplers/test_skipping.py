@@ -1,4 +1,4 @@
-"""serving/samplers/skipping.py: one folded update is what a sampler does step by step with forecast outputs."""
+"""serving/samplers/skipping.py: one folded update equals a sampler's single steps with forecast outputs."""
 
 import diffusers
 import pytest
@@ -96,7 +96,7 @@ def test_weights_of_outputs_are_what_they_change() -> None:
 
 
 def test_noise_of_skipped_steps_is_drawn_at_once() -> None:
-    """Latents spread as far as where each step draws its own."""
+    """The standard deviation of latents is the same as when each step draws its own noise."""
     skipping = SkippingSampler(make_scheduler("ancestral"), pass_step_kwargs=True)
     plain = BatchedSampler(make_scheduler("ancestral"), pass_step_kwargs=True)
     shape, where = (400, 4, 8, 8), torch.zeros(400, dtype=torch.int64)
