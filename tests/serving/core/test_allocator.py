@@ -1,4 +1,4 @@
-"""What is freed is kept for what is asked for next: without page faults, in any thread."""
+"""Freed memory is kept for later allocations, which cause no page faults in any thread."""
 
 import platform
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# Forty pieces of 2 MB, again and again, in a thread that is not the first one.
+# Allocates forty tensors of 2 MB, repeatedly, in a thread other than the first.
 SCRIPT = """
 import ctypes, resource, sys, threading
 import torch

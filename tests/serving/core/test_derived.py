@@ -1,4 +1,4 @@
-"""What is made from weights."""
+"""Values derived from weights."""
 
 import torch
 

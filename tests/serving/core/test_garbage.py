@@ -1,4 +1,4 @@
-"""No garbage is searched for while packages are imported, and what they made is left out of later searches."""
+"""Garbage collection is off while packages are imported, and later collections leave out their objects."""
 
 import gc
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from patchedserve.serving.core.garbage import imports_are_no_garbage
 
-# Loads a bundled model in a fresh process; prints the number of full searches, of objects left out, and of all others.
+# Loads a bundled model in a fresh process; prints the numbers of full collections, of objects left out, and of others.
 SCRIPT = """
 import gc, json
 searches = []

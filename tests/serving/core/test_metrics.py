@@ -1,4 +1,4 @@
-"""Figures of a run, against figures worked out by hand and by numpy."""
+"""Figures of a run, compared with figures worked out by hand and by numpy."""
 
 import json
 import random
@@ -165,7 +165,7 @@ def test_views_tell_progress_and_are_frozen() -> None:
     before = state.view_at(7)
     state.stage, state.first_step = "active", 5
     after = state.view_at(7)
-    state.num_iterations = 10  # of second order: 7 of 10 steps of the sampler are 3 of the 5 that were asked for
+    state.num_iterations = 10  # second order: 7 of 10 steps of the sampler are 3 of the 5 requested steps
     assert state.view_at(12).steps_done == 3
     assert (before.steps_done, before.num_steps, after.steps_done, after.num_steps) == (0, 5, 2, 5)
     assert (after.deadline_s, after.standalone_s, after.resolution, after.num_steps) == (3.0, 0.4, LARGE, 5)

@@ -1,4 +1,4 @@
-"""Processes beside psctl's own: begun from a script without a guard, named, and gone with whoever has started them."""
+"""Child processes: started from a script without a main guard, named, and ended with their parent."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ _ANY = {"device": "cpu", "name": "psctl-code"}
 
 
 def tell(connection: Connection) -> int:
-    """What a process does here: it says what it is called and whether it has a session of its own, and waits."""
+    """Send the process's name and whether it has its own session and a live parent; return when the parent ends."""
     connection.send((Path("/proc/self/comm").read_text().strip(), os.getsid(0) == os.getpid(), is_parent_alive()))
     until(lambda: not is_parent_alive())
     return 3
@@ -39,7 +39,7 @@ def tell(connection: Connection) -> int:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.slow)])
 def test_from_a_script_without_a_guard(device: str, tmp_path: Path) -> None:
-    """On a GPU it is begun anew and not as a fork, which needs no GPU."""
+    """With a CUDA device, the process is started fresh instead of forked; the test needs no GPU."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     with subprocess.Popen([sys.executable, script, device], stdout=subprocess.PIPE, text=True) as parent:
