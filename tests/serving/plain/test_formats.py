@@ -1,4 +1,4 @@
-"""serving/plain/formats.py: memory formats, compiled blocks and recorded passes of plain diffusers give the same."""
+"""Memory formats, compiled blocks and recorded passes of plain diffusers give the same results (plain/formats.py)."""
 
 import json
 from dataclasses import replace
@@ -109,7 +109,7 @@ def test_it_is_measured_once_for_the_same_circumstances(
         patch.setattr(PlainModels, "_measure", lambda *_: pytest.fail("measured again"))
         served.tune(reversed(SIZES), tmp_path)
     assert stepper.plain.points == first
-    # What is known of a size stays when others are tuned for.
+    # Measurements of a size stay when other sizes are tuned.
     served.tune([Resolution(48, 48)], tmp_path)
     assert [point for point in stepper.plain.points if point.size != (6, 6)] == first
     assert len(stepper.plain.points) == len(first) + 2
@@ -130,14 +130,14 @@ def plain_of(pipe: Any, **options: Any) -> ServedModel:
 
 
 NOT_RECORDED = {
-    # The lengths of texts.
+    # Reads the lengths of texts.
     "lumina2": "tolist cannot be recorded",
-    # An embedding of zeros that are made on the host.
+    # Copies an embedding of zeros from the host.
     "chroma": "aten.mul.Tensor cannot be recorded: it copies from the host",
-    # Tokens that a mask chooses.
+    # Selects tokens by a mask.
     "z-image": "aten.index.Tensor cannot be recorded: it waits for the device",
 }
-"""Families whose forward in diffusers reads or copies values while it runs, and the first of these."""
+"""Families whose forward in diffusers reads or copies values while it runs, and the first such operation."""
 
 
 def recorded_plain(pipe: Any, recorder: Tape) -> ServedModel:
@@ -151,7 +151,7 @@ def recorded_plain(pipe: Any, recorder: Tape) -> ServedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_recorded_passes_of_all_families_are_the_eager_ones(name: str) -> None:
-    """Batches of two resolutions, with guidance and without, that requests leave, and that come back with others."""
+    """Batches have two resolutions, with and without guidance; requests leave, and a batch returns after another."""
     pipe, recorder = BUILDS[name](), Tape()
     first, second = mixed([6, 2, 3, 4]), mixed([3, 5, 2, 6])
     eager, recorded = plain_of(pipe), recorded_plain(pipe, recorder)
@@ -167,7 +167,7 @@ def test_recorded_passes_of_all_families_are_the_eager_ones(name: str) -> None:
 
 
 def test_a_batch_that_comes_back_needs_no_eager_pass() -> None:
-    """Unlike a patched one, whose first pass works out text keys and values."""
+    """The first pass of a patched batch must run eagerly, as it computes text keys and values; a plain one need not."""
     pipe, recorder = tiny_sd3(), Tape()
     recorded = recorded_plain(pipe, recorder)
     requests = [Request(n, f"a cat {n}", Resolution(32, 32), 4, seed=n) for n in range(2)]

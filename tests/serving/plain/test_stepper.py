@@ -1,4 +1,4 @@
-"""The plain engine: what plain diffusers gives alone, with any scheduler, in batches that last while nobody leaves."""
+"""The plain engine equals plain diffusers alone, with any scheduler, and keeps batches that no request leaves."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ REQUESTS = [
     Request(3, "a hat", SMALL, 1, guidance_scale=1.0, seed=13),
     Request(4, "a sea", LARGE, 5, guidance_scale=2.0, seed=14),
 ]
-# A schedule that no formula of ours covers: at its first step there is no signal, and what diffusers divides by 0 it
-# clips to 1.
+# A schedule that our formulas do not cover: its first step has no signal, so diffusers divides by 0 and clips the
+# result to 1.
 CLIPPED = {"clip_sample": True, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
 
