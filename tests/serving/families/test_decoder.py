@@ -1,4 +1,4 @@
-"""Images that an autoencoder's number format cannot hold."""
+"""Images whose values overflow the autoencoder's number format."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ...support.tiny_models import save_tiny, tiny_sd3
 
 
 def loaded(folder: Path, dtype: str, part: str = "", weight: float = 1.0) -> ServedModel:
-    """A model in this dtype, a weight of whose autoencoder is so many times larger."""
+    """Load a model in this dtype, after multiplying one weight of its decoder by a factor."""
     pipe: Any = tiny_sd3()
     if part:
         with torch.no_grad():
@@ -34,7 +34,7 @@ def test_what_float16_does_not_hold_is_decoded_in_float32(tmp_path: Path) -> Non
         assert not model.pipe.vae.decode(given, return_dict=False)[0].isfinite().all(), "or it shows nothing"
     exact = loaded(tmp_path / "exact", "float32", "conv_in", 3e5)
     image, wanted = (np.asarray(each.decode(given), dtype=int) for each in (model, exact))
-    # Weights and latents are those of float16, rounded.
+    # Weights and latents are rounded to float16.
     assert np.abs(image - wanted).max() <= 2
     assert image.std() > 5
 

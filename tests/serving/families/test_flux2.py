@@ -1,4 +1,4 @@
-"""FLUX.2: its autoencoder's way from images to latents, the settings of its cards, its tokenizer."""
+"""FLUX.2: encoding of images to latents, default settings from its model cards, and its tokenizer."""
 
 import json
 from collections.abc import Callable

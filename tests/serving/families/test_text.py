@@ -1,4 +1,4 @@
-"""Text that is encoded at its own length: the same states, and nothing of the padding is computed."""
+"""Text that is encoded at its own length has the same states, and padding is not computed."""
 
 from typing import Any
 
@@ -23,13 +23,13 @@ def pipe(request: pytest.FixtureRequest) -> Any:
 
 
 def encoded(pipe: Any, prompt: str) -> tuple[Tensor, Tensor]:
-    """States and mask of a text."""
+    """Return the states and the mask of a text."""
     states, mask = pipe.encode_prompt(prompt, do_classifier_free_guidance=False, device="cpu")[:2]
-    return states, mask.view(1, states.shape[1], -1)[..., 0]  # AuraFlow gives one for each channel
+    return states, mask.view(1, states.shape[1], -1)[..., 0]  # AuraFlow returns a mask for each channel
 
 
 def lengths_of(pipe: Any) -> list[int]:
-    """Filled with how many tokens the encoder is given, each time that it is called."""
+    """Return a list to which each later call of the encoder appends its number of tokens."""
     lengths: list[int] = []
     first = next(layer for layer in pipe.text_encoder.modules() if isinstance(layer, torch.nn.Linear))
     first.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))

@@ -1,4 +1,4 @@
-"""Z-Image: guidance that begins above 0, noise in float32 whatever the dtype, and how long a text may be."""
+"""Z-Image: guidance that begins above 0, noise in float32 whatever the dtype, and the limit on text length."""
 
 import pytest
 import torch
