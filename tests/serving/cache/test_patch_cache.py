@@ -134,7 +134,7 @@ def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same decisions, computed as batches of their own and cell by cell, while requests join and leave."""
+    """The same decisions give equal outputs as batches of their own and cell by cell, while requests join and leave."""
     found = []
     for is_masked in (False, True):
         if is_masked:

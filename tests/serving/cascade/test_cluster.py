@@ -80,7 +80,7 @@ def trace(count: int, over_s: float) -> list[Request]:
 
 
 def dispatcher(plans: list[AllocationPlan], models: Mapping[Leg, LegModel] = MODELS) -> Dispatcher:
-    """Return a dispatcher with a plan for each period, the last one from then on; a single worker serves light images."""
+    """Return a dispatcher with a plan per period, the last one from then on; a single worker serves light images."""
     made: list[AllocationPlan] = []
 
     def allocate(observed: Observations) -> AllocationPlan:

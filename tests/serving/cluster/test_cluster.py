@@ -244,7 +244,7 @@ def test_what_the_book_sees_of_requests() -> None:
     others = [edit(steps=5), edit(TemplateSpec(seed=1)), edit(TemplateSpec("a")), edit(image=picture[::-1])]
     others.append(edit(TemplateSpec(kind="trajectory")))
     assert len({record, *(each.record for each in others)}) == 6
-    # Computed whole: exact edits, edits with an adapter or too large a mask, and sizes that are no multiple of a cell.
+    # Computed whole: exact edits, edits with an adapter or too large a mask, and sizes that are not whole cells.
     for whole in (
         edit(None),
         edit(lora="ink"),

@@ -32,7 +32,7 @@ def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
 
 
 def test_who_reads_computes_alone() -> None:
-    """The reading thread uses one thread: a second OpenMP team would put the denoise loop's to sleep at barriers."""
+    """The reading thread computes alone: a second OpenMP team would put the denoise loop's to sleep at barriers."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

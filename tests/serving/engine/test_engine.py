@@ -126,7 +126,7 @@ def test_one_failing_request_takes_down_no_other(pipe: Any, engine: Any) -> None
         12: ("fail in forward", SMALL, "denoising: RuntimeError: "),
         14: ("decode", Resolution(96, 32), "postprocessing: RuntimeError: decode failed"),
     }
-    if engine == "plain":  # only the plain engine advances a request by its own scheduler
+    if engine == "plain":  # only the plain engine advances a single request, if its scheduler requires it
         bad[13] = ("fail in step", SMALL, "denoising: IndexError: step failed")
     requests = [*good, *(Request(i, prompt, size, 3) for i, (prompt, size, _) in bad.items())]
     made = build_model(pipe, name="tiny", options=EngineOptions(engine=engine))

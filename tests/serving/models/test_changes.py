@@ -99,7 +99,7 @@ def test_a_dora_is_that_of_the_fused_pipeline(sd_dir: Path, tmp_path: Path) -> N
 
     pipe = tiny_sd()
     dora = save_lora(tmp_path / "dora.safetensors", pipe, "unet", use_dora=True)
-    # A new DoRA has magnitudes that have no effect, so the plain adapter would give the same images.
+    # A new DoRA has the magnitudes of the plain adapter, which would then give the same images.
     state = {name: 1.5 * value if "magnitude" in name else value for name, value in load_file(dora).items()}
     plain = {name: value for name, value in state.items() if "magnitude" not in name}
     assert len(plain) < len(state)

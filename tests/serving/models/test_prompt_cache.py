@@ -1,4 +1,4 @@
-"""The prompt cache encodes a repeated text once: the images are the same, and the memory bound holds."""
+"""The prompt cache encodes a repeated text once: images are the same, the memory bound holds, and hits are counted."""
 
 from typing import Any
 

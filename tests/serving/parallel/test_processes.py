@@ -122,7 +122,7 @@ def test_ranks_of_one_machine_listen_on_loopback_only(backend: str, tmp_path: Pa
 
 @pytest.mark.exhaustive
 def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
-    """This holds in every mode and GroupNorm mode, for four ranks with uneven shares and after losses of ranks."""
+    """This holds in every mode and GroupNorm mode: four ranks with uneven shares, then three and two after losses."""
     model = rank_models(folder).denoiser
     size = (34, 20) if hasattr(model, "conv_in") else (22, 12)
     rows = draw_rows(model, [size, size], num_each=2)
@@ -183,7 +183,7 @@ def test_a_rank_that_is_killed_in_a_call(tmp_path: Path) -> None:
     with closing(process_ranks(folder, "4")) as ranks:
         modes: list[tuple[Mode, int]] = [("sync", 1), ("displaced", 2)]
         for mode, victim in modes:
-            # Four ranks, then three. With an even number, splitting guidance in halves would be exact.
+            # Four ranks, then three. With guidance and an even number of ranks, split halves would be exact.
             ranks.use(ParallelOptions("4", mode=mode, warmup=0, cfg_split="off"))
             start_s = time.monotonic()
             predict_together(ranks, rows)

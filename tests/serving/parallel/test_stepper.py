@@ -80,7 +80,7 @@ def test_displaced_requests_are_near_and_exact_while_they_warm_up() -> None:
     [(tiny_sdxl, None), (tiny_sdxl, DPMSolverMultistepScheduler), (tiny_sdxl, HeunDiscreteScheduler), (tiny_sd3, None)],
 )
 def test_images_that_ranks_draw_whole_are_those_of_diffusers(make: Any, scheduler: Any, from_pixels: str) -> None:
-    """This holds if all are whole or only the small ones, and for schedulers that each request calls itself."""
+    """This holds if all images are whole or only the small ones, also for schedulers that each request calls itself."""
     model = served(make, 3, scheduler, from_pixels=from_pixels, cfg_split="off", may_use_fewer=True)
     expected = [plain_latents(model.pipe, request) for request in REQUESTS]
     assert largest_error(run(model), expected) <= 1e-3

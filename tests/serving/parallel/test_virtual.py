@@ -46,7 +46,7 @@ def error(found: Tensor, wanted: Sequence[Tensor]) -> float:
 @pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
 def test_any_number_of_ranks_gives_what_one_gives(name: str, count: int) -> None:
     model = MODELS[name]()
-    # A U-Net of 4 levels keeps 8 rows together; 61 leaves the last strip with an odd end at every level.
+    # A U-Net of 4 levels keeps 8 rows together; with 61 rows, the last strip has an odd end at every level.
     size = (36, 14) if name.startswith("sd3") else (61, 13)
     rows = draw_rows(model, [size, size], num_each=2)
     wanted = run_plain(model, rows)

@@ -152,7 +152,7 @@ def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
             outputs.append(call_patched(patched, rows))
             assert relative_error(outputs[-1], run_plain(model, rows)) <= TOLERANCE
         assert relative_error(outputs[1], outputs[2]) > 0.01, "a result has changed under its reader"
-    # The first pass of each batch runs by itself.
+    # The first pass of each batch runs eagerly.
     assert (recorder.recorded, recorder.played) == (2, 10)
 
 

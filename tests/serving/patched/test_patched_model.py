@@ -235,7 +235,7 @@ def test_triton_kernels_in_a_whole_model(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     model, rows = triton_case()
     assert len({row.size for row in rows}) > 1
-    # With "triton", the kernels fall back to nothing else.
+    # With "triton", the kernels have no fallback.
     with pytest.raises(ValueError, match="Triton kernels need CUDA"):
         run_triton_case()
     # The interpreter must be selected before diffusers imports triton, so this runs in a process of its own.

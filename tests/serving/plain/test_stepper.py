@@ -1,4 +1,4 @@
-"""The plain engine equals plain diffusers alone, with any scheduler, and keeps batches that no request leaves."""
+"""The plain engine equals plain diffusers alone, with any scheduler, and keeps a batch until a request leaves it."""
 
 from typing import Any
 

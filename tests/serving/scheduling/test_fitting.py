@@ -123,7 +123,7 @@ def test_a_step_is_no_longer_than_the_tightest_kind_can_bear() -> None:
     two = [view(1, deadline_s=32.0), view(2, deadline_s=32.0)]
     assert decide(two).admit == (1, 2)
     assert decide(two, policy=careful).admit == (1,)
-    # A request that would miss its limit even alone holds back no other.
+    # A kind that would exceed its planned time even alone limits no step.
     assert decide([*large, view(4, deadline_s=21.0)], policy=careful, now_s=0.5).admit == (4,)
     assert decide(large, [view(0, L, deadline_s=None)]).admit == (2, 3)
     assert decide([*large, view(4, deadline_s=21.0)], [view(0, L, deadline_s=None)], policy=careful).admit == (2, 3)

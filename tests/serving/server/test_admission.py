@@ -121,7 +121,7 @@ def test_what_a_key_asks_for_in_time_is_limited() -> None:
     for key in "aaa":
         room.release(room.reserve(1, key, 1e9))
     assert wait_of("a", 1) == "20", "a long pause saves up no more than a minute's worth"
-    # A request worth more than a minute is admitted, and the excess is owed.
+    # A request that costs more than a minute's allowance is admitted, and the excess is owed.
     room.release(room.reserve(1, "b", 900))
     assert wait_of("b", 100) == "40"
     now_s += 40
