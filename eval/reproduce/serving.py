@@ -27,6 +27,8 @@ _SYSTEMS = ("nirvana", "patched-fcfs", "patchedserve")
 _SCHEDULED = "patched-schedule"
 _BATCH = 16
 """Largest batch of all systems, section 8."""
+_MIN_REQUESTS = 12
+"""Expected number of requests of a trace at the lowest rate, on slow machines, too: as many seconds as eight SLOs."""
 
 
 def served_on_one_gpu(lab: Lab, settings: _Settings) -> Measurement:
@@ -137,7 +139,7 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Measurement:
             settings["num_seeds"],
             settings["simulated_prompts"] * num_gpus,
             "simulator",
-            num_gpus,
+            num_gpus=num_gpus,
         )
         side = SimulatorSide(sweep_settings, engines, lab.model.name, files.sources())
         result = _sweep(lab, sweep_settings, side, lab.folder("gpus", sweep_settings.fixed(), files.sources()))
@@ -167,6 +169,12 @@ def _rates(lab: Lab, settings: _Settings) -> list[float]:
     )
 
 
+def _longest_trace_s(lab: Lab, settings: _Settings) -> float | None:
+    """Return the maximum length of a trace: that of the settings, or that of a few requests at the lowest rate."""
+    longest_s = settings["longest_trace_s"]
+    return None if longest_s is None else max(longest_s, _MIN_REQUESTS / _rates(lab, settings)[0])
+
+
 def _served(
     lab: Lab,
     settings: _Settings,
@@ -180,7 +188,16 @@ def _served(
     Runs share a folder only if their systems have the same caches, so `_SCHEDULED` is always among them.
     """
     lab.require_schedule(settings["served_steps"])
-    sweep_settings = _sweep_settings(lab, settings, systems, rates, num_seeds, settings["num_prompts"], engine)
+    sweep_settings = _sweep_settings(
+        lab,
+        settings,
+        systems,
+        rates,
+        num_seeds,
+        settings["num_prompts"],
+        engine,
+        duration_s=_longest_trace_s(lab, settings),
+    )
     model = lab.cached_model()
     warm_up = WarmUp(settings["warmup_requests"], settings["tables"], settings["table_repeats"])
     side = EngineSide(
@@ -203,12 +220,14 @@ def _sweep_settings(
     num_seeds: int,
     num_prompts: int,
     engine: SweepEngine,
+    *,
     num_gpus: int = 1,
+    duration_s: float | None = None,
 ) -> SweepSettings:
     sizes = ",".join(map(str, lab.sizes))
     trace = TraceSettings(
         num_prompts=num_prompts,
-        duration_s=settings["longest_trace_s"],
+        duration_s=duration_s,
         num_inference_steps=settings["served_steps"],
         resolutions=sizes,
     )

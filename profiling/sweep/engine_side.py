@@ -43,7 +43,7 @@ from ...training.latency.online_correction import OnlineCorrection
 from ..measure.latency import LatencySettings, profile_latency
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone, WarmUp
-from .settings import SweepFolder, SweepRunResult, SweepSettings
+from .settings import IDLE, SweepFolder, SweepRunResult, SweepSettings
 from .simulator_side import SimulatorSide
 
 _CALIBRATION_LOADS = (0.4, 0.8, 1.3)
@@ -152,7 +152,7 @@ class EngineSide:
                 **self._settings.fixed(),
                 "cache": cache if "patched" in self._models else None,
                 "warmup_requests": self._warm_up.num_requests,
-                "idle": "skipped",
+                **IDLE,
             },
             "circumstances": about,
             "standalone_s": {

@@ -59,13 +59,6 @@ class SweepPlan:
             check_resumed(self.resume, self.settings)
         return defaults
 
-    @property
-    def expected_s(self) -> float | None:
-        """Expected seconds of all runs on an engine, which last as long as their traces; None if unknown."""
-        settings, trace = self.settings, self.settings.trace
-        arrivals_s = [trace.duration_s or (trace.num_prompts or 0) / rate for rate in settings.rates]
-        return sum(arrivals_s) * len(settings.systems) * len(settings.seeds) or None
-
     def on_simulator(
         self, defaults: ModelDefaults, schedule: CacheSchedule | None, *, on_note: _Notify, on_warning: _Notify
     ) -> "ReadySweep":

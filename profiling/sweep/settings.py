@@ -36,6 +36,8 @@ SweepEngine = Literal["real", "simulator", "both"]
 SWEEP_FILE = "sweep.json"
 RUN_KIND = "slo"
 _VERSION = 2  # version 1 identified files by path alone, and did not record the latency predictor
+IDLE = {"idle": "skipped"}
+"""Setting of sweeps on engines; earlier ones waited while an engine was idle, and are not continued."""
 _GROWING = ("standalone_s", "predictor")
 """Parts of a head that grow: further rates and seeds may add resolutions, and further systems may need the latency
 predictor."""
@@ -301,6 +303,8 @@ def read_head(path: Path) -> dict[str, Any]:
 def check_resumed(path: Path, settings: SweepSettings) -> None:
     """Raise UsageError if the sweep of a folder cannot be continued; called before a model is loaded."""
     known, fixed = read_head(path)["settings"], settings.fixed()
+    if settings.engine != "simulator":
+        fixed |= IDLE
     _check_same(path, {name: known.get(name) for name in fixed}, json.loads(json.dumps(fixed)), "settings ")
 
 

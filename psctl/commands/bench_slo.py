@@ -168,10 +168,9 @@ def _run(ready: "ReadySweep", output_file: Path | None, out: Output) -> None:
     from ...profiling.report.table import to_rich
     from ...profiling.sweep.report import tables_of
 
-    settings = ready.plan.settings
-    expected_s = None if settings.engine == "simulator" else ready.plan.expected_s
+    num_runs = ready.plan.settings.num_runs
     with out.phases() as start:
-        runs = cache(lambda: start("runs", settings.num_runs, expected_s=expected_s))
+        runs = cache(lambda: start("runs", num_runs))
         outcome = ready.run(on_run=lambda text: runs().show(text), on_done=lambda: runs()())
     out.data(outcome.result, table=lambda: to_rich(tables_of(outcome.result)), file=output_file)
     out.note(f"Report: {outcome.report}")

@@ -169,11 +169,12 @@ class Engine:
     def wait_until(self, time_s: float, *, skips_idle: bool = False) -> bool:
         """Wait for a time on the engine's clock; return False as soon as the engine is closed. Thread-safe.
 
-        With `skips_idle` the clock is set forward to that time once no request is open and no template is recorded.
+        With `skips_idle` the clock is set forward to that time once no request is open. An engine that records templates
+        does so while it is idle, and never skips.
         """
         with self._changed:
             while not self._is_closed and (left_s := time_s - self.now_s()) > 0:
-                if skips_idle and not self._stages.open and not self._may_record:
+                if skips_idle and not self._stages.open and self._stages.recorder is None:
                     assert self._zero is not None
                     self._zero -= left_s
                 else:

@@ -30,8 +30,10 @@ _MOST_PROCESSES = 4
 """More than the bodies of one key that are parsed at a time."""
 ANSWER_WITHIN_S = 60.0
 _NICENESS = 10
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
-"""Signals that no image causes: an operator sends them, or the kernel when the machine is out of memory."""
+_FROM_OUTSIDE = {signal.SIGTERM: {"Retry-After": "1"}, signal.SIGKILL: {"x-should-retry": "false"}}
+"""Signals that come from an operator or from a kernel without memory, with the headers of the answer. Clients do not
+retry after SIGKILL by themselves, as the image may be what needed the memory.
+"""
 
 
 class EditProcesses:
@@ -128,9 +130,9 @@ class _Process:
             if code == -signal.SIGXCPU:
                 too_long = f"the images take more than {self._args[2]} s of a processor to decode"
                 raise invalid(too_long, "image") from None
-            if -code in _FROM_OUTSIDE:
+            if (headers := _FROM_OUTSIDE.get(signal.Signals(-code)) if code < 0 else None) is not None:
                 message = f"the process that decodes images was killed ({signal.Signals(-code).name})"
-                raise ApiError(503, message, code="not_ready", headers={"Retry-After": "1"}) from None
+                raise ApiError(503, message, code="not_ready", headers=headers) from None
             if code < 0:
                 raise invalid(f"the images end their decoder ({signal.Signals(-code).name})", "image") from None
             raise RuntimeError(f"the process that decodes images has ended with exit code {code}") from None

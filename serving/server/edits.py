@@ -16,7 +16,7 @@ from ...data.resolution import Resolution
 from .errors import invalid, wrong_type
 from .fields import MAX_USER, RECORD_FIELDS, ModelFacts, edit_fields, shown, unsupported
 from .limits import Limits
-from .protocol import Generation, check_size, generation_of
+from .protocol import Generation, check_model, check_size, generation_of
 
 EDITS = "/v1/images/edits"
 MAX_EDIT_BYTES = 50_000_000
@@ -68,6 +68,7 @@ def parse_edit(
     """
     kind = edit_fields(model, limits)
     found = _by_name(parts, kind.values)
+    check_model(found.get("model"), model)
     image, mask = found.pop("image", None), found.pop("mask", None)
     if image is None:
         raise invalid("image is missing", "image", code="missing_required_parameter")

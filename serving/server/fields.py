@@ -49,6 +49,7 @@ UNSUPPORTED_FIELDS = {
     "markup": "a mask says what is edited",
 }
 """OpenAI's fields that are refused, with the reason."""
+_NO_EFFECT = "without effect"
 _MAX_SHOWN = 60
 
 
@@ -144,12 +145,14 @@ class Fields:
         return invalid(f"{name} is {shown(value)}, but it must be {_allowed(schema)}", name)
 
     def _refuse(self, name: str, value: Any) -> None:
-        """Raise ApiError for a field that is not among these, unless it is an unsupported one that is null."""
+        """Raise ApiError for a field that is not among these, unless it is null and taken by other servers."""
         if (refusal := unsupported(name)) is not None:
             if value is None:
                 return
             raise refusal
-        if name in _OWN_STEPS and value is not None:
+        if name in _OWN_STEPS and self._facts.cascade:
+            if value is None:
+                return
             own = f"each model of the cascade {self._facts.name} takes its own steps and guidance"
             raise invalid(f"{name} is given, but {own}", name)
         message = f"the field {shown(name)} is unknown"
@@ -177,8 +180,10 @@ def generation_fields(model: ModelFacts, limits: Limits) -> Fields:
 def edit_fields(model: ModelFacts, limits: Limits) -> Fields:
     """Return the fields of `POST /v1/images/edits`, without its files."""
     own: dict[str, tuple[Any, Any]] = {
-        "size": _text("size", 32, default="auto", schema={"description": "auto, or that of the image"}),
-        "input_fidelity": _choice("low", "high", description="without effect"),
+        "size": _text(
+            "size", 32, default="auto", schema={"description": "auto, or that of the image", "examples": ["auto"]}
+        ),
+        "input_fidelity": _choice("low", "high", description=_NO_EFFECT),
         "strength": _number(above=0, high=1, default=1.0),
         "paste": (bool, True),
         "feather_px": _integer(0, MAX_FEATHER_PX, 0),
@@ -198,7 +203,7 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, tuple[Any, Any]]:
         usual = [name for name, share in QUALITIES.items() if share == 1]
         own = {
             "quality": _choice(*usual, description="each model of a cascade takes its own steps"),
-            "partial_images": _integer(0, 0, 0),
+            "partial_images": _integer(0, 0, 0, description="a cascade has none"),
             "fallback": _choice(*get_args(Fallback)),
         }
     else:
@@ -220,7 +225,7 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, tuple[Any, Any]]:
         "background": _choice("auto", "opaque", description="images have no alpha channel"),
         "stream": (bool, False),
         "user": _text("user", MAX_USER),
-        "safety_identifier": _text("safety_identifier", MAX_USER),
+        "safety_identifier": _text("safety_identifier", MAX_USER, schema={"description": _NO_EFFECT}),
         "seed": _integer(0, MAX_SEED, None),
         "negative_prompt": _text("negative_prompt", limits.max_prompt),
         "progress": (bool, False),
@@ -230,8 +235,8 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _integer(low: int, high: int, default: int | None) -> tuple[Any, Any]:
-    return Annotated[int, Field(ge=low, le=high)], default
+def _integer(low: int, high: int, default: int | None, *, description: str | None = None) -> tuple[Any, Any]:
+    return Annotated[int, Field(ge=low, le=high, description=description)], default
 
 
 def _number(
@@ -287,21 +292,22 @@ def _adapters(served: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
-    """Return a phrase that describes the allowed values of a schema, for error messages."""
+    """Return a phrase that describes the allowed values of a schema and the reason, for error messages."""
     if "enum" in schema or "const" in schema:
         allowed = f"one of {', '.join(schema.get('enum') or [schema['const']])}"
-        return f"{allowed}: {schema['description']}" if "description" in schema else allowed
-    kind = schema["type"]
-    if kind in ("integer", "number"):
+    elif schema["type"] == "integer":
+        allowed = f"a whole number from {schema['minimum']} to {schema['maximum']}"
+    elif schema["type"] == "number":
         low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
         high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
-        begin = f"from {low:g}" if above is None else f"above {above:g}"
-        if kind == "integer":
-            return f"a whole number from {low} to {high}"
-        if below is not None:
-            return f"a number {begin} and below {below:g}"
-        return f"a number {begin} " + ("to" if above is None else "and at most") + f" {high:g}"
-    return {"boolean": "true or false", "string": "a string"}[kind]
+        begin = f"from {low:g} to" if above is None else f"above {above:g} and"
+        allowed = f"a number {begin} " + (f"{high:g}" if above is None else "")
+        if above is not None:
+            allowed += f"below {below:g}" if high is None else f"at most {high:g}"
+    else:
+        allowed = {"boolean": "true or false", "string": "a string"}[schema["type"]]
+    reason = schema.get("description", _NO_EFFECT)
+    return allowed if reason == _NO_EFFECT else f"{allowed}: {reason}"
 
 
 def unsupported(name: str) -> ApiError | None:

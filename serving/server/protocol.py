@@ -85,6 +85,7 @@ def parse_generation(
     Raises:
         ApiError: a field is unknown, missing or not allowed (400), or the model is not served (404).
     """
+    check_model(body.get("model"), model)
     fields = generation_fields(model, limits).read(body)
     return generation_of(fields, parse_size(fields.size, model, limits), model, limits, header_slo)
 
@@ -92,11 +93,7 @@ def parse_generation(
 def generation_of(
     fields: Any, resolution: Resolution, model: ModelFacts, limits: Limits, header_slo: str | None
 ) -> Generation:
-    """Return the request that the fields of a body describe.
-
-    Raises ApiError if two of them contradict each other (400), or the model is not served (404).
-    """
-    check_model(fields.model, model)
+    """Return the request that the fields of a body describe. Raises ApiError if two of them contradict each other."""
     for name in ("partial_images", "progress"):
         if getattr(fields, name) and not fields.stream:
             raise invalid(f"{name} needs stream to be true", name)
@@ -130,9 +127,9 @@ def generation_of(
     )
 
 
-def check_model(name: str | None, model: ModelFacts) -> None:
-    """Raise ApiError (404) unless a model of this name is served; None accepts any."""
-    if name is not None and name not in model.names:
+def check_model(name: object, model: ModelFacts) -> None:
+    """Raise ApiError (404) if this is the name of a model that is not served; what is no text is checked elsewhere."""
+    if isinstance(name, str) and name not in model.names:
         raise ApiError(
             404,
             f"the model {shown(name)} is not served here, but {', '.join(model.names)}",

@@ -187,6 +187,8 @@ def test_a_client_is_to_blame_for_faults_of_its_image_alone(number: signal.Signa
         with pytest.raises(ApiError, match=number.name) as caught:
             await slow
         assert caught.value.status == status
+        # What needed all of the memory is not sent again by itself.
+        assert caught.value.headers.get("x-should-retry") == ("false" if number == signal.SIGKILL else None)
         assert (await answered(processes)).resolution == SIZE
 
     run(work())

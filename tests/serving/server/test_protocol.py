@@ -29,6 +29,33 @@ def parsed(header_slo: str | None = None, **fields: Any) -> Generation:
     return parse_generation({"prompt": "a cat", **fields}, MODEL, LIMITS, header_slo=header_slo)
 
 
+def test_a_cascade_takes_its_own_steps() -> None:
+    model = replace(MODEL, cascade=("light", "heavy"))
+
+    def read(**fields: Any) -> Generation:
+        return parse_generation({"prompt": "a cat", **fields}, model, LIMITS)
+
+    assert read(num_inference_steps=None, guidance_scale=None, quality="medium", fallback="never").fallback == "never"
+    for fields, message in (
+        ({"num_inference_steps": 4}, "num_inference_steps is given, but each model of the cascade"),
+        ({"guidance_scale": 4.0}, "guidance_scale is given, but each model of the cascade"),
+        ({"quality": "high"}, "one of auto, standard, medium: each model of a cascade takes its own steps"),
+        ({"partial_images": 1, "stream": True}, "a whole number from 0 to 0: a cascade has none"),
+    ):
+        with pytest.raises(ApiError, match=message) as caught:
+            read(**fields)
+        assert (caught.value.status, caught.value.code) == (400, "invalid_value")
+    with pytest.raises(ApiError, match="the field 'fallback' is unknown"):
+        parsed(fallback="light")
+
+
+def test_an_unknown_model_comes_first() -> None:
+    """A client of another model is told so, whatever else is wrong."""
+    for fields in ({"colour": "red"}, {"prompt": None}, {"n": 0}):
+        error = refused(model="another", **fields)
+        assert (error.status, error.code) == (404, "model_not_found")
+
+
 def test_adapters_that_are_served_may_be_named() -> None:
     model = replace(MODEL, adapters=("ink", "toy"))
 
