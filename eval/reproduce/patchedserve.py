@@ -48,7 +48,7 @@ _SERVED: _Settings = {
     "num_rates": 5,
     "served_steps": 30,
     "num_prompts": 200,
-    "longest_trace_s": 30.0,
+    "longest_trace_s": 30,
     "num_seeds": 5,
     "warmup_requests": 32,
     "tables": 60,

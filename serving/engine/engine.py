@@ -169,8 +169,8 @@ class Engine:
     def wait_until(self, time_s: float, *, skips_idle: bool = False) -> bool:
         """Wait for a time on the engine's clock; return False as soon as the engine is closed. Thread-safe.
 
-        With `skips_idle` the clock is set forward to that time once no request is open. An engine that records templates
-        does so while it is idle, and never skips.
+        With `skips_idle` the clock is set forward to that time once no request is open. An engine that records
+        templates, which it does while it is idle, never skips.
         """
         with self._changed:
             while not self._is_closed and (left_s := time_s - self.now_s()) > 0:
