@@ -34,7 +34,7 @@ from patchedserve.tests.support.imposed_reuse import FixedShare
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What is timed: requests of a batch, reused shares, and repetitions."""
+    """Parameters of the timing: requests of a batch, reused shares, and repetitions."""
 
     batch: Combination
     shares: Sequence[float]

@@ -38,7 +38,7 @@ from patchedserve.training.cache.samples import load_samples
 from patchedserve.training.cache.schedule import CacheSchedule, StepPlan
 
 _FIRST = 1 << 20
-"""Number of the first caption and seed: the search of schedules uses those from 0 on."""
+"""Number of the first caption and seed; the search for schedules uses those from 0 on."""
 _FITTING = 48
 _BATCH = 12
 _EQUAL_SAVED = (0.6, 0.65, 0.7, 0.75, 0.8)

@@ -1,4 +1,4 @@
-"""How fast f(t) of a cascade follows changing prompts (DiffServe section 3.3).
+"""Speed at which f(t) of a cascade follows changing prompts (DiffServe section 3.3).
 
     python tests/benchmarks/cascade_mix.py --bank DIR [--draws 500] [--output-file mix.json]
 

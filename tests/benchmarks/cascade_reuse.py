@@ -1,4 +1,4 @@
-"""Whether a cascade's heavy model gains by starting from the light image (DiffServe section 5, "reuse").
+"""Gain of a cascade's heavy model by starting from the light image (DiffServe section 5, "reuse").
 
     python tests/benchmarks/cascade_reuse.py --bank DIR [--strengths 0.4,0.5,0.6,0.7,0.8] [--num-prompts N]
         [--output-file reuse.json] [--sheet reuse.png]

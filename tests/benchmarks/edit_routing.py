@@ -39,7 +39,7 @@ from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 RESULTS = Path(__file__).with_name("results")
 WORKERS, MAX_BATCH_SIZE, LOADS = 8, 8, (0.3, 0.8)
 UP_TO = 0.6
-"""Above this share of the cells the engine computes whole images."""
+"""Share of the cells above which the engine computes whole images."""
 BYTES_PER_PIXEL_STEP = 302e6 / (256 * 256 * 30)
 """Size of the model's records (docs/editing.md)."""
 PROFILED = "128, 192, 256 px, as profiled"

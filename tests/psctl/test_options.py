@@ -116,7 +116,7 @@ def test_a_system_brings_its_cache_where_there_is_a_predictor(
     assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == cached
     for given in (CacheOptions("patch", 0.1), CacheOptions("interval"), CacheOptions("patch", predictor=shipped)):
         assert target.with_cache_file(given) == given
-    # No cache is added if the user excludes it, if graphs are compiled, or if no system has a cache.
+    # No cache is added if the user chooses otherwise, with --compile, or if no system has a cache.
     for engine in (EngineOptions("plain"), EngineOptions(cache=CacheOptions("interval"))):
         assert with_cache_of(ours, engine, {}, target, Output()) == engine
     assert with_cache_of(ours, EngineOptions(), {"--cache": "off"}, target, Output()) == EngineOptions()

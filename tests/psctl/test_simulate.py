@@ -348,7 +348,7 @@ def test_searches(folder: Path) -> None:
         return trace_at(rate)
 
     found = highest_rate(deployment(folder), seen_at, 0.9)
-    # The first trace is only a sample for the requests' standalone latencies.
+    # The first trace only provides an example of a request, from which the search derives its first rate.
     assert sorted(seen[1:]) == list(found.tried)
     assert deployment(folder).attainment(trace_at(found.value)) == found.attainment >= 0.9
     # Another policy has another limit: one request at a time is far slower.

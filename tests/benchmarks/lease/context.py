@@ -48,7 +48,7 @@ class Context:
         folder: state folder, whose tables are kept between runs.
         known: labels of rows that an earlier run has measured.
         end_s: time on the monotonic clock at which the part has to stop.
-        notes: facts that are stored beside the rows, by name.
+        notes: facts that are stored with the rows, by name.
         stopped: reason for missing rows; "" if none is missing.
     """
 
