@@ -4,7 +4,7 @@
 
 Images of three alternating sizes are written to a temporary folder. The network alone runs on batches in memory, then
 the whole path runs on the folder (checksum, decoding, grouping by size, network, writing features), then the network
-alone again: its two figures show any drift. At last the same folder is read from the cache. Memory is that of the
+alone again: its two figures show any drift. Finally the same folder is read from the cache. Memory is that of the
 process at a quarter, half and the end of the path. Nothing else may run on the machine.
 """
 
