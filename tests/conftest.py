@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-# A shell without job control starts background jobs with Ctrl-C ignored, and children inherit that. The tests of
-# interrupts need it as at a terminal.
+# A shell without job control starts background jobs that ignore Ctrl-C, and children inherit this. Tests of
+# interrupts need the behaviour of a terminal.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -22,21 +22,21 @@ RunPsctl = Callable[..., subprocess.CompletedProcess[str]]
 
 def pytest_configure() -> None:
     """Set the environment before any test module imports torch."""
-    # One thread makes small models faster, and results the same on every machine.
+    # One thread makes small models faster, and results equal on every machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["MPLBACKEND"] = "Agg"
-    # Workers of pytest-xdist inherit the width of a terminal, and commands in a pipe have none.
+    # Workers of pytest-xdist inherit the width of a terminal, which commands in a pipe do not have.
     os.environ.pop("COLUMNS", None)
-    # What developers have set for their own runs must not reach the tests.
+    # Variables that developers set for their own runs must not reach the tests.
     for name in [name for name in os.environ if name.startswith("PSCTL_")]:
         del os.environ[name]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep Python's search for garbage away from the packages that test modules import, as serving does."""
+    """Exclude the packages that test modules import from garbage collection, as serving does."""
     from patchedserve.serving.core.garbage import imports_are_no_garbage
 
     with imports_are_no_garbage():
@@ -44,15 +44,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let `make check` leave out what takes long and has nothing to do with the change at hand."""
+    """Add the option by which `make check` leaves out slow tests that a change does not affect."""
     parser.addoption("--changed-since", metavar="COMMIT", help="run slow tests only of what has changed since then")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what repeats in a product as exhaustive.
+    """Mark repetitions in products as exhaustive.
 
-    With `--changed-since`, keep the tests that are not marked slow, and all of those of what has changed.
+    With `--changed-since`, keep the tests that are not marked slow and all tests of changed files.
     """
     mark_repetitions(items)
     commit = config.getoption("--changed-since")
@@ -69,9 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_repetitions(items: Iterable[pytest.Item]) -> None:
-    """Mark as exhaustive the cases of tests marked `product`, but for a few that have every value of each parameter.
+    """Mark the cases of tests marked `product` as exhaustive, except a few that cover every value of each parameter.
 
-    With the argument `most`, no more cases than that stay.
+    The argument `most` limits the number of these.
     """
     products: dict[tuple[Path, str, int | None], list[pytest.Function]] = {}
     for item in items:
@@ -86,7 +86,7 @@ def mark_repetitions(items: Iterable[pytest.Item]) -> None:
 
 
 def covering(cases: Sequence[Set[Hashable]]) -> list[int]:
-    """Places of few sets that have all elements together; first come those that bring most."""
+    """Return the indices of a few sets that cover all elements, by a greedy choice of the set that adds most."""
     left = set[Hashable]().union(*cases)
     found: list[int] = []
     while left:
@@ -96,17 +96,17 @@ def covering(cases: Sequence[Set[Hashable]]) -> list[int]:
 
 
 def changed_files(root: Path, commit: str) -> list[Path]:
-    """Files of a checkout that differ from a commit, those that git does not know yet included; from its root."""
+    """Return the files of a checkout that differ from a commit, including untracked ones, relative to its root."""
     asked = (["diff", "--name-only", commit], ["ls-files", "--others", "--exclude-standard"])
     found = [subprocess.run(["git", *each], cwd=root, capture_output=True, text=True, check=True) for each in asked]
     return [Path(line) for each in found for line in each.stdout.splitlines()]
 
 
 def places_of_tests(root: Path, changed: list[Path]) -> list[Path]:
-    """Test files and folders of changed files, by their place: `tests/` mirrors the tree.
+    """Return test files and folders of changed files by location: `tests/` mirrors the tree.
 
-    That is a test itself, else the test file that has the name of the changed one, else the innermost folder of its
-    place; nothing for what has neither, such as the files of the root.
+    A changed test is its own result; otherwise it is the test file named after the changed file, or else the innermost
+    folder that mirrors its location. Files with neither, such as those of the root, have no result.
     """
     found = []
     for file in changed:
@@ -120,7 +120,7 @@ def places_of_tests(root: Path, changed: list[Path]) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The root of the checkout, which is the package `patchedserve`."""
+    """Root of the checkout, which is the package `patchedserve`."""
     return Path(__file__).resolve().parent.parent
 
 
@@ -134,10 +134,10 @@ def psctl_script() -> str:
 
 @pytest.fixture
 def spawn_psctl(psctl_script: str, tmp_path: Path) -> RunPsctl:
-    """A function that runs `psctl ARGUMENTS...` as a process in an empty folder and returns the finished process.
+    """Function that runs `psctl ARGUMENTS...` as a process in an empty folder and returns the finished process.
 
-    Keyword arguments are added to the environment. This is for tests of the start itself. Most others are as good with
-    `run_psctl`, which starts no process, or `start_psctl` of `support/psctl_process.py`, which imports nothing anew.
+    Keyword arguments are added to the environment. Use it for tests of the start itself. Most other tests can use
+    `run_psctl`, which starts no process, or `start_psctl` of `support/psctl_process.py`, which imports nothing again.
     """
 
     def run(*arguments: str | Path, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -156,10 +156,10 @@ def spawn_psctl(psctl_script: str, tmp_path: Path) -> RunPsctl:
 
 @pytest.fixture
 def run_psctl(tmp_path: Path) -> RunPsctl:
-    """As `spawn_psctl`, but in this process: importing torch and diffusers anew takes seconds.
+    """Like `spawn_psctl`, but in this process, because importing torch and diffusers again takes seconds.
 
-    What runs is `main`, the function of the console script, with its output in a pipe's place, its own environment and
-    folder.
+    It runs `main`, the function of the console script, with captured output, and with the environment and the folder of
+    a process of its own.
     """
 
     def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -182,11 +182,11 @@ def run_psctl(tmp_path: Path) -> RunPsctl:
 
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.compile without the graphs of other tests, and with none left behind."""
+    """Reset torch.compile before and after a test, so that tests share no graphs."""
     import torch
     from torch._dynamo.utils import counters
 
-    # pytest would take down every line of the compiler's trace.
+    # pytest would capture every line of the compiler's trace.
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
     torch._dynamo.reset()
     counters.clear()
@@ -196,7 +196,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def traced_only(fresh_compiler: None) -> Iterator[None]:
-    """torch.compile without generated code, see `support.traced_only`."""
+    """Let torch.compile trace without generating code, as `support.traced_only` describes."""
     from .support.traced_only import traced_only
 
     with traced_only():

@@ -1,4 +1,4 @@
-"""`make check`: which tests belong to a change. `make test`: which cases of a product run."""
+"""Selection of the tests of a change by `make check`, and of the cases of a product by `make test`."""
 
 import subprocess
 import sys

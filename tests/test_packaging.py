@@ -1,4 +1,4 @@
-"""The package list, the version, what is shipped, and how fast `psctl --help` answers."""
+"""The package list, the version, the shipped files, and the imports of `psctl --help`."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def _folder(repository: Path, package: str) -> Path:
 
 
 def _code_folders(repository: Path) -> Iterator[Path]:
-    """Yield every folder of the checkout that holds Python files of the product."""
+    """Yield every folder of the checkout that contains Python files of the product."""
     for folder, subfolders, files in os.walk(repository):
         is_root = Path(folder) == repository
         subfolders[:] = [
@@ -83,7 +83,7 @@ def test_every_constraint_is_exact_and_torch_comes_first(repository: Path) -> No
 
 
 def test_help_imports_little() -> None:
-    """What `psctl --help` waits for are imports; their number is the same on every machine, their time is not."""
+    """Imports take most of the time of `psctl --help`; unlike their time, their number is equal on every machine."""
     code = "import sys; from patchedserve.psctl.app import main; main(['--help']); print(len(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout.split()[-1]) < 550  # 472 in November 2026; torch alone brings 1,000 more

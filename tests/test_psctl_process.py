@@ -1,4 +1,4 @@
-"""Commands that are forked behave as commands that are started."""
+"""Forked commands behave like started ones."""
 
 import signal
 import subprocess

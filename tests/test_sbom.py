@@ -1,4 +1,4 @@
-"""The bill of materials names what is installed, and every distribution that one of them needs."""
+"""The bill of materials names the installed distributions and all distributions that they need."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests that need programs beside Python, where those are missing: skipped with what to install, or failed in CI."""
+"""Tests whose programs besides Python are missing are skipped with an install hint, or fail in CI."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""CPU time of a step of a mixed batch whose requests have adapters (LoRA), against one without.
+"""CPU time of a step of a mixed batch whose requests have adapters (LoRA), compared with a batch without.
 
     python tests/benchmarks/bench_adapters.py [--model emoji-xl] [--rank 16] [--repeats 9]
 
 Six guided requests of three sizes, on one thread in float32; adapters of random weights change the attention layers.
-The table goes to stdout as Markdown, medians in milliseconds of CPU time, so that other processes count little.
+Prints a Markdown table of medians in milliseconds of CPU time, on which other processes have little effect.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CASES: dict[str, Callable[[int], Adapters]] = {
 
 
 def measure(spec: str, rank: int, repeats: int) -> dict[str, float]:
-    """By case, the median CPU time of a step in milliseconds; cases take turns."""
+    """Return the median CPU time of a step in milliseconds by case; cases take turns."""
     pipe = load_model(spec, "cpu", "float32").pipe
     part = "unet" if hasattr(pipe, "unet") else "transformer"
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def measure(spec: str, rank: int, repeats: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(repeats):
         for name, batch in batches.items():
-            model.stepper.step(batch)  # puts the batch together
+            model.stepper.step(batch)  # assembles the batch
             start = time.process_time()
             model.stepper.step(batch)
             times[name].append((time.process_time() - start) * 1e3)

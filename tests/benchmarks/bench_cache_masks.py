@@ -1,11 +1,11 @@
-"""Step time of the patch engine when a given share of the patches is reused, against the ideal line.
+"""Step time of the patch engine when a given share of the patches is reused, compared with the ideal line.
 
     python tests/benchmarks/make_random_model.py sdxl /tmp/sdxl
     python tests/benchmarks/bench_cache_masks.py --model /tmp/sdxl --device cuda --dtype float16 \
         --resolutions 512,768,1024 --cache-patch-size 32 --output-file masks-sdxl.json
 
-Each block reuses another random share of its patches in every step, so the weights do not matter. All sides take turns,
-step by step. The ideal is the step without reuse times the share that is computed.
+Each block reuses a different random share of its patches in every step, so the weights do not matter. All sides take
+turns, step by step. The ideal is the time of a step without reuse times the computed share.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from patchedserve.tests.support.imposed_reuse import FixedShare
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What is timed: requests of a batch, shares that are reused, and how often."""
+    """Parameters of the timing: requests of a batch, reused shares, and repetitions."""
 
     batch: Combination
     shares: Sequence[float]
@@ -45,9 +45,9 @@ class Timing:
 
 
 def measure(model: ServedModel, timing: Timing) -> dict[str, Any]:
-    """The result as it is written: step times by share, with the circumstances."""
+    """Return the result in the form of the output file: step times by share, with the circumstances."""
     sizes = timing.batch.resolutions
-    # Reused as long as the rule says so, and masked however many patches are computed.
+    # The rule alone decides about reuse, and masks apply at any number of computed patches.
     options = CacheOptions(
         "patch", 0.0, None, timing.cache_patch_size, max_reuse=1_000_000, warmup_steps=1, full_above=1.0
     )

@@ -1,14 +1,14 @@
-"""On which shapes computing patch by patch is faster than leaving out whole requests: width of the model, resolution.
+"""Shapes (width of the model, resolution) at which reuse by patch is faster than reuse by whole request.
 
     python tests/benchmarks/bench_cache_shapes.py [--model emoji-xl] [--output-file results/cache-shapes-emoji-xl.json]
 
-A request that leaves out the share A of its steps takes 1 - A of the time. Patches save more computation at the same
+A request that skips the share A of its steps takes 1 - A of the time. Patches save more computation at the same
 limit on the change (figure 15 of `psctl reproduce patchedserve`), but a block that runs for a share of its patches
-takes more than that share of its time: the difference shrinks as operators grow. This prints what patches must save so
-that they are as fast as whole requests that save A, and whether they do by that figure: where they turn from slower to
+takes more than that share of its time; the difference shrinks as operators grow. The script prints the saving at which
+patches are as fast as whole requests that save A, and whether they reach it by that figure: this is where they become
 faster.
 
-The weights are random, which takes the same time. Sides take turns, step by step.
+The weights are random, which does not change the times. Sides take turns, step by step.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _BATCH = {128: 8, 256: 2, 512: 1}
 
 
 def widened(name: str, width: int) -> Any:
-    """The pipeline of a bundled model whose denoising model is so many times as wide, with random weights."""
+    """Return the pipeline of a bundled model with a denoising model `width` times as wide and random weights."""
     pipe = load_model(name).pipe
     old = denoiser_of(pipe)
     config = dict(old.config)
@@ -52,7 +52,9 @@ def widened(name: str, width: int) -> Any:
 
 
 def as_fast_at(rows: list[dict[str, Any]], saved: float) -> float | None:
-    """Share that patches must save to take the time of whole requests that save `saved`; None: other than measured."""
+    """Return the saving at which patches take as long as whole requests that save `saved`; None if outside the range
+    that was measured.
+    """
     full_ms = rows[0]["step_ms"]
     points = [(share, row["step_ms"] / full_ms) for share, row in zip(_SHARES, rows[1:], strict=True)]
     for (low, low_time), (high, high_time) in pairwise(points):
@@ -71,7 +73,7 @@ def main() -> None:
     given = parser.parse_args()
     figure = json.loads((_RESULTS / "reproduce" / given.model / "figure-15.json").read_text())["ours"]
     by_size = figure["by_resolution"].values()
-    # Of the largest size, where patches save most beyond whole images.
+    # Savings at the largest size, where the advantage of patches over whole images is largest.
     whole, patches = ([found[side]["saved_computation"] for found in by_size][-1] for side in ("image", "patch"))
     print(
         f"{given.model}: whole requests save {whole:.0%}, patches {patches:.0%} at the same limit (figure 15, 256 px)"

@@ -1,10 +1,10 @@
-"""A cascade in processes beside the simulator: the same traces on both, and the images beside those of the bank.
+"""A cascade in processes compared with the simulator on the same traces, and its images with those of the bank.
 
     python tests/benchmarks/bench_cascade_simulated.py [--cascade LIGHT,HEAVY] [--workspace DIR] [--workers 2]
         [--system diffserve] [--loads 0.25,0.5,0.8] [--num-seeds 3] [--num-prompts 60] [--output-file FILE]
 
-Needs what `psctl train-predictor discriminator` and `psctl profile cascade` leave in the workspace. A load of 1 is the
-most light images a second that all workers draw. Nothing else may run on the machine.
+Needs the files of `psctl train-predictor discriminator` and `psctl profile cascade` in the workspace. A load of 1 is
+the largest number of light images per second that all workers draw. Nothing else may run on the machine.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from patchedserve.serving.runs.machine import cpu_name
 
 
 def run(command: str, *options: str) -> dict[str, Any]:
-    """The JSON of a psctl command."""
+    """Run a psctl command and return its JSON."""
     words = [str(Path(sys.executable).with_name("psctl")), command, *options, "--json", "--quiet"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -40,7 +40,7 @@ def run(command: str, *options: str) -> dict[str, Any]:
 
 
 def figures(summary: dict[str, Any]) -> dict[str, float]:
-    """What is compared."""
+    """Return the figures that are compared."""
     rows = read_rows(Path(summary["run_dir"]) / "records.parquet", RECORDS)
     latencies_s = [row["latency_s"] for row in rows if row["status"] == "completed"]
     return {
@@ -52,7 +52,7 @@ def figures(summary: dict[str, Any]) -> dict[str, float]:
 
 
 def worst_image(summary: dict[str, Any], bank: Bank) -> tuple[int, int]:
-    """Images that were compared with those of the bank, and the largest difference in levels of 255."""
+    """Return the number of images compared with those of the bank, and the largest difference in levels of 255."""
     places = {(entry.prompt, entry.resolution, entry.seed): place for place, entry in enumerate(bank.entries)}
     folders = {leg: Path(bank.about[f"{leg}_images"]) for leg in ("light", "heavy")}
     files = {leg: [item.file for item in read_manifest(folder).items] for leg, folder in folders.items()}

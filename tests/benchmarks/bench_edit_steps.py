@@ -1,10 +1,10 @@
-"""Steps of edits that read a template's record, beside the same edits computed whole, by turns.
+"""Steps of edits that read a template's record, compared with the same edits computed whole, by turns.
 
     python tests/benchmarks/bench_edit_steps.py [--model emoji-xl] [--side 256] [--batch 8] [--device auto]
         [--dtype auto] [--shares 0.1,0.3] [--templates 1] [--cuda-graphs] [--memory-mb 16000] [--output-file edit.json]
 
-The masks are boxes that cover more and more of the image. With `--templates 4` the edits are of four pictures, by
-turns; with `--cuda-graphs` both sides play back recorded passes. Nothing else may run.
+The masks are boxes of increasing size. With `--templates 4` the edits alternate between four pictures; with
+`--cuda-graphs` both sides replay recorded passes. Nothing else may run.
 """
 
 import argparse
@@ -43,8 +43,8 @@ _DISK_MB = 100_000.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Medians of one mask: a step with and without the record, and of their ratios by turns; and for how much of a step
-    kernels ran, on a GPU.
+    """Medians for one mask: times of a step with and without the record, their ratios by turn, and on a GPU the time
+    of a step in which kernels ran.
     """
 
     active_share: float
@@ -57,13 +57,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class EditBench:
-    """What is measured.
+    """Parameters of a measurement.
 
     Attributes:
-        side: of the pictures, in pixels.
-        batch: edits at once.
-        shares: of a picture that masks cover, about.
-        num_templates: pictures that the edits are of, by turns.
+        side: side of the pictures in pixels.
+        batch: number of edits in a batch.
+        shares: approximate shares of a picture that masks cover.
+        num_templates: number of pictures between which the edits alternate.
         repeats: batches of each mask.
     """
 
@@ -75,7 +75,7 @@ class EditBench:
 
 
 def edits_of(model: ServedModel, bench: EditBench, cells: int) -> list[Request]:
-    """Edits whose mask is a square of so many cells on a side."""
+    """Return edits whose mask is a square of `cells` x `cells` cells."""
     side = bench.side
     geometry, size = model.family.geometry, Resolution(side, side)
     mask = np.zeros((side, side), bool)
@@ -93,10 +93,10 @@ def edit_points(model: ServedModel, bench: EditBench, folder: Path, memory_mb: f
     """Yield a point for each mask, from small to large.
 
     Args:
-        model: on the patch engine, with graphs if they are to be used.
-        bench: what is measured.
-        folder: gets the records, and what tuning measures, where it does not have them.
-        memory_mb: a larger record is read from its files.
+        model: model on the patch engine, with graphs if the passes are to be recorded.
+        bench: parameters of the measurement.
+        folder: folder for records and tuning results; existing ones are used.
+        memory_mb: limit on the records in memory; a larger record is read from its files.
     """
     model.reuse.masked_up_to = 1.0
     model.reuse.store = TemplateStore(folder / "templates", TemplateTiers(memory_mb=memory_mb, disk_mb=_DISK_MB))
@@ -111,8 +111,8 @@ def edit_points(model: ServedModel, bench: EditBench, folder: Path, memory_mb: f
 
 
 def measured(model: ServedModel, requests: list[Request], repeats: int) -> Point:
-    """Steps with and without the record, by turns."""
-    # The first pass of a batch works out what it keeps, and with graphs the second one is recorded.
+    """Measure steps with and without the record, by turns."""
+    # The first pass of a batch computes the tensors that it keeps; with graphs, the second pass is recorded.
     warm_up = 1 if patched_stepper(model).model.captured is None else 2
     masked_s, whole_s = [], []
     kernels_s: list[float | None] = []
@@ -134,7 +134,7 @@ def measured(model: ServedModel, requests: list[Request], repeats: int) -> Point
                 masked_s.append(pair[0])
                 whole_s.append(pair[1])
         if not kernels_s:
-            # Of the last step, which is left for this.
+            # Measured on the last step, which is reserved for it.
             kernels_s = [kernel_s(partial(step, each), model.device) for each in (masked, whole)]
     ratio = median(whole / masked for masked, whole in zip(masked_s, whole_s, strict=True))
     edit = requests[0].edit

@@ -1,11 +1,11 @@
-"""How fast `psctl eval fid` turns a folder of images into features, beside the bare network, and in how much memory.
+"""Speed and memory with which `psctl eval fid` computes features of a folder, compared with the network alone.
 
     python tests/benchmarks/bench_fid.py [--images 5000] [--output-file results/fid-features.json]
 
-Images of three sizes in turn are made in a temporary folder. The bare network then takes batches that lie in memory
-already, the whole path takes the folder (read for its checksum, decoded, gathered by size, through the network, kept on
-disk), and the network again: what drifts in between shows in its two figures. Last the same folder from the cache.
-Memory is that of the process at a quarter, half and the end of the path. Nothing else may run on the machine meanwhile.
+Images of three alternating sizes are written to a temporary folder. The network alone runs on batches in memory, then
+the whole path runs on the folder (checksum, decoding, grouping by size, network, writing features), then the network
+alone again: its two figures show any drift. Finally the same folder is read from the cache. Memory is that of the
+process at a quarter, half and the end of the path. Nothing else may run on the machine.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from patchedserve.serving.runs.machine import cpu_name
 
 SIDES_PX = (128, 192, 256)
 BARE_IMAGES = 128
-"""Of each of the two measurements of the bare network."""
+"""Images in each of the two measurements of the network alone."""
 
 
 def make_images(folder: Path, count: int) -> None:
-    """Smooth random pictures, about as quick to decode as drawn ones."""
+    """Write smooth random pictures, which decode about as fast as generated ones."""
     rng = np.random.default_rng(0)
     for i in range(count):
         side = SIDES_PX[i % len(SIDES_PX)]
@@ -42,13 +42,13 @@ def make_images(folder: Path, count: int) -> None:
 
 
 def memory_mb(name: str) -> float:
-    """`VmRSS` (now) or `VmHWM` (the peak) of this process; Linux only."""
+    """Return `VmRSS` (now) or `VmHWM` (the peak) of this process in MB; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
 
 
 def bare_rate(network: torch.nn.Module, num_images: int) -> float:
-    """Images per second of the network on batches of one size after the other that lie in memory."""
+    """Return the network's images per second on batches in memory, each of one size."""
     generator = torch.Generator().manual_seed(0)
     sizes = [SIDES_PX[i % len(SIDES_PX)] for i in range(-(-num_images // BATCH_SIZE))]
     counts = [min(BATCH_SIZE, num_images - i * BATCH_SIZE) for i in range(len(sizes))]

@@ -1,9 +1,9 @@
-"""Times the cache predictor's decision over the patches of mixed batches: forests of several sizes, one thread.
+"""Times of the cache predictor's decision over the patches of mixed batches: forests of several sizes, one thread.
 
     python tests/benchmarks/bench_forest.py [--runs 2000] [--patches 512]
 
-The table goes to stdout as Markdown, in microseconds; the goal is 200 for 512 patches on a CPU. Every run decides over
-other rows, as in serving: with the same rows again and again the processor learns the branches of the searches.
+Prints a Markdown table in microseconds; the goal is 200 for 512 patches on a CPU. Every run decides over different
+rows, as in serving: with the same rows the processor would learn the branches of the searches.
 """
 
 import argparse
@@ -23,7 +23,7 @@ NUM_BLOCKS, NUM_BATCHES = 9, 32
 
 
 def batch(num_patches: int, generator: np.random.Generator) -> tuple[torch.Tensor, ...]:
-    """Arguments of `features_of` for one call: requests of mixed sizes and steps, each with its patches together."""
+    """Return the arguments of one call of `features_of`: requests of mixed sizes and steps, with all their patches."""
     patches, sides, steps = [], [], []
     while sum(patches) < num_patches:
         side = int(generator.choice([128, 192, 256]))

@@ -1,16 +1,16 @@
-"""What HTTP costs, and what bad company does: the server against the engine of this process, by turns.
+"""Costs of HTTP and of misbehaving clients: the server compared with the engine in this process, by turns.
 
     python tests/benchmarks/bench_http.py [--model emoji-xl] [--rounds 6] [--output-file results/http-emoji-xl.json]
 
-Wanted (nothing else may run):
+Goals (nothing else may run):
 
     one client at a time, median                 at most 15 ms and 3 % over the engine
     a burst of mixed sizes                       at least 0.97 of the engine's images per second
     `/health` meanwhile, a full queue's refusal  at most 100 and 50 ms at the 99th percentile
     first of three partial images of 30 steps    after at most 0.40 of the latency
-    all of the burst streaming three of them     at least 0.90 of the images per second
-    a request that is taken back                 leaves the batch within 2 steps, 99th percentile
-    200 clients that neither send nor read       others' 95th percentile at most 1.1 times as long; all gone in 40 s
+    a burst in which all stream three of them    at least 0.90 of the images per second
+    a cancelled request                          leaves the batch within 2 steps, 99th percentile
+    200 clients that neither send nor read       others' 95th percentile at most 1.1 times as long; closed within 40 s
 """
 
 import argparse
@@ -46,11 +46,11 @@ from patchedserve.tests.support.waits import until
 
 _BURST, _STEPS, _TAKEN_BACK, _STUCK, _STUCK_ROUNDS = 48, 30, 40, 200, 4
 _SATURATION = 2 * _BURST
-"""Requests of a burst for the throughput: filling the first batch and ending the last one is a small part of it."""
+"""Requests of a burst for the throughput: enough that filling the first and draining the last batch counts little."""
 
 
 def requests_of(model: ServedModel, count: int) -> list[Request]:
-    """Mixed sizes, all at once, without SLOs."""
+    """Return requests of mixed sizes, all at once, without SLOs."""
     prompts, sizes = load_prompts(), model.defaults.resolutions
     return [
         Request(number, prompts[number], sizes[number % len(sizes)], _STEPS, model.defaults.guidance_scale, seed=number)
@@ -59,7 +59,7 @@ def requests_of(model: ServedModel, count: int) -> list[Request]:
 
 
 def in_process(model: ServedModel, requests: list[Request]) -> tuple[float, float]:
-    """Images per second, and the median latency."""
+    """Return images per second and the median latency on the engine."""
     start = time.perf_counter()
     result = replay(Engine(model, get_policy("continuous")), list(map(model.checked, requests)))
     duration_s = time.perf_counter() - start
@@ -67,7 +67,7 @@ def in_process(model: ServedModel, requests: list[Request]) -> tuple[float, floa
 
 
 def over_http(settings: LoadSettings, requests: list[Request]) -> tuple[float, list[float]]:
-    """Images per second, and the latencies."""
+    """Return images per second and all latencies on the server."""
     start = time.perf_counter()
     records = send_load(requests, settings).records
     duration_s = time.perf_counter() - start
@@ -79,16 +79,16 @@ def over_http(settings: LoadSettings, requests: list[Request]) -> tuple[float, l
 async def saturated(
     settings: LoadSettings, requests: list[Request], *, for_s: float, spread_s: float
 ) -> tuple[list[float], list[float]]:
-    """How long `/health` and refusals take while more clients ask than there are places, in seconds.
+    """Return times of `/health` and of refusals in seconds, while there are more clients than places.
 
-    The clients come within `spread_s`, and ask again as soon as they have an answer, or half a second after a refusal.
+    The clients start within `spread_s`, and repeat their request after a response, or half a second after a refusal.
     """
     health: list[float] = []
     late: list[float] = []
     num_clients = _SATURATION + 16
     base = settings.base_url.removesuffix("/v1")
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
-        # What it takes this process to connect is not how long the server takes to refuse.
+        # The time in which this process connects must not count as time of a refusal.
         await asyncio.gather(*(client.get(f"{base}/health") for _ in range(num_clients)))
         end_s = time.perf_counter() + for_s
 
@@ -114,7 +114,7 @@ async def saturated(
 
 
 def first_partial(settings: LoadSettings, request: Request) -> float:
-    """Share of the latency of a stream after which its first partial image is there."""
+    """Return the share of a stream's latency after which its first partial image arrives."""
     body = body_of(request, replace(settings, stream=True))
     start, first_s = time.perf_counter(), None
     with httpx.stream("POST", settings.url, json=body, timeout=60) as answer:
@@ -126,7 +126,7 @@ def first_partial(settings: LoadSettings, request: Request) -> float:
 
 
 def taken_back(settings: LoadSettings, request: Request, company: list[Request]) -> list[int]:
-    """How many steps requests still take after they were taken back, while others are drawn."""
+    """Return how many steps each request still runs after it was cancelled, while others are drawn."""
     stop = threading.Event()
 
     def keep_busy() -> None:
@@ -158,7 +158,7 @@ def taken_back(settings: LoadSettings, request: Request, company: list[Request])
 
 
 def stuck(settings: LoadSettings, requests: list[Request], process_id: int) -> dict[str, Any]:
-    """Latencies of others without and with clients that neither send nor read, by turns, and when these are gone."""
+    """Measure others' latencies with and without stuck clients, by turns, and the time until these are closed."""
     latencies: dict[str, list[float]] = {"alone": [], "beside": []}
     gone_s, most = [], 0
     for number in range(_STUCK_ROUNDS):
@@ -186,7 +186,7 @@ def stuck(settings: LoadSettings, requests: list[Request], process_id: int) -> d
 
 
 def stuck_clients(settings: LoadSettings) -> list[socket.socket]:
-    """A third each say nothing, half a head, half a body; and some ask for more than they are ever going to read."""
+    """Open stuck clients: a third each send nothing, half a head, half a body; some never read all they request."""
     host, port = settings.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     head = f"POST /v1/images/generations HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     sockets = []
@@ -203,7 +203,7 @@ def stuck_clients(settings: LoadSettings) -> list[socket.socket]:
 
 
 def measure(model_name: str, rounds: int) -> dict[str, Any]:
-    """All of it."""
+    """Run all measurements and return the result."""
     with tempfile.TemporaryDirectory() as folder:
         model = load_model(model_name, workspace=Workspace(folder))
         model.tune(model.defaults.resolutions, Workspace(folder).for_model(model_name, "cpu").tables)

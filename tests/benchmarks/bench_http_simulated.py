@@ -1,13 +1,13 @@
-"""Load over HTTP beside the simulator: requests in time below saturation, and a burst on two replicas.
+"""Load over HTTP compared with the simulator: requests in time below saturation, and a burst on two replicas.
 
     python tests/benchmarks/bench_http_simulated.py attainment [--rates 1,2,3,4,5] [--num-prompts 100]
     python tests/benchmarks/bench_http_simulated.py replicas [--num-prompts 200]
 
-Both take `--model` and `--output-file`. What the simulator knows of the engine is measured first, with as many cores as
-an engine has, in one process and without HTTP (`psctl bench slo --on both`): steps, stages, and how these slow each
-other down. For two replicas that is done in two processes at once: cores of a CPU share caches, memory and sometimes
-more, which GPUs do not. Who took the cores during the burst is in its raw result (Linux only). Wanted: the share of the
-requests in time within 5 points; a burst as long as on the simulator's two GPUs. Nothing else may run.
+Both accept `--model` and `--output-file`. The simulator's inputs are measured first, with as many cores as an engine
+has, in one process and without HTTP (`psctl bench slo --on both`): steps, stages, and how these slow each other down.
+For two replicas, two processes measure at once: cores of a CPU share caches, memory and sometimes more, which GPUs do
+not. The raw result of the burst includes the processor time by process (Linux only). Goals: the share of requests in
+time within 5 points; a burst as long as on the simulator's two GPUs. Nothing else may run.
 """
 
 import argparse
@@ -41,12 +41,12 @@ _SLO_SCALE = 5.0
 _ATTAINMENT_STEPS, _REPLICA_STEPS = 30, 10
 _REPLICA_RATE = 0.5
 _CALIBRATED = 30
-"""Requests that the engine serves before, for the simulator to know it."""
+"""Requests that the engine serves first to calibrate the simulator."""
 
 
 def calibrate(model: str, folders: Sequence[Path], cores: int | None, rate: float) -> None:
-    """Measure the engine on so many cores at a rate, and keep in workspaces what the simulator needs to know: as often
-    as there are workspaces, at the same time.
+    """Measure the engine on `cores` cores at a rate, once for each workspace and all at the same time, and keep the
+    simulator's inputs in the workspaces.
     """
     env = dict(os.environ) if cores is None else {**os.environ, "OMP_NUM_THREADS": str(cores)}
     command = [_PSCTL, "bench", "slo", "--on", "both", "--systems", _SYSTEM, "--rates", str(rate)]
@@ -58,16 +58,16 @@ def calibrate(model: str, folders: Sequence[Path], cores: int | None, rate: floa
 
 
 def simulated(requests: Sequence[Request], model: str, folder: Path, num_gpus: int) -> dict[str, Any]:
-    """The summary of `psctl simulate` of the same requests."""
+    """Return the summary of `psctl simulate` for the same requests."""
     save_trace(folder / "trace.jsonl", requests)
     command = [_PSCTL, "simulate", "--trace", str(folder / "trace.jsonl"), "--gpus", str(num_gpus), "--json"]
-    # The simulator has no cache, unless it is given what one reuses.
+    # The simulator has no cache unless a calibration with one is given.
     command += ["--system", _SYSTEM, "--workspace", str(folder), "--model", model]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def summary_of(result: LoadResult) -> dict[str, float]:
-    """Of the real side, what the simulator tells as well."""
+    """Return the figures of the real side that the simulator's summary has, too."""
     latencies = [record.latency_s for record in result.records if record.latency_s is not None]
     met = mean(record.slo_met is True for record in result.records)
     return {
@@ -79,7 +79,7 @@ def summary_of(result: LoadResult) -> dict[str, float]:
 
 
 def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Path) -> dict[str, Any]:
-    """Requests in time by rate, of both."""
+    """Compare the requests in time by rate."""
     calibrate(model, [folder], None, mean(rates))
     defaults = model_defaults(model)
     points = []
@@ -109,7 +109,7 @@ def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Pat
 
 
 def cpu_s() -> dict[int, tuple[str, float]]:
-    """Who each process is, and the processor time it has had, by its number: from /proc."""
+    """Return the role and the processor time of each process by its id, from /proc."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -121,7 +121,7 @@ def cpu_s() -> dict[int, tuple[str, float]]:
 
 
 def replicas(model: str, num_prompts: int, folder: Path) -> dict[str, Any]:
-    """A burst on two replicas of one core each, and on two simulated GPUs."""
+    """Compare a burst on two replicas of one core each with two simulated GPUs."""
     folders = [folder / "first", folder / "second"]
     calibrate(model, folders, 1, _REPLICA_RATE)
     trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=_REPLICA_STEPS, request_rate=float("inf"))

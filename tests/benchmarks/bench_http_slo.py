@@ -1,13 +1,13 @@
-"""Requests in time over HTTP: servers by turns, with the same requests.
+"""Requests in time over HTTP: servers take turns with the same requests.
 
     python tests/benchmarks/bench_http_slo.py [systems] [--model emoji-xl] [--rates 1,2,3,4,5,6] [--output-file FILE]
     python tests/benchmarks/bench_http_slo.py ranks --resolutions 256,512 --num-inference-steps 10 --rates 0.25,0.5,1
 
-`systems`: ours with two systems, and the server that one would write first (diffusers' pipeline, one request at a
-time). Wanted: `patchedserve` holds 95 % in time at 1.5 times the rate of `bucketed`, and at 3 times that of the plain
-server. `ranks`: two ranks of half of the machine's threads each, which draw every image in strips; two replicas; and
-ranks that draw what they like in strips. Wanted: the last holds the rate of both others. The SLO is 5 times the latency
-alone, which the plain server has over HTTP. Poisson arrivals, open loop. Nothing else may run.
+`systems`: our server with two systems, and a minimal server (diffusers' pipeline, one request at a time). Goal:
+`patchedserve` holds 95 % in time at 1.5 times the rate of `bucketed`, and at 3 times that of the minimal server.
+`ranks`: two ranks of half of the machine's threads each that draw every image in strips; two replicas; and ranks that
+choose the images that they draw in strips. Goal: the last holds the rate of both others. The SLO is 5 times the latency
+of a request alone on the minimal server over HTTP. Poisson arrivals, open loop. Nothing else may run.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _SERVERS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def plain_server(model: str, dtype: str) -> tuple[subprocess.Popen[str], str]:
-    """Start it; returns its process and address."""
+    """Start the minimal server; return its process and address."""
     script = Path(__file__).with_name("plain_server.py")
     command = [sys.executable, str(script), str(resolve_model(model)), "--port", "0", "--dtype", dtype]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -58,7 +58,7 @@ def plain_server(model: str, dtype: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def means(points: Sequence[Mapping[str, Any]]) -> dict[float, float]:
-    """Attainment by rate, over seeds."""
+    """Return the mean attainment over seeds by rate."""
     found: dict[float, list[float]] = {}
     for point in points:
         found.setdefault(point["rate"], []).append(point["attainment"])
@@ -66,12 +66,12 @@ def means(points: Sequence[Mapping[str, Any]]) -> dict[float, float]:
 
 
 def is_lost(points: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether less than half was in time at the last rate: higher ones tell nothing then."""
+    """Return whether less than half was in time at the last rate, so that higher rates add no information."""
     return bool(points) and list(means(points).values())[-1] < _LOST
 
 
 def measure(what: str, model: str, trace: TraceSettings, rates: list[float], num_seeds: int) -> dict[str, Any]:
-    """All of it."""
+    """Run all measurements and return the result."""
     servers, defaults = _SERVERS[what], model_defaults(model)
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
     options = ["--slo-scale", str(_SLO_SCALE), "--max-queue", "500", "--max-queue-time", "600", "--dtype", "auto"]

@@ -1,8 +1,8 @@
-"""Times the construction of the patch layout: 16 requests in each of some mixes, median of many runs.
+"""Times of building the patch layout: 16 requests in each of several mixes, median of many runs.
 
     python tests/benchmarks/bench_layout.py [--runs 2000]
 
-The table goes to stdout as Markdown, in microseconds; the goal is 1000 for 16 requests of 32x32 latents with patch 8.
+Prints a Markdown table in microseconds; the goal is 1000 for 16 requests of 32x32 latents with patch size 8.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Memory of an engine that has served very many requests: it must not grow with them.
+"""Memory of an engine after many requests, with whose number it must not grow.
 
     python tests/benchmarks/bench_records.py [--cache] [--requests 50000] [--output-file results/records-off.json]
 
 A random Stable Diffusion of the smallest size serves requests of six resolutions, one or two steps (up to four with the
-cache), with and without guidance, at most 48 open at a time, so that batches, packings and masks differ all the time;
-some requests are discarded, some fail. Records go to a file of JSON lines. The resident memory is noted as they end.
-Wanted: the second half of 50,000 requests adds at most 20 MB. Linux only. Times mean nothing: other things may run.
+cache), with and without guidance, at most 48 open at a time, so that batches, packings and masks change constantly;
+some requests are discarded, some fail. Records are written to a file of JSON lines. The resident memory is noted as
+requests end. Goal: the second half of 50,000 requests adds at most 20 MB. Linux only. Times do not matter: other
+processes may run.
 """
 
 import argparse
@@ -30,13 +31,13 @@ _NOTES = 20
 
 
 def resident_mb() -> float:
-    """Memory of this process that is in use now, in MB."""
+    """Return the resident memory of this process in MB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) * 1024 / 1e6
 
 
 def measure(num_requests: int, *, with_cache: bool) -> dict[str, Any]:
-    """The result as it is written: resident memory in MB by number of ended requests."""
+    """Return the result in the form of the output file: resident memory in MB by number of ended requests."""
     noted_mb: dict[int, float] = {}
     ended: Counter[str] = Counter()
 

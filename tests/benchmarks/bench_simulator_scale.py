@@ -1,17 +1,17 @@
-"""Scale and overload: 100,000 simulated requests on one core, and 5 times more than can be served, for minutes.
+"""Scale and overload: 100,000 simulated requests on one core, and minutes at 5 times capacity.
 
     python tests/benchmarks/bench_simulator_scale.py [--model emoji-xl] [--real] [--profile]
 
-Three parts, each with what issue 5 asks for:
+Three parts:
 
-* `scale`: 100,000 requests under `slack`, near capacity and at twice of it; seconds on one core, wanted below 60.
+* `scale`: 100,000 requests under `slack`, near capacity and at twice capacity; seconds on one core (goal: below 60).
 * `overload`: 5 times capacity for 10 simulated minutes under `slack`; resident memory at the start, the middle and the
   end, the longest latency of an admitted request against the longest SLO, discards by reason, waiting requests.
 * `--real`: 5 times capacity for a minute on the engine (the model of --model, with its workspace's predictor).
 
-Capacity is what a full batch of an equal mix finishes per second. The simulator's step latencies are those of --latency
-(a table of psctl profile latency, or a fitted predictor). Results: Markdown on stdout, and all figures in
-tests/benchmarks/results/simulator-scale-MODEL.json, or in --output-file.
+Capacity is the number of requests per second that full batches of an equal mix finish. The simulator's step latencies
+are those of --latency (a table of psctl profile latency, or a fitted predictor). Results: Markdown on stdout, and all
+figures in tests/benchmarks/results/simulator-scale-MODEL.json or --output-file.
 """
 
 import argparse
@@ -42,17 +42,17 @@ RESULTS = Path(__file__).with_name("results")
 BATCH_SIZE = 16
 OVERLOAD = 5
 PREPARE_S, POSTPROCESS_S = 0.005, 0.02
-"""Seconds of the stages beside the steps in the simulator."""
+"""Seconds of preparing and postprocessing in the simulator."""
 
 
 def resident_mb() -> float:
-    """Memory of this process that is in use now, in MB (Linux)."""
+    """Return the resident memory of this process in MB (Linux)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 1e6
 
 
 class Memory:
-    """Notes the resident memory whenever a share of the requests has ended."""
+    """Recorder of the resident memory, each time another share of the requests has ended."""
 
     def __init__(self, total: int, shares: Sequence[float] = (0.05, 0.25, 0.5, 0.75, 1.0)) -> None:
         self.start_mb = resident_mb()
@@ -67,7 +67,7 @@ class Memory:
 
 
 def capacity(latency: StepLatencyPredictor, sizes: Sequence[Resolution], num_steps: int) -> float:
-    """Requests per second of a full batch of an equal mix."""
+    """Return the requests per second of a full batch of an equal mix."""
     batch = [sizes[index % len(sizes)] for index in range(BATCH_SIZE)]
     return BATCH_SIZE / (num_steps * latency.step_latency_s(batch))
 
@@ -80,7 +80,7 @@ def trace_of(
 
 
 def outcome_of(records: Sequence[RequestRecord], memory: Memory) -> dict[str, Any]:
-    """What an overloaded run did to memory and to its requests."""
+    """Return the effects of an overloaded run on its requests and on memory."""
     latencies = [record.latency_s for record in records if record.latency_s is not None]
     slos = [record.slo_s for record in records if record.slo_s is not None]
     return {
@@ -95,7 +95,7 @@ def outcome_of(records: Sequence[RequestRecord], memory: Memory) -> dict[str, An
 
 
 class Simulated:
-    """Serves random traces under `slack` on the virtual clock."""
+    """Server of random traces under `slack` on the virtual clock."""
 
     def __init__(self, latency: StepLatencyPredictor, sizes: Sequence[Resolution], num_steps: int) -> None:
         self.latency, self.sizes, self.num_steps = latency, sizes, num_steps
@@ -154,7 +154,7 @@ def run_overload(simulated: Simulated, minutes: float) -> dict[str, Any]:
 
 
 def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: int) -> dict[str, Any]:
-    """Overload on the engine: the same policy, real latencies, real memory."""
+    """Measure overload on the engine: the same policy, real latencies, real memory."""
     from patchedserve.serving.engine.engine import Engine
     from patchedserve.serving.engine.replay import replay
     from patchedserve.serving.models.loading import load_model
@@ -194,7 +194,7 @@ def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: in
             "predictor_scale": correction.scale,
         }
 
-    # Buffers of full batches are there before memory is looked at.
+    # The buffers of full batches exist before memory is measured.
     serve({"request_rate": rate, "num_prompts": 2 * BATCH_SIZE})
     return serve({"request_rate": rate, "duration_s": 60 * options.real_minutes, "num_prompts": None})
 
@@ -212,7 +212,7 @@ def print_overload(title: str, found: dict[str, Any]) -> None:
 
 
 def table_of(options: argparse.Namespace) -> Path:
-    """The table of step latencies: the one that was given, else the workspace's newest, else a small one made now."""
+    """Return the table of step latencies: the given one, else the workspace's newest, else a small one measured now."""
     if options.latency is not None:
         return options.latency
     from patchedserve.profiling.measure.latency import LatencySettings, profile_latency

@@ -1,7 +1,7 @@
-"""Where texts are encoded and images decoded on a CPU: `psctl serve` with `--stages threads` and `inline`, by turns.
+"""Text encoding and image decoding on a CPU: `psctl serve` with `--stages threads` and `inline`, by turns.
 
-One trace, served with each again and again; a line is a run, and the last two are the medians of each way. With
-`--cores N` each process may use so many.
+Serves one trace repeatedly in both ways and prints a line for each run; the last two lines are the medians of each
+way. `--cores N` limits the cores of each process.
 """
 
 import argparse
@@ -18,7 +18,7 @@ FIGURES = ("throughput_qps", "latency_mean", "slo_attainment_rate", "step_latenc
 
 
 def served(way: str, options: argparse.Namespace, workspace: Path) -> dict[str, float]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     command = [
         *(str(Path(sys.executable).with_name("psctl")), "serve", "--model", options.model, "--system", options.system),
         *("--request-rate", str(options.rate), "--num-prompts", str(options.requests), "--seed", "0"),
@@ -32,7 +32,7 @@ def served(way: str, options: argparse.Namespace, workspace: Path) -> dict[str, 
 
 
 def main() -> None:
-    """Serve by turns, and print a row for each run."""
+    """Serve by turns and print a row for each run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="emoji-xl")
     parser.add_argument("--system", default="patched-fcfs")

@@ -1,10 +1,11 @@
-"""What decides which steps are computed, at equal savings: images of many requests, the easy and the hard ones apart.
+"""Rules that decide which steps are computed, compared at equal savings over many requests, easy and hard ones apart.
 
-Every rival draws the same requests, whose captions and seeds none was made from, and each is drawn with several
-settings, so that a line through its points says what its images are at any saving: schedules of a rising number of
-steps, searched as `psctl train-predictor schedule` does; forests, the one in the box and those of block profiles
-(`--forests`), with several confidences; accumulated changes; and a schedule to which a forest may only add steps. All
-forecast alike. Requests are hard or easy by what a rival outside all of these makes of them: every fifth step.
+Every rival draws the same requests, whose captions and seeds were used to make none of the rivals. Each runs with
+several settings, so that a line through its points gives the quality of its images at any saving: schedules of an
+increasing number of steps, searched as `psctl train-predictor schedule` does; forests, the bundled one and those of
+block profiles (`--forests`), with several confidences; accumulated changes; and a schedule to which a forest may only
+add steps. All forecast in the same way. Requests count as hard or easy by the images of a rule outside this
+comparison: every fifth step.
 
     python tests/benchmarks/cache_rivals.py --model emoji-xl --forests forecast=blocks.parquet --output-file xl.json
     python tests/benchmarks/cache_rivals.py --summary xl.json
@@ -37,14 +38,14 @@ from patchedserve.training.cache.samples import load_samples
 from patchedserve.training.cache.schedule import CacheSchedule, StepPlan
 
 _FIRST = 1 << 20
-"""Number of the first caption and seed: the search of schedules uses those from 0 on."""
+"""Number of the first caption and seed; the search for schedules uses those from 0 on."""
 _FITTING = 48
 _BATCH = 12
 _EQUAL_SAVED = (0.6, 0.65, 0.7, 0.75, 0.8)
 
 
 class Vetoed(Predicted):
-    """Computes the steps of a plan, and those where the forest does not let a request reuse."""
+    """Rule that computes the steps of a plan, and those in which the forest does not allow a request to reuse."""
 
     def __init__(self, predictor: CachePredictor, plan: StepPlan) -> None:
         super().__init__(predictor)
@@ -57,7 +58,7 @@ class Vetoed(Predicted):
 def settings_of(
     options: argparse.Namespace, model: ServedModel, plans: Mapping[int, StepPlan], folder: Path
 ) -> Iterator[tuple[str, CacheSetting]]:
-    """Each setting with the name of its rival."""
+    """Yield each setting with the name of its rival."""
     facts = CacheSchedule.load(resolve_model(options.model) / "cache-schedule.json").facts
     for count in options.computed:
         file = folder / f"computed-{count}.json"
@@ -98,7 +99,7 @@ def settings_of(
 
 
 def main() -> None:
-    """Draw, or sum up."""
+    """Draw, or print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="emoji-xl")
     parser.add_argument("--steps", type=int, default=30)
@@ -124,7 +125,7 @@ def main() -> None:
     sizes = sorted({request.resolution for request in requests})
 
     def drawn(setting: CacheSetting) -> tuple[list[Image], np.ndarray]:
-        """The images, and by request the share of steps that were not computed."""
+        """Return the images, and for each request the share of steps that were not computed."""
         side, shares = make_side(model, setting, workspace, sizes), list[float]()
         for first in range(0, len(requests), _BATCH):
             batch = requests[first : first + _BATCH]
@@ -160,7 +161,7 @@ def main() -> None:
 
 
 def summary(result: Mapping[str, Any]) -> Iterator[str]:
-    """All points; then SSIM of each rival at equal savings, of all, the easy and the hard requests."""
+    """Yield lines: all points, then SSIM of each rival at equal savings for all, easy and hard requests."""
     is_hard = np.array(result["is_hard"])
     yield f"{result['model']}, {result['steps']} steps, {len(is_hard)} requests"
     yield f"{'':52} saved (5 % to 95 %)     SSIM   worst   easy   hard"
@@ -184,7 +185,7 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def at(points: Sequence[tuple[float, float]], saved: float) -> str:
-    """On the line through the points that none beats in both; a dash outside of them."""
+    """Return the value at a saving on the line through the Pareto-optimal points; a dash outside their range."""
     front = sorted(point for point in points if not any(s >= point[0] and q > point[1] for s, q in points))
     known = [each[0] for each in front]
     if not known[0] - 1e-6 <= saved <= known[-1] + 1e-6:

@@ -1,13 +1,14 @@
-"""How soon does f(t) of a cascade follow prompts that change? (DiffServe section 3.3)
+"""Speed at which f(t) of a cascade follows changing prompts (DiffServe section 3.3).
 
     python tests/benchmarks/cascade_mix.py --bank DIR [--draws 500] [--output-file mix.json]
 
-A controller that has begun with the confidences of a bank by `psctl profile cascade` scores 500 light images of
-one object, then ones of two objects, and after some of these its f(t) is compared with the share of all images of two
-objects in the bank, at all thresholds of its grid. Images come in random order and may come again, as requests do.
+A controller that starts with the confidences of a bank by `psctl profile cascade` scores 500 light images of one
+object, then images of two objects. After several numbers of these, its f(t) is compared with the share among all
+images of two objects in the bank, at all thresholds of its grid. Images come in random order and may repeat, as
+requests do.
 
-The bar is 0.05 after 500 requests. What a window of 500 can do is known beforehand: the largest difference of a sample
-from what it is drawn of has Kolmogorov's distribution, which the table has as `kolmogorov`.
+The bar is 0.05 after 500 requests. The limit of a window of 500 is known: the largest difference between a sample and
+its population has Kolmogorov's distribution, which is the column `kolmogorov` of the table.
 """
 
 import argparse
@@ -24,16 +25,16 @@ from patchedserve.serving.cascade.deferral import GRID, WINDOW, OnlineDeferral
 
 BAR = 0.05
 SEEN = (0, 100, 250, 500, 1000)
-"""After how many images of two objects the curves are compared."""
+"""Numbers of images of two objects after which the curves are compared."""
 
 
 def has_two_objects(caption: str) -> bool:
-    """By the phrasings of the bundled captions."""
+    """Return whether a prompt names two objects, by the phrasings of the bundled captions."""
     return " and " in caption or "two " in caption
 
 
 def differences(bank: Bank, num_draws: int) -> np.ndarray:
-    """Of f(t) from the truth, by draw, number of images seen, and threshold."""
+    """Return the differences of f(t) from the truth, by draw, number of images seen, and threshold."""
     by_kind: tuple[list[float], list[float]] = ([], [])
     for entry in bank.entries:
         by_kind[has_two_objects(entry.prompt)].append(entry.confidence)
@@ -56,7 +57,7 @@ def differences(bank: Bank, num_draws: int) -> np.ndarray:
 
 
 def rows_of(found: np.ndarray) -> list[dict[str, Any]]:
-    """What the differences are after each number of images."""
+    """Return the statistics of the differences after each number of images."""
     return [
         {
             "seen": count,

@@ -1,13 +1,13 @@
-"""Does the heavy model of a cascade gain by starting from the light image? (DiffServe section 5, "reuse")
+"""Gain of a cascade's heavy model by starting from the light image (DiffServe section 5, "reuse").
 
     python tests/benchmarks/cascade_reuse.py --bank DIR [--strengths 0.4,0.5,0.6,0.7,0.8] [--num-prompts N]
         [--output-file reuse.json] [--sheet reuse.png]
 
-For the prompts of a bank by `psctl profile cascade`, the heavy model draws again, each time from the light image as an
-edit of all of it: noised to a strength s, with that share of the steps. FID against the real images of the bank is
-compared with that of heavy images drawn from noise, with intervals over prompts: of all prompts, and of the mixture
-that is served where a share of the light images, those of the lowest confidence, is deferred. Images are kept in the
-folder of the bank, so that a run goes on where it stopped.
+For the prompts of a bank by `psctl profile cascade`, the heavy model draws again, each time as an edit of the whole
+light image: with noise of a strength s and that share of the steps. FID to the real images of the bank is compared
+with that of heavy images drawn from noise, with intervals over prompts: for all prompts, and for the mixture that is
+served if a share of the light images, those of the lowest confidence, is deferred. Images are kept in the folder of
+the bank, so that a run continues where it stopped.
 """
 
 import argparse
@@ -40,18 +40,18 @@ from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.runs.machine import cpu_name
 
 SHARES = (0.2, 0.4, 0.6, 1.0)
-"""Of light images that are deferred."""
+"""Shares of light images that are deferred."""
 _SHOWN = 8
 
 
 def draw(
     model: ServedModel, bank: Bank, light: MappedImages, settings: Mapping[str, Any], strength: float, folder: Path
 ) -> MappedImages:
-    """The bank's prompts once more, each from its light image; what the folder has is not drawn again."""
+    """Draw the bank's prompts again, each from its light image; images that the folder has are not drawn again."""
     folder.mkdir(exist_ok=True)
     files = {image_id: f"{place:06}.png" for place, image_id in enumerate(light.ids)}
     missing = [place for place, image_id in enumerate(light.ids) if not (folder / files[image_id]).exists()]
-    # Images of one size after another, as batches of one size are the fastest.
+    # Images are sorted by size because batches of one size are the fastest.
     missing.sort(key=lambda place: bank.entries[place].resolution)
     requests = {
         folder / files[light.ids[place]]: Request(
@@ -78,7 +78,7 @@ def draw(
 def rows_of(
     bank: Bank, features: Mapping[str, torch.Tensor], again: torch.Tensor, strength: float, num_steps: int
 ) -> list[dict[str, Any]]:
-    """What a strength does to the FID of what is served, by share of deferred images."""
+    """Return the effect of a strength on the FID of the served images, by share of deferred images."""
     ranks = np.argsort(np.argsort(np.nan_to_num(bank.confidences, nan=-1.0), kind="stable"))
     rows = []
     for share in SHARES:
@@ -103,7 +103,7 @@ def rows_of(
 
 
 def sheet(columns: Mapping[str, MappedImages], path: Path) -> None:
-    """A row for each of some prompts, a column for each kind of image under its name."""
+    """Save a sheet with a row for each of the first prompts and a named column for each kind of image."""
     side, head = 128, 20
     page = Image.new("RGB", (side * len(columns), head + side * _SHOWN), "white")
     for column, (name, source) in enumerate(columns.items()):

@@ -1,9 +1,9 @@
-"""Random cascades on the virtual clock: does every request end once, deferred if and only if its score says so?
+"""Random cascades on the virtual clock: every request must end once, deferred if and only if its score requires it.
 
     python tests/benchmarks/cascade_runs.py [--runs 10000] [--output-file FILE]
 
-Systems, models, load, confidences and options are random, the same for the same seed. Exits with an AssertionError at
-the first run of which something does not hold, whose seed it tells.
+Systems, models, load, confidences and options are random but fixed by the seed. Exits with an AssertionError that names
+the seed at the first run that violates an invariant.
 """
 
 import argparse

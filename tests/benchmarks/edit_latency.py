@@ -1,14 +1,14 @@
-"""Latencies of edits that arrive one by one, over records of their images and in other ways: InstGenIE's section 6.2.
+"""Latencies of edits that arrive one by one, over records of their images and by other methods (InstGenIE, 6.2).
 
     python tests/benchmarks/edit_latency.py [--model emoji-xl] [--side 256] [--num-edits 120] [--load 1.5] [--seed 0]
         [--output-file results/edit-latency.json]
 
 All sides get the same edits with mask ratios of the public trace, at Poisson arrivals with `--load` times the rate at
-which diffusers draws them one by one, which is measured first. `diffusers` draws them so; `static` draws batches over
-records to their end before others join; `inline`, `threads` and `processes` are continuous batches over records, with
-texts encoded and images decoded as `--stages` says. Gaps are the times between two steps while a request is in the
-batch. Wanted: diffusers' mean latency is at least 5 times that of `processes`, the P95 of `static` 1.3 times its P95,
-and the P95 of its gaps at most 10 ms. Nothing else may run.
+which diffusers draws them one by one, which is measured first. `diffusers` draws one by one; `static` finishes each
+batch over records before other requests join; `inline`, `threads` and `processes` are continuous batches over records
+with the stages of that `--stages` option. Gaps are the times between two steps while a request is in the batch. Goals:
+diffusers' mean latency is at least 5 times that of `processes`, the P95 of `static` 1.3 times its P95, and the P95 of
+its gaps at most 10 ms. Nothing else may run.
 """
 
 import argparse
@@ -40,13 +40,13 @@ TEMPLATES, BATCH = 4, 8
 
 
 def with_template(request: Request) -> Request:
-    """The same edit over the record of its image."""
+    """Return the same edit over the record of its image."""
     assert request.edit is not None, "all requests are edits"
     return replace(request, edit=replace(request.edit, template=TemplateSpec()))
 
 
 def gaps_s(result: RunResult) -> list[float]:
-    """Times between two steps while a request was in the batch."""
+    """Return the times between two steps while a request was in the batch."""
     stays = [(record.admitted_s, record.denoise_end_s) for record in result.records]
     return [
         after.start_s - end_s
@@ -57,7 +57,7 @@ def gaps_s(result: RunResult) -> list[float]:
 
 
 def measured(model: ServedModel, requests: list[Request], policy: str, batch: int) -> dict[str, Any]:
-    """One side's run. Raises AssertionError: an edit fails."""
+    """Run one side and return its figures. Raises AssertionError: an edit fails."""
     engine = Engine(model, get_policy(policy), max_batch_size=batch)
     result = replay(engine, list(map(model.checked, requests)))
     assert all(record.status == "completed" for record in result.records), [each.reason for each in result.records]
@@ -114,7 +114,7 @@ def main() -> None:
             return [replace(request, arrival_s=request.arrival_s * scale) for request in those]
 
         for model in stages.values():
-            # Records are compared with their checksums when they are first read.
+            # The first read of a record compares its checksum.
             measured(model, [with_template(request) for request in at_once], "continuous", BATCH)
         sides = {"diffusers": measured(plain, arriving(requests), "continuous", 1)}
         sides["static"] = measured(stages["threads"], arriving(over_records), "static", BATCH)

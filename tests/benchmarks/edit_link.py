@@ -1,14 +1,13 @@
-"""Steps of edits whose records lie behind links of several speeds, by plan: what was predicted, and what they take.
+"""Predicted and measured step times of edits whose records lie behind links of several speeds, by plan.
 
     python tests/benchmarks/edit_link.py [--model emoji-3] [--keep all] [--side 256] [--batch 4] [--share 0.2]
         [--rounds 5] [--device auto] [--dtype auto] [--output-file results/edit-link.json]
 
 Each edit reads a record of its own. In each round and for each of five links, the plans `strawman`, `none`, `optimal`
-and `paper` take turns, in an order of chance; each takes some steps in which loading gets going, and then those that
-count. The link in the middle is the one that needs as long for what all parts read as computing all tokens takes, the
-others are two and four times as fast and as slow. Wanted: the optimal plan takes at most 1.03 times as long as the
-better of `strawman` and `none`, at most 0.90 times in the middle, and what was predicted is right to 10 %. Nothing else
-may run.
+and `paper` take turns in random order; each runs some warm-up steps in which loading starts, and then the steps that
+count. The middle link loads everything that the parts read in the time that computing all tokens takes; the others are
+two and four times as fast and as slow. Goals: the optimal plan takes at most 1.03 times as long as the better of
+`strawman` and `none`, at most 0.90 times on the middle link, and predictions are right to 10 %. Nothing else may run.
 """
 
 import argparse
@@ -36,13 +35,13 @@ from patchedserve.serving.runs.machine import cpu_name
 
 RESULTS = Path(__file__).with_name("results")
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Of links, in terms of the one in the middle."""
+"""Speeds of the links, relative to the middle one."""
 _STARTING, _COUNTED = 3, 5
-"""Steps of a turn."""
+"""Warm-up steps and counted steps of a turn."""
 
 
 def edits_of(model: ServedModel, side: int, batch: int, share: float) -> list[Request]:
-    """Edits of pictures of their own, whose mask is a square of about this share of the cells."""
+    """Return edits, each of a picture of its own, whose mask is a square of about this share of the cells."""
     geometry, size = model.family.geometry, Resolution(side, side)
     cell = geometry.cell * geometry.latent_factor
     masked = max(1, round(side / cell * share**0.5)) * cell
@@ -50,15 +49,15 @@ def edits_of(model: ServedModel, side: int, batch: int, share: float) -> list[Re
     mask[:masked, :masked] = True
     image, scale = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8), model.defaults.guidance_scale
     edits = [EditSpec(image, mask, template=TemplateSpec(seed=number)) for number in range(batch)]
-    steps = _STARTING + _COUNTED + 1  # a batch that has finished tells no plan
+    steps = _STARTING + _COUNTED + 1  # a finished batch has no plan
     return [Request(number, "a red hat", size, steps, scale, number, edit=edit) for number, edit in enumerate(edits)]
 
 
 def turn(model: ServedModel, requests: list[Request], folder: Path, loads: LoadOptions) -> dict[str, Any]:
-    """Seconds of the steps of a plan that count, what was predicted, and how many parts it reads of how many."""
+    """Return the seconds of a plan's counted steps, the prediction, and the numbers of parts read and of all parts."""
     stepper = model.stepper
     assert isinstance(stepper, PatchedStepper), "records are read by the patch engine"
-    # A store of its own: nothing is loaded yet.
+    # A new store: nothing is loaded yet.
     model.reuse.open_store(folder / "templates", TemplateOptions(loads=loads))
     model.reuse.plan_loads(loads, model.tuning([requests[0].resolution], folder))
     active = [model.prepare(replace(request)) for request in requests]
@@ -77,7 +76,7 @@ def turn(model: ServedModel, requests: list[Request], folder: Path, loads: LoadO
 
 
 def middle_mbps(model: ServedModel, requests: list[Request], folder: Path) -> float:
-    """Megabytes per second at which loading what all parts read takes as long as computing all tokens."""
+    """Return the megabytes per second at which loading for all parts takes as long as computing all tokens."""
     none = turn(model, requests, folder, LoadOptions(1.0, "none"))
     records = [model.reuse.find(request) for request in requests]
     num_bytes = sum(each.num_bytes for each in records if each is not None) / requests[0].num_inference_steps
@@ -85,8 +84,8 @@ def middle_mbps(model: ServedModel, requests: list[Request], folder: Path) -> fl
 
 
 def compared(turns: dict[LoadPlan, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of each plan the median of its steps, and what was predicted in terms of it; the optimal plan in terms of the
-    better of `strawman` and `none`.
+    """Return each plan's median step time and its prediction relative to that, and the optimal plan's time relative to
+    the better of `strawman` and `none`.
     """
     plans = {}
     for name, own in turns.items():

@@ -1,11 +1,12 @@
-"""How far plans of masked passes are from the optimal one, the paper's greedy one among them; no model, no clock.
+"""Distance of plans of masked passes, among them the paper's greedy one, from the optimal plan; no model, no clock.
 
     python tests/benchmarks/edit_plans.py [--instances 100] [--output-file results/edit-plans.json]
 
-Passes have 70 units, as SDXL has transformer blocks. In `alike` they all take the same, as in the paper's Algorithm 1;
-in `mixed` each takes times of its own. Computing active tokens only takes 0.1 to 0.6 of all, and loading what they need
-`load` times as long as computing all of a unit takes on average. With `return`, computing all tokens after active ones
-loads a third of that; where records hold outputs, as the paper's do, that is free.
+Passes have 70 units, as SDXL has transformer blocks. In `alike` all units take the same time, as in the paper's
+Algorithm 1; in `mixed` each has times of its own. Computing active tokens only takes 0.1 to 0.6 of the time of all
+tokens, and loading their inputs takes `load` times the mean time of computing all tokens of a unit. With `return`, a
+unit that computes all tokens after one that computed active tokens loads a third of that; where records hold outputs,
+as the paper's do, this is free.
 """
 
 import argparse
@@ -23,18 +24,18 @@ LOADS = (0.1, 0.25, 0.5, 1.0, 2.0)
 
 
 def instance(rng: np.random.Generator, load: float, *, is_mixed: bool, has_return: bool) -> list[UnitTimes]:
-    """A pass; `load` is how long a unit's load takes on average, where computing all of its tokens takes 1."""
+    """Return a random pass; `load` is the mean time of a unit's load, relative to computing all of its tokens."""
     count = NUM_UNITS if is_mixed else 1
     all_s = rng.uniform(0.5, 1.5, count)
     active_s = all_s * rng.uniform(0.1, 0.6, count)
     load_s = load * rng.uniform(0.5, 1.5, count)
-    # Times that differ by less are the same: then fewer plans are left to compare.
+    # Rounding makes nearly equal times equal, which leaves fewer plans to compare.
     times = np.round(np.stack([all_s, active_s, load_s, load_s / 3 * has_return], 1), 3)
     return [UnitTimes(*map(float, row)) for row in times] * (NUM_UNITS // count)
 
 
 def compare(num: int, load: float, *, is_mixed: bool, has_return: bool) -> dict[str, Any]:
-    """Of each plan the mean and the largest latency, relative to that of the optimal one, and how often it is that."""
+    """Return each plan's mean and largest latency relative to the optimal plan, and how often it is optimal."""
     rng, found = np.random.default_rng(0), []
     for _ in range(num):
         units = instance(rng, load, is_mixed=is_mixed, has_return=has_return)

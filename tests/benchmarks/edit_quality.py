@@ -1,14 +1,14 @@
-"""What reuse does to edits: the same edits with and without a template's record, judged against each other.
+"""Effect of reuse on edits: the same edits with and without a template's record, judged against each other.
 
     python tests/benchmarks/edit_quality.py [--model emoji-xl] [--num-edits 300] [--output-file quality.json]
         [--sheet sheet.png]
 
-Scenes of two objects in the sizes of the model; a padded box over the first is edited into another object. Beside both
-sides stand the box drawn by itself, as if nothing were around it (InstGenIE's figure 1), and the scene with that object
-drawn by hand: what the judge makes of the right answer. Differences are paired; their intervals are of 95 %, by
-resampling edits. Wanted (issue 19, bars 12 and 13): with a record, new object and neighbour are recognised at most 4
-points less often, the interval above -8; SSIM at least 0.95, in the box 0.80; LPIPS at most 0.05; FID to the other side
-at most 15; CLIP scores within 0.5. The box drawn by itself must miss some of it.
+Scenes show two objects in the sizes of the model; a padded box over the first is edited into another object. Two more
+sides are the box drawn by itself, without its surroundings (InstGenIE's figure 1), and the scene with that object drawn
+by hand, which gives the judge's score of the right answer. Differences are paired, with 95 % intervals by resampling
+edits. Goals: with a record, new object and neighbour are recognised at most 4 points less often, the interval above -8;
+SSIM at least 0.95, in the box 0.80; LPIPS at most 0.05; FID to the other side at most 15; CLIP scores within 0.5. The
+box drawn by itself must miss some of these.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from patchedserve.serving.runs.machine import cpu_name
 from patchedserve.serving.scheduling.policies import get_policy
 
 COMPARED = ("reuse", "box alone")
-"""With an edit of which all is computed."""
+"""Sides that are compared with edits that are computed whole."""
 _PADDING = 0.04
 _AT_ONCE = 8
 _SHOWN = 8
@@ -56,9 +56,9 @@ class Edit:
     """One edit.
 
     Attributes:
-        request: what is asked for.
+        request: the request.
         box: (left, top, right, bottom) of the mask.
-        wanted, neighbour: the new object, and the one that stays.
+        wanted, neighbour: names of the new object and of the one that stays.
         answer: the scene with the new object, drawn by hand.
     """
 
@@ -70,7 +70,7 @@ class Edit:
 
 
 def edit_of(number: int, size: Resolution, model: ServedModel) -> Edit:
-    """Edits of a number are the same on every machine."""
+    """Return the edit of a number, which is the same on every machine."""
     rng = np.random.default_rng([7, number])
     names = [str(name) for name in rng.choice(object_names(), 3, replace=False)]
     ground = list(BACKGROUNDS)[rng.integers(len(BACKGROUNDS))]
@@ -106,7 +106,7 @@ def _box(placement: Placement, size: Resolution) -> tuple[int, int, int, int]:
 
 
 def drawn(model: ServedModel, edits: Sequence[Edit], store: TemplateStore | None) -> dict[int, Image.Image]:
-    """The images of edits, with records from a store or without."""
+    """Return the images of edits by request id, with the records of a store or without."""
     model.reuse.store = store
     engine = Engine(model, get_policy("continuous"), max_batch_size=_AT_ONCE, collector=InMemory(keep_images=True))
     for edit in edits:
@@ -118,7 +118,7 @@ def drawn(model: ServedModel, edits: Sequence[Edit], store: TemplateStore | None
 
 
 def boxes_alone(model: ServedModel, edits: Sequence[Edit]) -> list[Image.Image]:
-    """The scenes with their boxes drawn as images of their own: nothing in them has seen what is around."""
+    """Return the scenes with their boxes drawn as separate images, without any influence of the surroundings."""
     multiple, alone, corners = model.family.geometry.size_multiple, [], []
     for edit in edits:
         size, spec = edit.request.resolution, edit.request.edit
@@ -141,7 +141,7 @@ def boxes_alone(model: ServedModel, edits: Sequence[Edit]) -> list[Image.Image]:
 
 
 class Judge:
-    """What the networks say of images."""
+    """Judgements of images by networks."""
 
     def __init__(self) -> None:
         self._judges, self._names = Judges(), object_names()
@@ -149,17 +149,17 @@ class Judge:
         self._classes = self._judges.clip.embed_classes([with_article(name) for name in self._names], NAME_TEMPLATES)
 
     def sees(self, images: Sequence[Image.Image], names: Sequence[str]) -> list[float]:
-        """Whether the object that each image shows is the named one."""
+        """Return 1 for each image that shows the named object, else 0."""
         nearest = zero_shot(self._judges.clip.embed_images(images), self._classes, 1)[:, 0].tolist()
         return [float(self._names[found] == name) for found, name in zip(nearest, names, strict=True)]
 
     def fit(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
-        """CLIP scores."""
+        """Return the CLIP score of each image and its prompt."""
         clip = self._judges.clip
         return clip_scores(clip.embed_images(images), clip.embed_texts(prompts)).tolist()
 
     def fid(self, real: Sequence[Image.Image], other: Sequence[Image.Image]) -> float:
-        """Of some images to others."""
+        """Return the FID of `other` to `real`."""
         first, second = (
             features_of_images(
                 ((place, np.asarray(image)) for place, image in enumerate(images)), self._judges.inception
@@ -169,7 +169,7 @@ class Judge:
         return frechet_distance(first, second)
 
     def lpips(self, image: Image.Image, other: Image.Image) -> float:
-        """The distance of two images."""
+        """Return the LPIPS distance of two images."""
         return float(self._judges.lpips(_tensor(image), _tensor(other))[0])
 
 
@@ -178,7 +178,7 @@ def _tensor(image: Image.Image) -> torch.Tensor:
 
 
 def judged(edits: Sequence[Edit], sides: dict[str, list[Image.Image]]) -> dict[str, list[float]]:
-    """Of each edit, by what is measured."""
+    """Return a value for each edit, by measured quantity."""
     judge, found = Judge(), {}
     for side, images in sides.items():
         boxes = [image.crop(edit.box) for edit, image in zip(edits, images, strict=True)]
@@ -200,7 +200,7 @@ def judged(edits: Sequence[Edit], sides: dict[str, list[Image.Image]]) -> dict[s
 
 
 def _without_box(edit: Edit, image: Image.Image) -> Image.Image:
-    """The image with its border's colour in the box."""
+    """Return the image with its box filled with the colour of its border."""
     rest = image.copy()
     pixels = np.asarray(image)
     edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
@@ -210,7 +210,7 @@ def _without_box(edit: Edit, image: Image.Image) -> Image.Image:
 
 
 def summary_of(values: dict[str, list[float]]) -> dict[str, Any]:
-    """Means, and paired differences between the sides with their intervals."""
+    """Return means, and paired differences between the sides with their intervals."""
     result: dict[str, Any] = {name: float(np.mean(each)) for name, each in values.items()}
     for side in COMPARED:
         for what in ("object", "neighbour", "clip score"):
@@ -220,7 +220,7 @@ def summary_of(values: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def bars_of(found: dict[str, Any], side: str) -> dict[str, bool]:
-    """Which bars a side keeps."""
+    """Return which bars a side meets."""
     bars = {
         f"{what}: {side} - whole": found[name]["value"] >= -0.04 and found[name]["low"] >= -0.08
         for what in ("object", "neighbour")
@@ -237,7 +237,7 @@ def bars_of(found: dict[str, Any], side: str) -> dict[str, bool]:
 
 
 def sheet_of(edits: Sequence[Edit], sides: dict[str, list[Image.Image]]) -> Image.Image:
-    """The first edits of the largest size: image, mask, and all sides."""
+    """Return a sheet of the first edits of the largest size: image, mask, and all sides."""
     largest = max(edit.request.resolution for edit in edits)
     chosen = [index for index, edit in enumerate(edits) if edit.request.resolution == largest][:_SHOWN]
     width, height = largest
@@ -267,7 +267,7 @@ def main() -> None:
         model.tune(sizes, Path(folder))
         for start in range(0, len(edits), _AT_ONCE):
             some = edits[start : start + _AT_ONCE]
-            # Records of other edits are not read again.
+            # A new store for each batch: records of other edits are not needed again.
             store = TemplateStore(Path(folder) / str(start))
             for edit in some:
                 model.reuse.store = store

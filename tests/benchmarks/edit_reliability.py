@@ -1,8 +1,8 @@
-"""Edits that read records, while processes are killed, records damaged, and more recorded than there is room for.
+"""Edits that read records, while processes are killed, records damaged, and more records made than fit.
 
     python tests/benchmarks/edit_reliability.py [--kills 100] [--damages 20] [--edits 2000] [--output-file found.json]
 
-A tiny model: what is asked is which image comes out, and what is held, not how long it takes (some ten minutes).
+A tiny model: the script checks the resulting images and the space in use, not times. Takes some ten minutes.
 """
 
 import argparse
@@ -38,14 +38,14 @@ _STEPS = 4
 
 
 def of_kills(folder: Path, kills: int) -> dict[str, Any]:
-    """See `edit_and_kill`."""
+    """Run `psctl edit --reuse`, kill it `kills` times, and return the counts of `KilledEdits`."""
     save_tiny(folder / "sdxl", tiny_sdxl(), num_inference_steps=40, guidance_scale=4.0)
     found = edit_and_kill(folder, folder / "sdxl", kills)
     return {each.name: getattr(found, each.name) for each in fields(found)}
 
 
 def damage(file: Path, other: Path, draws: random.Random) -> str:
-    """Do something to a file of a record; returns what."""
+    """Damage a file of a record in a random way; return the kind of damage."""
     content = bytearray(file.read_bytes())
     kinds: dict[str, Callable[[], object]] = {
         "truncated": lambda: file.write_bytes(content[: draws.randrange(len(content))]),
@@ -66,7 +66,7 @@ def _flipped(content: bytearray, place: int) -> bytes:
 
 
 def of_damages(folder: Path, damages: int, seed: int = 0) -> dict[str, Any]:
-    """After each of them the edit is the exact one, and the record is put aside and can be made anew."""
+    """Count damages after which the edit is exact, and those whose quarantined record can be made again."""
     draws, kinds, exact, again = random.Random(seed), list[str](), 0, 0
     edit = edit_request(0, _SIZES[2], num_steps=_STEPS, template=TemplateSpec("a picture", 5))
     pipe = tiny_sdxl()
@@ -91,7 +91,7 @@ def of_damages(folder: Path, damages: int, seed: int = 0) -> dict[str, Any]:
 
 
 def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[str, Any]:
-    """The largest share of each bound that was ever in use, while edits miss, record and read."""
+    """Return the largest share of each bound that was in use at any time, while edits miss, record and read."""
     draws, pipe = random.Random(seed), tiny_sdxl()
     all_of_them = [
         edit_request(0, _SIZES[number % 3], "box", num_steps=_STEPS, template=TemplateSpec("", number))
@@ -101,8 +101,8 @@ def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[s
     probe = TemplateStore(folder / "probe")
     with_records(build_model(pipe, name="tiny"), probe, [largest])
     record_mb = probe.list()[0]["bytes"] / 1e6
-    # In memory there is room for small records alone, on disk for ten of the largest, beside what four edits read for
-    # a step of each and the next.
+    # Memory has room for small records only, disk for ten of the largest; staging has room for four edits' current and
+    # next steps.
     tiers = TemplateTiers(0.4 * record_mb, 8.5 * record_mb / _STEPS, 10 * record_mb)
     store = TemplateStore(folder / "records", tiers)
     model = with_records(build_model(pipe, name="tiny"), store)
@@ -118,7 +118,7 @@ def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[s
     waiting = iter(_skewed(all_of_them, edits, draws))
 
     def follow(*_: object) -> None:
-        """Three edits at a time, so that there is a free place in the batch, in which templates are recorded."""
+        """Keep three edits active, so that the batch has a free place in which templates are recorded."""
         if (following := next(waiting, None)) is None:
             engine.close()
         else:
@@ -153,7 +153,7 @@ def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[s
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except FileNotFoundError:  # it is gone since it was listed
+    except FileNotFoundError:  # deleted after it was listed
         return 0
 
 

@@ -1,14 +1,14 @@
-"""What routers make of edits: InstGenIE's section 4.4 in the simulator, on a virtual clock.
+"""Routers of edits (InstGenIE, section 4.4) in the simulator, on a virtual clock.
 
     python tests/benchmarks/edit_routing.py [--requests 1000] [--seeds 10] [--output-file results/edit-routing.json]
         [--edit-profile FILE --latency FILE]
 
-Workers serve edits whose mask ratios are those of the public trace, 30 steps each, in batches of up to 8. Steps are as
-committed for emoji-xl in float32: whole images by `steps-emoji-xl-float32.json`, parts by a line through
+Workers serve edits with the mask ratios of the public trace, 30 steps each, in batches of up to 8. Step times are the
+committed ones for emoji-xl in float32: whole images by `steps-emoji-xl-float32.json`, parts by a line through
 `edit-emoji-xl-256.json` and `edit-emoji-xl-512.json`; both were measured on quiet machines of two cores, but not on the
-same. With a profile of emoji-xl's edits (psctl profile edits) and step latencies of the same machine (psctl profile
-latency), steps, records and loads are theirs instead, with sizes mixed. Loads are shares of what the workers complete
-of edits that all wait at once.
+same one. If a profile of emoji-xl's edits (psctl profile edits) and step latencies of the same machine (psctl profile
+latency) are given, they determine steps, records and loads instead, with mixed sizes. Loads are shares of the rate at
+which the workers complete edits that all wait at once.
 """
 
 import argparse
@@ -39,9 +39,9 @@ from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 RESULTS = Path(__file__).with_name("results")
 WORKERS, MAX_BATCH_SIZE, LOADS = 8, 8, (0.3, 0.8)
 UP_TO = 0.6
-"""Above this share of the cells the engine computes whole images."""
+"""Share of the cells above which the engine computes whole images."""
 BYTES_PER_PIXEL_STEP = 302e6 / (256 * 256 * 30)
-"""Of its records (docs/editing.md)."""
+"""Size of the model's records (docs/editing.md)."""
 PROFILED = "128, 192, 256 px, as profiled"
 S, M, L = (Resolution(side, side) for side in (128, 192, 256))
 KINDS: Mapping[str, tuple[tuple[Resolution, ...], float]] = {
@@ -49,11 +49,11 @@ KINDS: Mapping[str, tuple[tuple[Resolution, ...], float]] = {
     "128, 192, 256 px": ((S, M, L), 0.0),
     "128, 192, 256 px, records read": ((S, M, L), 1e-9),
 }
-"""Sizes, and seconds for each byte of a record that is not among a worker's 2 GB, an assumption; 0: all are there."""
+"""Sizes, and an assumed number of seconds per byte of a record that is not in a worker's 2 GB; 0: all are in memory."""
 
 
 def step_latency() -> EditStepLatency:
-    """Steps of emoji-xl in float32 on two cores, as committed."""
+    """Return the committed step latencies of emoji-xl in float32 on two cores."""
     rows = json.loads((RESULTS / "steps-emoji-xl-float32.json").read_text())["rows"]
     whole = {
         tuple(size for size in (S, M, L) for _ in range(row["combination"][str(size)])): row["patched_ms"] / 1e3
@@ -69,14 +69,14 @@ def step_latency() -> EditStepLatency:
 
 
 def trace(sizes: tuple[Resolution, ...], rate: float, count: int, seed: int) -> list[Request]:
-    """Edits of 20 pictures, drawn by Zipf."""
+    """Return edits of 20 pictures with Zipf popularity."""
     edits = EditDraws(1.0, read_mask_ratios("public"))
     config = TraceConfig(request_rate=rate, num_prompts=count, resolutions=sizes, seed=seed, edits=edits)
     return generate_trace(config, ["a red hat"])
 
 
 def edits_of(byte_s: float) -> EditCosts:
-    """Edits as assumed."""
+    """Return the assumed costs of edits."""
     return EditCosts(
         MaskShares(model_geometry("emoji-xl"), UP_TO),
         lambda record: BYTES_PER_PIXEL_STEP * record.resolution.pixels * record.num_inference_steps,
@@ -87,7 +87,7 @@ def edits_of(byte_s: float) -> EditCosts:
 def served(
     requests: Sequence[Request], latency: EditStepLatency, edits: EditCosts
 ) -> Callable[[str], SimulationResult]:
-    """Simulates a trace under a router."""
+    """Return a function that simulates a trace under a router."""
     policy = get_policy("continuous")
     return lambda router: simulate(
         requests, policy, latency, max_batch_size=MAX_BATCH_SIZE, num_gpus=WORKERS, router=router, edits=edits
@@ -103,7 +103,7 @@ def compare(
     count: int,
     seeds: int,
 ) -> dict[str, Any]:
-    """Of each router the mean over seeds of the P95 and the mean latency, and of mask-aware's P95 over its."""
+    """Return means over seeds for each router: P95, mean latency, and mask-aware's P95 relative to the router's."""
     at_once = [replace(request, arrival_s=0.0) for request in trace(sizes, 1.0, count, seeds)]
     capacity = count / served(at_once, latency, edits)("least-requests").duration_s
     p95_s: dict[str, list[float]] = {name: [] for name in ROUTERS}
@@ -142,7 +142,7 @@ def main() -> None:
         kinds = {kind: (sizes, edits_of(byte_s)) for kind, (sizes, byte_s) in KINDS.items()}
     else:
         profile, table = EditProfile.read(given.edit_profile), load_step_file(given.latency)
-        table.with_edits(profile)  # refuses what does not go together
+        table.with_edits(profile)  # raises an error if they do not match
         latency = profile.steady_latency(table.steady)
         kinds = {PROFILED: ((S, M, L), profiled_edits(profile, model_geometry("emoji-xl")))}
     found = []

@@ -1,8 +1,8 @@
-"""What machines can think of, sent to a real server: schemathesis by its OpenAPI, and bytes of hypothesis.
+"""Generated requests to a real server: by schemathesis from its OpenAPI schema, and byte strings by hypothesis.
 
     python tests/benchmarks/fuzz_http.py [--cases 20000] [--model emoji-xl]
 
-Wanted: no answer of 5xx but 503, every error as JSON, and the server still draws. Exits with 1 if that is not so.
+Goals: no 5xx response except 503, every error is JSON, and the server still draws. Exits with 1 otherwise.
 """
 
 import argparse

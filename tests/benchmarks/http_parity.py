@@ -1,9 +1,9 @@
-"""Images of the server in random mixed batches, with joins and cancels, against plain diffusers one by one.
+"""Images of the server in random mixed batches, with joins and cancels, compared with plain diffusers one by one.
 
     python tests/benchmarks/http_parity.py [--model emoji-xl] [--num-images 500] [--output-file FILE]
 
-In float32. Wanted: PSNR of at least 70 dB for each image, and 90 in the mean (equal images count as 100). Exits with 1
-if that is not so.
+In float32. Goals: PSNR of at least 70 dB for each image and 90 dB in the mean (equal images count as 100). Exits with 1
+otherwise.
 """
 
 import argparse
@@ -39,14 +39,14 @@ _LEAVES = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """An image and the request that it answers."""
+    """An image and its request."""
 
     request: Request
     image: Image.Image
 
 
 def requests_of(sizes: Sequence[Any], count: int, seed: int) -> list[Request]:
-    """Random sizes, 8 to 30 steps, guidance 1 to 7.5."""
+    """Return requests of random sizes, 8 to 30 steps, guidance 1 to 7.5."""
     draws, prompts = random.Random(seed), load_prompts()
     return [
         Request(
@@ -62,7 +62,7 @@ def requests_of(sizes: Sequence[Any], count: int, seed: int) -> list[Request]:
 
 
 async def drawn_by(url: str, requests: Sequence[Request], seed: int) -> list[Drawn]:
-    """What the server draws of them, while some of their clients leave."""
+    """Return the images that the server draws, while some clients disconnect."""
     draws, found = random.Random(seed), list[Drawn]()
     places = asyncio.Semaphore(_AT_ONCE)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
@@ -91,7 +91,7 @@ async def drawn_by(url: str, requests: Sequence[Request], seed: int) -> list[Dra
 
 
 def alone(pipe: Any, request: Request) -> Image.Image:
-    """What plain diffusers draws."""
+    """Return the image of plain diffusers."""
     with torch.inference_mode():
         return pipe(
             request.prompt,

@@ -1,11 +1,11 @@
-"""What is left when processes are killed: batches drawn by a process that is killed at random, replicas that are.
+"""Reliability when processes are killed: batches drawn by a process that is killed at random, and killed replicas.
 
     python tests/benchmarks/kill_http.py batch [--kills 30] [--lines 200] [--model emoji-xl]
     python tests/benchmarks/kill_http.py replicas [--kills 20] [--model emoji-xl]
 
-Wanted: every line of the batch is drawn once, and its file is whole; with 2 replicas under load, one of which is killed
-again and again, every answer is 200, none is lost or doubled, and there are two again within 30 s. Exits with 1 if that
-is not so.
+Goals: every line of the batch is drawn once, and its file is whole; with 2 replicas under load, one of which is killed
+repeatedly, every response is 200, none is lost or duplicated, and there are two replicas again within 30 s. Exits with
+1 otherwise.
 """
 
 import argparse
@@ -33,13 +33,13 @@ _STEPS = 8
 
 
 def body_of(number: int) -> dict[str, Any]:
-    """A small request."""
+    """Return the body of a small request."""
     size = _SIZES[number % len(_SIZES)]
     return {"prompt": f"lamp {number}", "size": size, "seed": number, "num_inference_steps": _STEPS}
 
 
 def batch(model: str, kills: int, num_lines: int, folder: Path) -> dict[str, Any]:
-    """Draw a file, killed again and again, then to its end."""
+    """Draw a file in a process that is killed repeatedly, then to its end."""
     lines = [json.dumps({"custom_id": str(number), "body": body_of(number)}) for number in range(num_lines)]
     (folder / "lines.jsonl").write_text("\n".join(lines))
     found = draw_and_kill(folder / "lines.jsonl", folder / "drawn", model, kills)

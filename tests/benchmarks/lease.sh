@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What is measured on a borrowed GPU machine, within its time, in one script. tests/benchmarks/README.md says how.
+# Run all measurements for a borrowed GPU machine within its time. tests/benchmarks/README.md describes them.
 #
 #     tests/benchmarks/lease.sh [--seconds 560] [--out DIR]    measure; DIR ($OUT) gets one tar, lease.tar.gz
 #     tests/benchmarks/lease.sh --pack                         before that, here: wheels for what the machine lacks
 #     tests/benchmarks/lease.sh --rehearse [FOLDER]            the same parts with tiny models on the CPU
 #
-# A second run on the same machine goes on where the first stopped: PSCTL_LEASE_STATE (/tmp/psctl-lease) keeps results.
+# A second run on the same machine continues where the first stopped: PSCTL_LEASE_STATE (/tmp/psctl-lease) keeps results.
 set -euo pipefail
 started=$EPOCHREALTIME
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

@@ -1,15 +1,15 @@
-"""Writes a diffusers directory of a full-size model of any transformer family or SDXL with random weights, to measure.
+"""Write a diffusers folder of a full-size model of SDXL or any transformer family with random weights, to measure it.
 
     python tests/benchmarks/make_random_model.py sdxl /tmp/sdxl
     psctl bench steps --model /tmp/sdxl --device cuda --dtype float16 --resolutions 512,768,1024
 
-The denoising model has the published configuration. Text encoders and autoencoder have the right widths and few layers,
-because `psctl bench steps` does not time them. `--tiny` makes everything small, to try the commands on a CPU:
+The denoising model has the published configuration. Text encoders and autoencoder have the right widths but few layers,
+because `psctl bench steps` does not time them. `--tiny` makes all components small, to try the commands on a CPU:
 
     python tests/benchmarks/make_random_model.py flux-dev /tmp/flux --tiny
     psctl generate "a red apple" --model /tmp/flux
 
-`--small` makes the widths such that two cores can be measured with them (heads as published, 12 blocks of width 384):
+`--small` chooses sizes that two cores can measure (heads as published, 12 blocks of width 384):
 
     python tests/benchmarks/make_random_model.py flux-dev /tmp/flux-small --small
     psctl bench steps --model /tmp/flux-small --dtype float32 --resolutions 256,384,512
@@ -68,7 +68,7 @@ from patchedserve.tests.support.tiny_models import tiny_tokenizer
 
 
 def text_encoder(kind: Any, width: int) -> Any:
-    """A text encoder of one layer whose states have the width that the denoising model expects."""
+    """Return a text encoder of one layer whose states have the width that the denoising model expects."""
     return kind(
         CLIPTextConfig(
             vocab_size=512,
@@ -140,7 +140,7 @@ def build_flux(config: dict[str, Any]) -> FluxPipeline:
 
 
 def build_flux2(config: dict[str, Any]) -> Flux2Pipeline | Flux2KleinPipeline:
-    """FLUX.2 dev, or Klein for a configuration without a scale of guidance. The states of three layers are its text."""
+    """Return FLUX.2 dev, or Klein for a configuration without embedded guidance. Its text is the states of 3 layers."""
     transformer, own = Flux2Transformer2DModel(**config), tiny_chat_tokenizer()
     is_klein = config.get("guidance_embeds") is False
     layers: dict[str, Any] = {
@@ -224,7 +224,7 @@ def build_lumina2(config: dict[str, Any]) -> Lumina2Pipeline:
 def build_qwen(config: dict[str, Any]) -> QwenImagePipeline:
     transformer = QwenImageTransformer2DModel(**config)
     width, own = int(transformer.config["joint_attention_dim"]), tiny_chat_tokenizer()
-    # A head has 128 channels, two for each of the rotary positions of time, height and width.
+    # A head has 128 channels, two for each rotary frequency of time, height and width.
     heads: dict[str, Any] = {"num_attention_heads": width // 128, "num_key_value_heads": width // 128}
     rope: dict[str, Any] = {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}
     layers: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 1}

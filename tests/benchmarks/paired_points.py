@@ -1,7 +1,7 @@
-"""Whether the simulator ranks policies as the engine does, from the result of `psctl bench slo --on both --json`.
+"""Check that the simulator ranks policies as the engine does, from the result of `psctl bench slo --on both --json`.
 
-At each rate every two policies have served the same traces. Their real difference has a 95 % interval over these
-(Student's t); the simulated one should have its sign wherever that interval leaves out 0, and lie within 5 points.
+At each rate, any two policies have served the same traces, over which their real difference has a 95 % interval
+(Student's t). The simulated difference should have the same sign if that interval excludes 0, and lie within 5 points.
 
     python tests/benchmarks/paired_points.py RESULT.json
 """
@@ -18,7 +18,7 @@ _WITHIN = 5.0
 
 
 def main(path: str) -> None:
-    """Print a line for each pair at each rate, and how many agree."""
+    """Print a line for each pair at each rate, and the number that agree."""
     result = json.loads(Path(path).read_text())
     by_seed = {
         (side, point["request_rate"], point["policy"]): np.array(list(point["attainment_by_seed"].values()))

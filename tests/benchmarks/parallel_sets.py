@@ -1,10 +1,10 @@
-"""`psctl eval parallel` in two halves: draw on a machine that has a GPU and no judges, judge on one that has both.
+"""`psctl eval parallel` in two halves: draw on a machine with a GPU but no judges, judge on one with judges.
 
     python tests/benchmarks/parallel_sets.py draw --model emoji-3 --num-ranks 2,4,8 --device cuda --folder sets
     python tests/benchmarks/parallel_sets.py judge --model emoji-3 --num-ranks 2,4,8 --folder sets
 
-A set travels as one archive of lossless WebP, `sets/NAME.zip`; one that is there is not drawn again. All computes in
-float32, without TF32.
+A set is transferred as one archive of lossless WebP, `sets/NAME.zip`; existing ones are not drawn again. All
+computation is in float32, without TF32.
 """
 
 import argparse
@@ -34,25 +34,25 @@ _SETTINGS = "settings.json"
 
 
 def phase(what: str, total: int) -> Any:
-    """Say what begins."""
+    """Print the start of a phase."""
     print(f"{what}: {total:,}", file=sys.stderr, flush=True)
     return lambda count: None
 
 
 def archive_of(folder: Path, name: str) -> Path:
-    """Where a set travels."""
+    """Return the path of a set's archive."""
     return folder / (re.sub(r"\W+", "-", name) + ".zip")
 
 
 def draw(model_name: str, device: str, wanted: ParallelPlan, options: EvalOptions, folder: Path) -> None:
-    """Draw the sets that are missing, and pack each."""
+    """Draw the missing sets and pack each."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     plan = plan_eval(options, model_defaults(model_name), folder)
     model = load_model(model_name, device, "float32", EngineOptions("plain"))
     place = Workspace(folder / "workspace").for_model(model_name, str(model.device))
     missing = [each for each in wanted.settings() if not archive_of(folder, each.name).exists()]
     found = draw_sets(model, missing, plan, options, place, start_phase=phase, on_failed=sys.exit)
-    if not (folder / _SETTINGS).exists():  # of the machine that has drawn the first of them
+    if not (folder / _SETTINGS).exists():  # describes the machine that drew the first set
         write_json(folder / _SETTINGS, run_facts(model).to_json() | facts_of(model, wanted, plan, options))
     for name, own in found.items():
         with (
@@ -67,7 +67,7 @@ def draw(model_name: str, device: str, wanted: ParallelPlan, options: EvalOption
 
 
 def unpacked(archive: Path) -> Path:
-    """The folder of a set that has travelled."""
+    """Unpack a set's archive and return the folder."""
     folder = archive.with_suffix("")
     with zipfile.ZipFile(archive) as content:
         for name in content.namelist():

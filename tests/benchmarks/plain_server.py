@@ -1,8 +1,8 @@
-"""The server that one would write first: FastAPI around a diffusers pipeline, one request at a time.
+"""A minimal server: FastAPI around a diffusers pipeline, one request at a time.
 
     python tests/benchmarks/plain_server.py MODEL_DIR --port 8001
 
-It speaks as much of OpenAI's images API as `psctl bench serve` asks for, so that both are loaded alike.
+It implements the part of OpenAI's images API that `psctl bench serve` uses, so that both servers get the same load.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from fastapi import FastAPI
 
 
 def make_app(model: Path, dtype: torch.dtype) -> FastAPI:
-    """The app over a pipeline of this folder."""
-    # One thread loads and draws. OpenMP would keep workers for every thread that has computed, more than there are
-    # cores, and let them all sleep at barriers then, which takes twice as long.
+    """Return the app over the pipeline of this folder."""
+    # One thread loads and draws. OpenMP would keep workers for every thread that has computed; with more workers than
+    # cores, all of them sleep at barriers, which takes twice as long.
     turn = ThreadPoolExecutor(1)
     pipe: Any = turn.submit(partial(diffusers.DiffusionPipeline.from_pretrained, model, torch_dtype=dtype)).result()
     pipe.set_progress_bar_config(disable=True)

@@ -1,10 +1,10 @@
-"""Policies on the same traces in the simulator: how many requests are in time, of all and of the worst resolution.
+"""Policies on the same traces in the simulator: share of requests in time, in total and for the worst resolution.
 
 Traces are Poisson, bursty (gamma, coefficient of variation 2.5), diurnal, recorded arrivals (`--arrivals`, Azure's LLM
-traces as vidur keeps them) and "mixed work": the shares and steps that vllm-omni's performance dashboard calls Dataset
-C, its two largest sizes as the largest of the table, with SLOs of 3 times alone. Loads are shares of what continuous
-batching completes where requests always queue. Steps are those of a table; with `--calibration`, of `psctl bench slo
---on both`, also what a real engine has beyond it. A line is a run.
+traces in vidur's format) and "mixed work": the shares and steps of Dataset C in vllm-omni's performance dashboard, with
+its two largest sizes as the largest of the table, and SLOs of 3 times the standalone latency. Loads are shares of the
+throughput of continuous batching with a constant queue. Step times are those of a table; `--calibration`, of
+`psctl bench slo --on both`, adds the overheads of a real engine. Each output line is a run.
 
     python tests/benchmarks/policies.py --model emoji-xl --calibration calibration.json --output-file runs.jsonl
     python tests/benchmarks/policies.py --summary runs.jsonl
@@ -48,7 +48,7 @@ _MIXED_STEPS, _MIXED_SHARES = (20, 20, 25, 35), (0.15, 0.25, 0.45, 0.15)
 
 @dataclass(frozen=True)
 class Machine:
-    """What is simulated; `arrivals_s` are recorded ones, and `capacity_qps` is by kind of trace."""
+    """The simulated machine; `arrivals_s` are recorded arrivals, `capacity_qps` is by kind of trace."""
 
     name: str
     engine: SimulatedEngine
@@ -59,7 +59,7 @@ class Machine:
 
 
 def steps_of(path: Path) -> tuple[ProfiledSteps, tuple[Resolution, ...]]:
-    """The steps of a table, or of a result of `psctl bench steps --json`, and their resolutions."""
+    """Return the steps of a table, or of a result of `psctl bench steps --json`, and their resolutions."""
     if path.suffix != ".json":
         steady, first = step_sources(read_latencies(path))
     else:
@@ -75,7 +75,7 @@ def steps_of(path: Path) -> tuple[ProfiledSteps, tuple[Resolution, ...]]:
 
 
 def trace(machine: Machine, kind: str, rate: float, seed: int, count: int) -> list[Request]:
-    """A trace of one of `KINDS`."""
+    """Return a trace of one of `KINDS`."""
     given: dict[str, Any] = {"request_rate": rate, "num_prompts": count, "seed": seed}
     given |= {"resolutions": machine.resolutions, "num_inference_steps": machine.steps}
     match kind:
@@ -125,7 +125,7 @@ def run(machine: Machine, policy: str, kind: str, load: float, seed: int, count:
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
-    """What is simulated, as the options say."""
+    """Return the machine that the options describe."""
     path = options.table or published_table(options.model)
     if path is None:
         raise SystemExit(f"psctl brings no table of {options.model}: give --table")
@@ -150,7 +150,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
 
 
 def summary(lines: Sequence[str]) -> Iterator[str]:
-    """A table for each machine: attainment by policy and load, less that of the worst resolution."""
+    """Yield the lines of a table for each machine: attainment by policy and load, and that of the worst resolution."""
     rows = [json.loads(line) for line in lines]
     for name in dict.fromkeys(row["machine"] for row in rows):
         mine = [row for row in rows if row["machine"] == name]
@@ -172,14 +172,14 @@ def summary(lines: Sequence[str]) -> Iterator[str]:
 
 
 def cell(rows: Sequence[dict[str, Any]], policy: str, load: float) -> str:
-    """Attainment and that of the worst resolution, over the traces together."""
+    """Return the attainment and that of the worst resolution, over all traces together."""
     mine = [row for row in rows if row["policy"] == policy and row["load"] == load]
     worst = min(fmean(row["by_resolution"][size] for row in mine) for size in mine[0]["by_resolution"])
     return f"{100 * fmean(row['attainment'] for row in mine):.0f} ({100 * worst:.0f})"
 
 
 def paired(rows: Sequence[dict[str, Any]], first: str, second: str, load: float) -> str:
-    """The mean difference of two policies on the same traces, with its interval."""
+    """Return the mean difference of two policies on the same traces, with its interval."""
     by_policy = [
         {(row["kind"], row["seed"]): row["attainment"] for row in rows if row["policy"] == name and row["load"] == load}
         for name in (first, second)
@@ -190,7 +190,7 @@ def paired(rows: Sequence[dict[str, Any]], first: str, second: str, load: float)
 
 
 def main() -> None:
-    """Run, or sum up."""
+    """Run, or print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="emoji-xl")
     parser.add_argument("--name", help="of the machine in the rows; default: the model")

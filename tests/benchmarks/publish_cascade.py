@@ -1,10 +1,10 @@
-"""Put what `psctl profile cascade` has left of two bundled models into the box.
+"""Add the results of `psctl profile cascade` for two bundled models to the bundled data.
 
     psctl train-predictor discriminator
     psctl profile cascade --quick --reuse-light 0.6
     python tests/benchmarks/publish_cascade.py
 
-Where the images of the bank lie on this machine stays here.
+The location of the bank's images on this machine is not published.
 """
 
 import argparse

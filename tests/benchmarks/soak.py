@@ -1,11 +1,11 @@
-"""A server under load of all kinds for long; `make soak`.
+"""A server under load of all kinds for hours; `make soak`.
 
     python tests/benchmarks/soak.py [--model emoji-xl] [--num-requests 10000] [--hours 2] [--output-file soak.json]
 
-First so many requests of 4 steps as fast as 32 clients send them, then for so many hours requests of 30 steps at 80 %
-of the rate at which 64 of them are drawn at once. Of all, 5 % of the clients leave, 2 % send what is refused, 2 % read
-slowly. Wanted: every request has its answer; in the second half of each the process grows by at most 40 MB; files,
-threads and open requests do not grow. Exits with 1 if that is not so.
+First `--num-requests` requests of 4 steps as fast as 32 clients send them, then for `--hours` hours requests of 30
+steps at 80 % of the rate at which 64 of them are drawn at once. Of the clients, 5 % disconnect, 2 % send requests that
+are refused, 2 % read slowly. Goals: every request gets a response; in the second half of each part the process grows by
+at most 40 MB; files, threads and open requests do not grow. Exits with 1 otherwise.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _MOST_MB, _MOST_FILES = 40.0, 4
 
 
 def faults(result: SoakResult, count: int) -> list[str]:
-    """What is not as it is wanted."""
+    """Return the goals that a run misses."""
     _, half, end = result.usage
     found = []
     if sum(result.ended.values()) != count:
@@ -42,7 +42,7 @@ def faults(result: SoakResult, count: int) -> list[str]:
 
 
 def told(result: SoakResult) -> dict[str, Any]:
-    """As JSON."""
+    """Return the result as JSON values."""
     return asdict(result) | {"ended": dict(result.ended)}
 
 

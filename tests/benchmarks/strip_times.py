@@ -1,5 +1,5 @@
-"""How long one rank takes for its own strip of an image, with nothing sent, against the whole image on one device
-(DistriFusion's "No Comm.", table 2); and what two virtual ranks draw, against one.
+"""Time of one rank for its own strip of an image without communication, compared with the whole image on one device
+(DistriFusion's "No Comm.", table 2); and the images of two virtual ranks, compared with those of one.
 
     python tests/benchmarks/make_random_model.py sdxl /tmp/sdxl
     python tests/benchmarks/strip_times.py --model /tmp/sdxl --device cuda --dtype float16 --output-file strips.json
@@ -31,23 +31,23 @@ from patchedserve.tests.support.kernel_time import kernel_s
 
 
 def on_ranks(model: ServedModel, count: int) -> ServedModel:
-    """The model on virtual ranks."""
+    """Return the model on virtual ranks."""
     return with_engine(model, EngineOptions("parallel", parallel=options_of(count)))
 
 
 def options_of(count: int) -> ParallelOptions:
-    """Of so many virtual ranks, none of which is spent on guidance."""
+    """Return options of `count` virtual ranks, none of which is used for guidance."""
     return ParallelOptions(f"virtual:{count}", mode="sync", cfg_split="off")
 
 
 def strip_rows(model: ServedModel, size: Resolution, counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """The rows of one resolution: the whole image by plain diffusers, then one strip for each number of ranks.
+    """Return the rows of one resolution: the whole image by plain diffusers, then one strip for each number of ranks.
 
     Args:
-        model: on the plain engine.
-        size: of the image.
+        model: model on the plain engine.
+        size: size of the image.
         counts: numbers of ranks.
-        repeats: timings of each.
+        repeats: timings of each row.
     """
     combination, lanes = Combination((size,), (1,)), {}
     requests = RequestPool(model).take(combination)
@@ -55,7 +55,7 @@ def strip_rows(model: ServedModel, size: Resolution, counts: Sequence[int], repe
         side = plain_side(model, PlainModels(model.denoiser, always=form), requests)
         lanes[f"1, {form}"] = Lane(side, model.device)
     with closing(on_ranks(model, counts[0])) as served:
-        own = RequestPool(served).take(combination)  # of any number of ranks
+        own = RequestPool(served).take(combination)  # the same for any number of ranks
     for count in counts:
         lanes[str(count)] = Lane(StepperSide(lone_rank_stepper(model, options_of(count)), own), model.device)
     time_lanes(lanes.values(), BenchSettings(repeats, 1))

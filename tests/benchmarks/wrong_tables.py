@@ -1,8 +1,9 @@
-"""What a wrong table of step latencies costs `slack`, from the second minute on: in the simulator, or on the engine.
+"""Cost of a wrong table of step latencies for `slack` from the second minute on, in the simulator or on the engine.
 
-One trace a seed, served with the right table and with each wrong one, learning as `psctl serve` does and by a factor of
-all steps alone. A line is a run; the last ones are the means over seeds, and how far each lies from the right table's.
-The simulator's steps take what the model's published table says; the engine's table is profiled first.
+One trace per seed is served with the right table and with each wrong one, with corrections learnt as in `psctl serve`
+and as one factor of all steps. Each output line is a run; the last lines are means over seeds and their differences
+from the right table. The simulator's step times are those of the model's published table; the engine's table is
+profiled first.
 """
 
 import argparse
@@ -35,7 +36,7 @@ _MOST = 16
 
 
 class FactorAlone(OnlineCorrection):
-    """Learns one factor of all steps."""
+    """Correction that learns one factor of all steps."""
 
     def _corrected(self, table_s: float, active: Sequence[Resolution | Work]) -> float:
         return table_s
@@ -45,7 +46,7 @@ SIDES = {"learnt": OnlineCorrection, "factor": FactorAlone}
 
 
 def published(model: str) -> LatencyTable:
-    """The table of a bundled model that is in the box. Ends the script if there is none."""
+    """Return the bundled table of a bundled model. Ends the script if there is none."""
     path = published_table(model)
     if path is None:
         raise SystemExit(f"psctl brings no table of {model}")
@@ -53,8 +54,8 @@ def published(model: str) -> LatencyTable:
 
 
 def table_of(kind: str, right: LatencyTable, other: LatencyTable) -> TableLatency:
-    """The right table, or what may be wrong with it: no batch of several resolutions; all steps half or double; another
-    resolution in a batch costs three times as much; 30 % of noise in every row; another model's table.
+    """Return the right table or one with an error: no batch of several resolutions; all steps half or double; each
+    further resolution in a batch adds the time of the fastest batch; 30 % of noise in every row; another model's table.
     """
     if kind == "another":
         return step_sources(other)[0]
@@ -77,7 +78,7 @@ def table_of(kind: str, right: LatencyTable, other: LatencyTable) -> TableLatenc
 
 
 def trace(right: TableLatency, rate: float, minutes: float, steps: int, seed: int) -> list[Request]:
-    """Poisson arrivals of all resolutions alike, with SLOs by the right table."""
+    """Return Poisson arrivals of uniformly drawn resolutions, with SLOs by the right table."""
     generator, now_s, requests = random.Random(seed), 0.0, list[Request]()
     while (now_s := now_s + generator.expovariate(rate)) < 60 * minutes:
         size = resolution_of(generator.choice(right.resolutions))
@@ -87,13 +88,13 @@ def trace(right: TableLatency, rate: float, minutes: float, steps: int, seed: in
 
 
 def attainment(records: Sequence[RequestRecord]) -> float:
-    """Share of what arrived from the second minute on (or of all, if nothing did) that was in time."""
+    """Return the share in time of the requests that arrived from the second minute on, or of all if none did."""
     later = [record for record in records if record.arrival_s >= 60]
     return fmean(bool(record.slo_met) for record in later or records)
 
 
 def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of the simulator."""
+    """Yield the rows of the simulator."""
     tables = published(options.model), published(options.other)
     right = table_of("right", *tables)
     for kind, rate, seed, side in cases(options):
@@ -111,7 +112,7 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def served(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of the engine."""
+    """Yield the rows of the engine."""
     from patchedserve.data.workspace import Workspace
     from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
     from patchedserve.serving.engine.engine import Engine
@@ -135,7 +136,7 @@ def served(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, float, int, str]]:
-    """Table, rate, seed and side of every run; all tables of one seed stand beside each other."""
+    """Yield table, rate, seed and side of every run; all tables of one seed are adjacent."""
     for rate in options.rates:
         for seed in range(options.seeds):
             for kind in options.tables:
@@ -146,7 +147,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, float, int, str]]:
 def row(
     kind: str, rate: float, seed: int, side: str, records: Sequence[RequestRecord], told: OnlineCorrection
 ) -> dict[str, Any]:
-    """What is printed of a run."""
+    """Return the row of a run."""
     drift = told.drift()
     return {
         "table": kind,
@@ -160,7 +161,7 @@ def row(
 
 
 def main() -> None:
-    """Serve, and print a row for each run."""
+    """Serve and print a row for each run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="emoji-xl")
     parser.add_argument("--other", default="emoji-3", help="whose published table is another's")

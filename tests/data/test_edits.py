@@ -1,4 +1,4 @@
-"""Images and masks as files hold them, and what edits refuse."""
+"""Images and masks in files, and inputs that edits refuse."""
 
 import io
 from typing import Any
@@ -28,7 +28,7 @@ def file_of(image: Image.Image, file_format: str = "PNG", **options: Any) -> byt
 def test_white_is_what_may_change() -> None:
     values = np.array([[0, 127, 128, 255]], np.uint8)
     assert read_mask(file_of(Image.fromarray(values)), "mask").tolist() == [[False, False, True, True]]
-    # Luma: pure green is lighter than the limit, pure red is not.
+    # By luma, pure green is lighter than the limit, pure red is not.
     colours = Image.fromarray(np.array([[[0, 255, 0], [255, 0, 0]]], np.uint8))
     assert read_mask(file_of(colours), "mask").tolist() == [[True, False]]
 
@@ -51,7 +51,7 @@ def test_masks_of_16_bits_and_of_opaque_files() -> None:
 
 def test_masks_and_images_are_turned_upright() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # rotated by 90 degrees
     lying = np.zeros((32, 48), np.uint8)
     lying[:, :8] = 255
     content = file_of(Image.fromarray(lying), "TIFF", exif=exif)
@@ -145,7 +145,7 @@ def test_the_upper_left_pixel_decides_for_a_latent() -> None:
 
 def test_a_cell_is_active_if_one_of_its_latents_may_change() -> None:
     mask = np.zeros((5, 6), bool)
-    mask[4, 0] = True  # in a cell that reaches over the edge
+    mask[4, 0] = True  # in a cell that extends beyond the edge
     assert active_share(mask, 4) == 0.25
     assert active_share(mask, 2) == pytest.approx(1 / 9)
     assert active_share(mask, 1) == pytest.approx(1 / 30)

@@ -1,4 +1,4 @@
-"""What several owners keep within one bound."""
+"""Entries of several owners within one bound."""
 
 import random
 

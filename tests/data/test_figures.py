@@ -1,4 +1,4 @@
-"""Figures in result files: written, read, made of plain numbers."""
+"""Figures in result files: writing, reading, conversion from plain numbers."""
 
 import json
 import math

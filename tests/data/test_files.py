@@ -157,7 +157,7 @@ def test_a_new_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path: Pa
     target.mkdir()
     (target / "a").write_text("1")
     with pytest.raises(FileNotFoundError), atomic_folder(target) as folder:
-        # The last rename fails: what stepped aside for it must come back.
+        # The last rename fails: the folder that was moved away for it must come back.
         folder.rmdir()
     assert tree(tmp_path) == {"model/a": "1"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -184,7 +184,7 @@ def test_what_a_killed_process_has_left_is_removed_and_what_another_writes_is_no
             assert sorted(path.name for path in tmp_path.iterdir()) == sorted([left.name, own.name])
             process.kill()
             process.wait()
-            remove_leftovers(tmp_path)  # it is too young
+            remove_leftovers(tmp_path)  # the leftover is too recent
             assert left.is_dir()
             (tmp_path / ".file").touch()
             remove_leftovers(tmp_path, 0.0)

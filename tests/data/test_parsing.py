@@ -1,4 +1,4 @@
-"""Files that people write, checked against the types of a class."""
+"""Files written by users, checked against the types of a class."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""Requests check themselves."""
+"""Validation of requests."""
 
 import dataclasses
 import math

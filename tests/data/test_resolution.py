@@ -1,4 +1,4 @@
-"""Resolutions as users write them."""
+"""Resolutions in users' notation."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Estimates, and intervals against scipy's."""
+"""Estimates, and intervals compared with scipy's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Works: a whole image is its resolution, a part sorts and hashes beside it."""
+"""Works: a whole image equals its resolution, and parts sort and hash together with it."""
 
 import pytest
 

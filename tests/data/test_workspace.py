@@ -1,4 +1,4 @@
-"""Where commands leave what other commands use."""
+"""The workspace, in which commands find the files of other commands."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_runs_are_unique_and_the_latest_is_found(tmp_path: Path) -> None:
     part = Workspace(tmp_path).for_model("emoji-xl", "cpu")
     assert part.latest_run("serve") is None
     assert not part.root.exists()
-    # More than ten within a second, because as text "-10" comes before "-9".
+    # More than ten runs within a second, because "-10" sorts before "-9" as text.
     runs = [part.new_run("serve") for _ in range(12)]
     part.new_run("serve-sim")
     (part.runs / "serve-notes.txt").touch()

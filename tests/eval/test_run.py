@@ -37,7 +37,7 @@ def model(model_dir: Path) -> ServedModel:
     return load_model(str(model_dir), "cpu", "float32")
 
 
-# Whole evaluations. The judge of text is the bundled CLIP; Inception runs in test_eval_cli only, it takes a while.
+# Whole evaluations. The judge of text is the bundled CLIP; the slow Inception runs in test_eval_cli only.
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_patched_against_plain_differs_by_rounding_only(model: ServedModel, mode
     clip = found.differences["clip[emoji-clip]"]
     assert abs(clip.difference) < 0.05
     assert clip.n == 5
-    # Other images are told apart.
+    # Different images are recognised as such.
     other = tmp_path / "other"
     generate_set(EngineDrawer(model), other, manifest_of(model, guidance_scale=9.0))
     worse = compare(folders[1], other, ("psnr",), Judges())
@@ -132,7 +132,7 @@ def test_results_are_compared_if_they_are_of_the_same_prompts(tmp_path: Path) ->
     assert found.differences["psnr"].difference == pytest.approx(2.5 / 3)
     assert found.differences["psnr"].win_rate == 1
     assert found.changed == {"policy": ("one", "two")}
-    # A bad image that one evaluation left out takes its pair along.
+    # If one evaluation left out a bad image, its pair is left out, too.
     (tmp_path / "fewer").mkdir()
     content = EvalResults.load(two)
     del content.per_image["psnr"]["1"]
@@ -140,7 +140,7 @@ def test_results_are_compared_if_they_are_of_the_same_prompts(tmp_path: Path) ->
     fewer = compare(one, tmp_path / "fewer", (), Judges())
     assert (fewer.differences["psnr"].n, fewer.differences["psnr"].difference) == (2, pytest.approx(1.5 / 2))
     assert fewer.warnings == ["psnr: 1 images were measured on one side only and left out; the first: 1"]
-    # Where nothing says that both are of the same prompts, other names are another set.
+    # Without a record that both have the same prompts, different names mean different sets.
     content.settings["prompts_digest"] = None
     content.save(tmp_path / "fewer" / "results.json")
     with pytest.raises(UsageError, match="1 are on one side only"):

@@ -1,6 +1,6 @@
-"""Each file of a workspace is damaged in each way; every command that reads it goes on with a warning, or says so.
+"""Every file of a workspace is damaged in every way; a command that reads it continues with a warning or reports it.
 
-What a server makes of them is in `tests/psctl/test_damaged_workspace.py`.
+Damaged files of a server are tested in `tests/psctl/test_damaged_workspace.py`.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 W = "WHERE"
-"""Stands in arguments for the folder."""
+"""Placeholder for the folder in arguments."""
 READS = {
     "templates add": ("work/*/cpu/templates/*/*",),
     "templates list": ("work/*/cpu/templates/*/*",),
@@ -65,18 +65,18 @@ READS = {
     "gate": ("gates.toml", "run.json"),
     "batch run": ("lines.jsonl", "drawn/*.json*"),
 }
-"""Which files each command reads."""
+"""Files that each command reads."""
 SHORT = {
     ("train-predictor latency", "zeros"),
     ("simulate", "half of it"),
     ("gate", "other JSON"),
     ("batch run", "a folder"),
 }
-"""What `make test` tries."""
+"""Cases that `make test` runs."""
 
 
 def commands(model: str) -> dict[str, list[str]]:
-    """By name, in an order in which each finds what it reads."""
+    """Return the commands by name, in an order in which each finds the files that it reads."""
     small, workspace = ["--model", model], ["--workspace", f"{W}/work"]
     drawing, few = [*small, "--num-inference-steps", "2", *workspace], ["--num-prompts", "3", "--request-rate", "5"]
     profile = ["--combinations", "14", "--repeats", "1", "--max-batch-size", "4"]
@@ -111,7 +111,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which all commands have run but `serve`."""
+    """A folder in which all commands except `serve` have run."""
     folder, rng = tmp_path_factory.mktemp("whole"), np.random.default_rng(0)
     Image.fromarray(rng.integers(0, 255, (32, 64, 3), np.uint8)).save(folder / "a.png")
     mask = np.zeros((32, 64), np.uint8)
@@ -131,7 +131,7 @@ def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model: str, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another one in which it has run as well."""
+    """A copy of that folder in which `serve` has run as well."""
     folder = tmp_path_factory.mktemp("served") / "folder"
     shutil.copytree(whole, folder)
     code, err = run(commands(model)["serve"], folder)
@@ -140,7 +140,7 @@ def served(model: str, whole: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def run(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Exit code and stderr of a command."""
+    """Run a command; return its exit code and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([each.replace(W, str(folder)) for each in arguments])
@@ -173,7 +173,7 @@ def test_it_is_told_or_made_again(
         assert "Traceback" not in err, told
         assert "bug" not in err, told
         errors = [line for line in err.splitlines() if line.startswith("Error: ")]
-        # A gate that fails, or lacks evidence, says so in its table.
+        # A gate that fails or lacks evidence reports this in its table.
         assert len(errors) == (code != 0 and (command != "gate" or code not in (1, 3))), told
         if command == "templates check" and file.suffix == ".safetensors":
             assert code != 0, told

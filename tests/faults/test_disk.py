@@ -1,4 +1,4 @@
-"""The k-th call of the disk fails: what is there is whole, old or new, and the command says so in one line."""
+"""The k-th call of the disk fails: files are whole, old or new, and the command reports the error in one line."""
 
 import json
 import re
@@ -27,13 +27,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def files_of(folder: str | Path) -> set[str]:
-    """What lies in a folder, without what is of one run in the names."""
+    """Return the names of all files in a folder, without the parts of names that differ from run to run."""
     found = [path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()]
     return {_OWN_NAME.sub("", str(path)) for path in found}
 
 
 def check_whole(folder: str | Path) -> None:
-    """Each file can be read from its beginning to its end, and none is half written. Raises what is wrong."""
+    """Check that every file can be read from beginning to end and that no temporary file is left."""
     for path in Path(folder).rglob("*"):
         if not path.is_file() or path.name in _HIDDEN:
             continue
@@ -98,7 +98,7 @@ def test_what_is_there_is_whole(command: str, one_in: int, model: str, run_psctl
     for folder in (start, runs_in):
         folder.mkdir()
     if command in ("batch", "serve"):
-        # What was measured is old then, and the rest new.
+        # The measurements then exist already; everything else is new.
         first = run_psctl(*(each.replace(OUT, str(start)) for each in arguments))
         assert first.returncode == 0, first.stderr
         shutil.rmtree(start / "drawn", ignore_errors=True)
@@ -107,7 +107,7 @@ def test_what_is_there_is_whole(command: str, one_in: int, model: str, run_psctl
     check(whole, runs)
     if command == "batch":
         for run in runs[::5]:
-            # It goes on where it was.
+            # The batch continues where it stopped.
             again = run_psctl(*(each.replace(OUT, run.folder) for each in arguments))
             assert again.returncode == 0, (run, again.stderr)
             assert files_of(run.folder) == files_of(whole)

@@ -1,6 +1,6 @@
-"""Memory runs out at the k-th call of each part of a model: requests end once, and the engine goes on.
+"""Memory runs out at the k-th call of each part of a model: every request ends once, and the engine continues.
 
-A step that fails is repeated in parts, so that only what fails alone is failed.
+A step that fails is repeated in parts, so that only requests that fail alone are failed.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 class Failing:
-    """Counts the calls of a part of the model, of which one may fail."""
+    """Counter of the calls of a part of the model, one of which may fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, part: torch.nn.Module, at: int, error: BaseException) -> None:
         kind, self.num_calls = type(part), 0

@@ -1,6 +1,7 @@
-"""Each process of a server is stopped, slowed and killed under load: others are answered, and it is whole soon after.
+"""Each process of a server is stopped, slowed and killed under load: other requests are answered, the server recovers.
 
-Workers of cascades and replicas: `tests/serving/cascade/test_cluster.py` and `tests/psctl/test_replicas.py`.
+Workers of cascades and replicas are tested in `tests/serving/cascade/test_cluster.py` and
+`tests/psctl/test_replicas.py`.
 """
 
 import itertools
@@ -28,7 +29,7 @@ from ..support.waits import is_alive, until
 pytestmark = pytest.mark.slow
 STOPPED_S, WHOLE_WITHIN_S = 4.0, 30.0
 PROCESSES = {"prepare": "psctl-prepare", "postprocess": "psctl-postproce", "edits": "psctl-edits"}
-"""Their names, of which the system keeps 15 letters."""
+"""Process names by part; the system keeps 15 characters of a name."""
 STATUSES = {200, 409, 429, 500, 503, 504}
 
 
@@ -39,18 +40,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(model: Path, folder: Path, *options: str) -> Iterator[HttpServer]:
-    # What its tables say of an idle machine must not decide who is served in a test.
+    # Latencies that were measured on an idle machine must not decide which requests a test serves.
     with HttpServer(model, folder, "--slo-scale", "1000", *options, start_s=180) as server:
         yield server
 
 
 def processes_of(server: HttpServer, part: str) -> list[int]:
-    """Those of a part: the server itself, or what it has started, or what has been forked for it."""
+    """Return the process ids of a part: the server itself, or its children and grandchildren of that name."""
     if part == "server":
         return [server.process.pid]
     found, parents = [], {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             _, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
             parents[int(folder.name)] = int(parent)
             if (folder / "comm").read_text().strip() == PROCESSES[part]:
@@ -60,7 +61,7 @@ def processes_of(server: HttpServer, part: str) -> list[int]:
 
 
 def descendants(server: HttpServer) -> set[int]:
-    """All processes that a server has started."""
+    """Return the ids of all processes that a server has started, directly or not."""
     found, size = {server.process.pid}, 0
     while size < len(found):
         size = len(found)
@@ -72,7 +73,7 @@ def descendants(server: HttpServer) -> set[int]:
 
 
 class Load:
-    """Clients that ask one request after the other, each under a name of its own; and what they were answered."""
+    """Clients that send one request after the other, each with an id of its own, and the statuses they received."""
 
     def __init__(self, url: str, *, edits: bool) -> None:
         self.answers: dict[str, int] = {}
@@ -97,7 +98,7 @@ class Load:
 
 
 def ask(url: str, name: str, *, edits: bool = False) -> httpx.Response:
-    """One image of one step, drawn or edited, under a name."""
+    """Request one image of two steps, generated or edited, with this request id."""
     headers = {"x-request-id": name}
     if not edits:
         body = {"prompt": "a cat", "size": "32x32", "num_inference_steps": 2}
@@ -124,7 +125,7 @@ def stopped(process: int) -> None:
 
 
 def slowed(process: int) -> None:
-    """A third of the time is left to it."""
+    """Leave a third of the time to a process."""
     for _ in range(20):
         os.kill(process, signal.SIGSTOP)
         time.sleep(0.2)
@@ -138,7 +139,7 @@ def killed(process: int) -> None:
 
 
 def check_books(server: HttpServer, answers: dict[str, int]) -> None:
-    """Each request has ended once: answers, log, metrics and state agree."""
+    """Check that each request has ended once: responses, log, metrics and state agree."""
     until(lambda: not httpx.get(f"{server.url}/v1/state").json()["requests"])
     drawn = sum(status == 200 for status in answers.values())
     assert server.metric('psctl_request_success_total{finished_reason="completed"}') >= drawn
@@ -175,7 +176,7 @@ def test_it_is_whole_soon_after(part: str, fault: str, model: Path, tmp_path: Pa
             assert probes(server.url)["/livez"] == 200
             until(lambda: is_whole(server.url), WHOLE_WITHIN_S)
             num_answered = len(load.answers)
-            # Those of the load, too, and not only with errors.
+            # The clients of the load receive responses, too, and not only errors.
             until(lambda: len(load.answers) >= num_answered + 6)
         answers = dict(load.answers)
         assert set(answers.values()) <= STATUSES
@@ -187,7 +188,7 @@ def test_it_is_whole_soon_after(part: str, fault: str, model: Path, tmp_path: Pa
 
 @pytest.mark.faults
 def test_requests_are_drawn_on_an_idle_machine_after_it_was_slow(model: Path, tmp_path: Path) -> None:
-    """What the predictor learns in a slow time must not refuse everything afterwards, by SLOs of its tables."""
+    """What the predictor learns during a slow time must not make it refuse everything later by the tables' SLOs."""
     with HttpServer(model, tmp_path, "--slo-scale", "3", start_s=180) as server:
         with Load(server.url, edits=False) as load:
             until(lambda: len(load.answers) >= 3)
@@ -214,7 +215,7 @@ def test_a_server_that_is_killed_leaves_nobody_and_is_whole_again(model: Path, t
 
 
 def gone(children: set[int]) -> None:
-    """Wait for the end of processes. Raises AssertionError: one goes on, which is named."""
+    """Wait for the end of processes. Raises AssertionError, which names it, if one is still alive."""
     with suppress(AssertionError):
         until(lambda: not any(map(is_alive, children)), WHOLE_WITHIN_S)
     left = [Path(f"/proc/{each}/stat").read_text() for each in filter(is_alive, children)]
@@ -222,7 +223,7 @@ def gone(children: set[int]) -> None:
 
 
 def usage(process: int) -> tuple[int, int, int]:
-    """Open files, threads and children of a process."""
+    """Return the numbers of open files, threads and children of a process."""
     own = Path(f"/proc/{process}")
     children = (own / f"task/{process}/children").read_text().split()
     return len([*(own / "fd").iterdir()]), len([*(own / "task").iterdir()]), len(children)
@@ -230,7 +231,7 @@ def usage(process: int) -> tuple[int, int, int]:
 
 @pytest.mark.faults
 def test_many_faults_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
-    """Neither files nor threads nor processes: a stage that is killed again and again, and clients that leave."""
+    """Repeatedly killed stages and disconnecting clients leave no files, threads or processes behind."""
     with serving(model, tmp_path, "--stages", "processes") as server:
 
         def leave() -> None:
@@ -253,6 +254,6 @@ def test_many_faults_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
         before = usage(server.process.pid)
         for _ in range(6):
             fault()
-        # A connection that has just ended may still be there.
+        # A connection that has just ended may still be open.
         until(lambda: all(now <= then + 2 for now, then in zip(usage(server.process.pid), before, strict=True)))
         assert server.stop() == 0

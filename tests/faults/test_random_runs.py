@@ -31,7 +31,7 @@ SEEN = {
     "draining",
     "left",
 }
-"""What happens in some of so many runs; without it they would prove little."""
+"""Events that each set of runs must include; without them the runs would prove little."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The bundled models on a device, and requests that differ in everything."""
+"""The bundled models on a device, and requests that differ in all respects."""
 
 import functools
 from collections.abc import Sequence
@@ -22,8 +22,9 @@ from ..support.family_kit import denoised
 from ..support.patched_models import relative_error
 
 EXACT = 1e-4
-"""Largest difference over largest magnitude, in float32. On a GPU another batch gets other algorithms of convolutions
-and products, which round otherwise: about 1e-6 in each pass, and up to ten times as much after some steps of guidance.
+"""Largest difference over largest magnitude, in float32. On a GPU, different batches use different algorithms for
+convolutions and products, whose rounding differs by about 1e-6 in each pass, and by up to ten times as much after some
+guided steps.
 """
 JOINS = (0, 1, 2, 2)
 BUNDLED = ("emoji-xl", "emoji-3")
@@ -31,17 +32,17 @@ BUNDLED = ("emoji-xl", "emoji-3")
 
 @functools.cache
 def loaded(name: str, device: str, dtype: str = "float32", sampler: Any = None) -> ServedModel:
-    """A bundled model, which tests must leave as it is."""
+    """Return a bundled model, which tests must not change."""
     return load_model(name, device, dtype, EngineOptions("plain", model=ModelOptions(sampler=sampler)))
 
 
 def served(name: str, device: str, options: EngineOptions | None = None, **of_model: Any) -> ServedModel:
-    """The same weights, served by another engine."""
+    """Return the same weights, served by another engine."""
     return with_engine(loaded(name, device, **of_model), options or EngineOptions())
 
 
 def mixed(num_steps: Sequence[int] = (6, 2, 3, 4)) -> list[Request]:
-    """Requests of three sizes; so many steps each."""
+    """Return requests of three sizes with these numbers of steps."""
     small, middle, large = (Resolution(side, side) for side in (128, 192, 256))
     return [
         Request(0, "a red apple on a blue background", small, num_steps[0], 4.0, seed=1),
@@ -52,13 +53,13 @@ def mixed(num_steps: Sequence[int] = (6, 2, 3, 4)) -> list[Request]:
 
 
 def alone(model: ServedModel, requests: Sequence[Request]) -> list[Tensor]:
-    """Final latents of each request by itself, by plain diffusers' model on the same device."""
+    """Return the final latents of each request alone, by plain diffusers' model on the same device."""
     plain = with_engine(model, EngineOptions("plain"))
     return [denoised(plain, [request])[0] for request in requests]
 
 
 def served_together(model: ServedModel, requests: Sequence[Request], max_batch_size: int = 4) -> RunResult:
-    """Serve requests as they arrive, with stages beside the denoise loop."""
+    """Serve requests as they arrive, with stages in parallel with the denoise loop."""
     collector = InMemory(keep_images=True, keep_latents=True)
     engine = Engine(model, get_policy("continuous"), max_batch_size=max_batch_size, collector=collector)
     result = replay(engine, list(map(model.checked, requests)))
@@ -67,5 +68,5 @@ def served_together(model: ServedModel, requests: Sequence[Request], max_batch_s
 
 
 def error_of(result: RunResult, requests: Sequence[Request], expected: Sequence[Tensor]) -> float:
-    """The largest relative error of the final latents of requests."""
+    """Return the largest relative error of the final latents of requests."""
     return relative_error([result.latents[request.request_id][0] for request in requests], expected)

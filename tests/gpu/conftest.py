@@ -1,7 +1,7 @@
-"""Where the tests of this folder run: on a CUDA device, or on the CPU to try the tests themselves.
+"""Device of the tests in this folder: CUDA, or the CPU to try the tests themselves.
 
-They ask of a device what the other tests ask of a CPU. Without a GPU they are skipped; `GPU_TESTS_DEVICE=cpu` runs
-those that a CPU can run.
+They require of a device what the other tests require of a CPU. Without a GPU they are skipped; `GPU_TESTS_DEVICE=cpu`
+runs those that a CPU can run.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """The name of the device that is tested."""
+    """Name of the tested device."""
     name = os.environ.get("GPU_TESTS_DEVICE", "cuda" if torch.cuda.is_available() else None)
     if name is None:
         pytest.skip("there is no CUDA device, and GPU_TESTS_DEVICE names no other")
@@ -22,7 +22,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def cuda(device: str) -> str:
-    """The same, for what a CPU cannot do."""
+    """Name of the tested device, for tests that a CPU cannot run."""
     if device == "cpu":
         pytest.skip("it needs a CUDA device")
     return device
@@ -30,10 +30,10 @@ def cuda(device: str) -> str:
 
 @pytest.fixture(autouse=True)
 def full_float32() -> Iterator[None]:
-    """No TF32, whose 10 bits of fraction would hide mistakes up to 1e-3; it is off for products by default."""
+    """Disable TF32, whose 10 bits of fraction would hide errors up to 1e-3; it is off for products by default."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     yield
     torch.backends.cudnn.allow_tf32 = before
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # what a kernel has done wrong is told here, not in the next test
+        torch.cuda.synchronize()  # an error of a kernel is raised here, not in the next test

@@ -1,4 +1,4 @@
-"""`--cache patch` on a device: exact where nothing is reused, near where the bundled predictor decides."""
+"""`--cache patch` on a device: exact without reuse, and close with the bundled predictor."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_nothing_reused_is_exact(name: str, order: Any, device: str) -> None:
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", BUNDLED)
 def test_patches_are_reused_one_by_one_as_in_a_request_alone(name: str, order: Any, device: str) -> None:
-    """By a rule that looks at nothing but a request's step and its patches' places."""
+    """The rule depends only on a request's step and the positions of its patches."""
     found = []
     requests = mixed((8, 3, 5, 6))
     for batches in ([requests], [[request] for request in requests]):

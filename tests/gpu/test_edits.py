@@ -1,4 +1,4 @@
-"""Edits on a device: exact ones equal the plain engine, and those that read records are those alone."""
+"""Edits on a device: exact edits equal the plain engine's; edits that read records equal the same edits alone."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def _mixed(template: TemplateSpec | None = None) -> list[Request]:
 
 @pytest.fixture(params=[2000.0, 0.0], ids=["memory", "files"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> TemplateStore:
-    """Whose records are in memory, or read from files, step by step."""
+    """A store whose records are in memory, or read from files step by step."""
     return TemplateStore(tmp_path, TemplateTiers(memory_mb=request.param))
 
 
@@ -68,7 +68,7 @@ def test_edits_equal_diffusers_inpainting(family: str, device: str) -> None:
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", BUNDLED)
 def test_an_edit_of_the_whole_image_is_its_twin(name: str, keep: Keep, store: TemplateStore, device: str) -> None:
-    """Nothing is read for what is in the mask."""
+    """An edit reads nothing for cells in the mask."""
     requests = [edit_request(0, SMALL, "all", template=TEMPLATE, num_steps=5)]
     model = with_records(served(name, device), store, requests, keep)
     assert model.prepare(requests[0]).template is not None
@@ -84,7 +84,7 @@ def test_edits_that_read_records_in_a_mixed_batch_are_those_alone(
     requests = _mixed(TEMPLATE)
     model = with_records(served(name, device), store, requests[:3], keep)
     together = serve(model, requests)
-    # What another process has made.
+    # Records that another store has written, as in another process.
     again = serve(with_records(served(name, device), TemplateStore(store.folder), (), keep), requests)
     for request in requests:
         own = serve(model, [replace(request, request_id=0)]).latents[0]

@@ -1,4 +1,4 @@
-"""On a device as on a CPU: whatever shares its batch, a request gives what plain diffusers gives for it alone."""
+"""On a device as on a CPU, a request in any batch gives the result of plain diffusers for it alone."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from .cases import BUNDLED, EXACT, JOINS, alone, loaded, mixed, served, served_t
 
 SAMPLERS = ("ddim", "euler", "euler-ancestral", "dpm++")
 LEAST_DB = 35.0
-"""Of float16 images against those alone: its roundings show in single pixels by a grey level or two."""
+"""Least PSNR of float16 images to those alone: rounding changes single pixels by a grey level or two."""
 WAYS: list[dict[str, Any]] = [
     {},
     {"order": "image", "strategy": "stitch"},
@@ -87,7 +87,7 @@ def test_images_in_half_precision_are_near_those_alone(name: str, dtype: str, de
         image = result.images[request.request_id]
         own = served_together(plain, [request]).images[request.request_id]
         ours, theirs = (psnr(each, exact.decode(expected[None])) for each in (image, own))
-        # As near to float32 as plain diffusers in this dtype; in float16 also near to plain diffusers itself.
+        # As close to float32 as plain diffusers in this dtype; in float16 also close to plain diffusers itself.
         assert ours >= min(theirs - 3.0, LEAST_DB)
         if dtype == "float16":
             assert psnr(image, own) >= LEAST_DB

@@ -1,4 +1,4 @@
-"""NCCL between the GPUs of ranks: one GPU sends to itself; two draw what one draws, and go on when one is lost."""
+"""NCCL between the GPUs of ranks: one GPU sends to itself; two draw the images of one, also if one is lost."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,7 +26,7 @@ SOON = timedelta(seconds=20)
 
 @pytest.fixture
 def itself(cuda: str) -> Iterator[Nccl]:
-    """A group of one."""
+    """An NCCL group of one rank."""
     if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
     nccl = Nccl(dist.HashStore(), 0, 1, SOON, torch.device(cuda, 0), lambda _: None)

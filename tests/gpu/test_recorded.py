@@ -1,4 +1,4 @@
-"""`--cuda-graphs` and `--compile` on a device: passes that are played back or compiled give what eager ones give."""
+"""`--cuda-graphs` and `--compile` on a device: replayed and compiled passes give the results of eager passes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from ..support.patched_models import relative_error
 from .cases import BUNDLED, EXACT, alone, mixed, served, served_together
 
 PLAYED = 1e-5
-"""A recorded pass launches the kernels of the eager one; only those that add up in no fixed order may differ."""
+"""A recorded pass launches the kernels of the eager one; only kernels that sum in no fixed order may differ."""
 
 
 def _passes_of(model: ServedModel) -> CapturedPasses:
@@ -32,7 +32,7 @@ def _passes_of(model: ServedModel) -> CapturedPasses:
 
 
 def _recorded(model: ServedModel, *batches: Sequence[Request]) -> list[list[Tensor]]:
-    """What batches give, one after the other, where each pass but the first is recorded or played back."""
+    """Return the results of consecutive batches, in which each pass but the first is recorded or replayed."""
     passes = _passes_of(model)
     passes._patience = 1
     found = [denoised(model, batch) for batch in batches]
@@ -44,7 +44,7 @@ def _recorded(model: ServedModel, *batches: Sequence[Request]) -> list[list[Tens
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", BUNDLED)
 def test_played_back_passes_are_the_eager_ones(name: str, order: Any, cuda: str) -> None:
-    """Batches that requests leave one by one, and that come back with other requests."""
+    """Requests leave the batches one by one, and the same compositions recur with other requests."""
     first, second = mixed(), mixed((3, 5, 2, 6))
     eager = served(name, cuda, EngineOptions(order=order))
     recorded = served(name, cuda, EngineOptions(order=order, cuda_graphs=True))
@@ -63,7 +63,9 @@ def test_passes_of_all_families_can_be_recorded(name: str, cuda: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in BUILDS if name not in ("chroma", "lumina2")])
 def test_plain_passes_can_be_recorded(name: str, cuda: str) -> None:
-    """All but those of Chroma, which copies a tensor to the device, and Lumina 2, which reads one on the host."""
+    """All families are tested except Chroma, which copies a tensor to the device, and Lumina 2, which reads one on
+    the host.
+    """
     pipe, requests = BUILDS[name]().to(cuda), tiny_requests([6, 2, 3, 4])
     expected = denoised(tiny(pipe, EngineOptions("plain")), requests)
     for found in _recorded(tiny(pipe, EngineOptions("plain", cuda_graphs=True)), requests, requests):
@@ -89,7 +91,7 @@ def test_passes_are_recorded_while_other_threads_encode_and_decode(cuda: str) ->
 def test_compiled_blocks_give_what_eager_ones_give(name: str, cuda_graphs: bool, device: str) -> None:
     if cuda_graphs and device == "cpu":
         pytest.skip("CUDA graphs need a CUDA device")
-    # Of its own: compiling changes the model.
+    # The test loads its own model because compiling changes it.
     model = load_model(name, device, "float32", EngineOptions(compile=True, cuda_graphs=cuda_graphs))
     requests = mixed((3, 3, 3, 3))
     found = [denoised(model, requests) for _ in range(3)][-1]

@@ -1,7 +1,7 @@
-"""The whole engine on a device, where texts are encoded and images decoded on streams of their own: tests of races.
+"""Tests of races in the whole engine on a device, which encodes texts and decodes images on streams of their own.
 
-What one stream reads before another has written it is wrong for single requests, now and then. So there are many, they
-overlap as they can, and each is compared with itself alone.
+If one stream reads data before another has written it, single requests are occasionally wrong. So there are many
+requests that overlap as much as possible, and each is compared with the same request alone.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ from ..support.tiny_models import save_tiny
 from .cases import BUNDLED, EXACT, alone, error_of, mixed, served, served_together
 
 SAME_DB = 55.0
-"""A last bit of float32 may turn a pixel by one grey level."""
+"""The last bit of float32 may change a pixel by one grey level."""
 
 
 def poisson(count: int, seed: int) -> list[Request]:
-    """A trace of the sizes of `mixed`, of so many steps and scales that requests come and go at nearly each step."""
+    """Return a trace with numbers of steps and scales by which requests join and leave at nearly every step."""
     config = TraceConfig(request_rate=100.0, num_prompts=count, seed=seed)
     trace = generate_trace(config, ["a red apple", "two birds in the rain at night", "", "a hat"])
     return [
@@ -61,7 +61,7 @@ def test_requests_of_a_trace_are_those_alone(name: str, options: EngineOptions, 
 
 @pytest.mark.parametrize("engine", ["patched", "plain"])
 def test_partial_images_show_the_latents_of_their_step(engine: Any, device: str) -> None:
-    """They are decoded beside the next step. Of a step, the latents that it predicts at the end are known."""
+    """Partial images are decoded during the next step, from the final latents that a step predicts."""
     model = served("emoji-xl", device, EngineOptions(engine))
     requests = [replace(each, request_id=number) for number, each in enumerate(mixed((6, 6, 6, 6)) * 3)]
     apart = {}
@@ -74,7 +74,7 @@ def test_partial_images_show_the_latents_of_their_step(engine: Any, device: str)
 
 
 def _partial_images(model: ServedModel, requests: Sequence[Request]) -> dict[tuple[int, int], Image]:
-    """Of requests that are served together, by id and number."""
+    """Return the partial images of requests that are served together, by request id and number."""
     found: dict[tuple[int, int], Image] = {}
     engine = Engine(model, get_policy("continuous"), max_batch_size=4)
     for request in requests:

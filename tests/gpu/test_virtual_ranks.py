@@ -1,4 +1,4 @@
-"""Ranks that share a device draw what one draws."""
+"""Ranks that share a device draw the images of one rank."""
 
 from typing import Any
 

@@ -8,7 +8,7 @@ import torch
 from patchedserve.serving.layout.packing import index_tensors
 from patchedserve.serving.layout.patch_layout import PatchLayout
 
-# (height, width) of every request and the patch size: every pattern of neighbours.
+# (height, width) of every request, and the patch size; together they have every pattern of neighbours.
 MIXES = [
     ([(4, 4)], 4),  # one patch, no neighbour
     ([(4, 12)], 4),  # a row
@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @dataclass
 class Batch:
-    """Images in the order of the layout, (1, C, H, W) each, and the same as patches."""
+    """Images in the order of the layout, (1, C, H, W) each, and the same images as patches."""
 
     layout: PatchLayout
     request_index: torch.Tensor
@@ -38,7 +38,7 @@ class Batch:
 
 
 def cut(image: torch.Tensor, side: int, margin: int = 0, step: int | None = None) -> torch.Tensor:
-    """Cut (1, C, H, W) into windows of `side`, one every `step`, after padding with `margin` zeros; plain slices."""
+    """Cut (1, C, H, W) into windows of `side`, one every `step`, after padding with `margin` zeros, by plain slices."""
     step = step or side
     padded = torch.nn.functional.pad(image, (margin,) * 4)
     _, _, height, width = padded.shape

@@ -1,4 +1,4 @@
-"""How the tests run Triton kernels: on the GPU where there is one, in triton's interpreter elsewhere."""
+"""Fixture that runs Triton kernels on the GPU if there is one, otherwise in triton's interpreter."""
 
 import os
 import pickle

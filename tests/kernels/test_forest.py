@@ -1,4 +1,4 @@
-"""kernels/forest.py against scikit-learn's RandomForestClassifier: equal to the last bit, on every row."""
+"""kernels/forest.py compared with scikit-learn's RandomForestClassifier: equal to the last bit on every row."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from patchedserve.kernels.forest_tables import SEGMENT_LEAVES, FlatForest
 
 from .conftest import RunTriton
 
-# (trees, depth, leaves, features) of every forest; leaves None is as many as the depth allows.
+# (trees, depth, leaves, features) of every forest; with leaves None, the depth alone limits them.
 SHAPES = [
     (1, 1, None, 1),
     (1, 10, None, 2),
@@ -29,7 +29,7 @@ IDS = ["-".join(map(str, shape)) for shape in SHAPES]
 
 
 def random_rows(num_rows: int, num_features: int, seed: int) -> np.ndarray:
-    """Continuous columns, columns of few values, and columns whose values float32 can hardly tell apart, by turns."""
+    """Return alternately continuous columns, columns of few values, and columns of nearly equal float32 values."""
     rng = np.random.default_rng(seed)
     columns = []
     for k in range(num_features):
@@ -46,7 +46,7 @@ def random_rows(num_rows: int, num_features: int, seed: int) -> np.ndarray:
 def fit(trees: int, depth: int, leaves: int | None, num_features: int, seed: int = 0) -> RandomForestClassifier:
     rows = random_rows(3000, num_features, seed)
     rng = np.random.default_rng(seed + 1)
-    # Noise, so that leaves are not pure and probabilities are fractions that float64 must round.
+    # With noise, leaves are not pure, and probabilities are fractions that float64 must round.
     labels = rows[:, 0] + rows[:, num_features // 2] + rng.normal(0, 1.5, len(rows)) > -2
     forest = RandomForestClassifier(
         trees, max_depth=depth, max_leaf_nodes=leaves, random_state=seed, bootstrap=trees > 1, min_samples_leaf=3
@@ -63,7 +63,7 @@ def flat(forest: RandomForestClassifier) -> FlatForest:
 
 
 def adversarial_rows(forest: RandomForestClassifier, seed: int = 0) -> np.ndarray:
-    """Rows made of thresholds: as float32 nearest to them, and the floats around it."""
+    """Return rows made of thresholds: the nearest float32 values and their neighbours."""
     rng = np.random.default_rng(seed)
     columns = []
     for k in range(num_features_of(forest)):
@@ -72,7 +72,7 @@ def adversarial_rows(forest: RandomForestClassifier, seed: int = 0) -> np.ndarra
         below, above = np.nextafter(cut, np.float32(-np.inf)), np.nextafter(cut, np.float32(np.inf))
         extremes = np.array([-0.0, 0.0, -1e30, 1e30, 1e-45], dtype=np.float32)
         columns.append(np.concatenate([below, cut, above, extremes]))
-    # Every value of every feature at least once, beside random others.
+    # Every value of every feature occurs at least once, together with random values of the others.
     num_rows = max(130, *map(len, columns))
     pad = [np.concatenate([c, rng.choice(c, num_rows - len(c))]) for c in columns]
     return np.stack([rng.permutation(c) for c in pad], axis=1)
@@ -138,20 +138,20 @@ def test_numbers_of_leaves_around_a_segment(leaves: int) -> None:
     assert {tree.tree_.n_leaves for tree in forest.estimators_} == {leaves}
     tables = flat(forest)
     assert tables.masks[0].shape[1] == 3 * -(-leaves // SEGMENT_LEAVES)
-    # A row in every leaf.
+    # Every leaf has a row.
     rows = random_rows(3000, 3, seed=0)
     assert all(set(column) == set(range(leaves)) for column in leaf_numbers(forest, rows).T)
     assert_equal_to_sklearn(forest, rows, forest_proba(torch.from_numpy(rows), tables))
 
 
 def leaf_numbers(forest: RandomForestClassifier, rows: np.ndarray) -> np.ndarray:
-    """(rows, trees), which leaf of its tree each row falls into, counted from 0."""
+    """Return (rows, trees): the index of the leaf into which each row falls, from 0."""
     nodes = forest.apply(rows)
     return np.stack([np.unique(column, return_inverse=True)[1] for column in nodes.T], axis=1)
 
 
 class Stump:
-    """A tree in scikit-learn's arrays that gives one probability to all rows."""
+    """A tree in scikit-learn's arrays with one probability for all rows."""
 
     def __init__(self, probability: float) -> None:
         self.children_left = self.children_right = self.feature = np.array([-1])
@@ -160,7 +160,7 @@ class Stump:
 
 
 class Split:
-    """One split of feature 0; the left leaf is of class 1, the right one of class 0."""
+    """A tree with one split of feature 0; the left leaf has class 1, the right one class 0."""
 
     def __init__(self, threshold: float) -> None:
         self.children_left, self.children_right = np.array([1, -1, -1]), np.array([2, -1, -1])
@@ -173,7 +173,7 @@ def test_trees_of_one_leaf_and_ties(run_triton: RunTriton) -> None:
     for probabilities in ((0.5,), (0.25, 0.75), (0.2, 0.9, 0.4)):
         tables = FlatForest.of_trees([Stump(p) for p in probabilities], 2)
         assert tables.depth == 0
-        # A tie is class 0; 0.2 + 0.9 + 0.4 is a tie, too, but not in float64.
+        # Ties give class 0; 0.2 + 0.9 + 0.4 is a tie, too, but not in float64.
         sums = [[0.0, 0.0], [0.0, 0.0]]
         for p in probabilities:
             sums[0][0] += 1 - p
@@ -186,7 +186,7 @@ def test_trees_of_one_leaf_and_ties(run_triton: RunTriton) -> None:
 
 
 def test_sums_are_taken_in_the_order_of_the_trees() -> None:
-    """The order shows in the last bit, and sklearn's is that of the trees."""
+    """The order of the sum affects the last bit; sklearn sums in the order of the trees."""
     probabilities = [1e-17] * 20 + [1.0]
     rows = torch.zeros(1, 1)
     totals = set()
@@ -322,7 +322,7 @@ def test_wrong_arguments() -> None:
 
 
 def test_the_reference_takes_no_path_by_data() -> None:
-    """All intervals of a small forest, each by a row in its middle and at its upper end."""
+    """Test all intervals of a small forest, each with a row in its middle and at its upper end."""
     forest = fit(5, 3, None, 2)
     tables = flat(forest)
     grid = []

@@ -1,4 +1,4 @@
-"""kernels/group_norm_stats.py against float64 statistics of whole images."""
+"""kernels/group_norm_stats.py compared with float64 statistics of whole images."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def _expected(images: list[torch.Tensor], num_groups: int) -> tuple[torch.Tensor
 
 
 def _both(run_triton: RunTriton, batch: Batch, num_groups: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Mean and rstd by torch and by Triton."""
+    """Return mean and rstd by torch and by Triton."""
     arguments = (batch.patches, batch.request_index, len(batch.layout.order), num_groups, EPS)
     return [group_norm_stats(*arguments), run_triton(group_norm_stats, *arguments)]
 
@@ -33,7 +33,7 @@ def test_statistics_of_whole_images(
     for channels, num_groups in ((6, 2), (5, 1), (2, 2)):
         batch = random_batch(sizes, patch_size, channels, dtype=dtype)
         expected_mean, expected_rstd = _expected(batch.images, num_groups)
-        # The inputs are rounded, the arithmetic is float32 for every dtype, and so is the tolerance.
+        # Only the inputs are rounded: arithmetic is float32 for every dtype, and so is the tolerance.
         for mean, rstd in _both(run_triton, batch, num_groups):
             assert mean.dtype == rstd.dtype == torch.float32
             torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=1e-6)
@@ -54,7 +54,7 @@ def test_large_mean_does_not_swallow_the_variance(run_triton: RunTriton) -> None
     in_one_pass = batch.images[0].view(4, -1)
     in_one_pass = in_one_pass.square().mean(1) - in_one_pass.mean(1).square()
     assert ((in_one_pass + EPS).rsqrt() / expected_rstd[0] - 1).abs().max() > 0.1, "too easy a test"
-    # A float32 mean near 4096 is off by up to 2.4e-4 of the standard deviation, which is where the 1e-4 comes from.
+    # A float32 mean near 4096 has an error of up to 2.4e-4 of the standard deviation, hence the 1e-4.
     for _, rstd in _both(run_triton, batch, 4):
         torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-4, atol=0)
 
@@ -68,7 +68,7 @@ def test_constant_image_has_variance_zero(run_triton: RunTriton) -> None:
 
 
 def test_request_does_not_depend_on_its_company(run_triton: RunTriton) -> None:
-    """To the bit where the others hold other values, to rounding where there are no others."""
+    """Results are equal to the bit if other requests have other values, and up to rounding without other requests."""
     batch = random_batch([(8, 8), (4, 8), (4, 4)], 4, 6)
     together = _both(run_triton, batch, 2)
     batch.patches[batch.request_index == 1] = float("nan")

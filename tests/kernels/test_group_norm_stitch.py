@@ -1,4 +1,4 @@
-"""kernels/group_norm_stitch.py against group_norm, F.silu and F.conv2d of whole images."""
+"""kernels/group_norm_stitch.py compared with group_norm, F.silu and F.conv2d of whole images."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def _affine(channels: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _expected(batch: Batch, num_groups: int, *, activation: bool) -> list[torch.Tensor]:
     weight, bias = _affine(batch.patches.shape[1])
-    # F.group_norm is the same, but refuses an image of one pixel.
+    # F.group_norm is equivalent but refuses an image of one pixel.
     images = [torch.group_norm(image.float(), num_groups, weight, bias, EPS) for image in batch.images]
     return [F.silu(image) if activation else image for image in images]
 
@@ -78,7 +78,7 @@ def test_norm_silu_convolution_of_patches_is_that_of_images(sizes: list[tuple[in
 
 @pytest.mark.slow
 def test_every_border_pixel_is_written_by_its_owner(run_triton: RunTriton) -> None:
-    """The fused kernel scatters, the reference gathers: equal to the bit when the norm does nothing."""
+    """The fused kernel scatters, the reference gathers: both are equal to the bit if the norm is the identity."""
     batch = random_batch([(8, 8), (12, 4), (4, 4), (8, 12)], 4, 3)
     mean, rstd = torch.zeros(4, 1), torch.ones(4, 1)
     arguments = (batch.patches, mean, rstd, torch.ones(3), torch.zeros(3), batch.request_index)

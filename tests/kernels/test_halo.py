@@ -1,4 +1,4 @@
-"""kernels/halo.py against windows of the padded image (equal to the bit) and against convolutions of whole images."""
+"""kernels/halo.py compared with windows of the padded image (equal to the bit) and convolutions of whole images."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_any_strides_and_sides(run_triton: RunTriton) -> None:
     for x in (plain, sliced):
         assert torch.equal(halo_gather(x, batch.neighbours), expected)
         assert torch.equal(run_triton(halo_gather, x, batch.neighbours.int()), expected)
-    # Patches need not be square: here each is the upper half of a square one, so 2 high and 4 wide.
+    # Patches need not be square: each is the upper half of a square one, 2 high and 4 wide.
     upper = batch.patches[:, :, :2]
     assert torch.equal(run_triton(halo_gather, upper, batch.neighbours, 2), halo_gather(upper, batch.neighbours, 2))
 

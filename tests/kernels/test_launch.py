@@ -1,4 +1,4 @@
-"""kernels/launch.py: the choice between torch and Triton, and that every Triton kernel compiles for a real GPU."""
+"""kernels/launch.py: the choice between torch and Triton, and compilation of all Triton kernels for a real GPU."""
 
 import subprocess
 import sys
@@ -127,7 +127,7 @@ def test_compiles(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The interpreter forgives what the compiler does not, and the compiler needs no GPU."""
+    """The interpreter accepts code that the compiler rejects, and the compiler needs no GPU."""
     _compile(kernel, _of(dtype, *pointers) | others, constants, tmp_path, monkeypatch)
 
 
@@ -145,7 +145,7 @@ def _compile(
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compile for an A100 as far as machine code."""
+    """Compile a kernel to machine code for an A100."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""kernels/patch.py against plain slices; splitting and joining moves every pixel and changes none."""
+"""kernels/patch.py compared with plain slices; splitting and joining moves every pixel and changes none."""
 
 from itertools import pairwise
 
@@ -13,13 +13,13 @@ from .conftest import RunTriton
 
 
 def _by_resolution(batch: Batch) -> list[torch.Tensor]:
-    """The images as one batch for each resolution."""
+    """Return the images as one batch for each resolution."""
     offset = batch.layout.resolution_offset
     return [torch.cat(batch.images[start:end]) for start, end in pairwise(offset)]
 
 
 def _grids(layout: PatchLayout) -> list[tuple[slice, int, int]]:
-    """Patches, rows and columns of each resolution."""
+    """Return patches, rows and columns of each resolution."""
     offset = layout.resolution_patch_offset.tolist()
     slices = [slice(start, end) for start, end in pairwise(offset)]
     grid = layout.grid[layout.resolution_offset[:-1]].tolist()

@@ -1,8 +1,8 @@
-"""Runs dispatchers with kernels="triton" in triton's interpreter, in a process of its own.
+"""Run dispatchers with kernels="triton" in triton's interpreter, in a process of its own.
 
-The interpreter must be chosen before triton is imported, and diffusers imports triton; so the tests start this script
-with TRITON_INTERPRET=1 and no other test notices. It answers pickled calls (module, name, args, kwargs) on standard
-input with the pickled result, or error, on standard output. Tensors keep their strides.
+The interpreter must be selected before triton is imported, and diffusers imports triton. So the tests start this script
+with TRITON_INTERPRET=1, which does not affect other tests. It reads pickled calls (module, name, args, kwargs) from
+standard input and writes the pickled result or error to standard output. Tensors keep their strides.
 """
 
 import importlib
@@ -12,7 +12,7 @@ import sys
 
 def main() -> None:
     replies = sys.stdout.buffer
-    sys.stdout = sys.stderr  # what a kernel prints must not get between the replies
+    sys.stdout = sys.stderr  # output of a kernel must not mix with the replies
     while True:
         try:
             module, name, args, kwargs = pickle.load(sys.stdin.buffer)

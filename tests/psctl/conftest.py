@@ -1,4 +1,4 @@
-"""Clients of the server that a test module has as its fixture `server`."""
+"""Clients of a test module's fixture `server`."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

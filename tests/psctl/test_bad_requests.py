@@ -1,4 +1,4 @@
-"""Whatever clients send wrong is told exactly, and the server still draws: over real connections to a real server."""
+"""Every wrong request gets an exact error, and the server still draws: over real connections to a real server."""
 
 import gzip
 import io
@@ -63,7 +63,7 @@ def test_wrong_fields(http: httpx.Client) -> None:
     count = 0
     for fields, param, code, status in WRONG:
         if any(isinstance(value, float) and not math.isfinite(value) for value in fields.values()):
-            continue  # is no JSON
+            continue  # not valid JSON
         fields = {"prompt": "a cat", **fields}
         headers = {"content-type": "application/json"}
         if "header_slo" in fields:
@@ -79,7 +79,7 @@ def test_wrong_fields_of_edits(http: httpx.Client) -> None:
     Image.new("RGBA", (128, 128)).save(file, "PNG")
     count = 0
     for fields, param, code, status in WRONG:
-        # The text of a form is a number where one is wanted, so that not all that is wrong in JSON is wrong here.
+        # A form's text is read as a number where one is expected, so that some errors of JSON are no errors here.
         if any(
             name in ("size", "moderation", "\ud800") or value == "\ud800" or (name in TEXTS) != isinstance(value, str)
             for name, value in fields.items()
@@ -143,7 +143,7 @@ def test_bodies_that_are_no_json_object(http: httpx.Client) -> None:
         ("POST", EDITS, {"files": {"image": b"x"}, "data": {"prompt": "a"}}, (400, "invalid_value")),
         ("POST", EDITS, {"files": {"image": b"x"}, "headers": {"authorization": ""}}, (401, "missing_api_key")),
         ("POST", EDITS, {"files": {"image": b"x"}, "headers": {"host": "evil.example"}}, (403, "host_not_allowed")),
-        # Pages of others can send forms without asking first.
+        # Pages of other origins can send forms without a preflight request.
         *(
             ("POST", path, {"files": {"image": b"x"}, "headers": {"origin": origin}}, (403, "origin_not_allowed"))
             for path in (EDITS, "/v1/files")
@@ -230,7 +230,7 @@ def test_what_is_not_http(http: httpx.Client, server: HttpServer, sent: str) -> 
 
 
 def spoken(server: HttpServer, sent: str) -> tuple[str, str]:
-    """What the server says until it closes the connection."""
+    """Send raw text; return head and body of what the server sends until it closes the connection."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=40) as raw:
         raw.sendall(sent.encode("latin-1"))
         parts = []
@@ -264,7 +264,7 @@ def test_ids_of_others_are_not_told(http: httpx.Client, server: HttpServer) -> N
         assert http.delete(f"{GENERATIONS}/{found}").json()["status"] == "completed", "twice is as good as once"
     long_id = http.get("/health", headers={"x-request-id": "x" * 200}).headers["x-request-id"]
     assert len(long_id) == 16
-    # Nor are files and batches, to who has another key.
+    # A client with another key does not find files and batches either.
     batch = batch_of(http, [json.dumps({"custom_id": "a", "body": {"prompt": "a cat", "num_inference_steps": 1}})])
     assert http.get("/v1/batches").json()["data"][0]["id"] == batch["id"]
     assert "owner" not in batch
@@ -296,14 +296,14 @@ def test_lists_have_pages(http: httpx.Client) -> None:
 
 
 def test_nobody_waits_for_one_body(http: httpx.Client) -> None:
-    # As many keys as there is room for, the last of them twice.
+    # As many keys as fit, the last of them twice.
     keys = [f'"{number:x}":1' for number in range(25_000)]
     body = ("{" + ",".join([*keys, keys[-1]]) + "}").encode()
     assert len(body) < 256 * 1024
     start = time.monotonic()
     answer = http.post(GENERATIONS, content=body, headers={"content-type": "application/json"})
     assert told(answer) == (400, None, "invalid_json")
-    # Where every key is compared with every other, it takes several seconds.
+    # Comparing every key with every other would take several seconds.
     assert time.monotonic() - start < 1
 
 
@@ -335,7 +335,7 @@ def test_one_bad_line_among_good_ones(http: httpx.Client) -> None:
 
 
 def batch_of(http: httpx.Client, lines: list[str]) -> dict[str, Any]:
-    """A batch of these lines, once it has ended."""
+    """Run a batch of these lines and return it once it has ended."""
     file = http.post("/v1/files", files={"file": "\n".join(lines).encode()}, data={"purpose": "batch"}).json()
     asked = {"input_file_id": file["id"], "endpoint": GENERATIONS, "completion_window": "24h"}
     name = http.post("/v1/batches", json=asked).json()["id"]

@@ -1,4 +1,4 @@
-"""Batches: through the real client of OpenAI, and offline, killed again and again."""
+"""Batches: through OpenAI's client, and offline in processes that are killed repeatedly."""
 
 import json
 import resource
@@ -51,7 +51,7 @@ def test_the_client_of_openai_runs_a_batch(model: Path, lines: Path, tmp_path: P
         file = client.files.create(file=lines, purpose="batch")
         assert client.files.retrieve(file.id).filename == "batch.jsonl"
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/images/generations", completion_window="24h")
-        # A request that waits goes first.
+        # A single request goes before the lines of batches.
         assert client.images.generate(prompt="a dog", extra_body={"num_inference_steps": 2, "slo": 60}).data
         until(lambda: client.batches.retrieve(batch.id).status in ("completed", "failed"), 60)
         batch = client.batches.retrieve(batch.id)
@@ -79,7 +79,7 @@ def test_the_client_of_openai_runs_a_batch(model: Path, lines: Path, tmp_path: P
 
 
 def started(server: HttpServer, lines: Path) -> tuple[openai.OpenAI, Batch]:
-    """A batch of these lines, begun by a client."""
+    """Start a batch of these lines with a client; return both."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     file = client.files.create(file=lines, purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/images/generations", completion_window="24h")
@@ -87,7 +87,7 @@ def started(server: HttpServer, lines: Path) -> tuple[openai.OpenAI, Batch]:
 
 
 def ids_in(client: openai.OpenAI, *files: str | None) -> list[str]:
-    """What the lines of these files are about."""
+    """Return the `custom_id`s in the lines of these files."""
     texts = [client.files.content(file).text for file in files if file is not None]
     return [json.loads(line)["custom_id"] for text in texts for line in text.splitlines()]
 
@@ -101,12 +101,12 @@ def test_a_long_batch_is_in_nobodys_way(model: Path, tmp_path: Path) -> None:
     with HttpServer(model, tmp_path / "workspace") as server:
         client, batch = started(server, long)
         until(lambda: httpx.get(f"{server.url}/v1/state").json()["load"]["running"] >= 8, 60)
-        # Steps of all lines together would last for much longer than that.
+        # The steps of all lines together would take much longer than these SLOs.
         for number in range(14):
             drawn = client.images.generate(prompt=f"dog {number}", size="64x32", extra_body={"slo": 10}, timeout=60)
             assert drawn.data
             assert drawn.metrics["slo_met"]  # type: ignore[attr-defined]
-        # Nothing is lost of the lines, which go on.
+        # No line is lost; they continue.
         before = server.metric("psctl_pixel_steps_pending")
         until(lambda: server.metric("psctl_pixel_steps_pending") < before, 60)
         assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
@@ -144,7 +144,7 @@ def test_a_full_disk_pauses_a_batch(model: Path, lines: Path, tmp_path: Path) ->
 
 
 def test_a_batch_that_fails_tells_what_was_drawn(model: Path, lines: Path, tmp_path: Path) -> None:
-    """Its output is a file that may not grow any more."""
+    """The server's file size limit keeps the output file from growing."""
     with HttpServer(model, tmp_path) as server:
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
         client, batch = started(server, lines)

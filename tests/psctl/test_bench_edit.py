@@ -1,4 +1,4 @@
-"""`psctl bench edit` on tiny models: what each way draws, what is told of it, and bad input."""
+"""`psctl bench edit` on tiny models: what each method draws, its reported figures, and bad input."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`psctl bench serve` against our server, whose counters must agree, and against the server that users would write."""
+"""`psctl bench serve` against our server, whose counters must agree, and against a server as users would write it."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def metrics_of(server: HttpServer) -> dict[str, float]:
 
 
 def require_sent(done: subprocess.CompletedProcess[str]) -> None:
-    """The load was sent; beside other tests perhaps too late to say anything of speed, which is told then."""
+    """Check that the load was sent, or that the command reports that the machine was too busy to send it in time."""
     assert done.returncode == 0 or "too busy to send this load" in done.stderr, done.stderr
 
 
@@ -80,10 +80,10 @@ def test_what_is_counted_on_both_sides_is_the_same(server: HttpServer, run_psctl
         return metrics_of(server).get(name, 0.0) - before.get(name, 0.0)
 
     ended, warm_up = 'psctl_request_success_total{finished_reason="%s"}', 2 * 2
-    # Who has left may still be there for a moment.
+    # Requests of disconnected clients may stay open for a moment.
     until(lambda: grown(ended % "completed") + grown(ended % "cancelled") == 40 + warm_up)
     completed = grown(ended % "completed")
-    # Who leaves may miss an image that was drawn in the same moment.
+    # A client that disconnects may miss an image that was completed at that moment.
     assert found["completed_requests"] + warm_up <= completed <= found["completed_requests"] + warm_up + left
     assert grown('psctl_http_requests_total{code="200",route="/v1/images/generations"}') >= found["by_code"]["200"]
 

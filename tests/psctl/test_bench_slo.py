@@ -54,7 +54,7 @@ def result_of(call: tuple[int, str, str]) -> dict[str, Any]:
 
 
 def errors_of(err: str) -> list[str]:
-    """What stands on stderr beside the warning that all simulations with one table give."""
+    """Return the lines of stderr without the warning that every simulation with one table prints."""
     return [line for line in err.splitlines() if not line.startswith("Warning: no --plain-latency")]
 
 
@@ -75,7 +75,7 @@ def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
         (policy, rate) for policy in policies for rate in (1.0, 4.0)
     ]
     for point in points:
-        # By hand: every request has an SLO of five times its own steps, one after the other.
+        # Computed by hand: the SLO of every request is five times the time of its own steps, run one after the other.
         met, latencies, ends, total = 0, [], 0.0, 0
         for seed in (0, 1):
             file = run_dir / "runs" / f"simulator-{point['policy']}-{point['request_rate']:g}-{seed}.parquet"
@@ -120,13 +120,13 @@ def test_systems_share_requests_and_slos(bench: Call) -> None:
     }
     wanted = [[row[name] for name in asked] for row in runs["diffusers-fcfs"]]
     assert all([[row[name] for name in asked] for row in rows] == wanted for rows in runs.values())
-    # nirvana takes fewer steps of the 30; its SLO is that of all of them.
+    # nirvana runs fewer than the 30 steps; its SLO is that of all 30.
     assert {row["num_inference_steps"] for row in runs["nirvana"]} == {24}
     assert runs["diffusers-fcfs"][0]["slo_s"] in (pytest.approx(5 * 30 * 0.02), pytest.approx(5 * 30 * 0.03))
 
 
 def without_clock(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """All figures but how long the policies took to decide, which is real time."""
+    """Return all figures except the policies' decision times, which are measured in real time."""
     figures = result["engines"]["simulator"]
     points = [{name: point[name] for name in point if "scheduling" not in name} for point in figures["points"]]
     return [*points, *figures["policies"]]
@@ -149,14 +149,14 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
     assert len(calls) == 4
     assert second["run_dir"] == first["run_dir"]
     assert without_clock(second) == without_clock(whole)
-    # All is there: nothing is served, only drawn anew.
+    # All runs exist: nothing is served, only the report is drawn again.
     report = Path(second["run_dir"]) / "report.html"
     report.unlink()
     again = result_of(bench(*options, "--num-seeds", "2", "--resume", first["run_dir"]))
     assert without_clock(again) == without_clock(whole)
     assert len(calls) == 4
     assert report.exists()
-    # A damaged run is told, not counted.
+    # A damaged run is reported, not counted.
     (Path(first["run_dir"]) / "runs" / "simulator-patchedserve-1-0.parquet").write_bytes(b"PAR1")
     code, _, err = bench(*options, "--resume", first["run_dir"])
     assert (code, len(errors_of(err))) == (2, 1)
@@ -290,7 +290,7 @@ def test_a_schedule_is_simulated_by_its_steps(bench: Call) -> None:
 
 @pytest.mark.slow
 def test_each_system_has_its_own_cache(run_psctl: RunPsctl) -> None:
-    """All of them with the bundled model, which brings a predictor and a schedule."""
+    """All systems run with the bundled model, which includes a predictor and a schedule."""
     done = run_psctl(
         *("bench", "slo", "--systems", "patched-slack:continuous,patched-schedule:continuous,patched-fcfs"),
         *("--rates", "6", "--num-prompts", "6", "--num-inference-steps", "12", "--warmup-requests", "4"),

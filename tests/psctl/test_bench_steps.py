@@ -77,7 +77,7 @@ def test_breakdown_command_prints_only_its_json(
 ) -> None:
     options = ("--repeats", "2", "--warmup", "1", "--output-file", "result.json", "--quiet", "--json")
     done = run_psctl("bench", "steps", "--breakdown", *options, **environment)
-    # The profiler's library would write to stderr.
+    # Otherwise the profiler's library writes to stderr.
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
     assert json.loads((tmp_path / "result.json").read_text()) == result

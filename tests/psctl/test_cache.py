@@ -88,8 +88,7 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     rows = rows_of(Path(said["table"]))
-    # From step 1 on with one lag, then two; 7 blocks and all as one; 4 patches of the small and 9 of the larger, two
-    # requests each.
+    # One lag at step 1, then two lags; 7 blocks and all blocks as one; two requests of 4 patches and two of 9.
     assert len(rows["step"]) == said["num_rows"] == (1 + 4 * 2) * 8 * (2 * 4 + 2 * 9)
     assert set(rows["lag"]) == {1, 2}
     assert (rows["step"] >= rows["lag"]).all()
@@ -128,14 +127,14 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
 
 @pytest.mark.slow
 def test_threshold_0_draws_the_same_images(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
-    # Until the second request has joined, the first runs on plain diffusers where there is no cache; with a strategy
-    # given, that is its own memory format.
+    # Without a cache, the first request runs on plain diffusers until the second joins, in the memory format of the
+    # given strategy.
     regroup = ("--strategy", "regroup")
     for name, options in (("plain", regroup), ("cached", (*regroup, "--cache", "patch", "--cache-threshold", "0"))):
         done = run_psctl("generate", "a", "b", "-r", "64", "-r", "96", "-o", tmp_path / name, *options, **environment)
         assert done.returncode == 0, done.stderr
     for number in ("000.png", "001.png"):
-        # When the second joins differs from run to run, and rounding with it.
+        # The second request joins at a different step in each run, which changes rounding.
         plain, cached = (np.asarray(Image.open(tmp_path / side / number), int) for side in ("plain", "cached"))
         assert abs(plain - cached).max() <= 1
 
@@ -195,7 +194,7 @@ def test_a_bounded_profile_is_an_even_share_of_the_whole_one(environment: dict[s
     whole = rows_of(profile_of(cached(environment), tmp_path / "whole"))
     total, wanted = len(whole["step"]), 600
     some = rows_of(profile_of(cached(environment), tmp_path / "some", max_rows=wanted))
-    # Patches are drawn step by step, 13 to 26 at a time, and come with all blocks and lags.
+    # Patches are sampled step by step, 13 to 26 at a time, with all their blocks and lags.
     assert 0.6 * wanted < len(some["step"]) < 1.4 * wanted < 0.6 * total
     for name in ("step", "block", "request_id", "lag"):
         assert set(some[name]) == set(whole[name]), name
@@ -234,13 +233,13 @@ def test_rows_of_a_profile_say_how_tensors_have_changed(environment: dict[str, s
     first_cell, last_cell = cache.batch.first_cell, cache.batch.last_cell
     for block in range(8):
         steps = [tensors for number, tensors in seen if number == block]
-        if block == 7:  # all as one: what the first reads, and what the last gives
+        if block == 7:  # all blocks as one: the input of the first and the output of the last
             ends = ([tensors for number, tensors in seen if number == end] for end in (0, 6))
             steps = [[first[0], last[1]] for first, last in zip(*ends, strict=True)]
         for lag in (1, 2):
             for side, name in enumerate(("input", "output")):
                 old, new = steps[2 - lag][side], steps[2][side]
-                # Of the model what a forecast leaves: half of the way from the step before the last one on.
+                # The whole model's change is the error of a forecast that extrapolates by half the last change.
                 is_forecast = block == 7 and side == 1 and lag == 1
                 told = old + (old - steps[0][side]) / 2 if is_forecast else old
                 change = ((new - told) ** 2).mean(1)
@@ -286,7 +285,7 @@ def test_a_predictor_is_trained_for_a_target(run_psctl: RunPsctl, environment: d
 
 
 def test_a_model_may_bring_its_predictor(run_psctl: RunPsctl, tmp_path: Path) -> None:
-    """The bundled models do."""
+    """The bundled models include a predictor."""
     common = ("generate", "a hat", "-r", 128, "--num-inference-steps", 6, "-w", tmp_path / "w", "--device", "cpu")
     done = run_psctl(*common, "--cache", "patch", "-o", tmp_path / "hat.png")
     assert done.returncode == 0, done.stderr
@@ -370,7 +369,7 @@ def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str,
 def test_profile_and_train_predictor_run_without_a_command(
     run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    # Each command finds its own variables as if it had been named.
+    # Each command reads its own variables as if it had been called by name.
     few = environment | {
         "PSCTL_PROFILE_LATENCY_COMBINATIONS": "30",
         "PSCTL_PROFILE_LATENCY_REPEATS": "1",
@@ -392,7 +391,7 @@ def test_profile_and_train_predictor_run_without_a_command(
     folder = Path(said[1]["table"]).parents[1]
     assert folder.is_relative_to(tmp_path / "workspace")
     threshold = str(float(np.median(rows_of(folder / "tables" / "blocks.parquet")["output_mse_normalised"])))
-    # How far a table of a busy machine is off is not what this is about.
+    # This test does not judge the error of a table from a busy machine.
     own = {"PSCTL_TRAIN_PREDICTOR_CACHE_THRESHOLD": threshold, "PSCTL_TRAIN_PREDICTOR_LATENCY_FORCE": "1"}
     done = run_psctl("train-predictor", *shared, **few | own)
     assert done.returncode == 0, done.stderr

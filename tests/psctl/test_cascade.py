@@ -62,7 +62,7 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     for leg, steps in (("light", 1), ("heavy", 3)):
         assert profiled[leg]["num_steps"] == steps
         for times in profiled[leg]["sizes"].values():
-            # Other tests run beside this one, so that a batch of one may take longer than one of two.
+            # Other tests run at the same time, so that a batch of one may take longer than one of two.
             assert all(number > 0 for number in (*times["latency_s"], *times["throughput"], *times["step_s"]))
     assert profiled["light"]["score_s"] > 0
     assert profiled["heavy"]["score_s"] == 0
@@ -70,7 +70,7 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     assert "Times were measured before" in again.stderr
     assert result_of(again)["bank"] == profiled["bank"]
 
-    # Half of what one GPU draws heavy images at, however fast this machine is.
+    # Half the rate at which one GPU draws heavy images, however fast this machine is.
     rate = 0.5 / max(times["latency_s"][0] for times in profiled["heavy"]["sizes"].values())
     serve = ("simulate", "--cascade", CASCADE, "--gpus", "3", "--request-rate", f"{rate:.3g}", "--slo-scale", "3")
     unknown = run_psctl(*serve, "--reuse-light")
@@ -79,7 +79,7 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     left_out = run_psctl("bench", "cascade", "--cascade", CASCADE, "--systems", "diffserve,diffserve --reuse-light")
     assert left_out.returncode == 2
     assert "--systems has diffserve --reuse-light, which needs times and images of psctl" in left_out.stderr
-    # Heavy images that start from light ones: two of three steps.
+    # Heavy images that start from light ones run two of three steps.
     started = result_of(run_psctl(*measure, "--reuse-light", "0.7"))
     assert [started[side]["strength"] for side in ("light", "heavy", "reused")] == [1, 1, 0.7]
     assert started["heavy"] == profiled["heavy"], "what was measured before stays"
@@ -144,7 +144,7 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
 
     near = ("--real", "near", "--num-prompts", "40", "--steps", "4", "--output-file", "near.safetensors", "--json")
     half = result_of(run_psctl("train-predictor", "discriminator", *SMALL, *near))
-    # Of both sizes the better half of the light images counts as real, and a fifth of all is held out.
+    # In each size, the better half of the light images counts as real; a fifth of all images is held out.
     assert (half["real"], half["fit"]["num_real"], half["fit"]["num_drawn"]) == ("near", 16, 16)
     files = trained["file"], half["file"]
     scored = result_of(
@@ -153,7 +153,7 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     assert [row["scorer"] for row in scored["rows"]] == ["mbconv gt", "mbconv near", "CLIP score (emoji-clip)"]
     ends = [scored["random"][place]["fid"] for place in (0, -1)]
     for row in scored["rows"]:
-        # Nothing and everything deferred is the same, whoever chooses.
+        # With no image deferred, and with every image deferred, all scorers agree.
         assert [row["curve"][place]["fid"] for place in (0, -1)] == pytest.approx(ends)
         assert [each["share"] for each in row["against_random"]] == [0.2, 0.4, 0.6]
         assert 0 <= row["easy"]["share"] <= 1
@@ -170,7 +170,7 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
 
 
 def serves_clients(workspace: Path) -> None:
-    """The same cascade over HTTP: who has drawn an image and why, refusals, a worker that is killed."""
+    """The same cascade over HTTP: the model that drew an image and the reason, refusals, and a killed worker."""
     options = ("--cascade", CASCADE, "--workers", "2", "--slo-scale", "100")
     folder = workspace.parent / "temporary"
     folder.mkdir()
@@ -223,11 +223,11 @@ def serves_clients(workspace: Path) -> None:
         assert [each["steps_done"] for each in events[:-1]] == [1, 2, 3]
         assert (events[-1]["type"], events[-1]["model"]) == ("image_generation.completed", "emoji-xl:3")
 
-        if missing_tools(*BROWSER) is None:  # the rest needs none
+        if missing_tools(*BROWSER) is None:  # the rest needs no browser
             with opened_browser() as browser:
                 draws_on_its_page(browser, server.url)
 
-        # A client that leaves takes its images back, wherever they are; none stays in the server's folder.
+        # When a client disconnects, its images are withdrawn wherever they are; none stays in the server's folder.
         with client.stream("POST", f"{server.url}/v1/images/generations", json={**body, "n": 10}) as stream:
             next(stream.iter_lines())
         until(lambda: client.get(f"{server.url}/v1/state").json()["load"]["running"] == 0)
@@ -266,7 +266,7 @@ def draws_on_its_page(browser: webdriver.Chrome, url: str) -> None:
 
 
 def assert_is_image_of(told: dict[str, Any], seed: int) -> None:
-    """It is what the named model draws alone, but for how batches of other sizes round."""
+    """Check that the image is the one that the named model draws alone, up to the rounding of other batch sizes."""
     steps = int(told["model"].rpartition(":")[2])
     with Image.open(io.BytesIO(base64.b64decode(told["b64_json"]))) as file:
         off = np.abs(np.asarray(file, dtype=int) - np.asarray(drawn_alone(steps, seed), dtype=int))
@@ -284,7 +284,7 @@ def drawn_alone(steps: int, seed: int) -> Image.Image:
 
 
 def test_the_cascade_in_the_box_is_simulated(run_psctl: RunPsctl) -> None:
-    """Where nothing was profiled: systems are simulated and compared by it, but not served."""
+    """Without a profile, the bundled cascade is used to simulate and compare systems, but not to serve."""
     serve = ("simulate", "--cascade", DEFAULT_CASCADE, "--gpus", "4", "--request-rate", "4", "--num-prompts", "80")
     done = run_psctl(*serve, "--json")
     summary = result_of(done)

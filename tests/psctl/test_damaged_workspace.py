@@ -1,4 +1,4 @@
-"""A server starts and draws over a workspace of which every file is damaged."""
+"""A server starts and draws with a workspace in which every file is damaged."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from ..support.waits import until
 
 pytestmark = pytest.mark.slow
 NOT_READ = {".lock", ".jsonl", ".png"}
-"""Locks, and what clients fetch as it is."""
+"""Suffixes of locks and of files that clients download unchanged."""
 
 
 def use(server: HttpServer) -> None:

@@ -1,4 +1,4 @@
-"""`psctl demo`: all systems serve the same requests, and one page says what became of them."""
+"""`psctl demo`: all systems serve the same requests, and one page compares the results."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_one_trace_three_systems_one_page(run_psctl: RunPsctl, tmp_path: Path) -
     ]
     assert runs[0] == runs[1] == runs[2], "not the same requests and SLOs"
     assert {summary["total_requests"] for summary in result["systems"].values()} == {len(runs[0])}
-    # The last line says the point, in the numbers of the runs.
+    # The last line states the conclusion with the numbers of the runs.
     met = [summary["slo_met_success"] for summary in result["systems"].values()]
     assert done.stderr.splitlines()[-1] == result["headline"]
     assert f"patched-schedule: {met[2]} of {len(runs[0])} requests in time" in result["headline"]

@@ -197,7 +197,7 @@ def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run
         ("room.png", "mask.png", ["--reuse", "--edit-dilate", "65"], "dilate is 65, but it must be a whole number"),
         ("room.png", "mask.png", ["-n", "2", "-o", folder / "x.png"], "there are 2 images: give a folder"),
     ):
-        # A model of which no weights are left: it cannot be loaded.
+        # A model without weights: it cannot be loaded.
         for weights in (folder / "sdxl").glob("*/*.safetensors"):
             weights.unlink()
         run = run_psctl(

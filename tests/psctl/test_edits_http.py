@@ -1,4 +1,4 @@
-"""`POST /v1/images/edits` as its clients see it: the real client of OpenAI; wrong forms; a real server."""
+"""`POST /v1/images/edits` as its clients see it: OpenAI's client and wrong forms, against a real server."""
 
 import base64
 import io
@@ -34,7 +34,7 @@ ASK = {"num_inference_steps": 4, "seed": SEED, "slo": 60}
 
 
 def huge_png() -> bytes:
-    """A file of some bytes that says it has as many pixels as may be decoded by nobody."""
+    """Return a file of a few bytes whose header declares more pixels than may be decoded."""
     file = bytearray(file_of(MASK))
     file[16:24] = (30_000).to_bytes(4) * 2
     file[29:33] = zlib.crc32(file[12:29]).to_bytes(4)
@@ -45,7 +45,7 @@ FILES: dict[str, Any] = {"image": file_of(IMAGE), "mask": file_of(MASK)}
 
 
 def many_scans() -> bytes:
-    """A JPEG file that a decoder goes over as often as it says."""
+    """Return a JPEG file of about a thousand scans, each of which makes a decoder pass over the whole image."""
     file = file_of(IMAGE, "JPEG", progressive=True)
     last = file.rindex(b"\xff\xda")
     return file[:last] + file[last:-2] * 1_000 + file[-2:]
@@ -117,7 +117,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"background": "transparent"}, "background", "invalid_value", "no alpha channel"),
     *(({name: "low"}, name, "unknown_parameter", "is unknown") for name in ("moderation", "style", "colour", "mask[]")),
 ]
-"""Fields of a form that is right else: the field that is named, the code, and a part of the message."""
+"""Wrong fields of an otherwise correct form: the field that the error names, its code, and a part of its message."""
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def edited(client: openai.OpenAI, *, of_us: dict[str, Any] | None = None, **fiel
 
 
 def form(**fields: Any) -> dict[str, Any]:
-    """A form that is right but for these: bytes are a file, None leaves a field out, of a list each is sent."""
+    """Return a correct form with these fields: bytes become a file, None omits a field, a list sends each entry."""
     usual = {**FILES, "prompt": "a red hat", "num_inference_steps": "2", "slo": "60"}
     parts = [
         (name, (f"{name}.png" if isinstance(part, bytes) else None, part))
@@ -170,7 +170,7 @@ def test_what_is_transparent_may_change(client: openai.OpenAI) -> None:
     on_white = np.where(MASK[..., None], np.uint8(255), IMAGE)
     [wanted] = edited(client, image=file_of(on_white), mask=FILES["mask"])
     assert (wanted[~MASK] == IMAGE[~MASK]).all()
-    # The client calls an image of a list `image[]`.
+    # The client names the field of an image in a list `image[]`.
     as_mask = {"image": file_of(on_white), "mask": file_of(TRANSPARENT, "WEBP", lossless=True)}
     ways: list[dict[str, Any]] = [{"image": [file_of(TRANSPARENT)]}, as_mask]
     for files in ways:

@@ -1,4 +1,4 @@
-"""What users see of errors: one line on stderr and an exit code."""
+"""Errors as users see them: one line on stderr and an exit code."""
 
 import errno
 import os

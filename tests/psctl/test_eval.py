@@ -1,4 +1,4 @@
-"""`psctl eval` as a process, with all judges, and the gate on what it wrote."""
+"""`psctl eval` as a process, with all judges, and the gate on its results."""
 
 import importlib.util
 import json

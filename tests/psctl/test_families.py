@@ -1,6 +1,6 @@
-"""`psctl generate` and `psctl serve` on small random models of each transformer family, as the script makes them.
+"""`psctl generate` and `psctl serve` on small random models of each transformer family, built by the script.
 
-With FLUX.1, also the whole way of the patch cache, from profile to images.
+FLUX.1 is also tested with the patch cache, from profile to images.
 """
 
 import json
@@ -25,7 +25,7 @@ FAMILIES = (
 
 
 def made(script: dict[str, Any], family: str, folder: Path) -> dict[str, str]:
-    """Write a model; returns the environment for it."""
+    """Write a model and return the environment for it."""
     torch.manual_seed(0)
     script["build"](family, script["TINY"]).to(torch.float32).save_pretrained(folder / "model")
     (folder / "model" / "psctl.json").write_text('{"max_sequence_length": 16, "resolutions": [64, 128]}')

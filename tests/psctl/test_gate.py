@@ -83,7 +83,7 @@ def test_baseline_is_written_and_then_held(run_psctl: RunPsctl, results: Path, t
     assert (done.returncode, json.loads(done.stdout)["verdict"]) == (0, "pass")
     assert [each["verdict"] for each in json.loads(done.stdout)["gates"]] == ["updated", "pass"]
     assert run_psctl("gate", file, "-q").returncode == 0
-    # Worse by 15, and so is the whole interval.
+    # The value and its whole interval are worse by 15.
     write_results(results, fid=(45.0, 43.0, 47.0), clip__=(31.0, 30.8, 31.2))
     assert run_psctl("gate", file, "-q").returncode == 1
 

@@ -99,7 +99,7 @@ def test_existing_images_are_kept_unless_told_otherwise(generate: RunPsctl, tmp_
         ([""], "prompt number 0 is '', but it must say what to draw"),
         (["a hat", " "], "prompt number 1 is ' '"),
         (["a", "-o", "/proc/x.png"], "folder /proc is not writable"),
-        (["a", "b", "-o", "/proc/self"], "folder /proc/self is not writable"),  # whoever runs it, root as well
+        (["a", "b", "-o", "/proc/self"], "folder /proc/self is not writable"),  # for every user, including root
         (["a", "--prompts", "nowhere.txt"], "not both"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--prompts", "empty.txt"], "empty.txt"),
@@ -129,7 +129,7 @@ def test_bad_usage_is_one_line(generate: RunPsctl, tmp_path: Path, arguments: li
 
 @pytest.mark.slow
 def test_failed_image_is_reported_and_the_others_are_kept(generate: RunPsctl, tmp_path: Path) -> None:
-    # A folder where the second image should go: it cannot be replaced by a file.
+    # A folder with the name of the second image, which no file can replace.
     (tmp_path / "images" / "001.png").mkdir(parents=True)
     run = generate("a", "b", "-r", "32", "--overwrite", "--json", "-q")
     assert run.returncode == 1
@@ -148,8 +148,8 @@ def test_ranks_in_processes_draw_what_virtual_ranks_draw(
     capfd.readouterr()
     for number, ranks in enumerate(("2", "virtual:2", "1")):
         options = ("--cfg-split", "off", "--parallel-mode", "displaced", "--parallel-warmup", "0") if number < 2 else ()
-        # One request at a time: which ones share a batch depends on the clock, and batches of another size round
-        # otherwise. Batches of several are compared in tests/serving/parallel.
+        # One request at a time: the composition of batches depends on the clock, and rounding on their size.
+        # Batches of several requests are compared in tests/serving/parallel.
         done = run_psctl(
             *("generate", "a hat", "a sea", "-r", "64", "--model", model, "--dtype", "float32", "--engine"),
             *("plain" if ranks == "1" else "parallel", "--parallel", ranks, *options, "-o", str(number)),

@@ -1,4 +1,4 @@
-"""The command line itself: commands, their help, threads, and what the machine is."""
+"""The command line itself: commands, their help, threads, and `psctl doctor`."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_without_a_command_the_help_is_shown(spawn_psctl: RunPsctl) -> None:
 
 
 def test_version(spawn_psctl: RunPsctl) -> None:
-    # PSCTL_VERSION is a likely name in an image; it must not be taken for the option.
+    # PSCTL_VERSION is a likely variable in a container image; it must not set the option.
     done = spawn_psctl("--version", PSCTL_VERSION="3")
     assert (done.returncode, done.stdout) == (0, f"psctl {patchedserve.__version__}\n")
 

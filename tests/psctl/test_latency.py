@@ -65,7 +65,7 @@ def test_from_profile_to_predictor(run_psctl: RunPsctl, environment: dict[str, s
     assert "Everything was measured before" in again.stderr
     assert "slowest / fastest" in again.stdout
 
-    # How far a table of two repeats is off depends on what else the machine does.
+    # The error of a table of two repeats depends on the load of the machine.
     done = run_psctl("train-predictor", "latency", "--force", "--json", "--quiet", **environment)
     assert (done.returncode, done.stderr.count("\n") <= 1) == (0, True), done.stderr
     assert done.stderr.startswith(("Warning: the predictor is saved all the same: ", "\n")) or not done.stderr
@@ -93,7 +93,7 @@ def test_table_of_another_program(run_psctl: RunPsctl, tmp_path: Path) -> None:
     refused = run_psctl("train-predictor", "latency", "--table", "h100.csv", "--device", "cpu")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "h100.csv does not say which model and device it is of; give --output-file" in refused.stderr
-    # Its device need not be here.
+    # The device of the table need not exist on this machine.
     options = ("--table", "h100.csv", "--output-file", "new/h100.safetensors", "--device", "cuda:7")
     done = run_psctl("train-predictor", "latency", *options)
     assert done.returncode == 0, done.stderr
@@ -199,7 +199,7 @@ def test_ctrl_c_and_the_same_command_again(run_psctl: RunPsctl, environment: dic
     table = read_latencies(path)
     assert 0 < table.share_done < 1
     assert Image.open(path.with_suffix(".png")).width > 800
-    # One more round would take too long here; the number of visits made before is what the same command says first.
+    # Another round would take too long here; the same command first prints the number of visits already made.
     process = start_psctl(*command, cwd=tmp_path, env=environment)
     assert process.stderr is not None
     lines = [process.stderr.readline() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Options that change or load a model, as users give them: drawn, edited, served, and over HTTP."""
+"""Options that change or load a model, as users pass them: to generate, edit and serve, and over HTTP."""
 
 import base64
 import importlib.util
@@ -97,7 +97,7 @@ def test_reuse_needs_a_batched_sampler(psctl: Any, tmp_path: Path) -> None:
 
 
 def test_a_revision_is_a_part_of_the_models_name(spawn_psctl: RunPsctl) -> None:
-    # In a process of its own, as the hub's client reads its environment once.
+    # In a process of its own because the hub's client reads its environment once.
     done = spawn_psctl(*DRAW, "--model", "someone/tiny", "--revision", "v2", "--quiet", HF_HUB_OFFLINE="1")
     assert done.returncode == 1
     assert "model someone/tiny cannot be fetched from the hub (HF_HUB_OFFLINE is set)" in done.stderr
@@ -156,7 +156,7 @@ def test_weights_in_eight_bits_are_told_as_inexact(spawn_psctl: RunPsctl, model_
     else:
         assert done.returncode == 0, done.stderr
         assert "weights are kept in fp8: images are near the model's own, not equal to them" in done.stderr
-        assert "torchao" not in done.stderr  # which warns of much as it is imported
+        assert "torchao" not in done.stderr  # its import prints many warnings
         assert "pytree" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Options made from dataclasses: types and defaults are the fields', and every command gets what was given by name."""
+"""Options made from dataclasses: fields define types and defaults; every command receives the options by name."""
 
 import dataclasses
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_a_system_brings_its_cache_where_there_is_a_predictor(
     assert file is not None
     assert file.is_relative_to(tmp_path / "workspace")
     cached = EngineOptions(cache=CacheOptions("patch"))
-    # That of the model does, and that of the workspace wins.
+    # The model's file is used, but that of the workspace takes precedence.
     shipped = tmp_path / "model" / "cache.safetensors"
     shipped.touch()
     assert target.with_cache_file(CacheOptions("patch")).predictor == shipped
@@ -116,7 +116,7 @@ def test_a_system_brings_its_cache_where_there_is_a_predictor(
     assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == cached
     for given in (CacheOptions("patch", 0.1), CacheOptions("interval"), CacheOptions("patch", predictor=shipped)):
         assert target.with_cache_file(given) == given
-    # Not where the user says otherwise, where graphs are made, or where no system has a cache.
+    # No cache is added if the user chooses otherwise, with --compile, or if no system has a cache.
     for engine in (EngineOptions("plain"), EngineOptions(cache=CacheOptions("interval"))):
         assert with_cache_of(ours, engine, {}, target, Output()) == engine
     assert with_cache_of(ours, EngineOptions(), {"--cache": "off"}, target, Output()) == EngineOptions()
@@ -125,7 +125,7 @@ def test_a_system_brings_its_cache_where_there_is_a_predictor(
     compiled = EngineOptions(compile=True)
     assert with_cache_of(ours, compiled, {}, target, Output()) == compiled
     assert "runs without its cache" in capsys.readouterr().err
-    # A schedule goes with what other caches do not.
+    # A schedule supports options that other caches do not.
     of_steps = [get_system("patched-schedule")]
     (tmp_path / "model" / "cache-schedule.json").touch()
     assert with_cache_of(of_steps, compiled, {}, target, Output()).cache == CacheOptions("schedule")

@@ -1,4 +1,4 @@
-"""What goes to stdout and what to stderr: data, phases, bars, tables."""
+"""Output to stdout and stderr: data, phases, bars, tables."""
 
 import io
 import json
@@ -85,15 +85,15 @@ def phases_of(told: list[str], *, width: int = 80) -> Phases:
 def test_the_start_of_a_phase_tells_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     clock = [0.0]
-    # rich keeps the clock that it finds when it is first imported, which must not be this one.
+    # rich keeps the clock that it finds at its first import, which must not be the patched one.
     assert Progress.__module__ == "rich.progress"
     monkeypatch.setattr("patchedserve.psctl.progress.time.monotonic", lambda: clock[0])
     with phases_of(told) as start:
-        # What is known beforehand is told at once.
+        # An estimate that is known beforehand is printed at once.
         start("runs", 4, expected_s=600)
         assert told == ["runs: 4 to do, about 10 min ..."]
-        # Otherwise the first units tell: a twentieth of them, here 3 of the 60 that an earlier run has left; but not
-        # the very first, which sets everything up.
+        # Otherwise the estimate comes from the first twentieth of the units, here 3 of the 60 that an earlier run
+        # left, without the very first, which includes the set-up.
         advance = start("visits", 100, done=40)
         for seconds in (90, 6, 6):
             assert len(told) == 1
@@ -103,7 +103,7 @@ def test_the_start_of_a_phase_tells_how_long_it_takes(monkeypatch: pytest.Monkey
         clock[0] += 102
         advance(20)
         start("features", 0)
-    # Ctrl-C may end work early; what has nothing to do is not told.
+    # Ctrl-C may end work early; a phase with nothing to do prints nothing.
     assert told[2:] == ["runs: 0 of 4 done in 3.4 min", "visits: 23 of 60 done in 3.4 min"]
 
 
@@ -147,7 +147,7 @@ def test_on_a_terminal_there_are_bars_with_the_time_left() -> None:
         advance(3)
         time.sleep(0.1)
         advance(1)
-        # The bar's clock runs: a bar that was never started shows no time. rich draws it anew twice a second.
+        # The bar's clock runs: a bar that was never started shows no time. rich redraws it twice a second.
         until(lambda: re.search(r"\d:\d\d:\d\d", screen.getvalue()) is not None, 10)
     text = screen.getvalue()
     assert "requests" in text

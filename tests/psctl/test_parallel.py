@@ -30,7 +30,7 @@ def test_steps_on_ranks_beside_one_process(run_psctl: RunPsctl, environment: dic
         assert set(sides) == {"one rank", "whole machine", "alone", "cfg", "sync", "displaced"}
         assert sides["one rank"]["speedup"] == 1
         assert all(side["ms"] > 0 and len(side["intervals"]["speedup"]) == 2 for side in sides.values())
-        # Exact ones are compared with plain diffusers in the same run.
+        # Exact modes are compared with plain diffusers in the same run.
         assert max(sides["cfg"]["difference"], sides["sync"]["difference"]) <= 1e-4
         assert sides["displaced"]["difference"] > sides["sync"]["difference"]
         assert sides["sync"]["waited_ms"] > 0
@@ -55,10 +55,10 @@ def test_claims_are_told_with_their_intervals(run_psctl: RunPsctl, environment: 
     for claim in result["claims"]:
         assert isinstance(claim["holds"], bool)
         assert claim["low"] <= claim["difference"] <= claim["high"]
-    # With more calls that wait, images are nearer to the original; as long as all of them wait, they are the same.
+    # The more calls wait, the nearer images are to the original; if all calls wait, they are the same.
     lpips = [result["sets"][f"warm-up {count}, 10 steps"]["lpips"]["value"] for count in (0, 4)]
     assert lpips[1] < lpips[0]
-    # The sets are there: nothing is drawn again.
+    # The sets exist: nothing is drawn again.
     again = run_psctl("eval", "parallel", *options, **environment)
     assert again.returncode == 0, again.stderr
     assert "table 1: displaced is nearer to the original than naive" in again.stdout
@@ -88,7 +88,7 @@ def test_a_trace_is_served_on_ranks(run_psctl: RunPsctl, environment: dict[str, 
     assert summary["completed_requests"] == 4
     assert summary["config"]["engine"] == "parallel"
     assert summary["batch_size_mean"] == 1
-    # 32 pixels are 4 rows of latents, which stay together: one rank draws them.
+    # 32 pixels are 4 rows of latents, which are not split: one rank draws them.
     assert summary["parallel"] == {
         "ranks": "virtual:3",
         "ranks_left": 3,

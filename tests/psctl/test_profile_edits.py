@@ -84,7 +84,7 @@ def test_batches_are_drawn_over_the_whole_range() -> None:
 def test_steps_and_loads_of_real_edits_are_told(profile: dict[str, Any]) -> None:
     rows, loads = profile["steps"], profile["loads"]
     assert (len(rows), len(loads)) == (13, 16)
-    # Corners of each size: one edit and two, of few cells and of many; none is held out.
+    # Corners of each size: one edit and two, with few cells and with many; none of them is held out.
     assert [len(row["edits"]) for row in rows[:8]] == [1, 1, 2, 2] * 2
     assert not any(row["is_held_out"] for row in rows[:8])
     assert sum(row["is_held_out"] for row in rows) == profile["compute"]["num_held_out"] == 3
@@ -132,7 +132,7 @@ def test_errors_are_those_of_what_was_held_out() -> None:
     exact = Fit.of(terms, [2.0 + 0.5 * number for number in range(10)], [3, 7])
     assert exact.coefficients == pytest.approx((2.0, 0.5))
     assert (exact.num_held_out, exact.mape, exact.r2) == (2, pytest.approx(0.0, abs=1e-9), pytest.approx(1.0))
-    # What is held out does not move the line: 3.5 and 5.5 are said of 7 and 5.5.
+    # Held-out points do not move the line, which predicts 3.5 and 5.5 for 7 and 5.5.
     off = Fit.of(terms, [2.0 + 0.5 * number if number != 3 else 7.0 for number in range(10)], [3, 7])
     assert off.coefficients == pytest.approx((2.0, 0.5))
     assert off.mape == pytest.approx(0.25)
@@ -169,7 +169,7 @@ def test_the_command_leaves_a_profile_and_no_records(run_psctl: RunPsctl, enviro
     assert (found.facts.engine, found.facts.dtype, found.keep) == ("patched", "float32", "all")
     assert len(found.compute.coefficients) == len(TERMS)
     assert math.isfinite(found.compute.mape)
-    # The same circumstances have one file, others another.
+    # Each set of circumstances has one file.
     again = run_psctl("profile", "edits", *FEW, "--keep", "outputs", "--seed", "1", **environment)
     assert "MAPE" in again.stdout, again.stderr
     assert "computed whole take" in again.stdout

@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: real processes, really killed."""
+"""Replicas on Ray Serve: real processes, which are killed."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = pytest.mark.slow
 GENERATIONS = "/v1/images/generations"
 _START_S = 400.0
-"""A limit on what never comes: Ray and two replicas take 43 s on an idle machine, 125 s on one with other work."""
+"""Limit for a start that hangs: Ray and two replicas take 43 s on an idle machine, 125 s on one with other work."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """Whose profiles say that steps of new images take 50 ms or more, of edits less, and reading a record 1 s."""
+    """A server whose profiles give 50 ms or more to steps of new images, less to edits, and 1 s to reading a record."""
     workspace = tmp_path_factory.mktemp("workspace")
     write_profiles(Workspace(workspace).for_model(str(model), "cpu").tables, load_s=1.0)
     options = ("--num-replicas", "2", "--system", "patched-fcfs", "--max-queue", "400", "--reuse-templates")
@@ -55,7 +55,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ht
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """One that stands already: commands begin and end their own replicas in it, and leave it standing."""
+    """A running cluster: commands start and stop their own replicas in it and leave it running."""
     import ray
     from ray import serve
 
@@ -77,7 +77,7 @@ def body(number: int, steps: int = 20) -> dict[str, Any]:
 
 
 async def burst(url: str, bodies: list[dict[str, Any]], kill: Callable[[], None] | None = None) -> list[httpx.Response]:
-    """All at once; and meanwhile somebody is killed."""
+    """Send all bodies at once, call `kill` meanwhile, and return the responses."""
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
         asked = [asyncio.ensure_future(client.post(GENERATIONS, json=each)) for each in bodies]
         if kill is not None:
@@ -87,7 +87,7 @@ async def burst(url: str, bodies: list[dict[str, Any]], kill: Callable[[], None]
 
 
 LONG = {**body(0, 1000), "stream": True, "progress": True, "slo": 600}
-"""Seconds on the fastest machine."""
+"""A request that takes seconds even on the fastest machine."""
 
 
 @pytest.mark.exhaustive
@@ -97,19 +97,19 @@ def test_the_same_pixels_whoever_draws(server: HttpServer) -> None:
     answers = asyncio.run(burst(server.url, [body(3)] * 6))
     assert [answer.status_code for answer in answers] == [200] * 6
     images = {answer.json()["data"][0]["b64_json"] for answer in answers}
-    # Batches may differ in the last bit, so that there may be two of them.
+    # Batches may differ in the last bit, so that there may be two different images.
     assert len(images) <= 2
     refused = httpx.post(f"{server.url}{GENERATIONS}", json={**body(0), "size": "40x36"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
 
 
 def test_nobody_else_reaches_ray(server: HttpServer) -> None:
-    """It listens on this machine alone, and takes no call without its token."""
+    """Ray listens on this machine alone and accepts no call without its token."""
     import grpc
 
     until(lambda: len(replicas_of(server)) == 2, 60)
     sockets = {pid: list(listening(pid).values()) for pid in started_by(server.process.pid)}
-    # The server's own, those of the replicas, and of the processes of Ray.
+    # The processes are the server, its replicas, and those of Ray.
     assert {server.process.pid, *(each["process_id"] for each in replicas_of(server))} <= sockets.keys()
     assert sum(map(bool, sockets.values())) >= 6
     names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in sockets}
@@ -159,7 +159,7 @@ def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> No
         return answer.raise_for_status().json()["data"][0]["reused"]
 
     def drawn() -> dict[str, int]:
-        """By each replica, once they have told of all that the front end has completed."""
+        """Return the images drawn by each replica, once the reports cover everything that the front end completed."""
         completed = server.metric('psctl_request_success_total{finished_reason="completed"}')
         found: dict[str, int] = {}
 
@@ -170,7 +170,7 @@ def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> No
         until(have_told)
         return found
 
-    # Of two idle replicas the first by name draws, so that what comes meanwhile goes to the other, and stays there.
+    # Of two idle replicas the first by name draws; the edit that arrives meanwhile goes to the other, as do later ones.
     with httpx.stream("POST", f"{server.url}{GENERATIONS}", json=LONG, timeout=600) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -188,7 +188,7 @@ def test_whoever_leaves_frees_the_replica(server: HttpServer) -> None:
     cancelled = 'psctl_request_success_total{finished_reason="cancelled"}'
     before = server.metric(cancelled)
     with httpx.stream("POST", f"{server.url}{GENERATIONS}", json=LONG, timeout=60) as stream:
-        lines = stream.iter_lines()  # once nobody holds it, the connection is closed
+        lines = stream.iter_lines()  # the connection closes once nothing refers to it
         next(lines)
         until(lambda: any(each["pixel_steps"] for each in replicas_of(server)))
     until(lambda: server.metric(cancelled) == before + 1)
@@ -204,7 +204,7 @@ def test_a_replica_that_stands_still_stops_nobody(server: HttpServer) -> None:
     until(lambda: health() == {"ready": 2, "all": 2}, 60)
     victim = replicas_of(server)[0]["process_id"]
     try:
-        # What it is at is drawn by the other one.
+        # The other replica draws the requests of the stopped one.
         answers = asyncio.run(
             burst(server.url, [body(number, 100) for number in range(12)], lambda: os.kill(victim, signal.SIGSTOP))
         )
@@ -214,7 +214,7 @@ def test_a_replica_that_stands_still_stops_nobody(server: HttpServer) -> None:
             assert httpx.get(f"{server.url}{path}", timeout=5).status_code == 200
         assert httpx.post(f"{server.url}{GENERATIONS}", json=body(99), timeout=20).status_code == 200
     finally:
-        # Ray may have replaced it by now.
+        # Ray may have replaced the process by now.
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGCONT)
     until(lambda: health() == {"ready": 2, "all": 2}, max(60, server.start_s))
@@ -233,7 +233,7 @@ def test_a_killed_replica_loses_nothing(server: HttpServer) -> None:
         answers = asyncio.run(burst(server.url, bodies, kill))
         assert [answer.status_code for answer in answers] == [200] * 60, [each.text[:200] for each in answers]
         assert [answer.json()["seeds"] for answer in answers] == [[each["seed"]] for each in bodies]
-        # On an idle machine within 30 s; on any in less than the whole server took, which begins Ray and two replicas.
+        # Within 30 s on an idle machine; on any other faster than the whole server, which starts Ray and two replicas.
         until(
             lambda gone=victims: (
                 len(replicas_of(server)) == 2 and {each["process_id"] for each in replicas_of(server)} != {*gone}

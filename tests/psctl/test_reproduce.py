@@ -1,4 +1,4 @@
-"""`psctl reproduce patchedserve` on tiny models: every figure and table, going on, and bad input."""
+"""`psctl reproduce patchedserve` on tiny models: every figure and table, resuming, and bad input."""
 
 import importlib.util
 import json
@@ -44,7 +44,7 @@ def check_files(folder: Path, results: list[dict[str, Any]]) -> None:
         with Image.open(folder / f"{result['exhibit']}.png") as picture:
             assert picture.width > 1000
             pixels = np.array(picture.convert("RGB"))
-        # Bars, lines or markers of the first series, and the statements' text below.
+        # The picture has bars, lines or markers of the first series, and the text of the statements below.
         assert (pixels == [int(THEME.series[0][place : place + 2], 16) for place in (1, 3, 5)]).all(2).sum() > 100
         assert (pixels[-200:] < 128).any()
 
@@ -63,7 +63,7 @@ def test_what_batches_cost_and_how_images_look(run_psctl: RunPsctl, tmp_path: Pa
     [folder] = (path.parent for path in (tmp_path / PLACE).glob("*/figure-14.json"))
     written = {path: path.stat().st_mtime_ns for path in folder.glob("*.*")}
 
-    # More of the same, in the order of the paper.
+    # More exhibits, in the order of the paper.
     done = run_psctl(*arguments, "--figure", 5, "--table", 2, "--table", 1)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -91,10 +91,10 @@ def test_what_batches_cost_and_how_images_look(run_psctl: RunPsctl, tmp_path: Pa
     assert sum(counts["all"].values()) == sum(len(each["statements"]) for each in result["exhibits"])
     assert result["exhibits"][-1]["paper_numbers"]["Original"]["SDXL, COCO"] == 31.92
     assert Path(tmp_path, result["page"]).read_text().count("<img") == 3
-    # A smoke run leaves nothing that other commands would take for a measurement.
+    # A smoke run leaves no file that other commands would use as a measurement.
     assert {path.name for path in (tmp_path / "psctl-workspace").iterdir()} == {"reproduce"}
 
-    # Nothing is loaded where all is finished, and nothing is mixed with other settings.
+    # If everything is finished, no model is loaded; results of different settings are not mixed.
     done = run_psctl(*arguments)
     assert json.loads(done.stdout)["measured"] == []
     assert "Loading" not in done.stderr
@@ -116,15 +116,15 @@ def test_what_is_served_in_time_and_what_patches_save(run_psctl: RunPsctl, tmp_p
     [folder] = (path.parent for path in (tmp_path / "shown").glob("*/figure-13.json"))
     check_files(folder, results)
     blocks, on_one, on_many, saved = (each["ours"] for each in results)
-    # Of transformer blocks.
+    # Shares of each transformer block.
     assert {size: len(shares) for size, shares in blocks["by_request"]["mse"].items()} == {"64x64": 3, "128x128": 3}
     assert set(on_one["engines"]) == {"real", "simulator"}
     systems = [each["policy"] for each in on_one["engines"]["real"]["policies"]]
     patched = ["patched-fcfs", "patchedserve", "patched-slack", "patched-schedule"]
     assert systems == ["diffusers", "diffusers-fcfs", "bucketed", "nirvana", *patched]
-    # A seed tells nothing of others.
+    # One seed allows no statement about others.
     assert {each["verdict"] for number in (1, 2) for each in results[number]["statements"]} == {"cannot be told"}
-    # Both numbers of GPUs, at rates that grow with them; the simulator was checked against what was served before.
+    # Rates grow with the number of GPUs; the simulator was compared with the runs served before.
     rates = {
         num_gpus: {point["request_rate"] for point in found["engines"]["simulator"]["points"]}
         for num_gpus, found in on_many["gpus"].items()
@@ -133,7 +133,7 @@ def test_what_is_served_in_time_and_what_patches_save(run_psctl: RunPsctl, tmp_p
     assert {row["request_rate"] for row in on_many["agreement"]["rows"]} == {on_many["middle_rate"]}
     assert on_one["run_dir"] == on_many["served_in"]
     assert {kind for size in saved["by_resolution"].values() for kind in size} == {"off", "patch", "image"}
-    # What the paper says of SDXL alone is not asked of SD3.
+    # Statements that the paper makes about SDXL alone are not checked for SD3.
     assert len(results[3]["statements"]) == 4
 
 

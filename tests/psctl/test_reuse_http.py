@@ -1,4 +1,4 @@
-"""Edits over HTTP that read the records of their templates, which the server makes: against a real server."""
+"""Edits over HTTP that read their templates' records, which a real server makes."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ EDITS, GENERATIONS = "/v1/images/edits", "/v1/images/generations"
 MASK = np.zeros((SIZE.height, SIZE.width), dtype=bool)
 MASK[:32, :32] = True
 Edit = Callable[..., tuple[list[dict[str, Any]], list[NDArray[np.uint8]]]]
-"""Edits the picture of a number: what each image has to say, and its pixels."""
+"""Function that edits the picture of a number: returns each image's fields of the response, and its pixels."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_the_first_edit_is_exact_and_later_ones_read_the_record(
     assert told == [{"steps_reused": 0, "reused": True, **facts}]
     assert far(whole, reused) > 1
     told, [wide] = edit(0, dilate=1)
-    # Of four cells all are near: then the exact edit is faster.
+    # All four cells lie within the dilated mask, so that the exact edit is faster.
     assert told == [{"steps_reused": 0, "reused": False, **facts, "active_share": 1.0}]
     assert far(wide, first) == 0
     told, images = edit(0, n=2, strength=0.5)
@@ -141,7 +141,7 @@ def test_many_at_once_cause_one_recording_and_share_batches_with_new_images(edit
     exact = [edit(2, seed=seed, reuse="false")[1][0] for seed in seeds]
     with ThreadPoolExecutor(8) as pool:
         for told, [drawn] in pool.map(lambda seed: edit(2, seed=seed), seeds):
-            # The last of them may have come when the first had been recorded.
+            # The last of them may have arrived after the first was recorded.
             assert told[0]["reused"] or min(far(drawn, each) for each in exact) <= 1
         until(lambda: edit(2)[0][0]["reused"])
         alone, new_alone = [edit(2, seed=seed)[1][0] for seed in seeds], new_one()
@@ -193,7 +193,7 @@ def test_the_record_of_a_generation_is_read_and_not_made(
     told, [other] = edit(5, template_kind="trajectory")
     assert told[0]["reused"]
     assert far(other, drawn) > 1
-    # Of another image there is none, nor is it made.
+    # Another image has no record of its generation, and none is made.
     told, [missed] = edit(0, template_kind="trajectory")
     assert not told[0]["reused"]
     assert far(missed, edit(0, reuse="false")[1][0]) == 0

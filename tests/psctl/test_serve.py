@@ -22,7 +22,7 @@ from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sdxl
 from ..support.waits import interrupted_when
 
-# Steps of the tiny model take a few milliseconds; what is decided does not matter here.
+# Steps of the tiny model take a few milliseconds; the scheduler's decisions do not matter here.
 STEPS_CSV = "combination,ms\n32x32,5\n48x48,5\n64x32,5\n2*32x32 + 48x48 + 64x32,12\n"
 
 KEYS = (
@@ -68,7 +68,7 @@ def summary_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_poisson_leaves_all_results(serve: RunPsctl, tmp_path: Path) -> None:
-    # With SLOs so long that none is dropped on a busy machine.
+    # The SLOs are long enough for none to be dropped on a busy machine.
     options = ("--num-prompts", "6", "--request-rate", "20", "--slo-scale", "500")
     run = serve(*options, "--json", "--output-file", "s.json", "--save-dir", "out")
     summary = summary_of(run)
@@ -81,7 +81,7 @@ def test_poisson_leaves_all_results(serve: RunPsctl, tmp_path: Path) -> None:
     records = read_rows(folder / "records.parquet", RECORDS)
     assert [record["status"] for record in records] == ["completed"] * 6
     for record in records:
-        # Arrivals are honoured: nothing is prepared before it has arrived.
+        # No request is prepared before its arrival time.
         assert record["prepare_start_s"] >= record["arrival_s"] > 0
         assert record["slo_s"] > 0
         assert Image.open(tmp_path / record["image_path"]).size == (record["width"], record["height"])
@@ -97,7 +97,7 @@ def test_poisson_leaves_all_results(serve: RunPsctl, tmp_path: Path) -> None:
 
 
 def measured_quietly(table: Path, times: float = 1.0, **changes: str) -> None:
-    """Make it so that samples agree, and that nobody waited for a core: other tests run beside."""
+    """Rewrite a table, because other tests run at the same time: samples agree, and no thread waited for a core."""
     content = json.loads(table.read_text())
     for row in content["rows"]:
         row |= {"samples_s": [times * row["latency_s"]] * 3, "waited": 0.0, **changes}
@@ -114,14 +114,14 @@ def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path
     again = serve(*options)
     assert again.returncode == 0
     assert "Measuring" not in again.stderr
-    # Two sizes that are known already: both are measured again, though each is written as it is done.
+    # Two known sizes: both are measured again, although each is written when it is done.
     two = ("--num-prompts", "3", "--request-rate", "inf", "--resolutions", "32,48", "--remeasure")
     for _ in range(2):
         said = serve(*two).stderr
         assert "Measuring 32x32 alone" in said
         assert "Measuring 48x48 alone" in said
     assert "Measuring 32x32 alone" in serve(*options, "--num-inference-steps", "3").stderr
-    # A damaged table is put aside, and measured again.
+    # A damaged table is renamed and measured again.
     table.write_text(table.read_text()[:-20])
     with pytest.warns(UserWarning, match=r"standalone\.json is damaged"):
         run = serve(*options)
@@ -142,7 +142,7 @@ def test_slos_of_a_busy_machine_are_doubted(serve: RunPsctl, workspace: Path) ->
     measured_quietly(table, times=200)
     again = serve(*options)
     rows = json.loads(table.read_text())["rows"]
-    # Also where all SLOs are given, so that the run itself measures nothing.
+    # This also holds if all SLOs are given, so that the run itself measures nothing.
     measured_quietly(table, doubted="no")
     given = serve(*options, "--slo", "60")
     table.write_text(text)
@@ -188,7 +188,7 @@ def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> Non
         options += ["--predictor", "steps.csv"]
     run = serve(*options, "--max-batch-size", "4", "--seed", "3")
     assert run.returncode == 0, run.stderr
-    # In a pipe a line when serving starts, as long as the trace lasts, and one when it ends.
+    # A pipe receives one line when serving starts, with the length of the trace, and one when it ends.
     assert "\nrequests: 5 to do, less than a minute ...\nrequests: 5 done in " in run.stderr
     for word in ("throughput", "SLO attainment", "By resolution", "scheduling mean", "patch cache", policy):
         assert word in run.stdout
@@ -216,7 +216,7 @@ def test_batches_that_fail_are_halved_and_told(
     original = PatchedModel.__call__
 
     def fails_if_large(self: PatchedModel, patches: torch.Tensor, timesteps: torch.Tensor, **rest: Any) -> torch.Tensor:
-        if len(timesteps) > 2:  # guided: two rows a request
+        if len(timesteps) > 2:  # guided: two rows per request
             raise torch.OutOfMemoryError("too large")
         return original(self, patches, timesteps, **rest)
 
@@ -296,9 +296,9 @@ def test_bad_usage_is_one_line(
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(psctl_script: str, environment: dict[str, str], tmp_path: Path) -> None:
-    # One request at once, one that never ends, one that would arrive in an hour.
+    # One request arrives at once, one does not end, one would arrive in an hour.
     trace = [{"arrival_s": 0, "num_inference_steps": 2}, {"arrival_s": 0.01, "num_inference_steps": 900}]
-    # They bring their own SLOs, so that nothing is measured before, and nobody is given up on a slow machine.
+    # Requests have their own SLOs, so that nothing is measured before and none is discarded on a slow machine.
     trace.append({"arrival_s": 3600, "num_inference_steps": 2})
     text = "\n".join(json.dumps({"prompt": "a", "width": 32, "height": 32, "slo_s": 3600, **line}) for line in trace)
     (tmp_path / "trace.jsonl").write_text(text)

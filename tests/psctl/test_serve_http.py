@@ -1,4 +1,4 @@
-"""`psctl serve --http` as its clients see it: the real client of OpenAI, and raw connections, against a real server."""
+"""`psctl serve --http` as its clients see it: OpenAI's client and raw connections, against a real server."""
 
 import asyncio
 import base64
@@ -30,7 +30,7 @@ from ..support.waits import until
 pytestmark = pytest.mark.slow
 ASK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5, "slo": 60}
 LONG = {**ASK, "num_inference_steps": 1000, "slo": 600}
-"""Seconds on the fastest machine."""
+"""A request that takes seconds even on the fastest machine."""
 MAX_STEPS = ("--max-steps", "1000")
 GENERATIONS = "/v1/images/generations"
 
@@ -149,7 +149,7 @@ def test_head_is_get_without_a_body(http: httpx.Client) -> None:
     paths = [path for path in named if "{" not in path]
     assert {"/livez", "/readyz", "/v1/models", "/v1/state/stream", "/v1/files"} <= set(paths)
     for path in (*paths, "/", "/v1/models/another", "/v1/images/edits"):
-        # The client keeps its connection: what came after the head would be taken for the next answer's.
+        # The client keeps its connection: bytes after the head would be read as the start of the next response.
         head = http.head(path)
         with http.stream("GET", path) as answer:
             assert (head.status_code, head.content) == (answer.status_code, b""), path
@@ -207,7 +207,7 @@ def test_a_log_that_nobody_reads_stops_nothing(model: Path, workspace: Path, is_
         while server.metric(lost) < 3:
             answers = [http.get("/v1/models/x", headers={"X-Request-Id": f"{n:0>128}"}) for n in range(100)]
             assert {each.status_code for each in answers} == {404}
-            # More than a pipe and the queue hold: the lines have to be lost by then.
+            # This exceeds the capacity of a pipe and the queue: lines must be lost by then.
             assert server.metric('psctl_http_requests_total{code="404",route="/v1/models/{name:path}"}') < 10_000
         assert http.post(GENERATIONS, json=ASK).status_code == 200
         assert server.stop() == 0
@@ -240,7 +240,7 @@ def test_small_answers_are_sent_at_once(http: httpx.Client) -> None:
         start = time.perf_counter()
         http.get("/health").raise_for_status()
         times.append(time.perf_counter() - start)
-    # With Nagle's algorithm on a kept connection, all but the first take 40 ms.
+    # With Nagle's algorithm on a persistent connection, all but the first take 40 ms.
     assert sorted(times)[3] < 0.03, times
 
 
@@ -311,12 +311,12 @@ def test_what_takes_too_long_is_given_up(model: Path, workspace: Path) -> None:
 
 
 def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) -> None:
-    # Whoever asks ends with the server, also where the test fails.
+    # The clients' threads end with the server, also if the test fails.
     with ThreadPoolExecutor() as pool, HttpServer(model, workspace, "--drain-timeout", "0.5", *MAX_STEPS) as server:
         long = {**LONG, "n": 4}
         told = pool.submit(_errors_of, server, long)
         watching = pool.submit(lambda: httpx.get(f"{server.url}/v1/state/stream", timeout=30).text)
-        # The scheduler may let some of the four wait.
+        # The scheduler may delay some of the four.
         until(lambda: server.metric("psctl_num_requests_running") >= 1)
         start = time.monotonic()
         assert server.stop() == 0
@@ -338,7 +338,7 @@ def test_a_second_signal_ends_it_at_once(model: Path, workspace: Path) -> None:
 
 
 def _errors_of(server: HttpServer, body: dict[str, Any]) -> list[str]:
-    """The codes of the errors that a stream tells."""
+    """Return the error codes in the events of a stream."""
     with httpx.stream("POST", f"{server.url}{GENERATIONS}", json={**body, "stream": True}, timeout=60) as stream:
         told = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
     return [each["error"]["code"] for each in told if "error" in each]

@@ -38,7 +38,7 @@ Call = tuple[int, str, str]
 
 
 def simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> Call:
-    """Run the command in this process: no model is loaded, so that there is nothing to keep apart."""
+    """Run the command in this process: it loads no model, so that it needs no isolation."""
     code = main(["simulate", "--resolutions", "128,256", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
@@ -70,7 +70,7 @@ def test_a_run_leaves_what_a_served_one_does(folder: Path, capsys: pytest.Captur
         assert each["figures"].pop("scheduling_mean")["value"] == each["scheduling_mean"]
     differing = {key for key in summary if summary[key] != again[key]}
     assert differing <= {"run_dir", "scheduling_mean"}
-    # Stage times can be taken from a run, also from this one.
+    # Stage times can be read from a run, including this one.
     taken = summary_of(simulate(capsys, *options, "--json", "--stage-times", str(run_dir)))
     assert taken["latency_mean"] == pytest.approx(summary["latency_mean"])
 
@@ -87,7 +87,7 @@ def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixt
     assert slack["slo_attainment_rate"] > max(fcfs["slo_attainment_rate"], edf["slo_attainment_rate"]) + 0.2
     assert sum(slack["discarded_by_reason"].values()) == slack["discarded_requests"] > 0
     assert fcfs["batch_size_mean"] == 1
-    # One pass for each resolution takes longer than one for both.
+    # One pass per resolution takes longer than one for both.
     mixed, plain = run("continuous"), run("continuous", "--engine", "plain")
     assert plain["step_latency_mean"] > mixed["step_latency_mean"]
     spanning = run("fcfs", "--system", "distrifusion-fcfs", "--gpus", "4")
@@ -124,7 +124,7 @@ def test_diurnal_and_azure_and_files(folder: Path, capsys: pytest.CaptureFixture
     azure = ("--trace", "azure", "--arrivals", "azure.csv", "--request-rate", "4")
     run = summary_of(simulate(capsys, *base, *azure))
     arrivals = [row["arrival_s"] for row in read_rows(Path(run["run_dir"]) / "records.parquet", RECORDS)]
-    # 19 gaps at 4 a second; the shape is that of the squares.
+    # 19 gaps at 4 per second; arrival times are proportional to squares.
     assert arrivals == pytest.approx([i * i * (19 / 4) / 361 for i in range(20)])
     lines = [json.dumps({"arrival_s": 100 + i, "prompt": "a", "width": 128, "height": 128}) for i in range(11)]
     (folder / "trace.jsonl").write_text("\n".join(lines))
@@ -176,7 +176,7 @@ def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[
     options = ("--latency", "table.csv", "--num-prompts", "5", "--quiet", "--json", "--max-batch-size")
     assert simulate(capsys, *options, "16")[2] == ""
     assert "the largest batch in table.csv has 16" in simulate(capsys, *options, "17")[2].replace("\n", " ")
-    # Forty at once: batches of 16 were measured, those of 17 to 20 are counted, each once.
+    # Forty requests at once: batches of 16 were measured; those of 17 to 20 are counted, each once.
     full = ("--latency", "table.csv", "--quiet", "--json", "--num-prompts", "40", "--request-rate", "inf")
     counted = [
         summary_of(simulate(capsys, *full, "--system", "patched-fcfs", "--max-batch-size", size))["predictions_outside"]
@@ -265,18 +265,18 @@ def test_a_search_tells_how_far_it_may_be_off(folder: Path, capsys: pytest.Captu
     base = ("--policy", "slack", *base)
     asked = (*base, "--calibration", str(sweep / "calibration.json"), "--request-rate", "40")
     found = summary_of(simulate(capsys, *asked, "--quiet"))
-    # Student's: 1 +- 4.303 x 0.1 x sqrt(1 + 1/3), so that steps last from half to one and a half times as long.
+    # Student's t: 1 +- 4.303 x 0.1 x sqrt(1 + 1/3), so that steps last from half to one and a half times as long.
     error = found["error_of_steps"]
     assert (error["num"], error["source"]) == (3, "calibration")
     assert (error["low"], error["high"]) == pytest.approx((1 - 0.4968, 1 + 0.4968), abs=1e-4)
     rate, gpus = (found["figures"][name] for name in ("highest_request_rate", "gpus_needed"))
     assert rate["value"] == found["highest_request_rate"]
     assert gpus["value"] == found["gpus_needed"]
-    # Steps are most of it, and the batch is bounded by its deadlines: roughly inversely.
+    # Steps are most of the time, and deadlines bound the batch: rates are roughly inverse to step times.
     assert rate["value"] * 0.4 < rate["low"] < rate["value"] * 0.8
     assert rate["value"] * 1.5 < rate["high"] < rate["value"] * 3
     assert gpus["low"] < gpus["value"] < gpus["high"]
-    # A comparison with the engine tells more; that of the other engine tells nothing.
+    # A comparison with the same engine gives a narrower interval; one with the other engine gives no information.
     compared = [("patchedserve", -0.02), ("patched-fcfs", 0.02), ("bucketed", 0.5)]
     agreed = {"rows": [{"policy": name, "step_difference": off} for name, off in compared]}
     (sweep / "result.json").write_text(json.dumps({"agreement": agreed}))
@@ -285,20 +285,20 @@ def test_a_search_tells_how_far_it_may_be_off(folder: Path, capsys: pytest.Captu
     code, out, _ = simulate(capsys, *asked[: asked.index("--json")], *asked[asked.index("--json") + 1 :])
     assert code == 0
     assert f"({surer['figures']['highest_request_rate']['low']:.3g} to " in out
-    # The newest sweep of the workspace is taken by itself, unless latencies are named.
+    # The newest sweep of the workspace is used by default, unless latencies are given.
     shutil.copytree(sweep, folder / "psctl-workspace" / "emoji-xl" / "cpu" / "runs" / "slo-1")
     code, out, err = simulate(capsys, *base, "--request-rate", "40")
     assert code == 0
     assert json.loads(out)["error_of_steps"] == surer["error_of_steps"]
     assert "Calibrated by the newest comparison with real runs, psctl-workspace/" in " ".join(err.split())
-    # A newer one that is damaged is warned of, and the one before it is taken.
+    # A newer, damaged one causes a warning, and the one before it is used.
     half = folder / "psctl-workspace" / "emoji-xl" / "cpu" / "runs" / "slo-2" / "calibration.json"
     half.parent.mkdir()
     half.write_text('{"patched": {')
     code, again, err = simulate(capsys, *base, "--request-rate", "40")
     assert (code, again) == (0, out)
     assert "slo-2/calibration.json: the calibration is damaged" in " ".join(err.split())
-    # Without a calibration there is no interval, and that is said.
+    # Without a calibration there is no interval, and the command reports this.
     code, out, err = simulate(capsys, *base, "--latency", "table.csv")
     assert code == 0
     assert json.loads(out)["figures"]["highest_request_rate"]["low"] is None
@@ -348,19 +348,19 @@ def test_searches(folder: Path) -> None:
         return trace_at(rate)
 
     found = highest_rate(deployment(folder), seen_at, 0.9)
-    # The first trace is an example of a request.
+    # The first trace only provides an example of a request, from which the search derives its first rate.
     assert sorted(seen[1:]) == list(found.tried)
     assert deployment(folder).attainment(trace_at(found.value)) == found.attainment >= 0.9
-    # Another policy, another limit: one by one is far behind.
+    # Another policy has another limit: one request at a time is far slower.
     assert highest_rate(deployment(folder, "diffusers-fcfs"), trace_at, 0.9).value < 0.7 * found.value
-    # All of distrifusion's numbers of GPUs are 1, 2, 4 and 8.
+    # DistriFusion's numbers of GPUs are 1, 2, 4 and 8.
     needed = gpus_needed(deployment(folder, "distrifusion-fcfs"), trace_at(4.5), 0.9)
     assert needed.value in (2, 4, 8)
     with pytest.raises(RunError, match=r"cannot be met: at 8 GPUs it is"):
         gpus_needed(deployment(folder, "distrifusion-fcfs"), trace_at(200.0), 0.9)
     with pytest.raises(RunError, match=r"cannot be met: at 100 GPUs it is 0\.00%"):
         gpus_needed(deployment(folder, slo_scale=0.9), trace_at(1.0), 0.5)
-    # All at once on enough GPUs is the same at every rate.
+    # With enough GPUs for all requests at once, every rate gives the same result.
     with pytest.raises(RunError, match=r"is met at .* and still is: give more requests"):
         highest_rate(deployment(folder, num_gpus=100), trace_at, 0.9)
     for target in (0.0, -1.0, 1.01, math.nan):

@@ -1,4 +1,4 @@
-"""`psctl simulate --edits`: what the command gives is what the simulator gives by a profile's lines; and bad input."""
+"""`psctl simulate --edits`: the command's results equal the simulator's with a profile's lines; and bad input."""
 
 import json
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_a_run_is_that_of_the_profile(folder: Path, capsys: pytest.CaptureFixtur
     requests = load_trace(Path(summary["run_dir"]) / "trace.jsonl")
     edits = [request for request in requests if request.traced is not None]
     assert 25 < len(edits) < 60
-    # By hand: shares of emoji-xl, whose cells are 4 latents of 8 pixels, and lines beside the table.
+    # Computed by hand: shares of emoji-xl, whose cells are 4 latents of 8 pixels, and lines in addition to the table.
     shares = {each.request_id: active_share(latent_mask(mask_of(each), 8), 4) for each in edits}
     shares = {number: share if share <= 0.6 else 1.0 for number, share in shares.items()}
     by_hand = EditCosts(
@@ -91,7 +91,7 @@ def test_a_run_is_that_of_the_profile(folder: Path, capsys: pytest.CaptureFixtur
     assert {each["reused"] for each in records} == {True, False, None}
     steps = read_rows(Path(summary["run_dir"]) / "steps.parquet", STEPS)
     assert len(steps) > 20
-    # Edits computed whole are slower, and other routers spread requests otherwise.
+    # Edits that are computed whole are slower, and other routers distribute requests differently.
     others = summary_of(capsys, *served[:-4], "--router", "least-requests", "--max-batch-size", "4")
     assert others["requests_per_gpu"] != summary["requests_per_gpu"]
 
@@ -180,7 +180,7 @@ def test_shares_are_those_that_the_engine_computes(tmp_path: Path) -> None:
     drawn = mask_of(Request(0, "", size, traced=TracedEdit("emoji:0", "box:1", 0.1)))
     assert share() == active_share(latent_mask(drawn, 8), 4)
     assert share(strength=0.5) == share()
-    # What the engine computes whole: large masks, parts of cells, and edits that noise their image at the first step.
+    # The engine computes whole: large masks, parts of cells, and edits that add noise to their image at the first step.
     assert share(mask_ratio=0.9) == 1.0
     assert share(size=Resolution(256, 264)) == 1.0
     rounded = Geometry.of_transformer(8, 2)

@@ -1,4 +1,4 @@
-"""2,000 requests of all kinds: every one has its answer, and the server is afterwards as it was."""
+"""2,000 requests of all kinds: each receives a response, and the server's resources are as before."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_soak(tmp_path: Path) -> None:
     assert found.num_open == 0
     start, half, end = found.usage
     assert end.rss_mb - half.rss_mb <= 40, found.usage
-    # All but those that encode images are there from the start; each of these comes when the others are busy.
+    # All threads except those that encode images exist from the start; each of these starts when the others are busy.
     assert end.threads <= start.threads + _ENCODERS, found.usage
     assert end.files <= half.files + 4, found.usage
     assert found.duration_s <= 240

@@ -1,4 +1,4 @@
-"""`--stages` as users have it: a server whose processes are killed, and files that a command draws with them."""
+"""`--stages` as users run it: a server whose processes are killed, and images that `psctl generate` draws."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from ..support.waits import is_alive, until
 
 GENERATIONS = "/v1/images/generations"
 STAGES = {"psctl-prepare": "prepare", "psctl-postproce": "postprocess"}
-"""What they are for by their names, of which the system keeps 15 letters."""
+"""Stages by the names of their processes, of which the system keeps 15 characters."""
 ASK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5, "slo": 60}
 
 
@@ -27,17 +27,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stages_of(server: HttpServer) -> dict[str, int]:
-    """Process ids of a server's stages, by what they are for."""
+    """Return the process ids of a server's stages, by stage."""
     found, parents, names = {}, {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             name, (_, parent, *_) = (
                 (folder / "comm").read_text(),
                 (folder / "stat").read_text().rpartition(")")[2].split(),
             )
             parents[int(folder.name)], names[int(folder.name)] = int(parent), name.strip()
     for number, name in names.items():
-        # Its parent is the one that processes are forked from.
+        # Its parent is the process that forks the stages.
         if name in STAGES and parents.get(parents[number]) == server.process.pid:
             found[STAGES[name]] = number
     return found
@@ -80,7 +80,7 @@ def test_a_stage_that_stands_still_does_not_hold_the_server(model: Path, tmp_pat
         os.kill(stages["prepare"], signal.SIGSTOP)
         late = httpx.post(f"{server.url}{GENERATIONS}", json=ASK, timeout=60)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
-        # Its ticket has ended, too, so that there is place for others.
+        # Its ticket has ended, too, which makes room for other requests.
         until(lambda: not httpx.get(f"{server.url}/v1/state").json()["requests"])
         assert server.stop() == 0
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
@@ -129,11 +129,11 @@ def test_a_stage_that_stands_still_is_told(model: Path, tmp_path: Path) -> None:
             return [httpx.get(f"{server.url}{path}").status_code for path in ("/livez", "/readyz", "/health")]
 
         assert probes() == [200, 200, 200]
-        # 30 s, or 20 times what preparing took in the warm-up.
+        # 30 s, or 20 times the time of preparing in the warm-up.
         until(lambda: probes() == [200, 503, 503], timeout_s=150)
         os.kill(prepare, signal.SIGCONT)
         until(lambda: probes() == [200, 200, 200])
-        # In time or not, it has an end.
+        # The request ends, in time or not.
         assert asking.result().status_code in (200, 503)
 
 

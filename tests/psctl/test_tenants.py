@@ -1,4 +1,4 @@
-"""Several keys on one server: what is whose, and that none is in the way of another."""
+"""Several keys on one server: ownership, and that no key delays another."""
 
 import json
 import time
@@ -58,7 +58,7 @@ def metrics_of(server: HttpServer, key: str) -> str:
 
 
 def test_names_keep_what_their_keys_had(model: Path, tmp_path: Path) -> None:
-    """First a key of its own, then one of a name, then that name has another one."""
+    """A key without a name is given a name, and then the name gets another key."""
     with HttpServer(model, tmp_path, *keys_file(tmp_path / "keys", "sk-old\nsk-other\n")) as server:
         client = client_of(server, "sk-old")
         file = send(client, [ASK])
@@ -182,7 +182,7 @@ def test_wrong_files_of_keys(model: Path, run_psctl: RunPsctl, tmp_path: Path) -
 
 
 def test_batches_of_other_keys_do_not_wait(model: Path, tmp_path: Path) -> None:
-    """Neither for many long lines nor for one that waits for room on the disk, and what has expired has ended."""
+    """Batches wait neither for another key's long lines nor for its full quota of the disk; expired ones have ended."""
     named = "[red]\nkeys = ['sk-red']\n[blue]\nkeys = ['sk-blue']\n[full]\nkeys = ['sk-full']\nmax_disk_mb = 0.02\n"
     options = keys_file(tmp_path / "keys.toml", named)
     long = [{**ASK, "num_inference_steps": 100, "seed": number} for number in range(1000)]

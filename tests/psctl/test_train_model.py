@@ -1,4 +1,4 @@
-"""`psctl models train`: results, going on, wrong usage, damaged checkpoints, and Ctrl-C in a process of its own."""
+"""`psctl models train`: results, resuming, wrong usage, damaged checkpoints, and Ctrl-C in a process of its own."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def workspace(trained: Trained, tmp_path: Path) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint, all tensors of which can be read."""
+    """Check that all tensors of a checkpoint can be read; return its step."""
     with safe_open(checkpoint, "pt") as file:
         for name in file.keys():  # noqa: SIM118 (the file is no dict)
             file.get_tensor(name)
@@ -71,7 +71,7 @@ def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
     assert list(result) == ["text"]
     assert Path(result["text"]["folder"]) == Path("ws/training/text")
     assert set(result["text"]["last_figures"]) == {"loss", "accuracy", "grad_norm"}
-    # Two encoders: each says when it starts and when it ends.
+    # Each of the two encoders reports its start and its end.
     assert [line.partition(":")[0] for line in trained.done.stderr.splitlines()] == [
         *("text encoder small", "text encoder small", "text encoder large", "text encoder large"),
         "text",
@@ -84,7 +84,7 @@ def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
         encoder = CLIPTextModelWithProjection.from_pretrained(folder / f"{name}-model")
         assert (encoder.config.hidden_size, encoder.config.vocab_size) == (width, len(tokenizer))
         assert step_of(folder / name / "last.safetensors") == BASE_STEPS
-        assert step_of(folder / name / "stable.safetensors") == 20  # the decay takes the last 35 %
+        assert step_of(folder / name / "stable.safetensors") == 20  # the decay covers the last 35 %
         assert logged_steps(folder / name) == [20]
     assert not list(folder.rglob(".*")), "temporary files are left"
 
@@ -173,13 +173,13 @@ def test_ctrl_c_leaves_a_whole_checkpoint_from_which_training_goes_on(tmp_path: 
     second = interrupt_when_logged(tmp_path, num_lines=len(logged_steps(run)) + 1)
     assert second > first
     steps = logged_steps(run)
-    # Every 20th step once: the second process did not begin again.
+    # Every 20th step is logged once: the second process did not start again.
     assert steps == list(range(20, steps[-1] + 1, 20))
     assert not list(run.glob(".*")), "temporary files are left"
 
 
 def interrupt_when_logged(workspace: Path, num_lines: int) -> int:
-    """Train the text encoders until their log has so many lines, press Ctrl-C, return the step of the checkpoint."""
+    """Train the text encoders until their log has `num_lines`, press Ctrl-C, return the step of the checkpoint."""
     run = workspace / "training" / "text" / "small"
     log = run / "log.jsonl"
     process = start_psctl("models", "train", "text", "--steps", "100000", "--workspace", workspace)

@@ -1,4 +1,4 @@
-"""`psctl train-predictor cache`: files and figures it leaves, and wrong usage."""
+"""`psctl train-predictor cache`: its files and figures, and wrong usage."""
 
 import inspect
 import json
@@ -26,7 +26,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run the command in this process, in an empty folder; returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # else the command sets a variable that outlives the test
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # otherwise the command sets a variable that outlives the test
     monkeypatch.setenv("PSCTL_TRAIN_PREDICTOR_CACHE_THRESHOLD", "0.01")  # outputs of the drawn profile change little
 
     def call(*arguments: str) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""What a part of a lease works with: sizes, the worker's model, the time that is left. Imports no torch by itself."""
+"""Context of a part of a lease: sizes, the worker's model, the remaining time. Imports no torch by itself."""
 
 import sys
 import time
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from patchedserve.serving.models.served import ServedModel
 
 Row = dict[str, Any]
-"""A result. Its `label` is unique within the part; with an `error` it has nothing else."""
+"""A result. Its `label` is unique within the part; a row with an `error` has no other fields."""
 Task = tuple[str, Callable[[], Row]]
 _LEAST_TASK_S = 1.0
 
 
 class Bench:
-    """The model of a worker, drawn when it is first needed."""
+    """The model of a worker, built on first use."""
 
     def __init__(self, name: str, scale: Scale) -> None:
         self.name, self.scale = name, scale
 
     @cached_property
     def model(self) -> "ServedModel":
-        """On the patch engine, eager."""
+        """The model on the patch engine, eager."""
         from .models import drawn_model
 
         return drawn_model(self.name, self.scale)
@@ -44,12 +44,12 @@ class Context:
     """One part's run.
 
     Attributes:
-        bench: the worker's model.
-        folder: of the state: tables that are kept between runs.
+        bench: model of the worker.
+        folder: state folder, whose tables are kept between runs.
         known: labels of rows that an earlier run has measured.
-        end_s: when the part has to stop, on the monotonic clock.
-        notes: what stands beside the rows, by name.
-        stopped: why rows are missing; "" if none is.
+        end_s: time on the monotonic clock at which the part has to stop.
+        notes: facts that are stored with the rows, by name.
+        stopped: reason for missing rows; "" if none is missing.
     """
 
     bench: Bench
@@ -86,7 +86,7 @@ class Context:
         return folder
 
     def make_recorder(self, device: "torch.device") -> "Recorder":
-        """What records passes on this device."""
+        """Return the recorder of passes for this device."""
         if self.scale.is_rehearsal:
             from patchedserve.tests.support.tape import Tape
 
@@ -97,13 +97,13 @@ class Context:
 
     @property
     def tuned(self) -> "list[Resolution]":
-        """Sizes for which strategies and formats are measured before."""
+        """Sizes for which strategies and formats are measured first."""
         from patchedserve.data.resolution import Resolution
 
         return [Resolution(side, side) for side in self.scale.sides[: self.scale.num_tuned]]
 
     def combinations(self, counts: Iterable[tuple[int, ...]]) -> "list[Combination]":
-        """Combinations of the scale's sizes."""
+        """Return combinations with these counts of the scale's sizes."""
         from patchedserve.data.resolution import Resolution
         from patchedserve.profiling.steps.combinations import Combination
 
@@ -111,8 +111,8 @@ class Context:
         return [Combination(sizes, each) for each in counts]
 
     def measured(self, tasks: Iterable[Task]) -> Iterator[Row]:
-        """The rows of tasks that no earlier run has measured, as long as there is time for as long a task as any
-        before. A task that raises has a row with its error, and the others go on.
+        """Yield the rows of tasks that no earlier run has measured, while there is time for a task as long as the
+        longest so far. A task that raises yields a row with its error, and the others continue.
         """
         longest_s, missing = _LEAST_TASK_S, list[str]()
         for label, run in tasks:

@@ -1,4 +1,4 @@
-"""The form of each part's rows: which numbers they have, and the tables that show them. Imports no torch."""
+"""Form of each part's rows: their numbers, and the tables that show them. Imports no torch."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from patchedserve.profiling.report.table import Table
 from .context import Row
 
 _LONGEST = 90
-"""Characters of a name in a table; names of kernels are longer."""
+"""Largest number of characters of a name in a table; names of kernels are longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Column:
     """A column of a table.
 
     Attributes:
-        head: above it.
-        key: of a row.
-        digits: after the point; None for words.
+        head: heading of the column.
+        key: key of the value in a row.
+        digits: digits after the point; None for words.
         may_be_none: whether the value may be missing, such as the time of kernels on a CPU.
     """
 
@@ -38,7 +38,7 @@ class Column:
         return str(value)[:_LONGEST] if self.digits is None else f"{value:,.{self.digits}f}"
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
-        """What is wrong with the value; None if nothing is."""
+        """Return what is wrong with the value; None if it is right."""
         value = row.get(self.key)
         if value is None:
             return None if self.may_be_none else f"{self.key} is missing"
@@ -54,8 +54,8 @@ class Form:
     """A table of a part.
 
     Attributes:
-        title: above it.
-        columns: of each line.
+        title: title of the table.
+        columns: columns of each line.
         inner: key of a row's lines, each a dictionary; None: a row is a line.
     """
 
@@ -64,7 +64,7 @@ class Form:
     inner: str | None = None
 
     def lines(self, rows: list[Row]) -> Iterator[Row]:
-        """The lines of the table: what is inside a row has its label."""
+        """Yield the lines of the table; inner lines get the label of their row."""
         for row in rows:
             if self.inner is None:
                 yield row
@@ -72,7 +72,7 @@ class Form:
                 yield from ({"label": row["label"]} | line for line in row.get(self.inner, ()))
 
     def table(self, rows: list[Row]) -> Table:
-        """The rows as people read them."""
+        """Return the rows as a table for readers."""
         lines = [[column.text(line) for column in self.columns] for line in self.lines(rows)]
         num_words = next(
             (place for place, column in enumerate(self.columns) if column.digits is not None), len(self.columns)
@@ -80,7 +80,7 @@ class Form:
         return Table(self.title, [column.head for column in self.columns], lines, num_words=num_words)
 
     def problems(self, rows: list[Row]) -> Iterator[str]:
-        """What is wrong with rows."""
+        """Yield the problems of rows."""
         lines = list(self.lines(rows))
         if not lines:
             yield f"table {self.title!r} has no lines"
@@ -249,7 +249,7 @@ FORMS: dict[str, tuple[Form, ...]] = {
 
 
 def _rows_for(name: str, rows: list[Row]) -> list[list[Row]]:
-    """The rows of each table of a part; most tables show all of them."""
+    """Return the rows of each table of a part; most tables show all rows."""
     if name == "machine":
         return [[row for row in rows if "pinned" not in row], [row for row in rows if "pinned" in row]]
     if name == "tests":
@@ -262,7 +262,7 @@ def _rows_for(name: str, rows: list[Row]) -> list[list[Row]]:
 
 
 def tables_of(name: str, result: Mapping[str, Any]) -> list[Table]:
-    """The tables of a part; none for a part without rows or without a form."""
+    """Return the tables of a part; none for a part without rows or without a form."""
     rows = result["rows"]
     if not rows or name not in FORMS:
         return []
@@ -271,7 +271,7 @@ def tables_of(name: str, result: Mapping[str, Any]) -> list[Table]:
 
 
 def problems_of(name: str, result: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the rows of a part that has any."""
+    """Return the problems of a part's rows; none for a part without rows."""
     rows = result["rows"]
     if not rows or name not in FORMS:
         return []

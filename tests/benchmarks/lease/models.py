@@ -1,4 +1,4 @@
-"""Models of a lease: of published shape, their random weights drawn on the device, in no file."""
+"""Models of a lease, of published shapes, with random weights that are drawn on the device and not stored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ _TINIEST: dict[str, Any] = {
     "transformer_layers_per_block": 1,
     "attention_head_dim": (1, 2),
 }
-"""SDXL of two levels: a rehearsal asks whether everything runs."""
+"""SDXL of two levels: a rehearsal only checks that all parts run."""
 _SDXL_VAE: dict[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -41,8 +41,8 @@ _TINY_VAE = _SDXL_VAE | {"block_out_channels": (8, 8, 16, 16), "norm_num_groups"
 
 
 def drawn_model(name: str, scale: Scale) -> ServedModel:
-    """A model on the patch engine, eager. SDXL has the autoencoder of its published configuration; text encoders, and
-    FLUX's autoencoder, have few layers.
+    """Return a model on the patch engine, eager. SDXL has the autoencoder of its published configuration; text encoders
+    and FLUX's autoencoder have few layers.
     """
     quiet_libraries()
     torch.manual_seed(0)
@@ -64,13 +64,13 @@ def drawn_model(name: str, scale: Scale) -> ServedModel:
 
 
 def drawn_autoencoder(scale: Scale, dtype: torch.dtype) -> AutoencoderKL:
-    """SDXL's autoencoder."""
+    """Return SDXL's autoencoder."""
     config = _TINY_VAE if scale.is_rehearsal else _SDXL_VAE
     return drawn(lambda: AutoencoderKL(**config), torch.device(scale.device), dtype)
 
 
 def drawn(make: Callable[[], Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """A network whose weights are drawn where they are used, which is faster than to move them."""
+    """Return a network whose weights are drawn on the device, which is faster than moving them."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

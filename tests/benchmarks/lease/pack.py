@@ -1,6 +1,6 @@
-"""`lease.sh --pack`: wheels for what a borrowed machine lacks, beside the tree, and whether both may travel.
+"""`lease.sh --pack`: wheels of packages that a borrowed machine lacks, and a check that they fit with the tree.
 
-The folder `.lease` is ignored by git; the machine gets it with the tree. It is made anew each time.
+The folder `.lease` is ignored by git; the machine receives it with the tree. It is built anew each time.
 """
 
 import os
@@ -18,13 +18,13 @@ _PYTHON = "3.12"
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 _MIB = 1 << 20
 _MODELS = "data/models/emoji-*/"
-"""Weights of bundled models: only tests need them, which are left out without them."""
+"""Weights of bundled models: needed by tests only, which are left out without them."""
 WITHOUT_MODELS = f"git sparse-checkout set --no-cone '/*' '!/{_MODELS}'"
 WITH_MODELS = "git sparse-checkout disable"
 
 
 def main() -> int:
-    """Download and weigh; returns the exit code."""
+    """Download the wheels, check the size, and return the exit code."""
     most_mib = float(os.environ.get("PSCTL_LEASE_MOST_MIB", "64"))
     tree_mib = size_of(tree_files()) / _MIB
     if tree_mib > most_mib:
@@ -59,14 +59,14 @@ def _too_large(tree_mib: float, wheels_mib: float, most_mib: float) -> int:
 
 
 def tree_files() -> list[Path]:
-    """What travels with the tree: files that git tracks or does not ignore, as far as they are checked out."""
+    """Return the files sent with the tree: those that git tracks or does not ignore, if they are checked out."""
     asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(asked, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     return [REPOSITORY / name for name in listed.split("\0") if name and (REPOSITORY / name).is_file()]
 
 
 def size_of(files: object) -> int:
-    """Bytes of files."""
+    """Return the size of files in bytes."""
     return sum(Path(path).stat().st_size for path in files)  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
-"""The parts of a lease in the order in which they are wanted, and the time that each needs. Imports no torch.
+"""The parts of a lease in order of priority, and the time that each needs. Imports no torch.
 
-Limits are for one H100: with all parts at their limit, two calls of 560 and 170 seconds hold them.
+Limits are for one H100: with all parts at their limit, they fit into two calls of 560 and 170 seconds.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ _PARTS = "patchedserve.tests.benchmarks.lease.parts"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that is measured in one go.
+    """A unit of measurement.
 
     Attributes:
-        name: of its results file, and what the manifest calls it.
-        worker: the process that runs it; parts of one worker share its model.
+        name: name of its results file and in the manifest.
+        worker: name of the process that runs it; parts of one worker share its model.
         source: `module:function`. The function takes a `Context` and yields rows.
-        least_s: below this much time left, the part is left out.
-        most_s: a part that takes longer is killed.
+        least_s: smallest remaining time with which the part starts; with less it is left out.
+        most_s: time after which the part is killed.
     """
 
     name: str

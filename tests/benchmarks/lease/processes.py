@@ -1,4 +1,4 @@
-"""The worker processes of a lease as their parent sees them: started late, killed when a part takes too long."""
+"""Worker processes of a lease, started on demand and killed when a part takes too long."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a part ended: `done`, `partial`, `failed` or `killed`, why, and what it says beside its rows."""
+    """End of a part: `done`, `partial`, `failed` or `killed`, the reason, and its notes."""
 
     status: str
     reason: str
@@ -29,12 +29,12 @@ class End:
 
 
 class Worker:
-    """A process that runs parts. It is a process group, so that what it starts is killed with it.
+    """A process that runs parts. It has a process group of its own, so that its children are killed with it.
 
     Args:
-        name: of its model.
-        folder: of the state; the log goes there.
-        options: of the worker's command line.
+        name: name of its model.
+        folder: state folder, which gets the log.
+        options: options for the worker's command line.
     """
 
     def __init__(self, name: str, folder: Path, options: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ class Worker:
             str(folder),
             *options,
         ]
-        # What compilers have made is of use to all workers, and to the next run.
+        # All workers and the next run share the compilers' results.
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
         with (folder / f"{name}.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -56,7 +56,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | caches,
-                process_group=0,  # of this session, so that it ends with the session at the latest,
+                process_group=0,  # in this session, so that it ends with the session at the latest
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -75,13 +75,13 @@ class Worker:
     def run(
         self, part: Part, known: Sequence[str], seconds: float, limit_s: float, on_row: Callable[[Row], None]
     ) -> End:
-        """Run a part; where it does not end in time, or the process dies, the process is killed.
+        """Run a part; if it does not end in time, or the process dies, the process is killed.
 
         Args:
-            part: what runs.
+            part: part to run.
             known: labels of rows that are measured already.
-            seconds: how long the part may plan for.
-            limit_s: after so long the process is killed.
+            seconds: time that the part may plan for.
+            limit_s: time after which the process is killed.
             on_row: called with each row.
         """
         end_s = time.monotonic() + limit_s
@@ -108,14 +108,14 @@ class Worker:
                 self._received += chunk
 
     def kill(self) -> None:
-        """End the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, with all of its own
+        """Kill the process and all its children."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, with all its children
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._stdout.close()
 
     def close(self) -> None:
-        """Let the process end, which waits for a part."""
+        """End the process if it is alive; it is waiting for a part."""
         if self.is_alive:
             self.kill()
 

@@ -1,7 +1,7 @@
-"""A pytest plugin that writes each test's outcome to the file `LEASE_TESTS_REPORT` as soon as there is one, and leaves
-out the tests that the file `LEASE_TESTS_KNOWN` lists.
+"""A pytest plugin that writes the outcome of each test to the file `LEASE_TESTS_REPORT` as soon as it is known, and
+deselects the tests that the file `LEASE_TESTS_KNOWN` lists.
 
-Where the weights of bundled models are missing, tests that load them are skipped, and their outcome is `left out`.
+If the weights of bundled models are missing, tests that load them are skipped, and their outcome is `left out`.
 """
 
 import json
@@ -26,7 +26,7 @@ def _skip() -> NoReturn:
     pytest.skip(_MISSING)
 
 
-# Before anything else imports it.
+# Replaced before any other module imports it.
 bundled.bundled_model_path = _path_or_skip
 
 
@@ -37,26 +37,26 @@ def _write(message: dict[str, Any]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what an earlier run has the outcome of."""
+    """Deselect tests whose outcome an earlier run has."""
     known = set(json.loads(Path(os.environ["LEASE_TESTS_KNOWN"]).read_text(encoding="utf-8")))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
     items[:] = [item for item in items if item.nodeid not in known]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Without workers of pytest-xdist."""
+    """Write the collected tests of a run without workers of pytest-xdist."""
     if not hasattr(session.config, "workerinput"):
         _write({"collected": [item.nodeid for item in session.items]})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    """With them; each collects the same."""
+    """Write the tests that a worker of pytest-xdist collected; all workers collect the same."""
     _write({"collected": list(ids)})
 
 
 class _Outcomes:
-    """Writes what ends in the process that has the reports of all workers."""
+    """Writer of outcomes, in the process that receives the reports of all workers."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         is_end = report.when == "call" or report.outcome != "passed"
@@ -74,6 +74,6 @@ class _Outcomes:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only the controller writes outcomes."""
+    """Register the writer of outcomes in the controller only."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Outcomes(), "lease-outcomes")

@@ -1,8 +1,8 @@
-"""Runs the parts of a lease within its time, each in the worker of its model. Imports no torch.
+"""Run the parts of a lease within its time, each in the worker of its model. Imports no torch.
 
-What does not fit into the time that is left is left out and named, and later, shorter parts still get their turn. A
-part that takes too long, or whose worker dies, has failed, and the others go on. A second run with the same state
-folder measures what is missing: first what has not failed before.
+A part that does not fit into the remaining time is left out and named; later, shorter parts still run. A part that
+takes too long, or whose worker dies, has failed, and the others continue. A second run with the same state folder
+measures the missing parts, those that have not failed before first.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from .scale import FULL, REHEARSAL, Scale
 from .state import State
 
 _RESERVE_S = 4.0
-"""Kept back for writing the results and ending the processes."""
+"""Time reserved for writing the results and ending the processes."""
 _GRACE_S = 3.0
-"""Between the time that a part plans for and the one after which it is killed."""
+"""Margin between the time that a part plans for and the time after which it is killed."""
 
 
 @dataclass(slots=True)
@@ -34,10 +34,10 @@ class Lease:
     """One run.
 
     Attributes:
-        state: what is measured so far.
-        scale: of all parts.
-        end_s: when the run has to be over, on the monotonic clock; `started_s` is when it began.
-        workers: that run, by name.
+        state: results so far.
+        scale: sizes of all parts.
+        started_s, end_s: start of the run and time by which it has to end, on the monotonic clock.
+        workers: running workers by name.
     """
 
     state: State
@@ -47,9 +47,9 @@ class Lease:
     workers: dict[str, Worker] = field(default_factory=dict)
 
     def run(self, plan: Sequence[Part]) -> bool:
-        """Run what is missing of a plan; whether all of it is done."""
+        """Run the missing parts of a plan; return whether all parts are done."""
         wanted = [part for part in plan if self.state.status_of(part) != "done"]
-        # What has failed may do so again, and takes the time of what has not been tried.
+        # A part that failed may fail again and use the time of parts that have not been tried.
         wanted.sort(key=lambda part: self.state.status_of(part) == "failed")
         try:
             for number, part in enumerate(wanted):
@@ -66,7 +66,7 @@ class Lease:
         left_s, least_s = self.end_s - _RESERVE_S - time.monotonic(), part.least_s * self.scale.least_share
         if left_s < least_s:
             reason = f"it needs {least_s:.0f} s, and {max(0.0, left_s):.0f} s are left"
-            if self.state.status_of(part) in (None, "left out"):  # else what became of it before is worth more
+            if self.state.status_of(part) in (None, "left out"):  # otherwise its earlier status is more informative
                 self.state.keep_end(result, "left out", reason, {}, 0.0)
             _say(f"{part.name}: left out: {reason}")
             return
@@ -90,7 +90,7 @@ class Lease:
         end = worker.run(part, known, max(0.5, limit_s - _GRACE_S), limit_s, keep)
         taken_s, status = time.monotonic() - start_s, end.status
         if status == "killed":
-            # By the end of the run it may just have begun.
+            # At the end of the run, the part may have just started.
             status = "failed" if limit_s == most_s else "partial"
         self.state.keep_end(result, status, end.reason, end.notes, taken_s)
         why = f": {end.reason}" if end.reason else ""
@@ -99,7 +99,7 @@ class Lease:
             _say(table.to_markdown())
 
     def _close_except(self, names: set[str]) -> None:
-        """End the workers that no later part needs, whose models then leave the device's memory."""
+        """End the workers that no later part needs, which frees the device memory of their models."""
         for name in [name for name in self.workers if name not in names]:
             self.workers.pop(name).close()
 
@@ -114,7 +114,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None, plan: Sequence[Part] = PLAN) -> int:
-    """Run `lease.sh`; returns the exit code: 1 if a part failed, or in a rehearsal is missing or malformed."""
+    """Run `lease.sh`; return the exit code: 1 if a part failed, or in a rehearsal is missing or malformed."""
     parser = _Parser(prog="lease.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=560.0, help="the run ends within this time (560)")
     parser.add_argument("--rehearse", nargs="?", const="", metavar="FOLDER", help="tiny models on the CPU")
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None, plan: Sequence[Part] = PLAN) ->
     given = parser.parse_args(arguments)
     if not 0 < given.seconds < float("inf"):
         parser.error(f"--seconds is {given.seconds:g}, but it must be above 0 and finite")
-    # The script may have worked for a while before this process began.
+    # The script may have run for a while before this process started.
     before_s = 0.0 if given.started is None else max(0.0, time.time() - given.started)
     started_s = time.monotonic() - before_s
     is_rehearsal = given.rehearse is not None

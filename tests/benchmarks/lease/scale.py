@@ -1,4 +1,4 @@
-"""Sizes of a lease: a GPU's, or those of its rehearsal on a CPU. Imports no torch."""
+"""Sizes of a lease on a GPU and of its rehearsal on a CPU. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,28 +8,28 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large everything is that parts measure.
+    """Sizes of the measurements of all parts.
 
     Attributes:
-        is_rehearsal: tiny models on the CPU, where `tests.support.tape.Tape` stands for CUDA graphs.
-        device: as torch names it.
-        dtypes: of the models, by name.
-        sides: of the images in pixels, from small to large.
-        combinations, compiled: requests of each of them, in the order in which they are measured; for FLUX the first
-            few of them.
-        num_of_flux: how many of these FLUX gets.
-        repeats, warmup: of timings of steps.
-        num_first_seen: compositions whose first passes are timed, of up to 12 requests.
-        served_sides, served_steps, served_mix: of Dataset C.
-        rates, num_prompts: requests a second, and requests of each trace.
-        profiled: requests of each size.
-        edit_side, edit_batch, templates: of edits: size, how many at once, and numbers of templates.
-        strip_sides, ranks: of strips.
-        least_share, most_share: by which a plan's limits are multiplied.
-        tests: what pytest runs.
-        num_tuned, num_decoded: of the sizes, for which strategies and formats are measured before, and that the
+        is_rehearsal: whether parts run tiny models on the CPU, with `tests.support.tape.Tape` in place of CUDA graphs.
+        device: name of the torch device.
+        dtypes: dtype of each model.
+        sides: sides of the images in pixels, from small to large.
+        combinations, compiled: numbers of requests of each size, in the order in which they are measured; FLUX runs
+            the first few.
+        num_of_flux: number of these that FLUX runs.
+        repeats, warmup: repetitions and warm-up runs of timings of steps.
+        num_first_seen: number of compositions, of up to 12 requests, whose first passes are timed.
+        served_sides, served_steps, served_mix: sides, steps and shares of Dataset C.
+        rates, num_prompts: requests per second, and requests of each trace.
+        profiled: numbers of requests of each size whose steps are profiled.
+        edit_side, edit_batch, templates: side of edited images, edits in a batch, and numbers of templates.
+        strip_sides, ranks: sides of images that are cut into strips, and numbers of ranks.
+        least_share, most_share: factors of a plan's limits.
+        tests: arguments of pytest.
+        num_tuned, num_decoded: numbers of sizes for which strategies and formats are measured first, and that the
             autoencoder decodes.
-        max_text_tokens: of FLUX; None for the pipeline's own default.
+        max_text_tokens: limit on FLUX's text; None for the pipeline's own default.
     """
 
     is_rehearsal: bool = False
@@ -61,7 +61,7 @@ class Scale:
     max_text_tokens: int | None = None
 
     def dtype(self, model: str) -> str:
-        """The dtype of a model, by name."""
+        """Return the name of a model's dtype."""
         return dict(self.dtypes)[model]
 
 

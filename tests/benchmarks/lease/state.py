@@ -1,4 +1,4 @@
-"""What a lease has measured so far: a JSON file for each part, the manifest, the tables, and one tar of all of them."""
+"""Results of a lease so far: a JSON file for each part, the manifest, the tables, and one tar of all of them."""
 
 import json
 import tarfile
@@ -22,9 +22,9 @@ class State:
     """The folder of a lease, which its runs share.
 
     Args:
-        folder: is made if it is not there.
-        out: gets the tar.
-        is_rehearsal: of this run; those before were of the same kind.
+        folder: state folder; created if it does not exist.
+        out: folder for the tar.
+        is_rehearsal: whether this run is a rehearsal; earlier runs must be of the same kind.
 
     Raises:
         UsageError: the folder holds another kind of run, or its manifest is damaged.
@@ -49,11 +49,11 @@ class State:
         self.manifest["runs"].append({"seconds": 0.0})
 
     def status_of(self, part: Part) -> str | None:
-        """How the part ended when it ran last, or was left out; None if neither has happened."""
+        """Return how the part ended when it last ran or was left out; None if neither has happened."""
         return self.manifest["parts"].get(part.name, {}).get("status")
 
     def result_of(self, name: str) -> dict[str, Any]:
-        """A part's rows so far, the errors of its last run, and its notes."""
+        """Return a part's rows so far, the errors of its last run, and its notes."""
         path = self.folder / "results" / f"{name}.json"
         if not path.exists():
             return {"part": name, "rows": [], "errors": [], "notes": {}}
@@ -65,7 +65,7 @@ class State:
         self._write(result)
 
     def keep_end(self, result: dict[str, Any], status: str, reason: str, notes: dict[str, Any], seconds: float) -> None:
-        """A part has ended, or was left out."""
+        """Store the end of a part that ran or was left out."""
         result["notes"] |= notes
         if status != "left out":
             self._write(result)
@@ -74,11 +74,11 @@ class State:
         self.manifest["parts"][result["part"]] = about
 
     def tables(self, name: str) -> list[Table]:
-        """The tables of a part's result."""
+        """Return the tables of a part's result."""
         return tables_of(name, self.result_of(name))
 
     def save(self, elapsed_s: float) -> None:
-        """Write manifest, tables and tar; a run that is killed then leaves what it has measured."""
+        """Write manifest, tables and tar, so that a run that is killed leaves its results."""
         self.manifest["runs"][-1]["seconds"] = round(elapsed_s, 1)
         write_json(self.folder / _MANIFEST, self.manifest)
         parts = [table.to_markdown() for name in self.manifest["parts"] for table in self.tables(name)]

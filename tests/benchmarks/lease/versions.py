@@ -1,4 +1,4 @@
-"""Versions of the packages that a lease runs with, beside those that `constraints.txt` pins. Imports no torch."""
+"""Versions of a lease's packages, compared with those that `constraints.txt` pins. Imports no torch."""
 
 import re
 from importlib import metadata
@@ -10,14 +10,14 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def pins() -> dict[str, str]:
-    """The pinned version of each package, by its normalized name."""
+    """Return the pinned version of each package, by its normalized name."""
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pairs = (line.split("==") for line in lines if "==" in line)
     return {_normalized(name): version for name, version in pairs}
 
 
 def versions() -> list[dict[str, str | bool | None]]:
-    """The versions of each package `here` and `pinned` (None: not installed, not pinned), and whether they differ."""
+    """Return each package's versions `here` and `pinned` (None: not installed, not pinned) and whether they differ."""
     pinned, found = pins(), []
     for name in _NAMES:
         try:
@@ -25,7 +25,7 @@ def versions() -> list[dict[str, str | bool | None]]:
         except metadata.PackageNotFoundError:
             here = None
         wanted = pinned.get(_normalized(name))
-        # A build's name, as in 2.11.0+cu130, is no other version.
+        # A build tag, as in 2.11.0+cu130, does not make a different version.
         differs = (here or "").partition("+")[0] != (wanted or "")
         found.append({"name": name, "here": here, "pinned": wanted, "differs": differs})
     return found

@@ -2,9 +2,9 @@
 
     python -m patchedserve.tests.benchmarks.lease.worker MODEL STATE_FOLDER [--rehearse]
 
-Reads one JSON object a line from stdin: `part` and `source` of a `Part`, `known` labels, and `seconds` for it. Writes
-one a line to stdout: rows as `{"row": ...}`, then `{"end": ..., "reason": ..., "notes": ...}`, where `end` is `done`,
-`partial` or `failed`. Everything else that is printed goes to stderr.
+Reads one JSON object per line from stdin: `part` and `source` of a `Part`, `known` labels, and `seconds` for it. Writes
+one per line to stdout: rows as `{"row": ...}`, then `{"end": ..., "reason": ..., "notes": ...}`, where `end` is `done`,
+`partial` or `failed`. All other output goes to stderr.
 """
 
 import gc
@@ -42,7 +42,7 @@ def run(asked: dict[str, Any], bench: Bench, folder: Path, send: TextIO) -> None
 
 
 def _encoded(row: dict[str, Any]) -> str:
-    """A row as the parent reads it. One that is not JSON, as it holds NaN, has failed."""
+    """Return a row as JSON for the parent. A row that JSON cannot hold, for example with NaN, has failed."""
     try:
         return json.dumps({"row": row}, allow_nan=False)
     except ValueError as error:
@@ -51,18 +51,18 @@ def _encoded(row: dict[str, Any]) -> str:
 
 
 def _release() -> None:
-    """Return what a part has left on the device, as another process needs it."""
+    """Release device memory that a part has left, because another process needs it."""
     gc.collect()
     if (torch := sys.modules.get("torch")) is None or not torch.cuda.is_initialized():
         return
-    # After an illegal access every call fails: this process is of no use then, and the parent starts another.
+    # After an illegal access every call fails: this process cannot be used any more, and the parent starts another.
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
 
 def main() -> None:
     name, folder, *options = sys.argv[1:]
-    # What libraries print must not reach the parent's pipe.
+    # Output of libraries must not reach the parent's pipe.
     send = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     is_rehearsal = "--rehearse" in options

@@ -1,4 +1,4 @@
-"""COCO captions, on small sets in the real form, and what is said of bad entries."""
+"""COCO captions, on small sets in the real format, and messages about bad entries."""
 
 import json
 import re
@@ -107,7 +107,7 @@ def test_coco_oddities_become_problems(tmp_path: Path):
         assert re.search(message, found[key]), (key, found[key])
     entries = by_id(dataset)
     assert all(caption.startswith("two lines 20") for caption in entries["106"].captions)
-    # An empty caption beside good ones is passed over.
+    # An empty caption among good ones is skipped.
     assert len(entries["108"].captions) == 2
 
 

@@ -1,4 +1,4 @@
-"""DiffusionDB in all its forms, on small sets, and what is said of bad entries."""
+"""DiffusionDB in all its formats, on small sets, and messages about bad entries."""
 
 import json
 import sys
@@ -52,7 +52,7 @@ def test_diffusiondb_large_has_webp_in_two_folders(tmp_path: Path):
     entries = by_id(dataset)
     assert set(entries) == {"1.webp", "10001.webp"}
     assert_shows(dataset, entries["10001.webp"], 10001 % 7)
-    # Without metadata nothing but the image tells its size.
+    # Without metadata, only the image file contains its size.
     assert entries["1.webp"].width is None
 
 
@@ -200,7 +200,7 @@ def test_folders_that_are_no_diffusiondb(tmp_path: Path):
 
 
 def hub_rows() -> dict[str, list[Any]]:
-    """Return what the hub's form of the data set holds: images as bytes and path, and the metadata."""
+    """Return the contents of the hub's format of the data set: images as bytes and path, and the metadata."""
     rows = diffusiondb_rows(1)
     columns = {name: [row[name] for row in rows] for name in ("prompt", "seed", "width", "height")}
     columns |= {name: [row[name] for row in rows] for name in ("image_nsfw", "prompt_nsfw")}
@@ -275,7 +275,7 @@ def test_diffusiondb_as_parquet_of_datasets(tmp_path: Path, hub_form: Any):
 
 def test_the_hub_without_a_connection_is_one_clear_line():
     pytest.importorskip("datasets")
-    # conftest sets HF_HUB_OFFLINE, so this asks nobody.
+    # conftest sets HF_HUB_OFFLINE, so that no request is sent.
     with pytest.raises(RunError, match=r"cannot load the data set poloclub/diffusiondb \(2m_random_1k\)") as caught:
         open_dataset("diffusiondb:hub")
     assert "give the path of a local copy" in one_line(caught)

@@ -1,4 +1,4 @@
-"""Images handed to metrics: cut and scaled, read ahead but not too far, identified by content, paired by folder."""
+"""Images for metrics: cut and scaled, read ahead within limits, identified by content, paired by folder."""
 
 import itertools
 import threading
@@ -66,7 +66,7 @@ def test_sizes_and_crops():
 
 
 def test_scaling_down_is_antialiased():
-    # Lines of one pixel: without antialiasing they would come out black or white, with it all grey.
+    # Lines of one pixel: black or white without antialiasing, all grey with it.
     lines = np.zeros((64, 64, 3), np.uint8)
     lines[:, ::2] = 255
     small = np.asarray(fitted(Image.fromarray(lines), Resolution(16, 16), "center-square"))
@@ -137,7 +137,7 @@ def test_an_error_comes_up_at_its_item():
 
 
 def test_threads_decode_at_the_same_time(sample: Sample, monkeypatch: pytest.MonkeyPatch):
-    # Each image waits for another one, so with one at a time this would time out.
+    # Each image waits for another one, so that loading one at a time would time out.
     barrier = threading.Barrier(2, timeout=60)
     original = loading.fitted
 
@@ -158,7 +158,7 @@ def test_the_digest_follows_ids_and_contents(tmp_path: Path):
     for annotation in content["annotations"]:
         annotation["caption"] += " Indeed."
     other = write_coco(tmp_path / "b", content)
-    # Elsewhere, written at another time and with other captions, but the same images.
+    # Another folder, another time and other captions, but the same images.
     same = sample_pairs(open_dataset(f"coco:{other}"), 6, 0)
     assert same.captions != one.captions
     assert digest_of_images(one) == digest_of_images(same, workers=1)
@@ -213,7 +213,7 @@ def folders(tmp_path: Path, left: list[str], right: list[str]) -> tuple[ImageFol
 
 
 def test_pairs_are_found_by_their_stems(tmp_path: Path):
-    # By whole names the two would sort differently: "a.b.png" before "a.png", but "a.b.jpg" after "a.bmp".
+    # Whole names would sort differently on the two sides: "a.b.png" before "a.png", but "a.b.jpg" after "a.bmp".
     left, right = folders(tmp_path, ["a.b.png", "a.png", "s/1.png"], ["a.b.jpg", "a.bmp", "s/1.jpg"])
     pairs = pair_folders(left, right)
     assert pairs.stems == ("a", "a.b", "s/1")
@@ -224,7 +224,7 @@ def test_pairs_are_found_by_their_stems(tmp_path: Path):
     ]
     for one_id, other_id in zip(pairs.generated_ids, pairs.reference_ids, strict=True):
         one, other = (np.asarray(folder.open_image(name), int) for folder, name in ((left, one_id), (right, other_id)))
-        # The other one is a JPEG or the same.
+        # The other image is a JPEG or the same.
         assert np.abs(one - other).mean() < 12, one_id
 
 

@@ -1,4 +1,4 @@
-"""Image files of every kind that data sets hold come out as upright RGB in the right colours."""
+"""Image files of every kind in data sets are read as upright RGB in the right colours."""
 
 import io
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_grey_becomes_three_equal_channels(image_format: str, tolerance: int):
 def test_cmyk_jpeg_as_adobe_inverts_it():
     flat = Image.new("RGB", (16, 16), (200, 40, 90))
     content = encoded(flat.convert("CMYK"), "JPEG", quality=100)
-    # Four channels, marked by Adobe, where no ink is 255.
+    # Four channels with Adobe's marker, in which 255 means no ink.
     assert b"\xff\xee\x00\x0eAdobe" in content
     with Image.open(io.BytesIO(content)) as image:
         assert image.mode == "CMYK"
@@ -103,7 +103,7 @@ def test_deep_pngs_are_turned_upright():
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_undone(orientation: int):
     upright = scene_image(3)
-    # What a camera stores so that a viewer which obeys the tag shows `upright`.
+    # Transforms of the pixels that a camera stores, so that a viewer that obeys the tag shows `upright`.
     stored_by = {
         1: [],
         2: [Image.Transpose.FLIP_LEFT_RIGHT],

@@ -77,7 +77,7 @@ def test_no_whole_numbers(value: object):
 
 
 def test_caption_files(tmp_path: Path):
-    # The header of the COCO captions of FACTS.md.
+    # The header of coco_10k.csv, COCO captions with image ids and seeds.
     csv = 'case_number,prompt,evaluation_seed,coco_id\n0,A taco,2219,391895\n1,"two\nlines",7,60623\n'
     for name, text in [
         ("c.csv", csv),

@@ -1,4 +1,4 @@
-"""The cache of samples: found again, drawn again if it is damaged."""
+"""The cache of samples: samples are found again, and drawn again if the cache is damaged."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_a_sample_is_kept_and_found_again(coco: CaptionDataset, tmp_path: Path):
     drawn = sample_pairs(coco, 8, 0, cache_dir=cache)
     path = cached_file(cache)
     assert path.stat().st_size < 5000
-    # What is found again was not drawn again: the images are gone, and nobody misses them.
+    # A cached sample is not drawn again: it needs none of the deleted images.
     for image_id in drawn.ids:
         coco_path(coco, image_id).unlink()
     again = sample_pairs(coco, 8, 0, cache_dir=cache)
@@ -58,7 +58,7 @@ def test_samples_of_drawn_scenes_are_of_one_version(tmp_path: Path, monkeypatch:
     for _ in range(2):
         sample_pairs(scenes, 3, 0, cache_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
-    # Another psctl may draw other captions.
+    # Another version of psctl may draw other captions.
     monkeypatch.setattr("patchedserve.data.datasets.emoji.__version__", "9.9")
     sample_pairs(scenes, 3, 0, cache_dir=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2

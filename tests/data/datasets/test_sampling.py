@@ -27,7 +27,7 @@ def coco(tmp_path: Path) -> CaptionDataset:
 
 def test_the_sample_is_this_one_on_every_machine(tmp_path: Path):
     sample = sample_pairs(captions_file(tmp_path / "c.jsonl"), 6, seed=1)
-    # From `printf "1|$id" | sha256sum`, sorted. A change here would change every figure that was ever published.
+    # From `printf "1|$id" | sha256sum`, sorted. A change here would change every published figure.
     assert sample.ids == ("11", "14", "4", "15", "12", "2")
     assert sample.captions[0] == "caption 11"
 
@@ -71,7 +71,7 @@ def test_seeds_draw_different_pairs_and_small_samples_begin_large_ones(coco: Cap
     everything = sample_pairs(coco, None, 0)
     assert everything.items[:12] == first.items
     assert sorted(everything.ids) == [str(number) for number in range(100, 120)]
-    # The caption chosen follows the seed too.
+    # The chosen caption depends on the seed, too.
     again = {item.id: item.caption for item in sample_pairs(coco, None, 1).items}
     assert any(again[item.id] != item.caption for item in everything.items)
 
@@ -82,7 +82,7 @@ def test_every_image_and_every_caption_is_about_as_likely(tmp_path: Path):
     for seed in range(200):
         for image_id in sample_pairs(dataset, 5, seed).ids:
             counts[image_id] += 1
-    # 200 draws of a quarter: 50 expected, with a standard deviation of 6.
+    # 200 draws of a quarter: the expected count is 50, with a standard deviation of 6.
     assert min(counts.values()) > 25
     assert max(counts.values()) < 75
 

@@ -1,4 +1,4 @@
-"""Sampling passes over bad and unwanted entries: they are named, counted and replaced."""
+"""Sampling skips bad and unwanted entries, which are named, counted and replaced."""
 
 import json
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_bad_images_are_named_counted_and_replaced(coco: CaptionDataset, damage:
     assert len(sample.bad) == 2
     assert sample.bad[0].startswith(f"{whole.ids[2]}: ")
     assert message in sample.bad[0]
-    # The bad ones are not among the first two, so they are not met.
+    # The bad entries are not among the first two.
     assert sample_pairs(coco, 2, 0).items == whole.items[:2]
 
 

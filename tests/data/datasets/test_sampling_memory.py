@@ -29,9 +29,9 @@ print(len(groups), read - start, peak() - read)
 
 
 def peaks_in_kib(spec: str, what: str) -> list[int]:
-    """Number of entries drawn, and by how much reading and then sampling raised the peak of a process's memory.
+    """Return the number of entries drawn, and the increases of a process's peak memory by reading and by sampling.
 
-    By the operating system's count, because tracemalloc makes these sets take a minute.
+    The peak is the operating system's, because these sets take a minute with tracemalloc.
     """
     run = subprocess.run([sys.executable, "-c", PEAKS, spec, what], capture_output=True, text=True, check=True)
     return [int(word) for word in run.stdout.split()]
@@ -44,7 +44,7 @@ def test_memory_of_sampling_does_not_grow_with_the_set(tmp_path: Path):
         file.writelines(f'{{"id": {i}, "caption": "caption number {i}"}}\n' for i in range(200_000))
     num_drawn, _, sampling = peaks_in_kib(f"captions:{path}", "sample only")
     assert num_drawn == 100
-    # 200,000 entries in a list are 80 MB.
+    # A list of 200,000 entries takes 80 MB.
     assert sampling < 8192
 
 
@@ -70,5 +70,5 @@ def test_small_sets_are_sampled_in_small_memory_too(tmp_path: Path):
     finally:
         tracemalloc.stop()
     assert len(sample) == 20
-    # A list of all 4,000 would be 1.6 MB.
+    # A list of all 4,000 would take 1.6 MB.
     assert peak < 300_000

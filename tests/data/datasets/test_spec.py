@@ -1,4 +1,4 @@
-"""Options of data sets within their spec, as `--dataset` takes them."""
+"""Options of data sets within their spec, as `--dataset` accepts them."""
 
 import inspect
 import subprocess

@@ -1,4 +1,4 @@
-"""Image folders with captions and parquet files, as Hugging Face has them, and what is said of bad entries."""
+"""Image folders with captions and parquet files in Hugging Face's formats, and messages about bad entries."""
 
 import json
 from pathlib import Path
@@ -141,7 +141,7 @@ def test_parquet_files_with_row_groups(tmp_path: Path):
     entries = by_id(dataset)
     assert len(entries) == 40
     assert entries["id-23"].captions == ("one 23", "two 23")
-    # Forward, backward, and to the same one again.
+    # Forward, backward, and the same image twice.
     for number in (0, 1, 6, 7, 19, 20, 39, 38, 2, 2, 33):
         assert_shows(dataset, entries[f"id-{number}"], number)
 
@@ -161,7 +161,7 @@ def test_images_are_read_forward_in_one_pass(tmp_path: Path, monkeypatch: pytest
     for location in locations:
         dataset.content(location)
     assert started == [[0], [1]]
-    # Back by one batch of 16 costs nothing, further back the row group begins again.
+    # Going back by one batch of 16 costs nothing; going back further starts the row group again.
     dataset.content(locations[20])
     dataset.content(locations[39])
     assert started == [[0], [1]]
@@ -177,7 +177,7 @@ def test_images_as_plain_bytes_and_columns_by_name(tmp_path: Path, kind: pa.Data
     )
     dataset = open_dataset(f"parquet:{tmp_path}/x.parquet", caption_column="alt")
     entries = by_id(dataset)
-    # Without an id the number of the row stands for it.
+    # Without an id, the number of the row is the id.
     assert [(entry.id, entry.captions) for entry in entries.values()] == [("1", ("a",)), ("2", ("b",)), ("3", ("c",))]
     assert_shows(dataset, entries["1"], 0)
     with pytest.raises(BadImageError, match=r"x.parquet.*#000000001: the image is missing"):

@@ -1,4 +1,4 @@
-"""The emoji world: deterministic, captions say what is drawn, held-out compositions stay out of training."""
+"""The emoji world: deterministic scenes, captions that match the images, and no held-out compositions in training."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What ships in data/models: whole, small enough, loadable by plain diffusers and transformers, and truly trained."""
+"""Models in data/models: complete, small, loadable by plain diffusers and transformers, and trained."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ PIPELINES = {
     "emoji-xl-turbo": StableDiffusionXLPipeline,
 }
 OF_MANY_STEPS = ["emoji-xl", "emoji-3"]
-"""A model of few steps has nothing to reuse from one to the next, and comes without a cache predictor."""
+"""Models with a cache predictor; a model of few steps has nothing to reuse from step to step, and no predictor."""
 
 
 @pytest.mark.parametrize("name", OF_MANY_STEPS)
@@ -57,7 +57,7 @@ def test_the_cache_predictor_in_the_box_fits_its_model_and_decides(name: str) ->
     images = report["images"]
     assert images["ssim"] >= images["target_ssim"] >= 0.97
     assert images["saved_computation"] > 0.6
-    # The trained rule decides, not the limit of reuses in a row.
+    # The trained rule decides, not the limit of consecutive reuses.
     assert predictor.max_lag == images["max_reuse"] == 8
     assert images["patches_refused"] > 20 * images["patches_expired"]
 
@@ -78,7 +78,7 @@ def test_every_file_has_its_checksum_and_every_file_is_listed(name):
 def test_the_weights_are_small_and_half_precision():
     weights = list(MODELS_DIR.rglob("*.safetensors"))
     sizes = {name: sum(path.stat().st_size for path in (MODELS_DIR / name).rglob("*.safetensors")) for name in BUNDLED}
-    # The distilled model has the parts of its teacher, and came later.
+    # The limit excludes the distilled model, which was added later and shares the parts of its teacher.
     assert sum(size for name, size in sizes.items() if name != "emoji-xl-turbo") <= 30_000_000
     assert sizes["emoji-xl-turbo"] <= sizes["emoji-xl"]
     for path in weights:

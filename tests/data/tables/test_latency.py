@@ -1,4 +1,4 @@
-"""Tables of step latencies, how combinations are written, and tables of other programs."""
+"""Tables of step latencies, the notation of combinations, and tables of other programs."""
 
 import json
 import math
@@ -217,7 +217,7 @@ def test_circumstances_say_what_differs() -> None:
         ({"threads": 2}, "is for threads 1, but 2 is served"),
     ):
         assert CIRCUMSTANCES.difference(replace(CIRCUMSTANCES, **change)) == message
-    # What latencies depend on little, or not at all on this device.
+    # Latencies depend little on these, or not at all on this device.
     for change in ({"torch": "2.14.0"}, {"guidance_scale": 7.0}):
         assert CIRCUMSTANCES.difference(replace(CIRCUMSTANCES, **change)) is None
     on_gpu = replace(CIRCUMSTANCES, device="cuda:0")

@@ -1,4 +1,4 @@
-"""Tables: what is written is read back, and files that are not the table are told."""
+"""Tables: written data is read back, and files that are not the table are reported."""
 
 import math
 import subprocess
@@ -153,7 +153,7 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
 
 
 def test_reading_starts_no_threads(tmp_path: Path) -> None:
-    """A process that ended with an error while they started was aborted."""
+    """Threads that start while a process ends with an error would abort it."""
     write_table(tmp_path / "records.parquet", RECORDS, record_rows())
     code = (
         "import os; from patchedserve.data.tables.schemas import RECORDS, read_table\n"

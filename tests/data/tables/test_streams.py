@@ -1,4 +1,4 @@
-"""Tables written and read a piece at a time, and the facts of a block profile."""
+"""Tables written and read in pieces, and the facts of a block profile."""
 
 import math
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def test_buffers_may_be_used_again(tmp_path: Path) -> None:
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
-    """What Arrow holds after many rows is what it holds after few."""
+    """Arrow holds as much memory after many rows as after few."""
     held: list[int] = []
     with TableWriter(tmp_path / "blocks.parquet", BLOCKS, {}, group_rows=5_000) as writer:
         for i in range(60):
@@ -115,7 +115,7 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, column: str, value: f
     with pytest.raises(RunError, match=f"{path}: column {column} would hold NaN or infinity"):
         write()
     assert list(tmp_path.iterdir()) == []
-    # Another program may have written them.
+    # Another program may have written such values.
     plain = {name: [1] * 4 for name in BLOCKS.names} | {"scheduler": ["a"] * 4, "block": ["b"] * 4}
     pq.write_table(pa.table(plain | {column: [0.5, 0.5, 0.5, value]}, schema=BLOCKS.to_arrow()), path)
     with pytest.raises(UsageError, match=f"{path}: column {column} holds {value} in row 3"):

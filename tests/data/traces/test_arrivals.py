@@ -1,4 +1,4 @@
-"""Arrivals that swing, and recorded ones: rates, shapes, files."""
+"""Diurnal and recorded arrivals: rates, shapes, files."""
 
 import math
 import re
@@ -21,7 +21,7 @@ def diurnal(
 
 
 def test_diurnal_time_change_is_exact() -> None:
-    # What makes it exact: put through the integral of the rate, the arrivals are those of a Poisson process of rate 1.
+    # Exactness: the integral of the rate maps the arrivals to those of a Poisson process of rate 1.
     times = diurnal(2000)
     integral = 5.0 * (times + 0.8 * 100 / (2 * math.pi) * (1 - np.cos(2 * math.pi * times / 100)))
     unit = np.cumsum(np.random.default_rng(0).standard_exponential(2000))
@@ -45,7 +45,7 @@ def test_no_swing_is_poisson() -> None:
 def test_recorded_arrivals_keep_their_shape_at_any_rate() -> None:
     recorded = [10.0, 10.5, 14.0, 14.0, 20.0]
     scaled = scaled_arrivals(recorded, 2.0)
-    # 4 gaps in 10 s are 0.4 a second; five times as fast.
+    # 4 gaps in 10 s are 0.4 per second; the scaled trace is five times as fast.
     assert scaled == pytest.approx([0.0, 0.1, 0.8, 0.8, 2.0])
     for arrivals in ([], [1.0], [3.0, 3.0]):
         with pytest.raises(UsageError, match=f"{len(arrivals)} recorded arrivals span no time"):
@@ -75,7 +75,7 @@ ZONES = ("", "Z", "z", " UTC", " GMT", "+02:00", " +02:00", "+0200", "+02", "-05
 
 
 def test_all_forms_of_a_time_are_those_of_pandas(tmp_path: Path) -> None:
-    """From a fixed time before; pandas reads a few forms by another parser, which drops nanoseconds."""
+    """Compare gaps from a fixed earlier time; pandas' other parser for a few formats drops nanoseconds."""
     num_compared = 0
     for day, separator, clock, zone in product(DAYS, "T ", CLOCKS, ZONES):
         text = f"{day}{separator}{clock}{zone}"
@@ -104,7 +104,7 @@ def test_forms_of_iso_8601_that_pandas_lacks(tmp_path: Path) -> None:
 
 
 def test_gaps_between_zones_are_those_of_pandas(tmp_path: Path) -> None:
-    """Zones mixed at random, in order of time; and what pandas writes over the change to winter time."""
+    """Compare randomly mixed zones in order of time, and pandas' output across the change to winter time."""
     rng = np.random.default_rng(0)
     moments = pd.to_datetime(np.sort(rng.integers(0, 10**18, 200)), utc=True)
     zones = [f"{'+-'[minutes < 0]}{abs(minutes) // 60:02}:{abs(minutes) % 60:02}" for minutes in range(-720, 841, 15)]
@@ -169,10 +169,10 @@ def test_traces_of_both_kinds() -> None:
 
     recorded = TraceConfig(kind="azure", request_rate=2.0, num_prompts=None, arrivals_s=(0.0, 0.5, 4.0, 4.0, 10.0))
     assert [one.arrival_s for one in generate_trace(recorded, ["a"])] == pytest.approx([0.0, 0.1, 0.8, 0.8, 2.0])
-    # The first of them have the rate that was asked for.
+    # The first requests have the requested rate.
     some = TraceConfig(kind="azure", request_rate=2.0, num_prompts=3, arrivals_s=(0.0, 0.5, 4.0, 4.0, 10.0))
     assert [one.arrival_s for one in generate_trace(some, ["a"])] == pytest.approx([0.0, 0.125, 1.0])
-    # What is asked for does not depend on when.
+    # The contents of requests do not depend on their arrival times.
     poisson = generate_trace(TraceConfig(num_prompts=3), ["a", "b"])
     assert [one.seed for one in generate_trace(some, ["a", "b"])] == [one.seed for one in poisson]
 

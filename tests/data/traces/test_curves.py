@@ -1,4 +1,4 @@
-"""Curves of rates: files, shapes, and arrivals that follow them."""
+"""Rate curves: files, shapes, and arrivals that follow them."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_arrivals_follow_the_curve() -> None:
         np.trapezoid(np.interp(x := np.linspace(a, a + 20, 2001), curve.times_s, curve.rates), x) for a in edges[:-1]
     ]
     off = (counts - wanted) / np.sqrt(wanted)
-    # 20 counts of a Poisson process: standardised they are as normal as that.
+    # 20 counts of a Poisson process, which are about normal when standardised.
     assert np.abs(off).max() < 4
     assert 0.4 < np.mean(off**2) < 2.0
 

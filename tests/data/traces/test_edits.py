@@ -1,4 +1,4 @@
-"""Edits of traces: mask ratios as published, masks of the wanted area, files that read back, and what is refused."""
+"""Edits of traces: published mask ratios, masks of the requested area, files, and refused inputs."""
 
 import json
 from collections import Counter
@@ -44,7 +44,7 @@ def test_drawn_ratios_have_the_published_deciles_and_mean(name: str) -> None:
     drawn = [ratios.quantile(share) for share in np.random.default_rng(0).random(20_000)]
     assert np.mean(drawn) == pytest.approx(mean, abs=0.003)
     assert ratios.mean == pytest.approx(mean, abs=1e-9)
-    # The standard error of a decile grows with the distance to the next one.
+    # The standard error of a decile grows with the distance to the next decile.
     gaps = np.diff([ratios.ratios[0], *deciles, ratios.ratios[-1]])
     off = np.abs(np.quantile(drawn, np.arange(1, 10) / 10) - deciles)
     assert np.all(off < 0.15 * np.maximum(gaps[:-1], gaps[1:]))
@@ -95,11 +95,11 @@ def test_masks_have_their_area_and_a_latent(shape: str) -> None:
         ratio = ratios.quantile(np.random.default_rng(seed).random())
         mask = drawn_mask(shape, seed, ratio, SIZE)
         assert mask.shape == (SIZE.height, SIZE.width)
-        # A share of a pixel more or less where the mask is that small.
+        # Small masks may differ by a fraction of a pixel.
         assert abs(mask.sum() - ratio * SIZE.pixels) <= max(0.0101 * ratio * SIZE.pixels, 1)
         assert mask[::8, ::8].any()
         assert np.array_equal(mask, drawn_mask(shape, seed, ratio, SIZE))
-        # Large ones have few places to be.
+        # Large masks have few possible positions.
         assert ratio > 0.5 or not np.array_equal(mask, drawn_mask(shape, seed + 1000, ratio, SIZE))
 
 
@@ -108,7 +108,7 @@ def test_boxes_are_boxes_and_shapes_hang_together() -> None:
         box, blob = (drawn_mask(shape, seed, 0.1, SIZE) for shape in ("box", "blob"))
         down, right = np.nonzero(box)
         assert box.sum() == (np.ptp(down) + 1) * (np.ptp(right) + 1)
-        # A blob has no piece by itself: every row between its first and its last has some of it.
+        # A blob is connected: every row between its first and its last contains part of it.
         rows = np.nonzero(blob.any(axis=1))[0]
         assert len(rows) == np.ptp(rows) + 1
 
@@ -118,7 +118,7 @@ def test_edits_change_nothing_else_of_a_trace() -> None:
     plain, few, all_of_them = (trace_of(each) for each in (None, EditDraws(0.3, ratios), EditDraws(1.0, ratios)))
     assert [replace(request, traced=None) for request in few] == plain
     assert [request.traced for request in few] != [None] * len(few)
-    # Whoever is an edit with a small share is the same edit with a larger one.
+    # A request that is an edit at a small share is the same edit at a larger share.
     pairs = [(one.traced, other.traced) for one, other in zip(few, all_of_them, strict=True) if one.traced]
     assert 30 < len(pairs) < 90
     assert all(one == other for one, other in pairs)

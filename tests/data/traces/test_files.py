@@ -1,4 +1,4 @@
-"""Trace files: the three forms say the same, and what is wrong with a line is told with its number."""
+"""Trace files: the three formats are equivalent, and errors in a line are reported with its number."""
 
 import json
 import random
@@ -246,7 +246,7 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_random_damage_is_told_or_harmless(tmp_path: Path) -> None:
-    """Whatever happens to a file, the reader returns requests or one line that names the file; it never crashes."""
+    """For any damage, the reader returns requests or raises an error of one line that names the file; no crash."""
     rng = random.Random(3)
     trace = [replace(random_request(rng, i, float(i)), prompt=f"p{i}", negative_prompt=None) for i in range(4)]
     save_trace(tmp_path / "good.jsonl", trace)

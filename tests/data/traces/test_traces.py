@@ -1,4 +1,4 @@
-"""Random traces: arrivals with the right distribution, and contents that do not depend on them."""
+"""Random traces: arrivals with the right distribution, and contents independent of them."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ def test_gaps_have_the_mean_and_the_variation_asked_for(kind: Any, cv: float, ra
     gaps = gaps_of(replace(BASE, kind=kind, cv=cv, request_rate=rate, num_prompts=count))
     error = 4 / math.sqrt(count)  # four standard errors of a mean of gaps with variation 1
     assert gaps.mean() * rate == pytest.approx(1, abs=error * cv)
-    # The fourth moment of gamma gaps makes the variation's own error grow with it.
+    # The fourth moment of gamma gaps makes the error of the variation grow with the variation.
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=error * (1 + cv))
 
 

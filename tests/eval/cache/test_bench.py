@@ -58,12 +58,12 @@ def test_bench_serves_requests_at_different_steps(tmp_path: Path) -> None:
     assert CacheBenchSettings(num_inference_steps=STEPS, arrivals="staggered").join_steps(3) == [0, 2, 4, 6, 8, 10]
     [row] = outcome.result["rows"]
     rows = {side["label"]: side for side in row["sides"]}
-    # As many again follow the first three, in both rounds.
+    # Three more requests follow the first three in both rounds.
     assert {side["num_images"] for side in row["sides"]} == {2 * 6}
-    # Without a cache, batches of one resolution are the plain model's, which rounds otherwise.
+    # Without a cache, the plain model runs batches of one resolution, with different rounding.
     assert rows["never"]["ssim_min"] > 0.99999
     assert rows["never"]["psnr_db"] > 75
-    # All but the first and the last step of each request are reused, at whatever step the others are.
+    # Every request reuses all but its first and last step, regardless of the steps of the others.
     assert rows["always"]["saved_computation"] == pytest.approx(4 / 6)
     assert rows["always"]["blocks_rows"] > 0
 
@@ -78,7 +78,7 @@ def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path)
     assert json.loads((outcome.run_dir / "cache.json").read_text()) == outcome.result
     assert Image.open(outcome.run_dir / "cache.png").width > 500
     assert Image.open(outcome.run_dir / "cache-saved.png").width > 500
-    # Five sides, the three images of the first batch.
+    # Five sides with the three images of the first batch.
     assert Image.open(outcome.run_dir / "cache-images.png").size == (3 * (128 + 10) + 10, 5 * (128 + 30 + 10) + 10)
     for row, count in zip(outcome.result["rows"], (3, 1), strict=True):
         rows = {side["label"]: side for side in row["sides"]}
@@ -95,7 +95,7 @@ def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path)
         for side in row["sides"][1:]:
             low, high = side["intervals"]["ssim"]
             assert low <= side["ssim"] <= high
-            # Two rounds tell nothing of the spread of a median.
+            # Two rounds are too few for the spread of a median.
             assert side["intervals"]["speedup"] is None
 
 

@@ -1,4 +1,4 @@
-"""What the cache costs in quality: images of one size are measured together."""
+"""The cache's cost in quality: images of one size are measured together."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`psctl train-predictor schedule`: the search, and what its command says and writes."""
+"""`psctl train-predictor schedule`: the search, the output and the files of the command."""
 
 import json
 from pathlib import Path

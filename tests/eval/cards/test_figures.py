@@ -1,4 +1,4 @@
-"""The figures of the model cards, on images and labels made here."""
+"""The figures of the model cards, on synthetic images and labels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ SQUARE_COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 
 class ColourJudge(Clip):
-    """A judge that can be followed by hand: an image is its mean colour, a text the sum of the colours it names."""
+    """A judge for results by hand: an image is its mean colour, a text is the sum of the colours that it names."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Identity(), None, None)
@@ -35,7 +35,7 @@ class ColourJudge(Clip):
 
 
 def _solid(*names: str) -> Image.Image:
-    """Equal stripes of the named colours, the first one a little wider."""
+    """Return an image with stripes of the named colours, the first one slightly wider."""
     image = Image.new("RGB", (30, 10), SQUARE_COLOURS[names[-1]])
     if len(names) == 2:
         image.paste(SQUARE_COLOURS[names[0]], (0, 0, 16, 10))
@@ -84,7 +84,7 @@ def test_objects_count_any_of_a_pair_at_1_and_all_of_it_together() -> None:
     images = [_solid("red"), _solid("green", "blue"), _solid("red", "green"), _solid("blue")]
     objects = [("red",), ("blue", "green"), ("green", "blue"), ("green",)]
     figures = bundled.measure_objects(ColourJudge(), images, objects, NAMES, ["{}"])
-    # Image 2 is mostly red: wrong at 1, and not both; image 3 is wrong.
+    # Image 2 is mostly red: wrong at 1, and not both objects are found; image 3 is wrong.
     assert figures == {"object_at_1": 0.5, "all_objects": 0.5}
     figures = bundled.measure_objects(ColourJudge(), [_solid("green", "red")], [("green", "blue")], NAMES, ["{}"])
     assert figures == {"object_at_1": 1.0, "all_objects": 0.0}
@@ -94,7 +94,7 @@ def test_names_are_described_in_the_judges_words() -> None:
     words = {"rojo": "red", "verde": "green", "azul": "blue"}
     arguments: Any = (ColourJudge(), [_solid("green")], [("verde",)], list(words), ["a {}"])
     assert bundled.measure_objects(*arguments, describe=words.__getitem__)["object_at_1"] == 1
-    assert bundled.measure_objects(*arguments)["object_at_1"] == 0  # the judge knows none of the names
+    assert bundled.measure_objects(*arguments)["object_at_1"] == 0  # the judge does not know these names
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_background_is_read_from_the_border_not_from_the_object() -> None:
         image = Image.new("RGB", (128, 96), tuple(level - 6 for level in colour))
         draw = ImageDraw.Draw(image)
         other = next(value for key, value in PALETTE.items() if key != name)
-        draw.rectangle((8, 0, 119, 91), fill=other)  # most of the picture, and all of the upper border but its ends
+        draw.rectangle((8, 0, 119, 91), fill=other)  # most of the picture, and the upper border except its ends
         assert bundled.background_of(image, PALETTE) == name
-        draw.rectangle((0, 0, 119, 95), fill=other)  # only the right border is left
+        draw.rectangle((0, 0, 119, 95), fill=other)  # only the right border keeps the background
         assert bundled.background_of(image, PALETTE) != name
 
 
@@ -136,8 +136,8 @@ def test_share_of_right_backgrounds() -> None:
 
 def test_generated_images_are_compared_with_real_ones() -> None:
     objects = [("red",), ("green",), ("blue",), ("red", "green")]
-    real = [_solid("red"), _solid("green"), _solid("blue"), _solid("blue")]  # three of four recognised
-    generated = [_solid("red"), _solid("red"), _solid("blue"), _solid("blue")]  # two of four
+    real = [_solid("red"), _solid("green"), _solid("blue"), _solid("blue")]  # three of four are recognised
+    generated = [_solid("red"), _solid("red"), _solid("blue"), _solid("blue")]  # two of four are recognised
     palette = SQUARE_COLOURS
     figures = bundled.measure_generated(
         ColourJudge(),

@@ -1,4 +1,4 @@
-"""The quality of what was served: rows of the bank's features, and how two systems differ on the same requests."""
+"""The quality of served images: rows of the bank's features, and differences of two systems on the same requests."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_quality_by_threshold_is_of_the_images_that_it_would_serve() -> None:
     assert thresholds == sorted(set(thresholds))
     assert len(thresholds) == 6
     for threshold, fid in curve:
-        # No number is below every threshold but 0.
+        # NaN is below every threshold except 0.
         heavy = [threshold > 0 and not confidence >= threshold for confidence in confidences]
         served: list[Leg | None] = ["heavy" if each else "light" for each in heavy]
         assert fid == pytest.approx(served_quality(known, list(range(COUNT)), served)["fid"])

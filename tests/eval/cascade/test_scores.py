@@ -1,4 +1,4 @@
-"""Which light images to defer: a score that knows beats random choices, one that knows nothing does not."""
+"""Scores that choose the light images to defer: a good score beats random choices, noise does not."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def silent(what: str, total: int):
 def test_a_score_that_knows_beats_random_choices_and_noise_does_not() -> None:
     generator = torch.Generator().manual_seed(0)
     real, heavy = (torch.randn(COUNT, WIDTH, generator=generator) for _ in range(2))
-    # Every other light image is as good as the heavy one, the rest is far off.
+    # Every other light image is as good as the heavy one; the others are far off.
     is_bad = torch.arange(COUNT) % 2 == 0
     features = {"reference": real, "heavy": heavy, "light": heavy + 3.0 * is_bad[:, None]}
     noise = np.random.default_rng(1).random(COUNT)
@@ -29,7 +29,7 @@ def test_a_score_that_knows_beats_random_choices_and_noise_does_not() -> None:
     settings = ScoreSettings((0.0, 0.25, 0.5, 1.0), (0.5,), num_draws=8, num_resamples=20)
     found = compare_scores(features, scores, settings, start_phase=silent)  # type: ignore[arg-type]
     knows, blind = found["rows"]
-    # With half of them deferred, what knows has replaced all that are bad.
+    # With half of the images deferred, the good score has replaced all bad ones.
     assert knows["curve"][2]["fid"] == pytest.approx(frechet_distance(real, heavy))
     assert knows["against_random"][0]["high"] < 0
     assert blind["against_random"][0]["low"] < 0 < blind["against_random"][0]["high"]

@@ -1,4 +1,4 @@
-"""Comparisons of two configurations image by image."""
+"""Comparisons of two configurations, image by image."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_a_win_in_every_pair_is_no_certainty() -> None:
     # Wilson's bound for k = n is n / (n + z^2).
     assert (always.win_rate, always.win_low, always.win_high) == (1, pytest.approx(4 / (4 + 1.959964**2)), 1)
     assert (never.win_rate, never.win_low, never.win_high) == (0, 0, pytest.approx(1 - 4 / (4 + 1.959964**2)))
-    # One pair tells little, and says so; a tie counts half.
+    # One pair gives a wide interval; a tie counts half.
     one = compare_values("x", {"a": 1.0}, {"a": 1.0}, "higher")
     assert (one.win_rate, one.win_low, one.win_high) == (0.5, *map(pytest.approx, wilson_interval(0.5, 1)))
 

@@ -1,4 +1,4 @@
-"""`psctl eval compare` with real images: what a report needs of it."""
+"""`psctl eval compare` with real images: the results that a report needs."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_bad_images_cost_their_pairs_and_not_the_comparison(tmp_path: Path) -> N
     real = image_set(tmp_path / "real", settings_of("plain"), shift=9, count=6)
     (real / "manifest.json").unlink()
     features = {folder.name: features_of_folder(folder) for folder in (one, other, real)}
-    # One is missing on the first side, one is damaged on the second, one is bad on both.
+    # One image is missing on the first side, one is damaged on the second, one is bad on both.
     (one / "001.png").unlink()
     (other / "004.png").write_bytes(b"no image")
     for folder in (one, other):
@@ -82,7 +82,7 @@ def test_bad_images_cost_their_pairs_and_not_the_comparison(tmp_path: Path) -> N
     to_first = frechet_distance(features["one"][kept], features["other"][kept])
     assert found.metrics[FID_TO_FIRST].value == pytest.approx(to_first, rel=1e-3)
     assert (found.metrics["psnr"].n, found.metrics[FID_TO_FIRST].n, found.differences["fid"].n) == (4, 4, 4)
-    # CLIP scores of the sides are of all their images, the difference of the pairs.
+    # CLIP scores of a side cover all its images; the difference covers the pairs.
     assert (found.first.metrics[CLIP].n, found.differences[CLIP].n) == (5, 4)
     left_out = [warning for warning in found.warnings if warning.startswith("pair left out: ")]
     assert [warning.split(": ")[1] for warning in left_out] == ["p1", "p4", "p6"]
@@ -101,7 +101,7 @@ def test_the_ground_truth_is_the_data_sets_own(tmp_path: Path) -> None:
     truth = ground_truth_of(Manifest(items, DRAWN))
     assert tuple(truth.ids) == sample.ids
     assert truth.open_image(sample.ids[1]).size == (48, 32)
-    # The options of a data set are part of what a set of images remembers.
+    # A set of images stores the options of its data set.
     larger = DRAWN | {"dataset": "emoji?resolution=64&data_seed=1"}
     with pytest.raises(UsageError, match=r"emoji \(heldout, 64x64\): gives other pairs now"):
         ground_truth_of(Manifest(items, larger))

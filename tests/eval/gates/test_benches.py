@@ -1,4 +1,4 @@
-"""Figures that gates see of benchmarks: sweeps as `psctl bench slo` leaves them, rows of the other two."""
+"""Figures of benchmarks for gates: sweeps of `psctl bench slo`, and rows of the other two benchmarks."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_a_sweep_of_the_command_is_judged(
         assert goodput.value == point["goodput_qps"]
         assert goodput.low is not None
         assert goodput.low <= goodput.value
-        # Latencies have no interval in the file, and so are no evidence.
+        # Latencies have no interval in the file and so are no evidence.
         assert bounds_of(Path(result["run_dir"]), f"{name}.latency_p95", max=1e9) == "not enough evidence"
     file = tmp_path / "gates.toml"
     gate = f'results = ["{result["run_dir"]}"]\n[[gate]]\nmetric = "patchedserve@1.slo_attainment"\n'
@@ -193,7 +193,7 @@ def test_damaged_figures_are_named(tmp_path: Path, figures: Any, message: str) -
 def test_interval_of_a_median_holds_it_95_times_in_100() -> None:
     assert median_interval([1.0, 2.0, 3.0, 4.0, 5.0]) is None
     assert median_interval([]) is None
-    # With six values: below the smallest or above the largest with 2 / 64.
+    # With six values, the median lies below the smallest or above the largest with probability 2 / 64.
     assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == [1.0, 6.0]
     rng = np.random.default_rng(0)
     found = [median_interval(rng.exponential(size=15).tolist()) or [9, 9] for _ in range(2000)]

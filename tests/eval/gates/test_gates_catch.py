@@ -1,4 +1,4 @@
-"""CI's own gates on real images: they pass a sound engine, and catch one that is broken on purpose."""
+"""CI's own gates on real images: they pass a correct engine and fail one that is broken on purpose."""
 
 import importlib.util
 import json
@@ -55,20 +55,20 @@ PROMPTS = [
     ("candle", "a candle on a black background"),
     ("hat", "a hat on a purple background"),
 ]
-# Both sizes share every batch. Equal ones stand together, so that metrics take them together.
+# Both sizes share every batch. Equal sizes are adjacent, so that metrics process them together.
 SIZES = parse_list("128") * 3 + parse_list("192x128") * 3
 STEPS = 8
-# In this order and strategy patches of 8 x 8 latents have halos of their own. A transformer's patches have none.
+# In this order and strategy, patches of 8 x 8 latents have halos of their own. A transformer's patches have none.
 PATCHED = {"emoji-xl": EngineOptions(order="patch", strategy="stitch"), "emoji-3": EngineOptions()}
-# Of 8 steps, each changes more than of the 30 that are usual, where thresholds of 0.01 are.
+# With 8 steps, each step changes more than with the usual 30 steps and their thresholds of 0.01.
 THRESHOLDS = {"emoji-xl": 0.05, "emoji-3": 0.015}
 COMPUTED = (0, 1, 2, 3, 4, 5, 6)
-"""Of the 8 steps, in which the schedule of a sound model leaves out one."""
+"""Computed steps of the 8; the schedule of a correct model skips one."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A model's images by plain diffusers and by the engine, and what gates look at while nothing is broken."""
+    """A model's images by plain diffusers and by the engine, and the gates' results for the correct engine."""
 
     name: str
     plain: Path
@@ -77,7 +77,7 @@ class Drawn:
     results: Path
 
     def compare(self, first: Path, second: Path, output: Path) -> Comparison:
-        """What `psctl eval compare` finds between two sets, written where gates read it."""
+        """Compare two sets as `psctl eval compare` does, and write the result where gates read it."""
         found = compare(first, second, ("psnr", "ssim", "lpips"), self.judges)
         found.save(output)
         return found
@@ -85,19 +85,19 @@ class Drawn:
 
 @cache
 def loaded(name: str, options: EngineOptions) -> ServedModel:
-    """A model, once for each engine."""
+    """Return a model, loaded once for each engine."""
     return load_model(name, "cpu", "float32", options)
 
 
 def one_by_one(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
-    """A request joins once the one before has taken a step, so that all of a batch are at different steps."""
+    """Admit a request once the one before it has run a step, so that the requests of a batch are at different steps."""
     return Decision((waiting[0].request_id,) if not active or active[-1].steps_done else ())
 
 
 def draw(
     name: str, folder: Path, options: EngineOptions, fault: Fault | None = None, max_batch_size: int = 16
 ) -> Manifest:
-    """Draw the set as `psctl eval` does; with a fault, which must have acted."""
+    """Draw the set as `psctl eval` does, optionally with a fault, which must take effect."""
     model = loaded(name, options)
     settings = generation_settings(model.identity, policy="continuous", num_inference_steps=STEPS, guidance_scale=4.0)
     manifest = Manifest(make_items(PROMPTS, SIZES), settings)
@@ -112,8 +112,8 @@ def draw(
 
 
 def draw_cached(name: str, folder: Path, threshold: float) -> Path:
-    # One by one: how many patches of a batch can be reused decides whether any is, and who shares a batch depends on
-    # how fast requests are prepared.
+    # One by one: the number of reusable patches in a batch decides about reuse, and the composition of batches depends
+    # on how fast requests are prepared.
     draw(name, folder, EngineOptions(cache=CacheOptions("patch", threshold)), max_batch_size=1)
     return folder
 
@@ -127,7 +127,7 @@ def draw_scheduled(name: str, folder: Path, computed: Sequence[int]) -> Path:
 
 
 def drawn_by(name: str, folder: Path) -> Drawn:
-    """Draw a model's sound images, measure them, and lay out what its gates read."""
+    """Draw a model's images with the correct engine, measure them, and write the files that its gates read."""
     sound = Drawn(name, folder / "plain", folder / "patched", Judges(), folder / "results")
     sound.results.mkdir()
     shutil.copy(GATES, sound.results)
@@ -142,7 +142,7 @@ def drawn_by(name: str, folder: Path) -> Drawn:
     captions = {item.id: item.prompt for item in manifest.items}
     result, values = measure_clip(sound.judges.clip, "emoji-clip", images, captions, bad=BadEntries(images.name))
     EvalResults({result.name: result}, {result.name: values}).save(sound.results / "clip.json")
-    # CI has a baseline for its own prompts; here it comes from these very images.
+    # CI has a baseline for its own prompts; this baseline comes from the images themselves.
     read = read_gates(sound.results / GATES.name)
     write_baseline(sound.results / "baseline.json", read.gates, read.results)
     return sound
@@ -150,7 +150,7 @@ def drawn_by(name: str, folder: Path) -> Drawn:
 
 @pytest.fixture(scope="module")
 def drawn_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Drawn]:
-    """`drawn_by`, once for each model."""
+    """Return `drawn_by` with its result cached for each model."""
     return cache(lambda name: drawn_by(name, tmp_path_factory.mktemp(name)))
 
 
@@ -160,7 +160,7 @@ def drawn(request: pytest.FixtureRequest, drawn_once: Callable[[str], Drawn]) ->
 
 
 def judged(capsys: Capture, folder: Path) -> tuple[int, dict[str, str]]:
-    """Exit code and verdicts of `psctl gate`, by gate."""
+    """Run `psctl gate`; return its exit code and its verdicts by gate."""
     capsys.readouterr()
     code = main(["gate", str(folder / GATES.name), "--baseline", str(folder / "baseline.json"), "--json"])
     said = capsys.readouterr()
@@ -169,7 +169,7 @@ def judged(capsys: Capture, folder: Path) -> tuple[int, dict[str, str]]:
 
 
 def expected(failing: str) -> dict[str, str]:
-    """Verdicts where all gates whose names begin so fail, and the others pass."""
+    """Return verdicts in which all gates whose names start with `failing` fail and the others pass."""
     compared = ("patched is plain", "cache keeps the image", "schedule keeps the image")
     verdicts = {f"{start} ({kind})": "pass" for start in compared for kind in ("PSNR", "SSIM", "LPIPS")}
     verdicts |= dict.fromkeys(("prompts are followed", "cache reuses", "schedule skips"), "pass")
@@ -201,7 +201,7 @@ def test_a_sound_engine_passes(capsys: Capture, drawn: Drawn) -> None:
         ("emoji-xl", "halo of one edge zeroed"),
         ("emoji-xl", "statistics of another image"),
         ("emoji-xl", "pooled text of another request"),
-        # A transformer has no norms or convolutions over patches, and is not told sizes.
+        # A transformer has no norms or convolutions over patches, and no embedding of sizes.
         ("emoji-3", "wrong timestep"),
         ("emoji-3", "text of another request"),
         ("emoji-3", "pooled text of another request"),
@@ -221,7 +221,7 @@ def test_a_broken_engine_fails(capsys: Capture, drawn: Drawn, fault: Fault, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
 def test_a_fault_of_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
-    """Only where requests of two sizes meet in a batch is an image wrong; the mean of all hides it."""
+    """Images are wrong only if requests of two sizes share a batch; the mean over all images hides it."""
     draw(drawn.name, tmp_path / "broken", PATCHED[drawn.name], "size of another request")
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
     found = drawn.compare(drawn.plain, tmp_path / "broken", results / "exact.json")
@@ -257,14 +257,14 @@ def test_a_schedule_of_too_few_steps_fails(capsys: Capture, drawn: Drawn, tmp_pa
 @pytest.mark.parametrize(("file", "gate"), [("cached.json", "cache reuses"), ("scheduled.json", "schedule skips")])
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
 def test_a_cache_that_does_nothing_fails(capsys: Capture, drawn: Drawn, tmp_path: Path, file: str, gate: str) -> None:
-    """It draws what the engine draws without it, which all bounds on its cost let pass."""
+    """The images are those without the cache, which pass all bounds on its cost."""
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
     drawn.compare(drawn.patched, drawn.patched, results / file)
     assert judged(capsys, results) == (1, expected(gate))
 
 
 def test_a_fault_ends_with_its_block() -> None:
-    """Nothing of the broken engine may reach what runs after it: no function and no packing."""
+    """No function and no packing of the broken engine may remain for later tests."""
     names = {
         leaves: ("group_norm_stats", "group_norm_apply", "group_norm_silu_stitch", "halo_gather"),
         packing: ("_patch_level",),

@@ -66,11 +66,11 @@ def test_relative_bounds_count_the_baselines_own_interval(tmp_path: Path, result
     assert _one(results, exact, max_increase=2.9).verdict == "not enough evidence"
     assert _one(results, exact, max_decrease=1.0).verdict == "pass"
     assert _one(results, exact, max_decrease=0.5).verdict == "not enough evidence"
-    # An unsure baseline: the difference 1 has an interval of sqrt(2^2 + 3^2) = 3.606 around it.
+    # An uncertain baseline: the difference 1 has an interval of +- sqrt(2^2 + 3^2) = 3.606.
     unsure = write_results(tmp_path / "unsure.json", fid=(29.0, 26.0, 32.0))
     assert _one(results, unsure, max_increase=4.61).verdict == "pass"
     assert _one(results, unsure, max_increase=4.60).verdict == "not enough evidence"
-    # Of two uneven sides the ends that matter count: figure's high end, baseline's low end.
+    # With two asymmetric intervals, the relevant ends count: the figure's high end and the baseline's low end.
     uneven = write_results(tmp_path / "uneven.json", fid=(29.0, 28.0, 40.0))
     assert _one(results, uneven, max_increase=1 + math.hypot(2, 1) + 0.001).verdict == "pass"
     assert _one(results, uneven, max_increase=1 + math.hypot(2, 1) - 0.001).verdict == "not enough evidence"
@@ -123,7 +123,7 @@ def test_metric_in_several_files_must_be_told_apart_or_are_repeats(tmp_path: Pat
 
 
 def _per_image(path: Path, values: list[float], name: str = "psnr") -> Path:
-    """A result whose mean has a wide interval."""
+    """Write a result whose mean has a wide interval."""
     images = {f"{i:03}": value for i, value in enumerate(values)}
     mean = sum(values) / len(values)
     metric = MetricResult(name, mean, mean - 15, mean + 15, len(values), direction="higher")
@@ -132,7 +132,7 @@ def _per_image(path: Path, values: list[float], name: str = "psnr") -> Path:
 
 
 def test_a_statistic_is_exact_for_the_images_that_were_drawn(tmp_path: Path) -> None:
-    """One wrong image of twelve: the mean cannot tell, the worst fails."""
+    """One wrong image of twelve: the mean gives no evidence, the worst image fails."""
     file = _per_image(tmp_path / "results.json", [94.0] * 11 + [36.0])
 
     def one(statistic: Statistic, min_samples: int = 0, **bounds: float) -> GateVerdict:
@@ -153,7 +153,7 @@ def test_a_statistic_is_exact_for_the_images_that_were_drawn(tmp_path: Path) -> 
     assert one("min", min=36.001).verdict == "fail"
     assert one("max", max=94).verdict == "pass"
     assert one("max", max=93.9).verdict == "fail"
-    # Fewer images than were asked for are still no evidence.
+    # Fewer images than required are still no evidence.
     assert one("min", min=75, min_samples=13).verdict == "not enough evidence"
     assert one("min", min=75, min_samples=12).verdict == "fail"
 
@@ -286,7 +286,7 @@ def test_baseline_has_no_metric_of_several_files(tmp_path: Path, results: Path) 
     with pytest.raises(UsageError, match="gate 'b': fid is taken from several files"):
         write_baseline(baseline, gates, [results])
     assert baseline.read_bytes() == before
-    # Of one file two gates may speak.
+    # Two gates may use the same file.
     gates[0] = Gate("fid", {"max": 9.0}, "a", other)
     assert write_baseline(baseline, gates, [results]) == ["fid", "kid"]
     assert json.loads(baseline.read_text())["metrics"]["fid"]["value"] == 3.0

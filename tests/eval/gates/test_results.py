@@ -1,4 +1,4 @@
-"""The figures that gates look at, from every kind of result file."""
+"""The figures that gates read from every kind of result file."""
 
 import tracemalloc
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from ...support.gate_results import figures_in
 def _run(
     latencies: Sequence[float | None], slo_s: float = 2.0, gap_s: float = 0.25
 ) -> tuple[dict[str, Any], list[RequestRecord]]:
-    """Summary and records of a run whose requests arrive in equal gaps; those without a latency fail."""
+    """Return summary and records of a run whose requests arrive at equal intervals; those without a latency fail."""
     records = []
     for i, latency in enumerate(latencies):
         record = RequestRecord.of(Request(i, "a hat", Resolution(64, 64), arrival_s=i * gap_s, slo_s=slo_s))
@@ -42,7 +42,7 @@ def _run(
 
 
 def _served(folder: Path, latencies: Sequence[float | None]) -> Path:
-    """The folder that such a run leaves."""
+    """Write the folder of such a run."""
     folder.mkdir()
     summary, records = _run(latencies)
     write_json(folder / "summary.json", write_figures(summary, run_figures(summary, records)))
@@ -71,7 +71,7 @@ def test_figures_of_a_serve_run_have_intervals_from_its_records(tmp_path: Path) 
     p95 = figures["latency_p95"]
     assert p95.value == pytest.approx(np.percentile(drawn, 95))
     assert p95.n == 1000
-    # Images arrive evenly, so the rate is well known; goodput is the share in time of as many requests.
+    # Images arrive evenly, so the rate is well known; goodput is that rate times the share in time.
     throughput, goodput = figures["throughput"], figures["goodput"]
     assert throughput.low is not None
     assert throughput.high is not None
@@ -82,12 +82,12 @@ def test_figures_of_a_serve_run_have_intervals_from_its_records(tmp_path: Path) 
     alike = figures["per_resolution.64x64.latency_p95"]
     assert (alike.value, alike.low, alike.high) == (p95.value, p95.low, p95.high)
     assert figures["per_resolution.64x64.slo_attainment_rate"].low == slo.low
-    # What was counted or set is exact; what was measured once and has no interval is no evidence.
+    # Counts and settings are exact; a single measurement without an interval is no evidence.
     for name in ("per_resolution.64x64.requests", "num_steps", "config.seed", "config.duration"):
         assert figures[name].is_exact
     assert figures["duration"].low is None
     assert "throughput_qps" not in figures
-    # Of a run by an earlier version nothing is known of how sure its figures are.
+    # A run by an earlier version has no intervals.
     write_json(run / "summary.json", _run(latencies)[0])
     with pytest.raises(UsageError, match=r"summary\.json: is of an older version .*; run psctl serve or"):
         figures_in(run)
@@ -112,7 +112,7 @@ def test_a_run_of_many_requests_takes_little_memory() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert figures["latency_p99"].low is not None
-    # A thousand resamples of all of them, as it once was, are 800 MB of indices alone.
+    # A thousand resamples of all records at once would take 800 MB for the indices alone.
     assert peak < 60e6
 
 

@@ -1,4 +1,4 @@
-"""CLIP as a judge, with a tiny random CLIP model and embeddings made by hand."""
+"""CLIP as a judge, with a tiny random CLIP model and hand-made embeddings."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ...support.tiny_models import tiny_tokenizer
 
 
 def tiny_clip_folder(folder: Path) -> Path:
-    """Save a CLIP model with random weights, and its processor, as a user's directory has them."""
+    """Save a CLIP model with random weights and its processor in the form of a user's folder."""
     tower: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -108,7 +108,7 @@ def test_retrieval_recall_by_hand() -> None:
     assert retrieval_recall(images, texts, captions, 2) == 1.0
     assert retrieval_recall(images, texts, ["a", "a", "c", "d"], 1) == 0.75
     assert retrieval_recall(images, texts, ["a", "a", "c", "c"], 1) == 1.0
-    # From texts to images the neighbours differ: text 3 is nearest to image 0.
+    # Neighbours from texts to images differ: text 3 is nearest to image 0.
     assert retrieval_recall(texts, images, captions, 1) == 0.5
 
 

@@ -1,4 +1,4 @@
-"""FID, KID and their intervals on features, against independent computations."""
+"""FID, KID and their intervals on features, compared with independent computations."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_frechet_distance_is_that_of_scipy_and_torchmetrics(counts: tuple[int, i
 @pytest.mark.parametrize(("counts", "width"), [((40, 30), 64), ((300, 200), 16)])
 def test_images_that_are_in_a_set_more_than_once_are_counted(counts: tuple[int, int], width: int) -> None:
     sides = [torch.randn(count, width, generator=torch.Generator().manual_seed(count)) for count in counts]
-    sides[0][:, 3] = 1.0  # a feature that is always the same
+    sides[0][:, 3] = 1.0  # a constant feature
     rng = np.random.default_rng(0)
     drawn = [rng.integers(0, count, 2 * count) for count in counts]
     repeated = [side[indices] for side, indices in zip(sides, drawn, strict=True)]
@@ -54,7 +54,7 @@ def test_images_that_are_in_a_set_more_than_once_are_counted(counts: tuple[int, 
 def test_the_influence_of_an_image_is_what_more_of_it_changes() -> None:
     real, generated = _features(3000, 0), _features(2000, 1, scale=1.2, shift=0.1)
     influence = frechet_influence(real, generated)
-    # Of so many copies of the set, some copies more of an image are a small step.
+    # Relative to a million copies of the set, 100,000 more copies of an image are a small step.
     copies, more = torch.full((2000,), 10**6), 10**5
     before = frechet_distance(real, generated, None, copies)
     for place in range(0, 2000, 200):
@@ -88,8 +88,8 @@ def test_fid_interval_covers_and_narrows() -> None:
 
 
 def test_fid_interval_contains_what_new_images_give() -> None:
-    """Of 40 fresh pairs of sets, FID lies in the interval of its neighbour about as often as intervals promise."""
-    # For two independent draws of equal spread, a 95 % interval of the one holds the other in 83 % of cases.
+    """For 40 independent pairs of sets, FID lies in its neighbour's interval about as often as intervals promise."""
+    # For two independent draws of equal spread, the 95 % interval of one contains the other in 83 % of cases.
     hits = 0
     found = [
         fid(_features(80, 100 + seed), _features(80, 200 + seed, scale=1.2), num_resamples=60) for seed in range(40)
@@ -108,10 +108,10 @@ def test_paired_fid_has_an_interval_of_its_own_size() -> None:
     value, (low, high) = found.value, found.interval or (0, 0)
     assert value == frechet_distance(first, second)
     assert 0 <= low <= value <= high < 3 * value
-    # Resampled independently, the two are as far apart as any two sets, which says nothing of these.
+    # If both are resampled independently, they are as far apart as any two sets, which gives no information.
     apart = fid(first, second, num_resamples=40).interval or (0, 0)
     assert apart[1] - apart[0] > 50 * (high - low)
-    # And it holds what other prompts give.
+    # The interval also covers the result for other prompts.
     other = _features(60, 1, width=64)
     again = frechet_distance(other, other + torch.from_numpy(rng.normal(size=(60, 64))) * 0.01)
     assert again == pytest.approx(value, abs=2 * (high - low))
@@ -121,7 +121,7 @@ def test_paired_fid_has_an_interval_of_its_own_size() -> None:
 
 @pytest.mark.slow
 def test_fid_interval_of_few_resamples_holds_what_it_promises() -> None:
-    """Of 40 resamples, the outermost quantiles hold about 90 %; standard deviations hold 95 %."""
+    """With 40 resamples, the outermost quantiles cover about 90 %; standard deviations cover 95 %."""
     rng = np.random.default_rng(3)
     for num_resamples in (40, 200):
         hits = 0
@@ -170,7 +170,7 @@ def test_fid_infinity_is_the_known_distance_within_its_interval(power: int, per_
             estimates.append(found.estimate.value)
             low, high = found.estimate.interval or (0, 0)
             hits += low <= known <= high
-        # The bias itself is as large as the whole distance and larger, and what remains is nearly nothing.
+        # The bias is at least as large as the whole distance, and the remaining error is close to zero.
         bias = float(np.mean(biased)) - known
         spread = float(np.std(estimates)) / len(estimates) ** 0.5
         assert bias > 1.5
@@ -182,11 +182,11 @@ def test_fid_infinity_is_the_known_distance_within_its_interval(power: int, per_
 def test_fid_infinity_says_why_it_is_missing() -> None:
     too_few = fid_infinity(_features(31, 0), _features(400, 1), 0.1)
     assert too_few == "too few images: 31, but 32 are needed"
-    # A thousand images of Inception's 2,048 features are not enough, however straight their points look.
+    # A thousand images with Inception's 2,048 features are too few, even if their points lie on a line.
     assert fid_infinity(torch.zeros(1000, 2048), torch.zeros(1000, 2048), 0.1) == (
         "too few images: 1000, but 4096 are needed"
     )
-    # Of very many images there is hardly a bias, and what is left to fit is noise.
+    # Very many images have hardly any bias, so that the fit only sees noise.
     scattered = fid_infinity(_features(4000, 0, width=2), _features(4000, 51, width=2, shift=3.0), 0.1)
     assert isinstance(scattered, str)
     assert scattered.startswith("no straight line over 1 / N: r2 is ")
@@ -199,7 +199,7 @@ def test_kid_is_that_of_torchmetrics_and_by_hand() -> None:
     result = kid(real, generated)
     assert result.estimate.value == pytest.approx(float(poly_mmd(real, generated)), rel=1e-9)
     assert (result.subset_size, result.num_subsets, result.subset_std) == (30, 1, 0)
-    # Different numbers on both sides, written out.
+    # Different numbers on both sides, with the formula written out.
     real = real[:20]
     kernel = lambda a, b: (float(a @ b) / 16 + 1) ** 3  # noqa: E731
     within = [
@@ -209,7 +209,7 @@ def test_kid_is_that_of_torchmetrics_and_by_hand() -> None:
     across = np.mean([kernel(a, b) for a in real for b in generated])
     result = kid(real, generated)
     assert result.estimate.value == pytest.approx(within[0] + within[1] - 2 * across, rel=1e-9)
-    # The jackknife's spread, by leaving out one image after another.
+    # The spread of the jackknife, by leaving out each image in turn.
     leave = []
     for side, count in ((0, 20), (1, 30)):
         values = []
@@ -234,7 +234,7 @@ def test_kid_subsets_are_seeded_and_agree_with_all_images() -> None:
     assert one.estimate.value == pytest.approx(whole.value, abs=0.3 * (high - low))
     low, high = one.estimate.interval or (0, 0)
     assert low < whole.value < high
-    # A subset is what torchmetrics makes of the same images.
+    # A subset gives torchmetrics' value of the same images.
     from torchmetrics.image.kid import poly_mmd
 
     rng = np.random.default_rng(1)

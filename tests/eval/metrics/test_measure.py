@@ -33,7 +33,7 @@ def test_features_are_kept_by_content(tmp_path: Path) -> None:
     assert calls > 0
     assert torch.equal(features_of(open_folder(folder), network, "w1", cache), found)
     assert network.num_calls == calls
-    # Other weights, or another image, are computed.
+    # Features of other weights or of a changed image are computed.
     features_of(open_folder(folder), network, "w2", cache)
     assert network.num_calls == 2 * calls
     Image.new("RGB", (8, 8), (1, 2, 3)).save(folder / "002.png")
@@ -108,7 +108,7 @@ def test_sets_warn_of_few_images_and_refuse_one() -> None:
     assert fid.details["finite_sample_bias"] == pytest.approx(fid.value - fid.details["fid_infinity"])
     assert fid.details["fid_infinity_low"] < fid.details["fid_infinity"] < fid.details["fid_infinity_high"]
     assert warnings[0].endswith(", or see fid_infinity")
-    # With fewer images than twice the features nothing can be extrapolated, and the result says so.
+    # Fewer images than twice the number of features cannot be extrapolated, which the result states.
     few, (warning,) = measure_sets(("fid",), one[:15], other[:15])
     assert "fid_infinity" not in few["fid"].details
     assert few["fid"].details["fid_infinity_missing"] == "too few images: 15, but 20 are needed"

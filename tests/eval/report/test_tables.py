@@ -1,4 +1,4 @@
-"""What `psctl eval report` makes of evaluations and comparisons: tables, and which results go together."""
+"""Tables of `psctl eval report` from evaluations and comparisons, and the results that belong together."""
 
 import json
 from dataclasses import replace
@@ -95,7 +95,7 @@ def test_what_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
         "PSNR w/ Orig., LPIPS w/ Orig., LPIPS w/ G.T., FID w/ Orig., FID w/ G.T. of PatchedServe, tiny on emoji"
         in (quality.missing[drawing])
     )
-    # The command says what was drawn, so that it can be given as it stands: by the parser of the command itself.
+    # The printed command reproduces the drawn set and can be run unchanged, according to the command's own parser.
     from typer.main import get_command
 
     from patchedserve.psctl.app import app
@@ -104,7 +104,7 @@ def test_what_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
     parsed = command.make_context("compare", drawing.split()[3:]).params
     assert (parsed["model"], parsed["num_prompts"], parsed["resolutions"]) == ("tiny", 4, "40x32")
 
-    # With the images at hand it compares those, and results of both sides share a row.
+    # If the images exist, the command compares those, and results of both sides share a row.
     folders = [image_set(tmp_path / name, settings_of(name)) for name in ("plain", "patched")]
     paths = [
         results_of(tmp_path / f"{folder.name}.json", folder.name, [metric(CLIP, 20)], generated=str(folder))
@@ -115,7 +115,7 @@ def test_what_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
     assert table(tables, "clip_score").missing == {
         command_line: ["paired difference in CLIP score of PatchedServe, tiny on emoji"]
     }
-    # With a cache, its options stand in the command, too.
+    # The command includes the options of a cache.
     cached = results_of(tmp_path / "c.json", "patched", [metric(CLIP, 20)])
     content = json.loads(cached.read_text())
     content["settings"] |= {
@@ -165,7 +165,7 @@ def test_only_figures_against_the_data_sets_own_images_stand_beside_the_ground_t
     elsewhere = "/data/originals"
     names = ("fid", "lpips", "psnr")
     right = results_of(tmp_path / "right.json", "patched", [metric("fid", 20), metric(CLIP, 30)])
-    # `psctl eval fid --generated OURS --reference ORIGINALS`: the folder stands in the settings.
+    # `psctl eval fid --generated OURS --reference ORIGINALS`: the settings name the folder.
     wrong = [replace(metric(name, 3), details={}) for name in names]
     folder = results_of(tmp_path / "wrong.json", "patched", [*wrong, metric(CLIP, 31)], reference=elsewhere)
     message = (
@@ -179,7 +179,7 @@ def test_only_figures_against_the_data_sets_own_images_stand_beside_the_ground_t
     assert {name: each.value for name, each in ours.metrics.items()} == {"fid": 20, CLIP: 31}
     assert warnings[0].startswith("left out: ")
     assert message in warnings[0]
-    # In a comparison with --reference the paired difference goes, too; what is between its sides stays.
+    # In a comparison with --reference, the paired difference is removed, too; figures between the two sides stay.
     path = comparison_of(tmp_path, "compared")
     compared = Comparison.load(path)
     for side in (compared.first, compared.second):
@@ -189,7 +189,7 @@ def test_only_figures_against_the_data_sets_own_images_stand_beside_the_ground_t
     assert [set(side.metrics) for side in subject.sides] == [{CLIP, "lpips"}, {CLIP, "lpips"}]
     assert set(subject.ours[0].differences) == {CLIP}
     assert set(subject.ours[0].to_original) == {"psnr", "lpips", "fid_to_first"}
-    # Captions without images have no others than the folder that was given; the newest counts.
+    # Captions without images have only the given folder as reference; the newest result counts.
     captions = [
         results_of(tmp_path / f"{i}.json", engine, [metric("fid", i, reference=reference)], dataset="captions:c.csv")
         for i, (engine, reference) in enumerate([("plain", "/old"), ("patched", elsewhere), ("plain", elsewhere)])

@@ -16,11 +16,11 @@ from patchedserve.profiling.sweep.figures import FinishedRun, sweep_figures
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
 STUDENT_3, STUDENT_2 = 4.3027, 12.7062
-"""Student's 97.5 % quantiles for three values and for two."""
+"""Student's 97.5 % quantiles for three and for two values."""
 
 
 def student(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and interval of three values or two, by hand."""
+    """Return mean and interval of three or two values, computed by hand."""
     half = {3: STUDENT_3, 2: STUDENT_2}[len(values)] * np.std(values, ddof=1) / math.sqrt(len(values))
     return float(np.mean(values)), float(np.mean(values) - half), float(np.mean(values) + half)
 
@@ -31,7 +31,7 @@ def ends(given: Estimate | None) -> tuple[float | None, ...]:
 
 
 def served(**by_system: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Figures of a sweep of 100 requests a trace: of each system, by seed, the shares in time at rates 1, 2, ..."""
+    """Return figures of a sweep of 100 requests per trace, from each system's shares in time by seed and rate."""
     runs = []
     for name, seeds in by_system.items():
         for seed, shares in enumerate(seeds):
@@ -55,11 +55,11 @@ def test_attainment_is_paired_over_seeds() -> None:
     gains = [100 * float(np.mean(np.subtract(SERVED["patchedserve"][s], SERVED["nirvana"][s]))) for s in range(3)]
     assert ends(mean.ours) == pytest.approx(student(gains), rel=1e-4)
     assert ends(at_highest.ours) == pytest.approx(student([30, 30, 15]), rel=1e-4)
-    # Three seeds at 100 % are as sure as 300 requests.
+    # Three seeds at 100 % have the interval of 300 requests.
     assert at_lowest.ours is not None
     assert at_lowest.ours.low == pytest.approx(300 / (300 + 1.96**2), rel=1e-4)
     assert at_lowest.verdict == "cannot be told"
-    # Each seed's own ratio of held rates.
+    # Ratio of sustained rates within each seed.
     own = [2 + (1 - 0.95) / (1 - last) for last in (0.8, 0.7, 0.75)]
     base = [1 + (first - 0.95) / (first - then) for first, then in ((0.96, 0.5), (1.0, 0.6), (0.98, 0.4))]
     _, low, high = np.exp(student(np.log(np.divide(own, base)).tolist()))
@@ -71,7 +71,7 @@ def test_attainment_is_paired_over_seeds() -> None:
 
 @pytest.mark.parametrize("first", [0.90, 0.96])
 def test_a_bound_and_a_single_trace_tell_nothing_of_held_rates(first: float) -> None:
-    """With 90 % at the lowest rate NIRVANA does not even hold that: the ratio is only known to be at least so large."""
+    """NIRVANA has 90 % at the lowest rate and so sustains no measured rate: the ratio is only bounded from below."""
     one = {name: [(first, *seeds[0][1:]) if name == "nirvana" else seeds[0]] for name, seeds in SERVED.items()}
     three = {name: seeds * 3 for name, seeds in one.items()}
     for given, is_sure in ((one, False), (three, first > 0.95)):
@@ -115,7 +115,7 @@ def test_committed_sweeps_give_the_same_numbers_and_intervals(path: Path) -> Non
 
 def test_sizes_that_skip_different_shares() -> None:
     shares = {"64x64": [0.3, 0.4, 0.5], "96x96": [0.9] * 3, "128x128": [0.2, 0.3, 0.2]}
-    # Whichever skips more; and from nothing on where that is not sure.
+    # The side that skips more counts; the interval starts at 0 if this is uncertain.
     mean, low, high = student([10, 10, 30])
     assert low < 0
     for given in (shares, dict(reversed(shares.items()))):
@@ -128,7 +128,7 @@ def test_sizes_that_skip_different_shares() -> None:
 
 
 def test_times_are_paired_by_round() -> None:
-    # A slow second round is slow for all sides.
+    # A slow second round affects all sides.
     rows = [
         {
             "requests": 2,
@@ -182,7 +182,7 @@ def test_savings_are_those_of_rounds() -> None:
     assert ends(smallest.ours) == pytest.approx(student([20, 25]), rel=1e-4)
     assert ends(quicker.ours) == pytest.approx(student([80 - 50, 90 - 50]), rel=1e-4)
     assert savings_by_round(found, is_sdxl=False) == statements[:4]
-    # Slower in every one of many rounds.
+    # The side is slower in every one of many rounds.
     found["64x64"]["patch"]["seconds_by_round"] = [8.0, 10.0] * 5
     found["64x64"]["image"]["seconds_by_round"] = [4.0, 5.1] * 5
     assert savings_by_round(found, is_sdxl=False)[1].verdict == "differs"

@@ -1,4 +1,4 @@
-"""A paper's exhibits: measured once, kept with their settings, drawn, and shown on one page."""
+"""A paper's exhibits: measured once, stored with their settings, drawn, and shown on one page."""
 
 import io
 import json
@@ -25,7 +25,7 @@ SETTINGS = {"model": "tiny", "seed": 0, "is_quick": False}
 
 
 class Room:
-    """In place of a lab: says where it is, and counts what is measured in it."""
+    """Stand-in for a lab: has a folder and counts the measurements."""
 
     def __init__(self, stop_at: int = 0) -> None:
         self.stop_at, self.measured = stop_at, list[int]()
@@ -111,7 +111,7 @@ def test_an_old_file_is_read(tmp_path: Path) -> None:
     num = sum(len(json.loads(path.read_text())["statements"]) for path in old.glob("*/*.json"))
     counts = write_index(PATCHEDSERVE, tmp_path / "old")
     assert set(counts) == {"emoji-3", "emoji-xl", "all"}
-    # Tables alone would have one, but an old statement is a number.
+    # Tables alone would have a verdict, but an old statement is a number.
     assert counts["all"] == {"agrees": 0, "same way only": 0, "differs": 0, "cannot be told": num}
     page = (tmp_path / "old" / INDEX_FILE).read_text()
     assert page.count("<td>cannot be told</td>") + page.count('<td class="number">cannot be told</td>') == num

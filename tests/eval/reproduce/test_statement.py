@@ -1,4 +1,4 @@
-"""What an interval says of a paper's statement, and how verdicts are counted and shown."""
+"""Verdicts of intervals on a paper's statement, and how they are counted and shown."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def between(low: float, high: float) -> Estimate:
 
 
 def points(ours: Estimate | None) -> Statement:
-    """Of which the paper prints 30.1 points: half of it is 15.05, twice 60.2."""
+    """Return a statement for which the paper prints 30.1 points: half of it is 15.05, twice 60.2."""
     return Statement("", ours, (30.1,), "points", 0)
 
 
@@ -36,7 +36,7 @@ def points(ours: Estimate | None) -> Statement:
         (points(between(15.05, 60.2)), "agrees"),
         (points(between(15.04, 60.2)), "same way only"),
         (points(between(15.05, 60.21)), "same way only"),
-        # The number alone would agree.
+        # The value alone would agree.
         (points(Estimate(30.1, 0.1, 60.1)), "same way only"),
         (points(Estimate(30.1, 0.0, 60.2)), "cannot be told"),
         (points(Estimate(30.1, -0.1, 60.3)), "cannot be told"),
@@ -44,24 +44,24 @@ def points(ours: Estimate | None) -> Statement:
         (points(between(-40, 0)), "cannot be told"),
         (points(Estimate(30.1)), "cannot be told"),
         (points(None), "cannot be told"),
-        # Of ratios in logarithms: the root of 2.25 and its square.
+        # Bounds on ratios are logarithmic: the root of 2.25 and its square.
         (Statement("", between(1.501, 5.06), (2.25,)), "agrees"),
         (Statement("", between(1.499, 5.06), (2.25,)), "same way only"),
         (Statement("", between(1.501, 5.07), (2.25,)), "same way only"),
         (Statement("", between(0.4, 0.9), (0.5,), is_more=False), "same way only"),
         (Statement("", between(0.4, 0.7), (0.5,), is_more=False), "agrees"),
-        # Only which way.
+        # Only the direction counts.
         (Statement("", between(1.001, 9)), "agrees"),
         (Statement("", between(0.5, 0.99)), "differs"),
         (Statement("", between(0.5, 0.99), is_more=False), "agrees"),
         (Statement("", Estimate.exact(1.0)), "cannot be told"),
         (Statement("", Estimate.exact(1.01)), "agrees"),
-        # A bound is no size: more than 99 %.
+        # A bound, such as more than 99 %, is not a size.
         (Statement("", between(0.991, 1), (0.99,), "share", 0.99), "agrees"),
         (Statement("", between(0.989, 1), (0.99,), "share", 0.99), "cannot be told"),
         (Statement("", between(1, 3.3), (-3.07, 5.63), "score", 5.63, is_more=False), "agrees"),
         (Statement("", between(5.7, 6), (-3.07, 5.63), "score", 5.63, is_more=False), "differs"),
-        # A range of sizes: from half of the least to twice the most.
+        # A range of sizes counts from half of the smallest to twice the largest.
         (Statement("", between(0.17, 1.02), (0.34, 0.51), "score", 0), "agrees"),
         (Statement("", between(0.16, 1.02), (0.34, 0.51), "score", 0), "same way only"),
         (Statement("", between(0.17, 1.03), (0.34, 0.51), "score", 0), "same way only"),

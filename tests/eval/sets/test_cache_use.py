@@ -1,4 +1,4 @@
-"""Evaluations through the cache: what it changes is told, and images of another setting are never taken."""
+"""Evaluations with the cache: its effect is reported, and images of another setting are never used."""
 
 import json
 from dataclasses import asdict, replace
@@ -33,10 +33,10 @@ from ...support.tiny_models import save_tiny, tiny_sdxl
 
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
 OPTIONS = EvalOptions(("clip",), dataset="", num_prompts=3, seed=2, max_batch_size=4)
-# `full_above` of 1: what a request reuses then does not hang on which others have joined the batch by then.
+# `full_above` of 1: the reuse of a request then does not depend on the other requests in its batch.
 CACHE = CacheOptions("patch", threshold=1e9, patch_size=4, warmup_steps=1, max_reuse=2, full_above=1)
 BY_NAME = {name: value for name, value in asdict(CACHE).items() if name not in ("grain", "schedule")}
-"""As sets of images tell it: a grain stands for a `full_above`."""
+"""The same options as sets of images store them: a grain implies a `full_above`."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> CachePredictor:
 
 
 def served(model_dir: Path, cache: CacheOptions | None = None) -> ServedModel:
-    # With a strategy given nothing is measured, so that equal settings draw equal bytes.
+    # With a given strategy nothing is measured, so that equal settings draw equal bytes.
     options = EngineOptions(strategy="regroup", cache=cache or CacheOptions())
     return load_model(str(model_dir), "cpu", "float32", options)
 
@@ -68,7 +68,7 @@ def served(model_dir: Path, cache: CacheOptions | None = None) -> ServedModel:
 def evaluate(
     model: ServedModel, captions: str, root: Path, max_batch_size: int = 4, **more: Any
 ) -> tuple[EvalOutcome, int]:
-    """The outcome, and the number of denoising steps that it took."""
+    """Run and return the outcome and its number of denoising steps."""
     options = replace(OPTIONS, dataset=captions, max_batch_size=max_batch_size)
     plan = plan_eval(options, model.defaults, root)
     workspace = Workspace(root).for_model("tiny", "cpu")
@@ -110,9 +110,9 @@ def test_the_cache_is_stated_and_its_images_are_a_set_of_their_own(
     name = "clip[emoji-clip]"
     assert results.metrics[name].value != off.results.metrics[name].value
     assert results.settings["cache"] == BY_NAME
-    # What fills batches decides these images, too.
+    # The composition of batches affects these images, too.
     assert results.settings["max_batch_size"] == 4
-    # Computed: the first step, one in three after it, and the last: at steps 1 and 2 of 5 all is reused, at 3 nothing.
+    # Computed are the first step, one in three after it, and the last: of 5 steps, 1 and 2 are reused, 3 is not.
     use = results.cache_use
     assert use is not None
     assert use["num_images"] == 3
@@ -120,11 +120,11 @@ def test_the_cache_is_stated_and_its_images_are_a_set_of_their_own(
     assert set(use["saved_by_block"]) == {"down0", "down1", "down2", "mid", "up0", "up1", "up2"}
     assert results.warnings == []
 
-    # The same again draws nothing, and still knows what was saved.
+    # Repeating the command draws nothing and still reports the savings.
     again, steps = evaluate(served(model_dir, CACHE), captions, tmp_path)
     assert (steps, again.images_dir) == (0, on.images_dir)
     assert again.results.cache_use == use
-    # A measurement of the folder knows it as well.
+    # A measurement of the folder reports them as well.
     options = replace(OPTIONS, dataset=captions)
     workspace = Workspace(tmp_path).for_model("folder", "cpu")
     folder = evaluate_folders(on.images_dir, None, options, Judges(), workspace, shared_root=tmp_path)
@@ -140,11 +140,11 @@ def test_the_cache_is_stated_and_its_images_are_a_set_of_their_own(
 def test_without_a_cache_its_other_options_change_nothing(
     model_dir: Path, captions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One by one and never by the plain model, which rounds otherwise: who shares a batch, and whether it is of one
-    # resolution, depends on how fast requests are prepared.
+    # One by one and never by the plain model, whose rounding differs: the composition of a batch, and whether it has
+    # one resolution, depends on how fast requests are prepared.
     monkeypatch.setattr(PatchedModel, "always_packs", True)
     first, _ = evaluate(served(model_dir), captions, tmp_path, 1)
-    # The digest names sets of images that people have: that of a set without a cache must not change.
+    # The digest names existing sets of images: that of a set without a cache must not change.
     off = {"mode": "off", "threshold": None, "predictor": None, "patch_size": 8, "interval": 3, "max_reuse": 4}
     assert first.results.settings["cache"] == off | {"warmup_steps": 3, "memory_mb": 2048, "full_above": 0.5}
     again, steps = evaluate(served(model_dir, CacheOptions(patch_size=4, max_reuse=9)), captions, tmp_path, 1)
@@ -165,7 +165,7 @@ def test_another_predictor_under_the_same_name_starts_anew(
     cache = replace(CACHE, threshold=None, predictor=file)
     facts = served(model_dir).block_facts(4)
     outcomes = []
-    # A vote is from 0 to 1: the first predictor always reuses, the second never does.
+    # Votes range from 0 to 1: the first predictor always reuses, the second never does.
     for confidence in (-1.0, 1.0):
         replace(trained, facts=facts, min_confidence=confidence).save(file)
         outcome, steps = evaluate(served(model_dir, cache), captions, tmp_path)
@@ -175,11 +175,11 @@ def test_another_predictor_under_the_same_name_starts_anew(
     assert outcomes[0].images_dir != outcomes[1].images_dir
     shares = [outcome.results.cache_use["saved_computation"] for outcome in outcomes]  # type: ignore[index]
     assert shares == [pytest.approx(2 / 5), 0]
-    # The same predictor under another name is the same.
+    # The name of the file does not matter.
     moved = file.rename(tmp_path / "moved.safetensors")
     again, steps = evaluate(served(model_dir, replace(cache, predictor=moved)), captions, tmp_path)
     assert (steps, again.images_dir) == (0, outcomes[1].images_dir)
-    # A folder that was named is not drawn over.
+    # A named folder is not overwritten.
     replace(trained, facts=facts, min_confidence=0.5).save(moved)
     model = served(model_dir, replace(cache, predictor=moved))
     with pytest.raises(UsageError, match=r"holds another set of images: cache\.predictor is 'sha256:"):
@@ -200,7 +200,7 @@ def test_images_whose_saving_was_not_counted_are_told(model_dir: Path, captions:
     (first.images_dir / "001.png").unlink()
     third, _ = evaluate(model, captions, tmp_path)
     assert third.results.cache_use is not None
-    # Counted from here, not from when the model was loaded.
+    # Counts start here, not when the model was loaded.
     assert third.results.cache_use["num_images"] == 1
     assert third.results.cache_use["saved_computation"] == pytest.approx(2 / 5)
     assert len(third.results.warnings) == 1

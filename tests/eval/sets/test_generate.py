@@ -1,4 +1,4 @@
-"""Sets of generated images: drawn, gone on with, refused."""
+"""Sets of generated images: drawn, continued, refused."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_set_is_what_plain_diffusers_draws_and_goes_on_where_it_stopped(model:
         expected = np.asarray(plain_image(pipe, _request(i, item, manifest.settings)), dtype=int)
         assert (item.seed, found.shape[:2]) == (7 + i, (32, 32 if i % 2 == 0 else 48))
         assert np.abs(found - expected).max() <= 1
-    # Only what is missing is drawn, and it is the same again.
+    # Only the missing image is drawn, and it is the same as before.
     changed = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.png")}
     first = np.asarray(Image.open(tmp_path / "003.png"), dtype=int)
     (tmp_path / "003.png").unlink()
@@ -72,7 +72,7 @@ def test_a_set_is_what_plain_diffusers_draws_and_goes_on_where_it_stopped(model:
     assert {path.name for path in tmp_path.glob("*.png") if path.stat().st_mtime_ns != changed[path.name]} == {
         "003.png"
     }
-    # Alone in its batch now, and so equal up to rounding.
+    # It is now alone in its batch, and so equal up to rounding.
     assert np.abs(np.asarray(Image.open(tmp_path / "003.png"), dtype=int) - first).max() <= 1
     assert read_manifest(tmp_path) == manifest
 
@@ -84,7 +84,7 @@ def test_another_set_is_refused(model: ServedModel, tmp_path: Path) -> None:
         open_set(tmp_path, manifest_of(model, policy="fcfs"))
     with pytest.raises(UsageError, match=r"cache is 0\.3, but .* None"):
         open_set(tmp_path, manifest_of(model, cache=0.3))
-    # Drawn by other code, or by a psctl that did not say which.
+    # The set was drawn by other code, or by a psctl that did not record its version.
     with pytest.raises(UsageError) as caught:
         open_set(tmp_path, manifest_of(model, diffusers_version="9.9"))
     assert str(caught.value) == (
@@ -138,7 +138,7 @@ def test_items_that_cannot_be() -> None:
 
 def test_failed_images_are_counted_and_the_others_kept(model: ServedModel, tmp_path: Path) -> None:
     manifest = manifest_of(model, 3)
-    # A broken link is no image yet, and a folder that cannot be made is where it points.
+    # A broken link is not an image yet; its target is a folder that cannot be created.
     write_json(tmp_path / "manifest.json", manifest.to_json())
     (tmp_path / "file").touch()
     (tmp_path / "001.png").symlink_to(tmp_path / "file" / "inside.png")

@@ -1,4 +1,4 @@
-"""Banks: their files, and how their prompts are dealt to the requests of a trace."""
+"""Banks: their files, and the assignment of their prompts to the requests of a trace."""
 
 import math
 from collections import Counter

@@ -15,12 +15,12 @@ def test_batches_alone_and_in_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> 
     prepare = model.prepare
     monkeypatch.setattr(model, "prepare", lambda request: (prepared.append(request), prepare(request))[1])
     times = measure_batches(model, size, 4, 2, score=lambda image: scored.append(image.size) or 0.5)
-    # Four batches of the loop, and one alone; every image is scored.
+    # Four batches of four in the loop and one more of four; every image is scored.
     assert len(prepared) == len(scored) == 4 * 4 + 4
     assert {request.num_inference_steps for request in prepared} == {2}
     assert times.latency_s > 2 * times.step_s
     assert min(times.prepare_s, times.step_s, times.postprocess_s, times.throughput) > 0
-    # Of many steps only the first are taken, and the others are as long.
+    # Of many steps only the first are run; the others count as equally long.
     prepared.clear()
     long = measure_batches(model, size, 1, 10 * MAX_STEPS)
     assert {request.num_inference_steps for request in prepared} == {MAX_STEPS}
@@ -39,5 +39,5 @@ def test_batches_that_start_from_images(monkeypatch: pytest.MonkeyPatch) -> None
     assert {request.num_steps for request in prepared} == {MAX_STEPS}
     assert {request.edit.strength for request in prepared if request.edit is not None} == {0.5}
     assert len(prepared) == 12 + 4
-    # Half of the steps, of which all but the first are as long as these.
+    # Half of the steps, all but the first of which are as long as the measured ones.
     assert 4 * MAX_STEPS * times.step_s < times.latency_s < 8 * MAX_STEPS * times.step_s

@@ -1,4 +1,4 @@
-"""profiling/measure/latency.py: which visits a profile makes, how it goes on, and what its table says."""
+"""profiling/measure/latency.py: the visits of a profile, resuming, and its table."""
 
 import itertools
 import math
@@ -46,7 +46,7 @@ def test_a_profile_of_one_resolution_draws_batches_of_one() -> None:
     settings = LatencySettings(sizes, 12, 16, one_resolution=True)
     assert settings.drawn() == single_combinations(sizes, 12, 16)
     assert settings.to_json()["one_resolution"] is True
-    # Tables that were begun without the choice are found again.
+    # Tables that were started before the option existed are found again.
     assert "one_resolution" not in LatencySettings(sizes, 9, 16).to_json()
 
 
@@ -56,7 +56,7 @@ def test_both_engines_take_the_same_steps(sdxl: ServedModel) -> None:
     sides = []
     for model in (sdxl, plain_model):
         side = StepperSide(model.stepper, RequestPool(model).take(combination))
-        for _ in range(2):  # the second time, all start from where they did the first time
+        for _ in range(2):  # the second round starts from the same state as the first
             side.begin()
             for _ in range(3):
                 side.step()
@@ -95,13 +95,13 @@ def test_profile_measures_every_combination(sdxl: ServedModel, tmp_path: Path) -
         assert (len(row.samples_ms), len(row.first_step_ms)) == (2 * latency.TIMINGS_PER_VISIT, 2)
     assert Image.open(outcome.plot_file).width > 800
     assert workspace.newest_table("latency-*.parquet") == outcome.table_file
-    # All is measured: nothing is done again, unless it is asked for.
+    # Everything is measured: nothing is measured again unless requested.
     again = profile_latency(sdxl, FEW, workspace)
     assert (again.num_visits, again.table) == (0, table)
     anew = profile_latency(sdxl, FEW, workspace, remeasure=True)
     assert (anew.num_visits, anew.table_file) == (24, outcome.table_file)
     assert anew.table != table
-    # Another profile is another table.
+    # Another profile has another table.
     other = profile_latency(sdxl, replace(FEW, repeats=1), workspace)
     assert other.table_file != outcome.table_file
     assert read_latencies(outcome.table_file) == anew.table
@@ -130,12 +130,12 @@ def test_interrupted_profile_goes_on(sdxl: ServedModel, tmp_path: Path) -> None:
     assert (started, third.was_interrupted, third.num_visits) == ([(24, 15)], False, 9)
     assert third.table.share_done == 1
     assert third.table_file == first.table_file
-    # What was measured first is still there.
+    # The first measurements are kept.
     whole = {row.label: row for row in third.table.rows}
     for row in first.table.rows:
         assert whole[row.label].samples_ms[: len(row.samples_ms)] == row.samples_ms
     assert all(len(row.samples_ms) == 2 * latency.TIMINGS_PER_VISIT for row in third.table.rows)
-    # Who asks for it again, after another profile, has it, and so has the next command.
+    # A repeated command after another profile uses its own table, and so does the next command.
     other = profile_latency(sdxl, replace(FEW, combinations=1, repeats=1), workspace)
     assert workspace.newest_table(latency.TABLE_PATTERN) == other.table_file != first.table_file
     assert profile_latency(sdxl, FEW, workspace).num_visits == 0
@@ -143,7 +143,7 @@ def test_interrupted_profile_goes_on(sdxl: ServedModel, tmp_path: Path) -> None:
 
 
 def visited(settings: LatencySettings, visit_ms: Callable[[Combination], float], stop: int = 10_000) -> Any:
-    """The visits that a profile makes if each takes so long; it is interrupted after every `stop`, and goes on."""
+    """Return the visits of a profile in which each takes `visit_ms`, interrupted and resumed after every `stop`."""
     samples: Any = {}
     visits: list[Combination] = []
     while True:
@@ -174,9 +174,9 @@ def test_more_visits_go_to_those_that_disagree(stop: int) -> None:
     visits = visited(settings, visit_ms, stop)
     assert len(visits) == 12 * 6
     counts = Counter(visits)
-    assert min(counts.values()) == 3  # what agrees is not visited again
+    assert min(counts.values()) == 3  # combinations that agree are not visited again
     assert all(counts[each] == 3 for each in counts if not each.is_mixed)
-    # In rounds of four, so that a slow minute meets different ones.
+    # Visits go in rounds of four, so that a slow minute affects different combinations.
     assert all(len(set(visits[start : start + 4])) == 4 for start in range(36, 72, 4)) or stop % 4
 
 
@@ -192,7 +192,7 @@ def test_interrupt_before_the_first_visit_is_passed_on(sdxl: ServedModel, tmp_pa
 @pytest.mark.slow
 def test_table_of_another_profile_is_not_gone_on_with(sdxl: ServedModel, tmp_path: Path) -> None:
     settings = LatencySettings(SIZES, combinations=4, max_batch_size=2, repeats=1)
-    # A batch of both beside the four of one size.
+    # Besides the batches of one size there is one of both.
     outcome = profile_latency(sdxl, settings, ModelWorkspace(tmp_path))
     assert outcome.table.circumstances is not None
     changed = replace(outcome.table, circumstances=replace(outcome.table.circumstances, threads=77))

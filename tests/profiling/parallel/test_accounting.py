@@ -1,4 +1,4 @@
-"""The figures of SDXL beside those of DistriFusion's paper."""
+"""The figures of SDXL compared with those of DistriFusion's paper."""
 
 import pytest
 
@@ -18,15 +18,15 @@ def accounted(link: Link, *, is_paper_model: bool) -> list[AccountedFigure]:
 
 
 BARS = {
-    "macs_strips_t": 0.01,  # ours computes the text's keys and values once
+    "macs_strips_t": 0.01,  # we compute the text's keys and values once
     "macs": 0.005,
     "received": 0.011,  # printed with two digits
     "latency": 0.03,
     "speedup": 0.07,
 }
-"""Largest difference from what the paper prints, by what a quantity's name starts with."""
+"""Largest relative difference from the paper's figure, by prefix of the quantity's name."""
 MISPRINT = ("received_gathered_g", "2048x2048", 8)
-"""1.58 where 1.48 is printed."""
+"""We compute 1.58, the paper prints 1.48."""
 
 
 def test_every_printed_figure_is_met() -> None:
@@ -40,7 +40,7 @@ def test_every_printed_figure_is_met() -> None:
         assert difference is not None
         assert place == MISPRINT or abs(difference) <= bar, place
     assert found[MISPRINT].ours == pytest.approx(1.5827, abs=1e-4)
-    # Halos of neighbours give what is printed there.
+    # With halos of neighbours, our figure is the printed one.
     assert found["received_g", "2048x2048", 8].ours == pytest.approx(1.484, abs=1e-3)
     beside, _ = figures_tables(figures)
     assert len(beside.rows) == len(printed)

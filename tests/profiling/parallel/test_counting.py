@@ -1,4 +1,4 @@
-"""The closed form against torch's count in unmodified models."""
+"""The closed form compared with torch's count in unmodified models."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def test_attention_is_counted() -> None:
 def test_small_models(name: str) -> None:
     model = on_meta(MODELS[name]() if name in MODELS else denoiser_of(PIPES[name]()))
     cost = Cost.of(model.config)
-    # U-Nets have sizes that are odd at every level, too.
+    # U-Nets are also tested with sizes that are odd at every level.
     call = Call(16, 20, 5, rows=3) if name in ("sd3", "sd35", "tiny-sd3") else Call(29, 13, 5, rows=3)
     assert cost.macs(call) == counted_macs(model, call)
 
@@ -45,19 +45,19 @@ def test_small_models(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "height", "width"),
-    # Whole images of 1024x1024, and an eighth of one as an image of its own.
+    # Whole images of 1024x1024, and an eighth of such an image as an image of its own.
     [("sdxl", 128, 128), ("sdxl", 16, 128), ("sd3-medium", 128, 128)],
 )
 def test_published_models(name: str, height: int, width: int) -> None:
     config = published_config(name)
     call = Call(height, width, TEXT_LENGTH[config["_class_name"]])
-    # The bar is 0.5 %, but nothing is left out.
+    # The bar is 0.5 %, but the counts are equal because no operation is omitted.
     assert Cost.of(config).macs(call) == counted_macs(meta_model(config, name), call)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_whole(name: str) -> None:
-    # Written as JSON, as diffusers does it: no key lacks, none is unknown.
+    # Compared with the JSON that diffusers writes: no key is missing, none is unknown.
     config = published_config(name)
     whole = json.loads(meta_model(config, name).to_json_string())
     assert {key: value for key, value in whole.items() if key != "_diffusers_version"} == config

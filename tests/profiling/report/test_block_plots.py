@@ -1,4 +1,4 @@
-"""What a block profile says of whole blocks, as PatchedServe's figure 4 has it."""
+"""A block profile's figures of whole blocks, as in PatchedServe's figure 4."""
 
 from pathlib import Path
 

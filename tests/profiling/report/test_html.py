@@ -34,7 +34,7 @@ STANDALONE_S = {SIZES[0]: 0.55, SIZES[1]: 0.8, SIZES[2]: 1.1}
 
 
 def simulate(num_requests: int, *, rate: float = 4.0, steps: int = 20, seed: int = 0):
-    """Serve random arrivals on a virtual clock, first come, first served, up to 8 at a time, and write all down."""
+    """Serve random arrivals on a virtual clock, first come, first served, up to 8 at a time; return all records."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, num_requests))
     records, queue = [], []
@@ -78,7 +78,7 @@ def report_of(folder: Path, records: list[RequestRecord], steps: list[StepRow], 
 
 
 class _Page(HTMLParser):
-    """Collects the tags, and checks that they are nested and closed."""
+    """Parser that collects the tags and checks that they are nested and closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_report_is_one_file_without_scripts_and_network(tmp_path: Path) -> None:
     assert page.tags["link"] == 0
     assert page.links
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
-    # Every plot stands there, and as a file.
+    # Every plot is on the page and in a file.
     assert page.tags["img"] == len(PLOTS) + 2
     assert sorted(path.stem for path in (tmp_path / "run" / "plots").iterdir()) == sorted(PLOTS)
     light = base64.b64decode(page.links[0].removeprefix("data:image/png;base64,"))
@@ -155,7 +155,7 @@ def test_plots_are_dark_for_who_reads_dark_pages(tmp_path: Path) -> None:
             shown[scheme] = np.array(Image.open(io.BytesIO(plot.screenshot_as_png)).convert("RGB"))
     ground = {scheme: np.median(pixels, (0, 1)) for scheme, pixels in shown.items()}
     assert ground["light"].tolist() == [255, 255, 255]
-    # The ground is that of the card, and what is drawn is brighter.
+    # The background is that of the card, and the plot is brighter.
     assert ground["dark"].tolist() == [0x16, 0x1B, 0x26]
     assert shown["dark"].min() >= 0x16
 
@@ -176,7 +176,7 @@ def test_report_without_a_completed_request_says_so_and_gives_the_reasons(tmp_pa
     assert "No request was completed" in text
     assert "out of memory" in text
     assert "a &lt;fox&gt;" in text
-    # What needs images or SLOs or steps is left out; what is known of the requests is still drawn.
+    # Plots that need images, SLOs or steps are left out; those of the requests are still drawn.
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == {"arrivals", "queue", "timeline"}
 
 
@@ -212,7 +212,7 @@ def test_plots_show_the_numbers_of_the_tables() -> None:
 
     times, curves = data.composition()
     assert (np.diff(times) >= 0).all()
-    for row in steps:  # in the middle of each step, the curves show its batch
+    for row in steps:  # in the middle of each step, the curves must show its batch
         place = np.searchsorted(times, row.start_s + row.duration_s / 2, side="right") - 1
         assert {name: curve[place] for name, curve in curves.items() if curve[place]} == row.resolutions
 

@@ -1,4 +1,4 @@
-"""One table, three ways to show it."""
+"""A table in its three output formats."""
 
 from rich.console import Console
 

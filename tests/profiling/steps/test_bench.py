@@ -62,7 +62,7 @@ def sdxl() -> ServedModel:
 def test_all_sides_take_the_same_steps(make: Callable[[], Any]) -> None:
     model = build_model(make(), name="tiny")
     requests = RequestPool(model).take(squares(2, 1, 2))
-    # Grouped by resolution, as they are given: so the latents of all sides come in one order.
+    # Grouped by resolution in the given order, so that all sides return latents in the same order.
     forms = plain_models(model)
     plain = [
         OneByOne(model, forms["default"], requests),
@@ -102,7 +102,7 @@ def test_each_side_runs_in_its_own_format(sdxl: ServedModel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler])
 def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
-    # Ten steps, of which five are left in the middle.
+    # Ten steps, with five left in the middle.
     model = build_model(with_scheduler(tiny_sdxl(), scheduler, num_train_timesteps=20), name="tiny")
     row = StepBench(model, BenchSettings(repeats=8, warmup=2)).measure(squares(1, 1, 0))
     assert row["repeats"] == 8
@@ -110,7 +110,7 @@ def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
 
 
 def ends_ms(row: dict[str, Any], side: str) -> tuple[float, float]:
-    """The shorter and the longer of the two timings of a side's fastest contender, which its percentiles tell."""
+    """Return the shorter and the longer of the two timings of a side's fastest contender, computed from percentiles."""
     fastest = min((each for each in row["times"] if each["side"] == side), key=lambda each: each["ms"])
     low, high = fastest["p10_ms"], fastest["p90_ms"]
     return low - (high - low) / 8, high + (high - low) / 8
@@ -149,10 +149,10 @@ def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     assert result["mean_ratio_mixed"] == pytest.approx(statistics.geometric_mean(row["ratio"] for row in mixed))
     assert result["min_ratio"] == min(row["ratio"] for row in result["rows"])
     assert result["is_plain_for_one_resolution"] is True
-    # Without mixed rows there is no mean, without single ones no answer.
+    # Without mixed rows there is no mean; without rows of one resolution the last figure is unknown.
     assert summarize([single])["mean_ratio_mixed"] is None
     assert summarize(mixed)["is_plain_for_one_resolution"] is None
-    # The convolutions' strategies were measured, and are kept.
+    # The convolutions' strategies were measured and stored.
     assert list((tmp_path / "tables").glob("convolutions-*.json"))
 
 
@@ -185,7 +185,7 @@ def test_every_side_runs_with_every_effort(tmp_path: Path) -> None:
     fastest_ms = {side: min(each["ms"] for each in row["times"] if each["side"] == side) for side in SIDES}
     assert fastest_ms == {side: row[f"{side}_ms"] for side in SIDES}
     assert row["baseline"] == min(SIDES[:2], key=fastest_ms.__getitem__)
-    # The sides compute the same, whatever is done to be fast.
+    # All sides compute the same result with every optimisation.
     ends = {}
     for contender, lane in bench.lanes(squares(1, 2, 0)).items():
         lane.side.begin()
@@ -218,7 +218,7 @@ def test_a_side_that_cannot_be_recorded_is_left_out(sdxl: ServedModel) -> None:
 
 
 def test_ratios_do_not_see_the_moods_of_the_machine() -> None:
-    """The median of one side may be from a slow minute and that of the other from a fast one; a repeat meets both."""
+    """Medians of two sides may come from a slow and a fast minute; both sides of one repeat run in the same minute."""
     moods = [1.0, 1.0, 1.3, 2.0, 2.0]
     base, patched = ([ms * mood for mood in moods] for ms in (15.0, 10.0))
     assert ratios_of(base, patched) == pytest.approx([1.5] * 5)

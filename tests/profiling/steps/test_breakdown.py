@@ -1,4 +1,4 @@
-"""Where the time of a step goes, on tiny models with random weights, and what operators are attributed to."""
+"""Breakdown of the time of a step on tiny models with random weights, and the attribution of operators."""
 
 import json
 from collections.abc import Callable
@@ -40,13 +40,13 @@ def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pyte
             assert sum(side["ms"].values()) == pytest.approx(side["step_ms"], rel=0.01)
             assert set(side["ms"]) == set(CATEGORIES)
             for category, ms in side["ms"].items():
-                # SD3 has no GroupNorm; all else takes time on both sides.
+                # SD3 has no GroupNorm; all other categories take time on both sides.
                 assert (ms > 0) == (is_unet or category != "group_norm"), category
     Output().data(result, table=to_rich(breakdown_tables(result)))
     printed = capsys.readouterr().out
     for word in ("SML", "LL", "group-norm", "stitching", "host", "same resolution"):
         assert word in printed
-    # The hooks are gone.
+    # The hooks are removed.
     for module in (*model.denoiser.modules(), *model.stepper.model.model.modules()):  # type: ignore[attr-defined]
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
@@ -60,7 +60,7 @@ def test_attribution_takes_the_innermost_that_says_what_it_does() -> None:
         HostSpan("aten::add", 10, 12),
         HostSpan("psctl:convolution", 20, 50),
         HostSpan("aten::index_select", 21, 25),
-        HostSpan("aten::linear", 25, 45),  # stitched taps are convolved by a product
+        HostSpan("aten::linear", 25, 45),  # a matrix product convolves stitched taps
         HostSpan("aten::addmm", 26, 44),
         HostSpan("aten::copy_", 30, 32),
         HostSpan("aten::view", 45, 46),
@@ -98,7 +98,7 @@ def test_attribution_of_kernels_goes_by_their_launch() -> None:
     ]
     kernels = [
         Kernel("nchwToNhwcKernel", 35, 7),
-        Kernel("halo_gather_kernel", 22, 5),  # Triton's: no operator around it
+        Kernel("halo_gather_kernel", 22, 5),  # Triton's kernels have no operator around them
         Kernel("group_norm_stitch_kernel", 51, 11),
         Kernel("vectorized_elementwise_kernel", 70, 3),
         Kernel("vectorized_elementwise_kernel", 95, 2),

@@ -1,4 +1,4 @@
-"""profiling/steps/combinations.py: labels, the default ones, random ones, and what users give."""
+"""profiling/steps/combinations.py: labels, and default, random and user-defined combinations."""
 
 from collections import Counter
 
@@ -63,7 +63,7 @@ def test_random_combinations_are_seeded_and_differ() -> None:
     assert drawn != random_combinations(SIZES, 40, seed=4)
     assert len(set(drawn)) == 40
     assert {combination.num_requests for combination in drawn} <= set(range(1, 17))
-    # All that there are, each once.
+    # All existing combinations, each once.
     assert len(set(random_combinations(SIZES[:2], 152, seed=0))) == 152
     with pytest.raises(UsageError, match=r"153 random combinations .* 1 to 152"):
         random_combinations(SIZES[:2], 153, seed=0)
@@ -102,24 +102,22 @@ def test_combinations_are_stratified() -> None:
         *((16, 0, 0), (0, 16, 0), (0, 0, 16)),
     }
     by_size = Counter(each.num_requests for each in drawn)
-    # All that there are of the smallest, and as many as of any other of the larger ones.
+    # All combinations of the smallest sizes, and about equally many of each larger size.
     assert [by_size[size] for size in (1, 2, 3, 4)] == [3, 6, 10, 15]
     assert set(by_size) == set(range(1, 17))
     assert all(20 <= by_size[size] <= 26 for size in range(6, 17))
-    # Every batch of a single resolution is among them; an even draw would hold about 15 of the 48.
+    # Every batch of a single resolution is included; a uniform draw would include about 15 of the 48.
     assert sum(not each.is_mixed for each in drawn) == 48
 
 
 @pytest.mark.parametrize("num_sizes", range(1, 7))
 @pytest.mark.parametrize("count", [1, 16, 48, 300])
 def test_every_table_can_tell_what_mixing_costs(num_sizes: int, count: int) -> None:
-    """Requests of each resolution, how many resolutions there are, and what every step takes are columns of their own:
-    together they have full rank.
-    """
+    """The columns for the constant, the requests of each resolution and the number of resolutions have full rank."""
     sizes = tuple(Resolution(64 * side, 64 * side) for side in range(1, num_sizes + 1))
     drawn = stratified_combinations(sizes, count, 16, seed=0)
     columns = np.array([[1, *each.counts, len(each.present)] for each in drawn])
-    wanted = num_sizes + 1 + (num_sizes > 1)  # of one resolution all batches have one
+    wanted = num_sizes + 1 + (num_sizes > 1)  # with one size, the number of resolutions is constant
     assert np.linalg.matrix_rank(columns) == wanted
     assert len(drawn) <= max(count, 2 * num_sizes + 2)
 

@@ -1,4 +1,4 @@
-"""profiling/steps/matrix_peak.py: operations are counted right, and the peak is that of large products."""
+"""profiling/steps/matrix_peak.py: operations are counted correctly, and the peak is that of large products."""
 
 import time
 
@@ -40,7 +40,7 @@ def test_all_sides_of_a_unet_do_the_same_operations() -> None:
     models = plain_models(model)["default"]
     batched = operations_of(plain_side(model, models, requests))
     assert operations_of(OneByOne(model, models, requests)) == batched > 1e6
-    # Text keys and values, and embeddings of time steps for every row only, are left out.
+    # The patched step omits only text keys and values and the embeddings of time steps for every row.
     patched = operations_of(StepperSide(model.stepper, requests))
     assert 0.85 * batched < patched <= batched
 
@@ -48,9 +48,9 @@ def test_all_sides_of_a_unet_do_the_same_operations() -> None:
 @pytest.mark.slow
 def test_the_peak_is_that_of_large_products() -> None:
     peak = matrix_peak(CPU, torch.float32)
-    assert matrix_peak(CPU, torch.float32) == peak  # measured once
+    assert matrix_peak(CPU, torch.float32) == peak  # the second call returns the measured value
     left = torch.randn(512, 512)
     start = time.perf_counter()
     torch.mm(left, left)
-    # A machine that others use may be slow for a moment, never ten times as fast.
+    # On a shared machine the peak may be measured too low, but never by a factor of ten.
     assert 2 * 512**3 / (time.perf_counter() - start) < 10 * peak

@@ -1,4 +1,4 @@
-"""`psctl bench slo` on a tiny model: beside the simulator, interrupted and resumed."""
+"""`psctl bench slo` on a tiny model: compared with the simulator, interrupted and resumed."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from ...support.waits import interrupted_when
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment with a tiny model, whose steps take a few milliseconds."""
+    """An environment with a tiny model, whose steps take a few milliseconds."""
     path = tmp_path_factory.mktemp("models") / "sdxl"
     pipe = tiny_sdxl()
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
-    # 28 requests of 3 steps, 4 at a time, take 21 steps at the least, and a calibration needs 20.
+    # 28 requests of 3 steps, 4 at a time, take at least 21 steps; a calibration needs 20.
     options = ("--rates", "8,30", "--num-prompts", "6", "--warmup-requests", "28", "--combinations", "6")
     options += ("--max-batch-size", "4", "--slo-scale", "1000", "--predictor", tiny["STEPS"])
     arguments = ("bench", "slo", "--on", "both", "--systems", "bucketed,patchedserve", *options)
@@ -56,7 +56,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     calibration = json.loads((run_dir / "calibration.json").read_text())
     assert set(calibration) == {"plain", "patched"}
     assert all(each["num_steps"] >= 20 and 0 < each["error"] < math.inf for each in calibration.values())
-    # Each engine at three loads, between the runs of the sweep.
+    # Each engine is calibrated at three loads, between the runs of the sweep.
     loads = {f"{engine}-{load}-0" for engine in ("plain", "patched") for load in ("0.4", "0.8", "1.3")}
     assert {path.name for path in (run_dir / "calibration").iterdir()} == loads
     assert all(len(each["ratios"]) == 3 for each in calibration.values())
@@ -67,13 +67,13 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
             rows = read_rows(run_dir / "runs" / f"{engine}-{policy}-8-0.parquet", RECORDS)
             slos = {f"{row['width']}x{row['height']}": row["slo_s"] for row in rows}
             assert all(slos[size] == pytest.approx(1000 * result["standalone_s"][size]) for size in slos)
-    # Another seed, with what is known: nothing is profiled again. The calibration drives the simulator alone, too.
+    # Another seed uses the existing profiles. The calibration also suffices for the simulator alone.
     again = run_psctl(*arguments, "--num-seeds", "2", "--resume", run_dir, "--json", **tiny)
     assert again.returncode == 0, again.stderr
     assert "Profiling" not in again.stderr
     assert "Measuring" not in again.stderr
     assert json.loads(again.stdout)["num_finished"] == 16
-    # What is simulated is what all calibration runs tell, those of the new seed and those of the old one.
+    # The simulator uses all calibration runs, those of the new seed and those of the old one.
     assert again.stderr.count("Calibrating") == 6
     known = json.loads((run_dir / "calibration.json").read_text())
     assert all(len(each["ratios"]) == 6 for each in known.values())
@@ -89,7 +89,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
 
 @pytest.mark.slow
 def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
-    # One request a run: seeds 2, 3 and 6 draw 48x48, seed 5 draws 32x32; the warm-up takes the next seed.
+    # One request per run: seeds 2, 3 and 6 draw 48x48, seed 5 draws 32x32; the warm-up uses the next seed.
     options = ("--rates", "30", "--num-prompts", "1", "--warmup-requests", "1", "--systems", "diffusers", "--json")
     arguments = ("bench", "slo", *options, "--resolutions", "32,48", "--seed")
     alone = run_psctl(*arguments, "5", **tiny)
@@ -120,8 +120,8 @@ def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: d
     first = run_psctl(*arguments, "--systems", "diffusers", **tiny)
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
-    assert result["settings"]["cache"] is None  # that of the patch engine, which has not served yet
-    # A policy that asks for a predictor may join later; from then on it is that one.
+    assert result["settings"]["cache"] is None  # the cache belongs to the patch engine, which has not served yet
+    # A policy that needs a predictor may be added later; the predictor is fixed from then on.
     resumed = (*arguments, "--resume", result["run_dir"], "--systems", "diffusers,patchedserve", "--predictor", steps)
     again = run_psctl(*resumed, **tiny)
     assert again.returncode == 0, again.stderr

@@ -1,4 +1,4 @@
-"""Figures of a sweep, worked out by hand: intervals, held rates, ratios, pooling, agreement."""
+"""Figures of a sweep, computed by hand: intervals, sustained rates, ratios, pooling, agreement."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def run(
     duration_s: float = 10.0,
     engine: Any = "real",
 ) -> FinishedRun:
-    """Requests with an SLO of 2 s and these latencies; None: discarded."""
+    """Return a run of requests with an SLO of 2 s and these latencies; None: discarded."""
     done = np.array([each for each in latencies if each is not None])
     lost = len(latencies) - len(done)
     statuses = {"completed": len(done), "discarded": lost}
@@ -35,12 +35,12 @@ def test_a_point_pools_its_seeds() -> None:
     point = point_figures([run([1.0, 2.0, 2.5, None]), run([0.5, 3.0], seed=1, duration_s=5.0)])
     assert (point["num_requests"], point["num_met"], point["num_runs"]) == (6, 3, 2)
     assert point["slo_attainment_rate"] == 0.5
-    # Two seeds tell too little of their spread.
+    # Two seeds are too few to estimate their spread.
     assert (point["interval_low"], point["interval_high"]) == wilson_interval(3, 6)
     assert point["interval_over"] == "requests"
     assert point["attainment_by_seed"] == {"0": 0.5, "1": 0.5}
     assert point["goodput_qps"] == 3 / 15
-    # Of 1, 2, 2.5, 0.5 and 3.
+    # Statistics of 1, 2, 2.5, 0.5 and 3.
     assert (point["latency_mean"], point["latency_p50"], point["latency_p95"]) == pytest.approx((1.8, 2.0, 2.9))
     assert (point["completed_requests"], point["discarded_requests"], point["failed_requests"]) == (5, 1, 0)
     assert point["discarded_by_reason"] == {"too late": 1}
@@ -69,14 +69,14 @@ def test_a_point_tells_what_engines_tell() -> None:
 
 def test_held_rates() -> None:
     shares = {2.0: 0.98, 1.0: 1.0, 3.0: 0.90, 4.0: 0.99}
-    # From 98 % at 2 to 90 % at 3: 95 % at 2.375. That 4 is better again does not count.
+    # From 98 % at 2 to 90 % at 3: 95 % at 2.375. The higher share at 4 does not count.
     for attainment, rate in ((0.95, 2.375), (0.99, 1.5)):
         held = sustained_rate(shares, attainment)
         assert held.where == "between"
         assert held.rate == pytest.approx(rate)
     assert sustained_rate(shares, 0.90) == SustainedRate("beyond", 4.0)
     assert sustained_rate({1.0: 0.5, 2.0: 0.99}, 0.9) == SustainedRate("below", 1.0)
-    # Held exactly at the last measured rate before it falls.
+    # The share is held exactly at the last measured rate before it falls.
     assert sustained_rate({1.0: 0.95, 2.0: 0.0}, 0.95) == SustainedRate("between", 1.0)
     assert sustained_rate({1.0: 1.0}, 0.95) == SustainedRate("beyond", 1.0)
     with pytest.raises(ValueError, match="no rate"):
@@ -134,7 +134,7 @@ def test_agreement_of_simulator_and_engine() -> None:
         run([1.0, 1.0, 1.0, 1.0], engine="simulator"),
         run([1.0, 1.0], rate=2.0),
         run([1.0, 1.5], rate=2.0, engine="simulator"),
-        # The simulator has not served this one.
+        # The simulator has not served this point.
         run([1.0], rate=3.0),
     ]
     found = agreement(runs)
@@ -143,7 +143,7 @@ def test_agreement_of_simulator_and_engine() -> None:
     assert (second["attainment_difference_points"], second["latency_difference"]) == pytest.approx((0.0, 0.25))
     assert found["max_attainment_difference_points"] == 25.0
     assert found["mean_latency_difference"] == pytest.approx((1 / 3 + 0.25) / 2)
-    # Neither says how large its batches were, nor what it could take.
+    # Neither run has its batch sizes or its capacity.
     assert (first["step_difference"], first["load"]) == (None, None)
     empty = agreement([run([1.0])])
     assert (empty["rows"], empty["max_latency_difference"]) == ([], None)
@@ -161,7 +161,7 @@ def test_agreement_at_equal_batch_size_and_by_load() -> None:
     ]
     runs += [replace(run([1.3], rate=1.0, seed=1)), run([1.0], rate=1.0, seed=1, engine="simulator")]
     found = agreement(runs)
-    # Ten steps each of 0.11 and 0.22 s against 3 s: those of 8 and 16 requests are on one side only.
+    # Ten steps each of 0.11 and 0.22 s compared with 3 s: steps of 8 and 16 requests are on one side only.
     assert [row["step_difference"] for row in found["rows"]] == pytest.approx([0.1, 0.1])
     assert [row["load"] for row in found["rows"]] == [0.25, 0.925]
     assert found["max_step_difference"] == pytest.approx(0.1)
@@ -186,7 +186,7 @@ def test_tables_say_bounds_and_lost_requests() -> None:
 
 
 def shares(*by_rate: float, policy: str, seed: int) -> list[FinishedRun]:
-    """Runs at rates 1, 2, ... of 100 requests, of which these shares were in time."""
+    """Return runs of 100 requests at rates 1, 2, ..., with these shares in time."""
     return [
         run([1.0] * round(100 * share) + [None] * round(100 - 100 * share), policy, rate, seed)
         for rate, share in enumerate(by_rate, 1)
@@ -194,7 +194,7 @@ def shares(*by_rate: float, policy: str, seed: int) -> list[FinishedRun]:
 
 
 def three_seeds(last: float = 0.85) -> list[FinishedRun]:
-    """Two systems; `last` is what patchedserve reaches at the highest rate with the third seed."""
+    """Return runs of two systems; `last` is the share of patchedserve at the highest rate with the third seed."""
     return [
         *shares(1.0, 0.90, 0.5, policy="bucketed", seed=0),
         *shares(1.0, 0.95, 0.5, policy="bucketed", seed=1),
@@ -208,12 +208,12 @@ def three_seeds(last: float = 0.85) -> list[FinishedRun]:
 def test_three_seeds_give_intervals_over_seeds() -> None:
     found = sweep_figures(three_seeds())
     points = {(point["policy"], point["request_rate"]): point for point in found["points"]}
-    # By hand: 0.85, 0.90 and 0.95; sd 0.05, and Student's 4.3027 at two degrees of freedom.
+    # Computed by hand: 0.85, 0.90 and 0.95; sd 0.05, and Student's 4.3027 at two degrees of freedom.
     middle = points["bucketed", 2.0]
     half = 4.3027 * 0.05 / math.sqrt(3)
     assert middle["interval_over"] == "seeds"
     assert (middle["interval_low"], middle["interval_high"]) == (pytest.approx(0.9 - half, abs=1e-4), 1.0)
-    # Seeds that agree leave Wilson's, not a point.
+    # Seeds that agree give Wilson's interval, not a point.
     first = points["patchedserve", 1.0]
     assert (first["interval_low"], first["interval_high"]) == wilson_interval(300, 300)
     bucketed, slack = found["policies"]
@@ -224,7 +224,7 @@ def test_three_seeds_give_intervals_over_seeds() -> None:
     at_95 = bucketed["held_rates"]["0.95"]
     assert (at_95["low"], at_95["high"]) == pytest.approx((low, high), rel=1e-4)
     assert at_95["low"] < at_95["rate"] < at_95["high"]
-    # Ratios are taken within seeds.
+    # Ratios are computed within seeds.
     ratios = np.log([2.5 / 1.5, (2 + 5 / 7) / 2, (2 + 1 / 3) / (1 + 1 / 3)])
     low, high = np.exp(ratios.mean() + np.array([-1, 1]) * 4.3027 * ratios.std(ddof=1) / math.sqrt(3))
     assert (slack["ratio_at_95"]["low"], slack["ratio_at_95"]["high"]) == pytest.approx((low, high), rel=1e-4)
@@ -252,7 +252,7 @@ def test_a_seed_that_misses_a_rate_does_not_count_for_held_rates() -> None:
 
 
 def test_intervals_over_seeds_hold_the_truth_where_requests_are_late_together() -> None:
-    # A day is good or bad as a whole: of its 200 requests about 75 to 95 % are in time.
+    # Each day is good or bad as a whole: 75 to 95 % of its 200 requests are in time.
     rng = np.random.default_rng(0)
     holds = dict.fromkeys(("seeds", "requests"), 0)
     for _ in range(1000):
@@ -270,7 +270,7 @@ def test_seeds_of_different_lengths_weigh_by_their_requests() -> None:
     low, high, _ = share_interval([90, 10, 45], [100, 20, 50])
     equal = share_interval([90, 50, 90], [100, 100, 100])
     assert low < 145 / 170 < high
-    # The bad seed is short: it moves the share less than if it were as long as the others.
+    # The bad seed is short: it affects the share less than if it were as long as the others.
     assert high - low < equal.high - equal.low
 
 

@@ -1,4 +1,4 @@
-"""Sweeps: their order, and what an interrupted one goes on with."""
+"""Sweeps: their order, and the continuation of an interrupted sweep."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def settings(**fields: Any) -> SweepSettings:
 
 
 class Stop:
-    """Serves at once, and is interrupted at its n-th run."""
+    """An engine that finishes runs at once and is interrupted at its n-th run."""
 
     def __init__(self, after: int, *, by_signal: bool) -> None:
         self.after, self.by_signal = after, by_signal
@@ -63,7 +63,7 @@ def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
         wanted, {"simulator": rest.run}, folder, lambda request: 1.0, ModelDefaults(), on_done=lambda: done.append(1)
     )
     assert not again
-    # The second rate begins with another system.
+    # The second rate starts with another system.
     assert [name for name, _ in rest.served] == ["patched-edf", "patchedserve", "patched-edf", "diffusers"]
     assert len(done) == 6
     runs = folder.finished(wanted)
@@ -133,9 +133,9 @@ def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
     assert run.statuses == {"completed": 15_000, "discarded": 5_000}
     assert run.reasons == {"too late": 2_500, None: 2_500}
     assert sorted(set(run.latencies_s.tolist())) == [1.0, 2.0, 3.0]
-    # Rows as dicts would be 20 MB.
+    # Rows as dicts would take 20 MB.
     assert peak < 1e6
-    # Counting looks into no file.
+    # Counting reads no file.
     (tmp_path / "runs" / "simulator-patchedserve-1-0.parquet").write_bytes(b"PAR1")
     assert folder.num_finished(wanted) == 1
     with pytest.raises(UsageError, match=r"simulator-patchedserve-1-0\.parquet"):

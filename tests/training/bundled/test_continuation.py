@@ -1,4 +1,4 @@
-"""training/bundled/continuation.py: a training that starts from the bundled models."""
+"""training/bundled/continuation.py: training that starts from the bundled models."""
 
 import shutil
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_parts_are_taken_over_in_full_precision(tmp_path: Path) -> None:
 
 
 class HalfWritten:
-    """What a Ctrl-C leaves in the middle of writing."""
+    """A model whose writing is interrupted by Ctrl-C."""
 
     def save_pretrained(self, folder: Path) -> None:
         (folder / "config.json").write_text("{}")

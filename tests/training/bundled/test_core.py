@@ -1,4 +1,4 @@
-"""Optimiser, training loop and checkpoints, on problems small enough to know the answer."""
+"""Optimiser, training loop and checkpoints, on small problems with known answers."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ def is_outer(name):
 
 
 def loss_for(model):
-    """A regression whose batch depends on the step alone."""
+    """Return the loss of a regression whose batch depends on the step alone."""
 
     def loss_of(step):
         generator = torch.Generator().manual_seed(step)
@@ -35,14 +35,14 @@ def loss_for(model):
 
 
 def train(folder, config, loss_of=loss_for, **options):
-    """Train a new net to the end of `config`, or go on where the folder's run has got to; returns the net."""
+    """Train a new net to the end of `config`, or continue the folder's run; return the net."""
     model = small_net()
     TrainingRun(model, config, folder, is_outer).run(loss_of(model), **options)
     return model
 
 
 def interrupt_after(last_step):
-    """An `on_step` that stops the run there, as Ctrl-C does between two steps."""
+    """Return an `on_step` that stops the run after `last_step`, as Ctrl-C does between two steps."""
 
     def interrupt(step, figures):
         if step == last_step:
@@ -52,7 +52,7 @@ def interrupt_after(last_step):
 
 
 def assert_resumed_is_whole(folder, config, expected_step):
-    """The run in the folder was interrupted after `expected_step`; it goes on to end exactly like an unbroken one."""
+    """Check that the folder's run, interrupted after `expected_step`, ends exactly like an uninterrupted one."""
     whole = train(folder.with_name("whole"), config)
     resumed = small_net(seed=5)
     run = TrainingRun(resumed, config, folder, is_outer)

@@ -1,4 +1,4 @@
-"""Progressive distillation: targets are what two steps of diffusers' Euler sampler do, and a student learns them."""
+"""Progressive distillation: targets equal two steps of diffusers' Euler sampler, and a student learns them."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def some_velocity(latents: Tensor, sigma: Tensor, timestep: Tensor) -> Tensor:
-    """Some function of all of its arguments."""
+    """Return an arbitrary function of all arguments."""
     return 0.3 * latents / (sigma.view(-1, 1, 1, 1) + 1) + torch.sin(timestep).view(-1, 1, 1, 1)
 
 

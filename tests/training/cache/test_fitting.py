@@ -1,4 +1,4 @@
-"""The cache predictor is trained on a profile whose rule is known: what it decides, its figures, and refusals."""
+"""The cache predictor trained on a profile with a known rule: its decisions, figures, and refusals."""
 
 import json
 import math
@@ -44,12 +44,12 @@ def rows_of(change: list[float], block: int, reuses: int = 0) -> torch.Tensor:
 
 def test_the_rule_is_found_on_requests_that_were_not_seen(predictor: CachePredictor) -> None:
     report = predictor.report
-    # The noise is a tenth of a decade against a spread of 0.8 decades, so a few in a hundred rows cannot be told.
+    # The noise is a tenth of a decade, the spread 0.8 decades, so that a few percent of the rows are undecidable.
     assert report["precision"] > 0.95
     assert report["recall"] > 0.95
     assert report["f1"] == pytest.approx(2 / (1 / report["precision"] + 1 / report["recall"]))
     assert abs(report["reuse_share"] - report["test"]["share_within"]) < 0.03
-    # A plain threshold does not know the blocks: as precise, it finds the reuses of the mildest block at most.
+    # A plain threshold ignores blocks: at equal precision it finds at most the reuses of the mildest block.
     baseline = report["baseline"]
     assert baseline["precision"] > report["precision"] - 0.03
     assert baseline["recall"] < 0.6
@@ -125,13 +125,13 @@ def test_confidence_trades_recall_for_precision(samples: BlockSamples) -> None:
     ]
     assert [r["precision"] for r in reports[:3]] == sorted(r["precision"] for r in reports[:3])
     assert [r["recall"] for r in reports] == sorted((r["recall"] for r in reports), reverse=True)
-    # Nobody can be surer than that: nothing is reused, and there is no precision.
+    # No vote exceeds this confidence: nothing is reused, and precision is undefined.
     assert (reports[3]["precision"], reports[3]["recall"], reports[3]["reuse_share"]) == (None, 0, 0)
     assert (reports[3]["baseline"]["cut"], reports[3]["baseline"]["recall"]) == (None, 0)
 
 
 def test_lags_teach_how_far_the_input_may_have_moved(tmp_path: Path) -> None:
-    """A profile whose output leaves the threshold after two reuses whatever the input says."""
+    """The profile's output exceeds the threshold after two reuses regardless of the input."""
     path = write_profile(tmp_path / "b.parquet", num_requests=6, lags=(1, 2, 3, 4))
     facts, samples = load_samples(path, max_rows=10**6, seed=0)
     output = np.where(samples.lag <= 2, 0.5, 2) * THRESHOLD
@@ -145,7 +145,7 @@ def test_best_cut() -> None:
     mse = np.array([0.3, 0.1, 0.2, 0.2, 0.4])
     labels = np.array([True, True, True, False, False])
     assert best_cut(mse, labels, 1.0) == pytest.approx(0.1)
-    # Of the two rows at 0.2 not just the good one can be taken.
+    # A cut cannot separate the two rows at 0.2, only one of which is good.
     assert best_cut(mse, labels, 0.7) == pytest.approx(0.3)
     assert best_cut(mse, labels, 0.6) == pytest.approx(0.4)
     assert best_cut(mse, ~labels, 0.9) is None
@@ -158,7 +158,7 @@ def test_too_few_rows_of_one_class(samples: BlockSamples, threshold: float) -> N
     words = str(caught.value).split()
     within, low, high = int(words[2]), float(words[-4]), float(words[-1])
     assert within == (0 if threshold < 1 else len(split_by_request(samples, 0)[0]))
-    # What it says is true: just inside the range both classes are there.
+    # The message is right: just inside the range, both classes exist.
     for inside in (low * 1.0001, high * 0.9999):
         trained = fit_cache_predictor(samples, FACTS, FitSettings(inside, trees=1))
         share = trained.report["train"]["share_within"] * trained.report["train"]["rows"]

@@ -1,4 +1,4 @@
-"""The cache predictor's file: read back equal, for something else, or damaged."""
+"""The cache predictor's file: read back unchanged, made for another model, or damaged."""
 
 import json
 from dataclasses import replace
@@ -109,7 +109,7 @@ def test_edited_heads(saved: Path) -> None:
 
 
 def rewritten(saved: Path, content: dict[str, Any], arrays: dict[str, torch.Tensor], **head: str) -> None:
-    """Write the file again with changes and a checksum that is right."""
+    """Write the file again with changes and a correct checksum."""
     from patchedserve.training.cache.predictor import _checksum
 
     with safe_open(saved, "pt") as file:

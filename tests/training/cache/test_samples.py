@@ -1,4 +1,4 @@
-"""What the cache predictor learns from: its features, and samples of good and bad profiles."""
+"""Training data of the cache predictor: its features, and samples of good and bad profiles."""
 
 import math
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_large_profiles_are_sampled(profile: Path, samples: BlockSamples) -> Non
     assert one.num_profiled == len(samples)
     np.testing.assert_array_equal(one.features, again.features)
     assert len(one) != len(two) or not np.array_equal(one.features, two.features)
-    # Without favour: about as many of each request, block and lag as of the others.
+    # The sample is unbiased: it has about equal shares of each request, block and lag.
     for column in ("request", "lag"):
         shares = [np.unique(getattr(s, column), return_counts=True)[1] / len(s) for s in (one, samples)]
         np.testing.assert_allclose(shares[0], shares[1], atol=0.04)

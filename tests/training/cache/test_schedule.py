@@ -1,4 +1,4 @@
-"""training/cache/schedule.py: the search against all choices there are, plans of other lengths, and files."""
+"""training/cache/schedule.py: the search compared with all choices, plans of other lengths, and files."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ FACTS = ProfiledModel("tiny", "abc", "EulerDiscreteScheduler")
 
 
 def error_of(plan: StepPlan, outputs: np.ndarray, weights: np.ndarray) -> float:
-    """What the search minimises, straight from the outputs (steps, values)."""
+    """Return the error that the search minimises, computed directly from the outputs (steps, values)."""
     error, before = 0.0, None
     for step, end, own in plan.gaps():
         off = np.zeros(outputs.shape[1])

@@ -1,4 +1,4 @@
-"""Discriminators: they learn what differs, their confidences are calibrated, and files of other models are refused."""
+"""Discriminators: they learn differences, their confidences are calibrated, files of other models are refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def images(count: int, seed: int, contrast: float) -> Tensor:
-    """Blocks of random colours; how strong they are tells real from drawn, but not always."""
+    """Return blocks of random colours, whose contrast mostly separates real from drawn images."""
     rng = np.random.default_rng(seed)
     strength = np.clip(rng.normal(contrast, 0.12, (count, 1, 1, 1)), 0, 1)
     blocks = rng.uniform(-1, 1, (count, 3, 8, 8)) * strength
@@ -55,16 +55,16 @@ def test_it_learns_what_differs_and_is_calibrated(tmp_path: Path) -> None:
     fit = found.about.fit
     assert fit["auc"] > 0.8, fit
     assert fit["parameters"] < 600_000
-    # Of 60 held-out images no calibration is seen to be better than this.
+    # With 60 held-out images, no better calibration can be shown.
     assert fit["ece"] < 0.2
     fresh = [found.confidences(images(100, seed, contrast)).mean() for seed, contrast in ((7, 0.85), (8, 0.4))]
     assert fresh[0] > fresh[1] + 0.2
-    # Saved and loaded, it is the same to the last bit.
+    # After saving and loading it is the same to the last bit.
     found.save(tmp_path / "d.safetensors")
     again = load_discriminator(tmp_path / "d.safetensors")
     assert (again.about, again.digest) == (found.about, found.digest)
     assert torch.equal(again.confidences(EXAMPLES.real[:5]), found.confidences(EXAMPLES.real[:5]))
-    # Whatever else is in a batch.
+    # The confidence does not depend on the other images of a batch.
     assert found.confidences(EXAMPLES.real[:5])[2] == found.confidences(EXAMPLES.real[2:3])[0]
     array = EXAMPLES.real[0].permute(1, 2, 0).numpy()
     assert found.confidence(Image.fromarray(array)) == found.confidence(array)
@@ -115,7 +115,7 @@ def test_temperature_and_calibration_error() -> None:
     logits = torch.from_numpy(rng.normal(0, 2, 20_000))
     is_real = torch.from_numpy(rng.random(20_000)) < torch.sigmoid(logits)
     assert fitted_temperature(logits, is_real) == pytest.approx(1.0, abs=0.05)
-    # A net that is three times too sure of itself.
+    # A net that is overconfident by a factor of three.
     assert fitted_temperature(3 * logits, is_real) == pytest.approx(3.0, abs=0.15)
     assert calibration_error(torch.sigmoid(logits).float(), is_real) < 0.02
     assert calibration_error(torch.sigmoid(3 * logits).float(), is_real) > 0.1

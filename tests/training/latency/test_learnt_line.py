@@ -1,4 +1,4 @@
-"""The line through the batches that were served: it finds what steps cost, says what it does not know, and goes on."""
+"""The line fitted to served batches: it finds the cost of steps, returns None for unknown batches, and adapts."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from patchedserve.training.latency.online_correction import OnlineCorrection
 S, M, L = (Resolution(side, side) for side in (128, 192, 256))
 OWN_S = {S: 0.004, M: 0.009, L: 0.02}
 FIRST_S = 0.01
-"""Seconds that the step after a change takes longer."""
+"""Additional seconds of the step after a change."""
 
 
 def cost_s(batch: Sequence[Resolution | Work]) -> float:
@@ -31,7 +31,7 @@ def some_batch(generator: random.Random, most: int = 12) -> list[Resolution | Wo
 
 
 def told(line: LearntLine, count: int, *, noise: float = 0.0, times: float = 1.0, seed: int = 0) -> None:
-    """Steps of batches that change with every fifth step."""
+    """Observe steps of random batches, one in five of which is the first of its batch."""
     generator = random.Random(seed)
     for _ in range(count):
         is_first = generator.random() < 0.2
@@ -46,7 +46,7 @@ def test_finds_what_steps_cost(times: float) -> None:
     told(line, 600, noise=0.05, times=times)
     generator = random.Random(1)
     for batch in [[S], [L], [S, M, L], [M] * 16, *(some_batch(generator, 16) for _ in range(20))]:
-        # A fifth of all steps is the first of its batch.
+        # One in five steps is the first of its batch.
         assert line.step_latency_s(batch) == pytest.approx(times * (cost_s(batch) + 0.2 * FIRST_S), rel=0.06)
 
 
@@ -85,7 +85,7 @@ def test_what_was_not_seen_for_hours_does_no_harm(faded: float) -> None:
 
 
 def test_follows_the_mean_of_steps_that_reuse_and_steps_that_do_not() -> None:
-    """With a cache a step takes a thirtieth of what it takes without, or all of it."""
+    """With a cache, a step takes a thirtieth of its time without, or all of it."""
     line, generator = LearntLine(), random.Random(0)
     for number in range(800):
         batch = some_batch(generator)
@@ -128,7 +128,7 @@ def test_goes_on_where_another_has_ended() -> None:
 
 
 class Table:
-    """Step latencies that are wrong in one of the ways in which tables are."""
+    """Step latencies with one of the errors that tables have."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._random, self._noisy = kind, random.Random(3), dict[Any, float]()
@@ -138,22 +138,22 @@ class Table:
         match self._kind:
             case "right":
                 return cost_s(batch)
-            case "pure":  # mixing costs nothing
+            case "pure":  # mixing is free
                 return 0.022 + sum(map(OWN_S.__getitem__, batch))
             case "half":
                 return 0.5 * cost_s(batch)
             case "double":
                 return 2 * cost_s(batch)
-            case "mixing":  # costs three times as much
+            case "mixing":  # mixing costs three times as much
                 return cost_s(batch) + 0.024 * len({*batch})
             case "noise":
                 return self._noisy.setdefault(batch, cost_s(batch) * math.exp(self._random.gauss(0, 0.3)))
-            case _:  # another machine's, which is good at large images
+            case _:  # the table of another machine, which is fast with large images
                 return 0.003 + sum(OWN_S[size] * (0.3 if size == L else 1.2) for size in batch)
 
 
 def errors_of(kind: str, count: int = 500) -> tuple[list[float], OnlineCorrection]:
-    """|log of predicted over measured| of steps that vary by a tenth, each before it was measured."""
+    """Return |log(predicted / measured)| for steps that vary by a tenth, each predicted before it is measured."""
     correction, generator = OnlineCorrection(Table(kind)), random.Random(0)
     errors: list[float] = []
     batch: list[Any] = some_batch(generator)
@@ -187,7 +187,7 @@ def test_a_right_table_stays_as_good_as_it_is() -> None:
 
 
 def test_a_line_is_believed_only_near_the_table() -> None:
-    """A line may say anything of batches far from all that were served."""
+    """A line may predict anything for batches far from those served."""
     correction = OnlineCorrection(Table("right"))
     for number in range(300):
         correction.observe([S] * (1 + number % 2), 0.2 - 0.1 * (number % 2), is_first=False)

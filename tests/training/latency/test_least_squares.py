@@ -1,4 +1,4 @@
-"""Lines of which a table says only what it can tell."""
+"""Lines fitted to tables that do not determine all coefficients."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def test_a_line_is_found_again() -> None:
 
 
 def test_a_column_that_the_table_cannot_tell_from_another_has_no_weight() -> None:
-    """In batches of one size each, how many different sizes there are is what every step has."""
+    """In batches of one size each, the number of different sizes equals the constant of every step."""
     features = np.hstack([COUNTS, EVERY_STEP, EVERY_STEP])
     found = relative_line(features, np.hstack([COUNTS, EVERY_STEP]) @ LAW)
     assert found == pytest.approx([*LAW, 0.0])

@@ -1,4 +1,4 @@
-"""The online correction of step latencies: it follows the machine in the sum of all steps, freaks aside."""
+"""The online correction of step latencies: it follows the machine in the sum of all steps, except outliers."""
 
 import math
 import random
@@ -14,7 +14,7 @@ S, L = Resolution(128, 128), Resolution(256, 256)
 
 
 class PixelLaw:
-    """A predictor by a simple law."""
+    """A predictor with a simple law."""
 
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return 0.01 + sum(size.pixels for size in active) * 1e-7
@@ -39,7 +39,7 @@ def test_converges_to_the_factor_of_the_machine(factor: float) -> None:
     assert correction.step_latency_s([S, L]) == pytest.approx(PixelLaw().step_latency_s([S, L]) * factor, rel=0.03)
     assert drift.mean_error is not None
     assert drift.mean_uncorrected_error is not None
-    # What the noise alone gives on average: 0.05 * sqrt(2 / pi).
+    # The noise alone has a mean error of 0.05 * sqrt(2 / pi).
     assert drift.mean_error < 0.05
     assert drift.mean_uncorrected_error == pytest.approx(abs(1 / factor - 1), abs=0.06)
 
@@ -54,7 +54,7 @@ def test_follows_a_change_at_the_pace_of_its_weight() -> None:
         correction.observe([S], 2 * PixelLaw().step_latency_s([S]))
         scales.append(correction.scale)
     assert scales == sorted(scales)
-    # A half of the change is made up in log 0.5 / log 0.98 = 34.3 steps.
+    # Half of the change is corrected after log 0.5 / log 0.98 = 34.3 steps.
     assert math.log(0.5) / math.log(1 - WEIGHT) == pytest.approx(34.3, abs=0.05)
     assert scales[33] < 1.5 < scales[34]
     assert scales[-1] == pytest.approx(2.0, rel=0.01)
@@ -62,7 +62,7 @@ def test_follows_a_change_at_the_pace_of_its_weight() -> None:
 
 @pytest.mark.parametrize("costs", [(0.2, 0.2, 0.2, 1.0), (1.0, 1.0, 1.0, 3.0), (0.5,)])
 def test_the_steps_of_a_request_add_up(costs: tuple[float, ...]) -> None:
-    """Cached steps with a full one in four, a first step now and then: what counts for a deadline is their sum."""
+    """Among cached steps one in four is full, and some steps are first: their sum is what counts for a deadline."""
     correction = OnlineCorrection(PixelLaw())
     trace = [(batch, s * costs[number % len(costs)]) for number, (batch, s) in enumerate(steps(1200, 1.2))]
     promised_s = measured_s = 0.0
@@ -78,14 +78,14 @@ def test_the_steps_of_a_request_add_up(costs: tuple[float, ...]) -> None:
 def test_time_between_steps_counts_for_who_plans_and_not_for_the_table() -> None:
     correction = OnlineCorrection(PixelLaw())
     for number, (batch, measured_s) in enumerate(steps(400, 1.0)):
-        # A second of what every fourth step waits for, whose steps take some.
+        # Every fourth step is followed by a gap of 1.2 times the step.
         correction.observe(batch, measured_s, between_s=1.2 * measured_s if number % 4 == 0 else 0.0)
     assert correction.pace == pytest.approx(1.3, abs=0.05)
     assert correction.step_latency_s([S]) == pytest.approx(correction.pace * PixelLaw().step_latency_s([S]), rel=0.02)
     drift = correction.drift()
     assert (drift.scale, drift.mean_error) == (pytest.approx(1.0), pytest.approx(0.0, abs=0.01))
     assert drift.pace == correction.pace
-    # A process that was stopped there for an hour: as five steps.
+    # A gap of an hour, in which the process was stopped, counts as five steps.
     before = correction.pace
     correction.observe([S], PixelLaw().step_latency_s([S]), between_s=3600.0)
     assert before < correction.pace < before + 0.25
@@ -120,7 +120,7 @@ def test_factor_is_bounded_and_comes_back(factor: float, bound: float) -> None:
     assert correction.scale == pytest.approx(bound)
     for batch, measured_s in steps(400, 1.0):
         correction.observe(batch, measured_s)
-    # No time is lost on what lies beyond the bound.
+    # The factor recovers from the bound without delay.
     assert correction.scale == pytest.approx(1.0, rel=0.01)
 
 
@@ -161,11 +161,11 @@ def test_a_standstill_while_an_image_is_decoded_is_forgotten() -> None:
         correction.observe_end(S, 0.05)
     correction.observe_end(S, 20.0)
     assert correction.after_steps_s(S) == pytest.approx(0.05 + 0.1 * (0.25 - 0.05)), "counts as five times as long"
-    # The first one of all, that nothing is known to compare with.
+    # The first value, with no other to compare it with.
     correction = OnlineCorrection(PixelLaw(), after_s={S: 20.0})
     correction.observe_end(S, 0.05)
     assert (correction.after_steps_s(S) or 0.0) < 0.25
-    # A decoder that takes no time at all can become slower.
+    # A decoder that took no time can become slower.
     correction = OnlineCorrection(PixelLaw())
     correction.observe_end(S, 0.0)
     correction.observe_end(S, 0.05)

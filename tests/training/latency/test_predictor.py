@@ -1,4 +1,4 @@
-"""The latency predictor: accuracy on a known law, equality with scikit-learn, questions beyond the profile, files."""
+"""The latency predictor: accuracy on a known law, equality with scikit-learn, extrapolation, and files."""
 
 import math
 import random
@@ -49,14 +49,14 @@ def fitted(rows: list[LatencyRow]) -> LatencyPredictor:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fits do not search, where it does not matter how good they are."""
+    """Fits do not search, for tests that do not depend on their accuracy."""
     grid = {"C": (10.0,), "gamma": (0.05,), "epsilon": (0.01,)}
     monkeypatch.setattr(fitting, "GRID", grid)
 
 
 @pytest.fixture
 def predictor(fitted: LatencyPredictor) -> LatencyPredictor:
-    """A predictor that has not been asked yet."""
+    """A predictor without earlier predictions."""
     return LatencyPredictor(fitted.model, fitted.about)
 
 
@@ -79,12 +79,12 @@ def spread(row: LatencyRow) -> list[Resolution]:
 def test_known_law_is_learned(fitted: LatencyPredictor) -> None:
     fit = fitted.about.fit
     errors = fit["errors"]
-    # The noise alone is 1.6 % on average.
+    # The noise alone has a mean error of 1.6 %.
     assert errors["svr"]["mape"] <= 0.03
     assert errors["svr"]["r2"] >= 0.98
     assert errors["svr"]["mape"] < min(errors["linear"]["mape"], errors["pixels"]["mape"])
     assert (fit["num_train"], len(fit["held_out"])) == (240, 60)
-    # Against the law itself, on every batch that there is and not only on those of the table.
+    # Compared with the law itself on all possible batches, not only on those of the table.
     worst = [
         abs(fitted.step_latency_s([S] * s + [M] * m + [L] * large) * 1e3 / law_ms(counts) - 1)
         for s in range(17)
@@ -182,7 +182,7 @@ def test_memory_is_bounded(predictor: LatencyPredictor, monkeypatch: pytest.Monk
 
 def test_more_pixels_take_longer(fitted: LatencyPredictor) -> None:
     sound = fit_latency_predictor(law_rows(noise=0.0))
-    for known, fall in ((sound, 1.0), (fitted, 0.995)):  # noise of 2 % may turn a step by a fraction of that
+    for known, fall in ((sound, 1.0), (fitted, 0.995)):  # noise of 2 % may shorten a step by a fraction of that
         predictor = LatencyPredictor(known.model, known.about, lambda message: None)
         for size in SIZES:
             times = [predictor.step_latency_s([size] * count) for count in range(1, 41)]
@@ -220,7 +220,7 @@ def test_resolutions_between_profiled_ones(fitted: LatencyPredictor) -> None:
     told: list[str] = []
     predictor = LatencyPredictor(fitted.model, fitted.about, told.append)
     tall, between = Resolution(96, 384), Resolution(160, 160)
-    # As many pixels as 192x192: the same.
+    # The same number of pixels as 192x192 gives the same latency.
     assert predictor.step_latency_s([tall, S]) == pytest.approx(predictor.step_latency_s([M, S]))
     for count in (1, 4, 12):
         counts = {between: count, S: 2}
@@ -230,7 +230,7 @@ def test_resolutions_between_profiled_ones(fitted: LatencyPredictor) -> None:
     assert (predictor.num_too_large, predictor.num_between) == (0, 4)
     # More different resolutions than were profiled.
     assert predictor.step_latency_s([S, M, L, between, tall]) > predictor.step_latency_s([S, M, L])
-    # And more requests at the same time.
+    # More requests than were profiled, at a resolution in between.
     assert predictor.step_latency_s([between] * 20) * 1e3 == pytest.approx(law_ms({between: 20}), rel=0.15)
     assert (len(told), predictor.num_too_large, predictor.num_between) == (2, 1, 6)
 
@@ -243,7 +243,7 @@ def test_what_a_run_asked_beyond_the_profile(fitted: LatencyPredictor) -> None:
     correction.step_latency_s([Resolution(160, 160)])
     before = predictions_outside(correction)
     assert before == predictions_outside(predictor) == {"too_large": 1, "between": 1}
-    # Of the next run, what the one before has asked is taken off.
+    # The predictions of the previous run are subtracted from those of the next.
     correction.step_latency_s([S] * 17)
     assert predictions_outside(correction, before) == {"too_large": 1, "between": 0}
     assert predictions_outside(None) is None
@@ -390,7 +390,7 @@ def test_predicting_imports_neither_torch_nor_scikit_learn(saved: Path) -> None:
         "assert predictor.step_latency_s([Resolution(128, 128)]) > 0\n"
         "sys.exit(sorted({'torch', 'sklearn', 'scipy', 'pandas'} & set(sys.modules)))"
     )
-    # An empty list is printed for exit code 1, so look at what is printed.
+    # An empty list exits with code 1 and is printed, so that the test compares the output.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr == "[]\n"
 
@@ -401,7 +401,7 @@ def test_timing_is_of_single_predictions(fitted: LatencyPredictor, rows: list[La
 
 
 def test_the_linear_model_is_kept_where_it_is_no_worse(tmp_path: Path) -> None:
-    """A law that is linear, under noise: the regression could only learn the noise."""
+    """The law is linear with noise: the regression could only learn the noise."""
     generator = random.Random(5)
 
     def row(row: LatencyRow) -> LatencyRow:
@@ -413,12 +413,12 @@ def test_the_linear_model_is_kept_where_it_is_no_worse(tmp_path: Path) -> None:
     fitted = fit_latency_predictor(rows)
     fit = fitted.about.fit
     assert fit["kept"] == fitted.model.kind == "linear"
-    # The best of many is a little better by chance.
+    # The best of many is slightly better by chance.
     assert fit["cross_validated_mape"]["linear"] == pytest.approx(fit["cross_validated_mape"]["svr"], rel=0.1)
-    # Six visits of 10 % each: their median is off by 5 %, or 4 % on average.
+    # Six visits with noise of 10 %: the median has a standard deviation of 5 % and a mean error of 4 %.
     assert fit["noise_floor"] == pytest.approx(0.037, abs=0.006)
     assert fit["errors"]["linear"]["mape"] <= 1.5 * fit["noise_floor"]
-    # The file says so, and gives the same.
+    # The file stores the kind and gives the same predictions.
     fitted.save(tmp_path / "latency.safetensors")
     loaded = LatencyPredictor.load(tmp_path / "latency.safetensors")
     assert loaded.model.kind == "linear"
@@ -427,11 +427,11 @@ def test_the_linear_model_is_kept_where_it_is_no_worse(tmp_path: Path) -> None:
 
 
 def test_small_noisy_tables_are_predicted_as_well_as_the_noise_allows() -> None:
-    """What one quick profile on a machine that others use looks like: 60 combinations, off by 10 % each."""
+    """The tables are like a quick profile on a shared machine: 60 combinations with errors of 10 % each."""
     found = []
     for seed in range(6):
         fit = fit_latency_predictor(law_rows(60, noise=0.1, seed=seed), seed=seed).about.fit
         found.append(fit["errors"][fit["kept"]]["mape"])
         assert found[-1] <= fit["errors"]["linear"]["mape"]
-    # 8 % of it is the noise of the rows that are held out; of the dozen of one table it is 5 to 11 %.
+    # The noise of the held-out rows contributes 8 %, or 5 to 11 % for the dozen rows of one table.
     assert statistics.fmean(found) <= 0.11

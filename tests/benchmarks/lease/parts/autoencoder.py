@@ -20,7 +20,7 @@ _FORMS = (
 
 
 def decoding(context: Context) -> Iterator[Row]:
-    """A row for each size, format and number of images, with the mean difference from float32 of an image."""
+    """Yield a row for each size, format and number of images, with the mean difference of an image from float32."""
     torch.manual_seed(0)
     device, first = context.device, drawn_autoencoder(context.scale, torch.float32)
     forms = {name: copy.deepcopy(first).to(dtype=dtype, memory_format=form) for name, dtype, form in _FORMS}  # type: ignore[call-overload]

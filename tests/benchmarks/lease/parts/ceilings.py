@@ -1,4 +1,4 @@
-"""What the card can do at best: products, copies, attention, our kernels beside torch's, and a captured graph."""
+"""Best times of the card: products, copies, attention, our kernels compared with torch's, and a captured graph."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ _ATTENTIONS = (
 
 
 def ceilings(context: Context) -> Iterator[Row]:
-    """A row for each operation."""
+    """Yield a row for each operation."""
     if context.scale.is_rehearsal:
         use_small_products()
     with torch.inference_mode():
@@ -84,7 +84,7 @@ def _sdpa(device: torch.device, shape: Sequence[int], dtype: torch.dtype, backen
 
 
 def _varlen(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Row:
-    """Sequences one behind the other; where each begins is data."""
+    """Measure attention over concatenated sequences, whose starts are data."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows, heads, tokens, width = shape
@@ -95,7 +95,7 @@ def _varlen(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> R
 
 
 def _kernels(context: Context) -> Iterator[Task]:
-    """Shapes for one image of the largest size and for one of each, guided, at the first two levels of SDXL."""
+    """Yield tasks for one image of the largest size and for one of each size, guided, at SDXL's first two levels."""
     device, dtype = context.device, getattr(torch, context.scale.dtype("sdxl"))
     sides, choices = context.scale.sides, ("triton", "torch") if device.type == "cuda" else ("torch",)
     for mix, chosen in (("L", sides[-1:]), ("SML", sides)):
@@ -120,7 +120,7 @@ def _calls(
     neighbours: Tensor,
     num_rows: int,
 ) -> dict[str, Callable[[str], tuple[Callable[[], Any], int]]]:
-    """By name: what makes a call with these kernels, and the bytes that it must move."""
+    """Return by name a function that makes a call for a choice of kernels, with the bytes that the call must move."""
 
     def patches() -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype).to(memory_format=torch.channels_last)
@@ -149,7 +149,7 @@ def _kernel_row(call: Callable[[str], tuple[Callable[[], Any], int]], kernels: s
 
 
 def _graph(context: Context) -> Iterator[Task]:
-    """Time and bytes of recording 200 products, and of playing them back."""
+    """Yield tasks: time and bytes of recording 200 products, and of replaying them."""
     device, dtype = context.device, getattr(torch, context.scale.dtype("sdxl"))
 
     def recording() -> Row:

@@ -1,4 +1,4 @@
-"""Steps of four edits that read records, with graphs and without, of one template and of four."""
+"""Steps of four edits that read records, with and without graphs, of one template and of four."""
 
 import shutil
 import tempfile
@@ -16,12 +16,12 @@ from ..context import Context, Row
 
 _SHARE = 0.1
 _MEMORY_MB = 40_000.0
-"""Four records of four steps at 1024 px have 23 GB."""
+"""Limit on records in memory; four records of four steps at 1024 px have 23 GB."""
 _IN_MEMORY = Path("/dev/shm")
 
 
 def edits(context: Context) -> Iterator[Row]:
-    """A row for each number of templates, with graphs first."""
+    """Yield a row for each number of templates, with graphs first."""
     with tempfile.TemporaryDirectory(dir=_folder()) as folder:
         yield from context.measured(
             (
@@ -49,6 +49,6 @@ def _point(context: Context, folder: Path, num_templates: int, is_recorded: bool
 
 
 def _folder() -> Path | None:
-    """For records: in memory where there is room, as the disk of a borrowed machine may be slow."""
+    """Return the folder for records: in memory if it has room, because the disk of a borrowed machine may be slow."""
     has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _MEMORY_MB * 1e6
     return _IN_MEMORY if has_room else None

@@ -1,4 +1,4 @@
-"""What a composition costs when it is seen first: eager passes, the recording, and a replay."""
+"""Cost of a composition at first sight: eager passes, the recording, and a replay."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _MOST_REQUESTS = 12
 
 
 def first_seen(context: Context) -> Iterator[Row]:
-    """A row for each composition, with the passes of the patch engine and of plain diffusers by resolution."""
+    """Yield a row for each composition, with the passes of the patch engine and of plain diffusers by resolution."""
     model, scale = context.model, context.scale
     served, pool = with_engine(model, EngineOptions()), RequestPool(model)
     combinations = context.combinations(_drawn(len(scale.sides), scale.num_first_seen))
@@ -66,7 +66,7 @@ def _measured(context: Context, side: StepperSide, recorder: CountingRecorder) -
 
 
 def _drawn(num_sides: int, count: int) -> Sequence[tuple[int, ...]]:
-    """Different compositions: first how many requests, then one by one which size each has."""
+    """Return different compositions: a random number of requests, each of a random size."""
     generator, found = random.Random(0), dict[tuple[int, ...], None]()
     while len(found) < count:
         sizes = [generator.randrange(num_sides) for _ in range(generator.randint(1, _MOST_REQUESTS))]

@@ -1,4 +1,4 @@
-"""What the lease runs on: the card, and the packages beside those that `constraints.txt` pins."""
+"""The machine of the lease: the card, and its packages compared with those that `constraints.txt` pins."""
 
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ..versions import versions
 
 
 def machine(context: Context) -> Iterator[Row]:
-    """A row for each fact, and one for each package."""
+    """Yield a row for each fact and one for each package."""
     facts = {"processor": cpu_name(), "torch": torch.__version__, "CUDA of torch": str(torch.version.cuda)}
     if context.device.type == "cuda":
         about = torch.cuda.get_device_properties(context.device)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: by kind of work, and the kernels that take most of it."""
+"""Time of a step by kind of work, and the kernels that take most of it."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +22,7 @@ _NUM_KERNELS = 25
 
 
 def profile(context: Context) -> Iterator[Row]:
-    """A row for each combination."""
+    """Yield a row for each combination."""
     scale = context.scale
     bench = StepBench(context.model, BenchSettings(repeats=min(3, scale.repeats), warmup=1))
     combinations = context.combinations(scale.profiled)
@@ -40,7 +40,7 @@ def _profiled(context: Context, bench: StepBench, combination: Combination) -> R
 
 
 def _kernels(side: StepperSide, device: torch.device) -> list[dict[str, Any]]:
-    """Those of one step of a batch that stays; operators on a CPU."""
+    """Return the kernels (operators on a CPU) of one step of an unchanged batch."""
     side.begin()
     side.step()
     is_cuda = device.type == "cuda"

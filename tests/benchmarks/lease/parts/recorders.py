@@ -1,4 +1,4 @@
-"""A recorder that counts."""
+"""A recorder that counts its recordings and replays."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from patchedserve.serving.core.captured import Recorder
 
 
 class CountingRecorder:
-    """Records as another recorder does, and counts.
+    """Recorder that delegates to another and counts.
 
     Attributes:
-        recorded, played: passes that were recorded, and replays.
+        recorded, played: numbers of recorded passes and of replays.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -19,11 +19,11 @@ class CountingRecorder:
         self.recorded = self.played = 0
 
     def reset(self) -> None:
-        """Count from 0 again."""
+        """Reset the counts to 0."""
         self.recorded = self.played = 0
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """As of the other recorder."""
+        """Record with the other recorder."""
         play, result = self._recorder(work)
         self.recorded += 1
 

@@ -1,7 +1,8 @@
-"""One trace, served with graphs: plain diffusers by resolution, and the patch engine.
+"""One trace, served with graphs by plain diffusers by resolution and by the patch engine.
 
-The trace is Dataset C of V's performance dashboard: 512 px and 20 steps 15 %, 768 and 20 25 %, 1024 and 25 45 %, 1536
-and 35 15 %; Poisson arrivals; deadlines of three times the latency alone.
+The trace is Dataset C of vllm-omni's performance dashboard: 15 % of 512 px and 20 steps, 25 % of 768 px and 20 steps,
+45 % of 1024 px and 25 steps, 15 % of 1536 px and 35 steps; Poisson arrivals; deadlines of three times the standalone
+latency.
 """
 
 from collections.abc import Iterator
@@ -35,8 +36,8 @@ _KEPT += ("per_resolution", "standalone_latency", "duration")
 
 
 def served(context: Context) -> Iterator[Row]:
-    """A row for each system and rate; those of one rate follow each other. At last the patch engine with the earliest
-    deadline first.
+    """Yield a row for each system and rate, rate by rate, then one for the patch engine with the earliest deadline
+    first.
     """
     scale = context.scale
     runs = [(system, rate) for rate in scale.rates for system in _SYSTEMS]
@@ -61,7 +62,7 @@ def _serve(context: Context, name: str, rate: float) -> Row:
         load_prompts(),
     )
     workspace = Workspace(context.folder / "workspace").for_model(model.name, str(model.device))
-    # One repeat: the workspace then knows them, and seconds are few.
+    # One repeat stores them in the workspace; time is short.
     standalone_latencies(model, trace, workspace.tables, num_repeats=1)
     system = get_system(name).overridden(cache="off")
     recorder = CountingRecorder(context.make_recorder(context.device))
@@ -76,7 +77,7 @@ def _serve(context: Context, name: str, rate: float) -> Row:
         write_report=write_report,
         slo_scale=_SLO_SCALE,
         max_batch_size=_MOST_TOGETHER,
-        on_start=recorder.reset,  # tuning has recorded, too
+        on_start=recorder.reset,  # tuning also records passes
     )
     summary: dict[str, Any] = outcome.summary
     about = {"system": name, "request_rate": rate, "recorded": recorder.recorded, "played": recorder.played}
@@ -85,7 +86,7 @@ def _serve(context: Context, name: str, rate: float) -> Row:
 
 
 def _recorded(model: ServedModel, engine: str, recorder: CountingRecorder) -> ServedModel:
-    """The model on an engine whose passes are recorded."""
+    """Return the model on an engine whose passes are recorded."""
     if engine == "plain":
         plain = with_engine(model, EngineOptions("plain"))
         assert isinstance(plain.stepper, PlainStepper)

@@ -1,4 +1,4 @@
-"""Denoising steps of mixed batches: plain diffusers and the patch engine, each with every effort."""
+"""Denoising steps of mixed batches: plain diffusers and the patch engine, each with every optimisation."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -16,12 +16,12 @@ from .rehearsal import use_small_products
 
 
 def eager_and_graphs(context: Context) -> Iterator[Row]:
-    """Every side eagerly, and with recorded passes."""
+    """Yield rows of every side, eager and with recorded passes."""
     yield from _rows(context, (EAGER, GRAPHS), context.scale.combinations)
 
 
 def all_efforts(context: Context) -> Iterator[Row]:
-    """Every side eagerly, recorded, compiled, and both."""
+    """Yield rows of every side: eager, recorded, compiled, and both."""
     with traced_only() if context.scale.is_rehearsal else nullcontext():
         yield from _rows(context, (EAGER, GRAPHS, COMPILED, BOTH), context.scale.compiled)
 

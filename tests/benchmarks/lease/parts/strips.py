@@ -1,4 +1,4 @@
-"""One strip of an image on one device, beside the whole image."""
+"""One strip of an image on one device, compared with the whole image."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from ..context import Context, Row
 
 
 def strips(context: Context) -> Iterator[Row]:
-    """A row for each size, with a line for each number of ranks; that of one rank is the whole image."""
+    """Yield a row for each size, with a line for each number of ranks; one rank computes the whole image."""
     model = with_engine(context.model, EngineOptions("plain"))
     sides = context.scale.strip_sides
     yield from context.measured((f"{side} px", partial(_strips, context, model, side)) for side in sides)

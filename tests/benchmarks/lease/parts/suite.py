@@ -1,4 +1,4 @@
-"""The tests of kernels and engines, as long as there is time: what fails is named, and what is left out."""
+"""The tests of kernels and engines, while there is time; failed and left-out tests are named."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ _POLL_S = 0.2
 
 
 def suite(context: Context) -> Iterator[Row]:
-    """A row for each test that has ended, as soon as it has: `passed`, `failed`, `skipped` or `left out`."""
+    """Yield a row for each test as soon as it ends: `passed`, `failed`, `skipped` or `left out`."""
     report = context.folder / f"tests-{time.time_ns()}.jsonl"
     scale, environment = context.scale, os.environ.copy()
     known = context.folder / "known-tests.json"
@@ -33,7 +33,7 @@ def suite(context: Context) -> Iterator[Row]:
     if not scale.is_rehearsal and importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(_WORKERS)]
     report.touch()
-    # Within the process group of this worker, so that it is killed with it.
+    # In the process group of this worker, so that both are killed together.
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=sys.stderr)
     collected: list[str] | None = None
     ended = set[str]()

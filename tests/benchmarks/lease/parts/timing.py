@@ -1,4 +1,4 @@
-"""Times of single operations, and the device memory that they leave behind."""
+"""Times of single operations, and the device memory in use after them."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _MOST_RUNS = 200
 
 
 def mean_ms(work: Callable[[], object], device: torch.device) -> float:
-    """Mean time of a run, after two that are not counted; as many as take a twentieth of a second."""
+    """Return the mean time of the runs that fit into a twentieth of a second, after two that are not counted."""
     for _ in range(2):
         work()
     synchronize(device)
@@ -28,7 +28,7 @@ def mean_ms(work: Callable[[], object], device: torch.device) -> float:
 
 
 def once_ms(work: Callable[[], object], device: torch.device) -> float:
-    """Time of one run."""
+    """Return the time of one run."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -37,7 +37,7 @@ def once_ms(work: Callable[[], object], device: torch.device) -> float:
 
 
 def memory_mb(device: torch.device) -> tuple[float, float]:
-    """Allocated and reserved memory of the device in megabytes; 0 on a CPU."""
+    """Return allocated and reserved memory of the device in megabytes; 0 on a CPU."""
     if device.type != "cuda":
         return 0.0, 0.0
     return torch.cuda.memory_allocated(device) / 1e6, torch.cuda.memory_reserved(device) / 1e6
