@@ -25,7 +25,7 @@ def file_of(image: Image.Image, file_format: str = "PNG", **options: Any) -> byt
     return file.getvalue()
 
 
-def test_white_is_what_may_change() -> None:
+def test_white_mask_pixels_are_editable() -> None:
     values = np.array([[0, 127, 128, 255]], np.uint8)
     assert read_mask(file_of(Image.fromarray(values)), "mask").tolist() == [[False, False, True, True]]
     # By luma, pure green is lighter than the limit, pure red is not.
@@ -33,7 +33,7 @@ def test_white_is_what_may_change() -> None:
     assert read_mask(file_of(colours), "mask").tolist() == [[True, False]]
 
 
-def test_what_is_transparent_may_change_where_there_is_transparency() -> None:
+def test_transparent_mask_pixels_are_editable() -> None:
     pixels = np.full((1, 3, 4), 255, np.uint8)
     pixels[0, :, 3] = [0, 127, 128]
     assert read_mask(file_of(Image.fromarray(pixels)), "mask").tolist() == [[True, True, False]]
@@ -62,7 +62,7 @@ def test_masks_and_images_are_turned_upright() -> None:
     assert (read_image(content, "image")[..., 0] >= 128).tolist() == mask.tolist()
 
 
-def test_unreadable_exif_counts_as_none() -> None:
+def test_unreadable_exif_is_ignored() -> None:
     mask = mask_of(SIZE)
     content = file_of(Image.fromarray(mask), "PNG", exif=b"Exif\0\0no TIFF")
     assert (read_mask(content, "mask") == mask).all()
@@ -81,7 +81,7 @@ def test_masks_are_read_from_pngs_of_every_kind(case: PngCase) -> None:
 
 
 @pytest.mark.parametrize("read", [read_image, read_mask])
-def test_what_is_no_single_whole_image_is_refused(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_animated_and_huge_images_are_refused(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     good = file_of(Image.fromarray(image_of(SIZE)))
     frames = [Image.new("L", SIZE, shade) for shade in (0, 99)]
     animated = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
@@ -124,7 +124,7 @@ def test_bad_edits_are_refused(change: dict[str, Any], message: str) -> None:
         EditSpec(**good | change)
 
 
-def test_a_request_has_the_size_of_its_image_and_takes_its_share_of_the_steps() -> None:
+def test_edit_request_has_the_image_size_and_its_share_of_steps() -> None:
     edit = EditSpec(image_of(SIZE), mask_of(SIZE), 0.5)
     with pytest.raises(UsageError, match="resolution is 32x32, but the image to edit has 48x32 pixels"):
         Request(0, "a hat", Resolution(32, 32), edit=edit)
@@ -133,7 +133,7 @@ def test_a_request_has_the_size_of_its_image_and_takes_its_share_of_the_steps() 
     assert Request(0, "a hat", SIZE, 9).num_steps == 9
 
 
-def test_the_upper_left_pixel_decides_for_a_latent() -> None:
+def test_latent_mask_follows_the_upper_left_pixel() -> None:
     mask = np.zeros((32, 48), bool)
     mask[8, 16] = mask[25, 33] = True
     found = latent_mask(mask, 8)
@@ -143,7 +143,7 @@ def test_the_upper_left_pixel_decides_for_a_latent() -> None:
         latent_mask(mask, 16)
 
 
-def test_a_cell_is_active_if_one_of_its_latents_may_change() -> None:
+def test_cell_is_active_if_any_latent_is_editable() -> None:
     mask = np.zeros((5, 6), bool)
     mask[4, 0] = True  # in a cell that extends beyond the edge
     assert active_share(mask, 4) == 0.25
@@ -151,7 +151,7 @@ def test_a_cell_is_active_if_one_of_its_latents_may_change() -> None:
     assert active_share(mask, 1) == pytest.approx(1 / 30)
 
 
-def test_cells_around_the_mask_are_those_that_are_near() -> None:
+def test_context_cells_are_those_near_the_mask() -> None:
     mask = np.zeros((12, 20), dtype=bool)
     mask[0, 5] = mask[9, 19] = True
     for dilate in range(4):

@@ -5,7 +5,7 @@ import random
 from patchedserve.data.fair_store import FairStore
 
 
-def test_who_has_less_than_an_equal_part_loses_nothing() -> None:
+def test_owners_below_an_equal_share_lose_nothing() -> None:
     rng, most = random.Random(3), 100
     store, names, sizes = FairStore[int](most), {owner: list[str]() for owner in "abcd"}, dict[str, int]()
     for number in range(3000):
@@ -26,7 +26,7 @@ def test_who_has_less_than_an_equal_part_loses_nothing() -> None:
     assert min(sum(sizes[name] for name in kept[each]) for each in "ab") > (most - 40) / 2 - 10
 
 
-def test_what_was_used_last_stays_and_what_is_too_large_is_not_kept() -> None:
+def test_eviction_is_lru_and_oversized_entries_are_not_stored() -> None:
     store = FairStore[str](10)
     for name in "xyz":
         store.put("a", name, name, 3)

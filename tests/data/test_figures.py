@@ -12,7 +12,7 @@ from patchedserve.data.figures import numbers_of, read_figures, write_figures
 from patchedserve.data.statistics import Estimate
 
 
-def test_figures_survive_json() -> None:
+def test_figures_round_trip_through_json() -> None:
     figures = {"psnr": Estimate(44.0, 43.0, 45.5, 12), "num_steps": Estimate.exact(7.0), "latency_p95": Estimate(1.5)}
     content = write_figures({"rows": []}, figures)
     assert content["figures"]["psnr"] == {"value": 44.0, "low": 43.0, "high": 45.5, "n": 12}

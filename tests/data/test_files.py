@@ -55,13 +55,13 @@ def test_error_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: BaseE
     assert names(tmp_path) == ["a.txt"]
 
 
-def test_body_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
+def test_writing_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "a.txt"):
         pass
     assert names(tmp_path) == []
 
 
-def test_permissions_stay(tmp_path: Path) -> None:
+def test_permissions_are_preserved(tmp_path: Path) -> None:
     target = tmp_path / "secret"
     target.write_text("old")
     target.chmod(0o600)
@@ -76,7 +76,7 @@ def test_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode == usual.stat().st_mode
 
 
-def test_link_stays_a_link(tmp_path: Path) -> None:
+def test_symlink_is_preserved(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
     write_text(tmp_path / "link", "new")
@@ -89,7 +89,7 @@ def test_folder_is_refused(tmp_path: Path) -> None:
         write_text(tmp_path, "a")
 
 
-def test_pipe_is_written_into_and_stays_a_pipe(tmp_path: Path) -> None:
+def test_pipe_is_written_to_and_preserved(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -117,7 +117,7 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_folder_takes_the_place_of_the_old_one_as_a_whole(tmp_path: Path) -> None:
+def test_folder_replaces_the_old_one_atomically(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "model"
     with atomic_folder(target) as folder:
         (folder / "a").write_text("1")
@@ -152,7 +152,7 @@ def test_error_leaves_the_old_folder_and_nothing_else(tmp_path: Path, error: Bas
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_new_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path: Path) -> None:
+def test_failed_replacement_keeps_the_old_folder(tmp_path: Path) -> None:
     target = tmp_path / "model"
     target.mkdir()
     (target / "a").write_text("1")
@@ -163,13 +163,13 @@ def test_a_new_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotADirectoryError), atomic_folder(tmp_path / "file"):
         pass
 
 
-def test_what_a_killed_process_has_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+def test_stale_temporary_files_are_removed_but_not_those_being_written(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from patchedserve.data.files import atomic_folder\n"
         "with atomic_folder(Path(sys.argv[1]) / 'record') as folder:\n"
@@ -191,7 +191,7 @@ def test_what_a_killed_process_has_left_is_removed_and_what_another_writes_is_no
             assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".file", own.name])
 
 
-def test_what_is_damaged_is_put_aside(tmp_path: Path) -> None:
+def test_damaged_files_are_quarantined(tmp_path: Path) -> None:
     folder, file = tmp_path / "record", tmp_path / "table.json"
     folder.mkdir()
     file.write_text("{")
@@ -208,7 +208,7 @@ def modes(folder: Path) -> set[str]:
     return {oct(each.stat().st_mode & 0o777) for each in (folder, *folder.rglob("*"))}
 
 
-def test_what_is_private_is_its_owners_alone(tmp_path: Path) -> None:
+def test_private_files_are_accessible_only_to_their_owner(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir(mode=0o755)
     private_folder(folder)

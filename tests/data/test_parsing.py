@@ -34,7 +34,7 @@ class Entry(BaseModel):
     is_on: bool = False
 
 
-def test_nested_dataclasses_are_made() -> None:
+def test_nested_dataclasses_are_parsed() -> None:
     found = parse(Outer, {"name": "x", "inner": {"i": {"size": 3, "kind": "b"}}, "pair": [1, 2], "more": 1})
     assert found == Outer("x", {"i": Inner(3, "b")}, (1, 2))
     assert parse(Entry, {"metric": "fid"}).is_on is False
@@ -63,7 +63,7 @@ def test_nested_dataclasses_are_made() -> None:
         (Entry, {"metric": "fid", "is_on": 1}, "f.json: is_on is 1, but it must be true or false"),
     ],
 )
-def test_errors_are_one_line(kind: type[Any], content: Any, message: str) -> None:
+def test_errors_have_one_line(kind: type[Any], content: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         parse(kind, content, "f.json")
     assert "\n" not in str(caught.value)

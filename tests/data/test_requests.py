@@ -25,12 +25,12 @@ def test_deadline_counts_from_the_arrival() -> None:
     assert Request(0, "", SMALL, arrival_s=1.5, slo_s=2.0).deadline_s == 3.5
 
 
-def test_limits_that_are_allowed() -> None:
+def test_boundary_values_are_allowed() -> None:
     request = Request(0, "", Resolution(8, 4096), 1, 0, MAX_SEED, "", 0, 1e-9)
     assert request.seed == 2**63 - 1
 
 
-def test_it_cannot_be_changed() -> None:
+def test_request_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Request(0, "", SMALL).seed = 1  # type: ignore[misc]
 
@@ -113,7 +113,7 @@ def test_adapters_are_read_from_text_and_lists(said: object, found: Adapters) ->
         (5, "5 names no adapters: give NAME"),
     ],
 )
-def test_bad_adapters_get_one_short_line(said: object, message: str) -> None:
+def test_bad_adapters_give_a_short_one_line_error(said: object, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_adapters(said)
     assert message in str(caught.value)

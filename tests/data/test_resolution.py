@@ -24,7 +24,7 @@ def test_text_and_pixels_of_random_resolutions() -> None:
         assert resolution.checked() is resolution
 
 
-def test_a_square_is_written_with_both_sides() -> None:
+def test_square_is_written_with_both_sides() -> None:
     assert str(parse("128")) == f"{parse('128')}" == "128x128"
 
 

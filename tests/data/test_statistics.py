@@ -10,14 +10,14 @@ from patchedserve.data.statistics import Estimate, wilson_interval
 
 
 @pytest.mark.parametrize(("met", "total"), [(0, 5), (0, 7), (7, 7), (3, 7), (57, 60), (1, 1), (950, 1000)])
-def test_wilson_is_that_of_scipy(met: int, total: int) -> None:
+def test_wilson_interval_equals_scipy(met: int, total: int) -> None:
     theirs = binomtest(met, total).proportion_ci(0.95, method="wilson")
     low, high = wilson_interval(met, total)
     assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
     assert 0 <= low <= met / total <= high <= 1
 
 
-def test_a_half_counts_half() -> None:
+def test_wilson_interval_of_a_half_count_lies_in_between() -> None:
     (low, high), below, above = wilson_interval(3.5, 7), wilson_interval(3, 7), wilson_interval(4, 7)
     assert low == pytest.approx(1 - high)
     assert below[0] < low < above[0]
@@ -25,12 +25,12 @@ def test_a_half_counts_half() -> None:
 
 
 @pytest.mark.parametrize(("met", "total"), [(0, 0), (-1, 3), (4, 3)])
-def test_wilson_of_nothing(met: int, total: int) -> None:
+def test_wilson_interval_refuses_invalid_counts(met: int, total: int) -> None:
     with pytest.raises(ValueError, match="is not a share"):
         wilson_interval(met, total)
 
 
-def test_estimates_survive_json() -> None:
+def test_estimates_round_trip_through_json() -> None:
     for each in (Estimate(1.5), Estimate.exact(2.0), Estimate.of_share(3, 4), Estimate.of_mean([1.0, 2.0, 4.0])):
         assert Estimate.from_json(each.to_json()) == each
     assert Estimate.from_json(3) == Estimate(3)
@@ -52,6 +52,6 @@ def test_estimates_survive_json() -> None:
         ({"value": 1, "n": 0}, "n is 0"),
     ],
 )
-def test_wrong_estimates_are_told(content: Any, message: str) -> None:
+def test_invalid_estimates_are_reported(content: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Estimate.from_json(content)

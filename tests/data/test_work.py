@@ -8,7 +8,7 @@ from patchedserve.data.work import Work, resolution_of, work_of
 S, L = Resolution(128, 128), Resolution(256, 128)
 
 
-def test_a_whole_image_is_its_resolution() -> None:
+def test_work_of_a_whole_image_is_its_resolution() -> None:
     assert work_of(S) is S
     part = work_of(L, 0.25)
     assert (part, str(part), resolution_of(part), resolution_of(S)) == (Work(256, 128, 0.25), "25.0% of 256x128", L, S)

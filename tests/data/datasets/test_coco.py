@@ -20,7 +20,7 @@ from ...support.caption_sets import (
 
 
 @pytest.mark.parametrize("split", ["val2014", "train2014", "val2017"])
-def test_coco_from_its_folder_and_from_its_file(tmp_path: Path, split: str):
+def test_coco_from_folder_and_from_file(tmp_path: Path, split: str):
     root = write_coco(tmp_path, split=split)
     for spec in (f"coco:{root}", f"coco:{root}/annotations", f"coco:{root}/annotations/captions_{split}.json"):
         dataset = open_dataset(spec)
@@ -31,7 +31,7 @@ def test_coco_from_its_folder_and_from_its_file(tmp_path: Path, split: str):
         assert_shows(dataset, entries["103"], 3)
 
 
-def test_coco_images_elsewhere(tmp_path: Path):
+def test_coco_images_in_another_folder(tmp_path: Path):
     root = write_coco(tmp_path / "coco")
     moved = (root / "val2017").rename(tmp_path / "pictures")
     with pytest.raises(UsageError, match=r"its images are not in .*val2017 and .*images/val2017; give their folder"):
@@ -62,7 +62,7 @@ def test_coco_with_several_splits(tmp_path: Path):
         open_dataset(f"coco:{tmp_path / 'annotations' / '..' / 'val2017'}")
 
 
-def test_coco_oddities_become_problems(tmp_path: Path):
+def test_malformed_coco_entries_are_reported_as_problems(tmp_path: Path):
     content = coco_content(9, captions_each=2)
     images, annotations = content["images"], content["annotations"]
     images[0]["file_name"] = "../outside.jpg"
@@ -129,7 +129,7 @@ def test_coco_oddities_become_problems(tmp_path: Path):
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_coco_files_that_cannot_be_read(tmp_path: Path, content: bytes, message: str):
+def test_unreadable_coco_files_are_refused(tmp_path: Path, content: bytes, message: str):
     (tmp_path / "captions_val2017.json").write_bytes(content)
     (tmp_path / "val2017").mkdir()
     dataset = open_dataset(f"coco:{tmp_path}")

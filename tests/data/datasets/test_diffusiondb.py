@@ -56,7 +56,7 @@ def test_diffusiondb_large_has_webp_in_two_folders(tmp_path: Path):
     assert entries["1.webp"].width is None
 
 
-def test_nsfw_scores_are_limited_from_the_metadata(tmp_path: Path):
+def test_nsfw_limit_uses_scores_of_the_metadata(tmp_path: Path):
     root = write_diffusiondb(tmp_path)
     kept = {limit: len(by_id(open_dataset(f"diffusiondb:{root}", max_nsfw=limit))) for limit in (0.0, 0.1, 0.15, 1, 2)}
     # Scores are 0, 0.1, 0.2 and 2 (blurred); prompts have 0.01.
@@ -69,7 +69,7 @@ def test_nsfw_scores_are_limited_from_the_metadata(tmp_path: Path):
         open_dataset(f"diffusiondb:{root}", max_nsfw=float("nan"))
 
 
-def test_prompts_with_high_scores_are_left_out_too(tmp_path: Path):
+def test_prompts_above_the_nsfw_limit_are_excluded(tmp_path: Path):
     root = write_diffusiondb(tmp_path, parts=(1,))
     rows = diffusiondb_rows(1)
     rows[0]["prompt_nsfw"] = 0.9
@@ -78,7 +78,7 @@ def test_prompts_with_high_scores_are_left_out_too(tmp_path: Path):
     assert set(found) == {rows[1]["image_name"], rows[2]["image_name"]}
 
 
-def test_scores_that_are_missing_are_a_problem(tmp_path: Path):
+def test_missing_nsfw_scores_are_reported_as_problems(tmp_path: Path):
     root = write_diffusiondb(tmp_path, parts=(1,))
     rows = diffusiondb_rows(1)
     rows[0]["image_nsfw"] = None
@@ -132,7 +132,7 @@ def test_metadata_of_many_images(tmp_path: Path):
     assert Metadata(path).facts({99}).of(names) == {}
 
 
-def test_diffusiondb_oddities_become_problems(tmp_path: Path):
+def test_malformed_diffusiondb_entries_are_reported_as_problems(tmp_path: Path):
     root = write_diffusiondb(tmp_path, parts=(1,))
     folder = root / "images" / "part-000001"
     rows = diffusiondb_rows(1)
@@ -167,7 +167,7 @@ def test_diffusiondb_oddities_become_problems(tmp_path: Path):
         (None, "cannot read names and prompts of images: No such file"),
     ],
 )
-def test_diffusiondb_parts_that_cannot_be_read(tmp_path: Path, content: bytes | None, message: str):
+def test_unreadable_diffusiondb_parts_are_refused(tmp_path: Path, content: bytes | None, message: str):
     root = write_diffusiondb(tmp_path)
     path = root / "images" / "part-000002" / "part-000002.json"
     path.unlink()
@@ -177,7 +177,7 @@ def test_diffusiondb_parts_that_cannot_be_read(tmp_path: Path, content: bytes | 
         list(open_dataset(f"diffusiondb:{root}").entries())
 
 
-def test_the_metadata_table_alone_gives_prompts(tmp_path: Path):
+def test_metadata_table_alone_provides_prompts(tmp_path: Path):
     root = write_diffusiondb(tmp_path)
     dataset = open_dataset(f"diffusiondb:{root / 'metadata.parquet'}", max_nsfw=0.15)
     assert dataset.image_kind == "none"
@@ -189,7 +189,7 @@ def test_the_metadata_table_alone_gives_prompts(tmp_path: Path):
         dataset.open_image("metadata.parquet#000000000")
 
 
-def test_folders_that_are_no_diffusiondb(tmp_path: Path):
+def test_folders_without_diffusiondb_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match=r"holds no DiffusionDB: neither part-000001/part-000001.json"):
         open_dataset(f"diffusiondb:{tmp_path}")
     root = write_diffusiondb(tmp_path)
@@ -257,7 +257,7 @@ def test_diffusiondb_saved_to_disk(tmp_path: Path, hub_form: Any):
     one_line(caught)
 
 
-def test_a_selection_that_was_saved_keeps_its_rows(tmp_path: Path, hub_form: Any):
+def test_saved_selection_keeps_its_rows(tmp_path: Path, hub_form: Any):
     hub_form.select([3, 1]).save_to_disk(str(tmp_path / "saved"))
     dataset = open_dataset(f"diffusiondb:{tmp_path / 'saved'}")
     rows = diffusiondb_rows(1)
@@ -273,7 +273,7 @@ def test_diffusiondb_as_parquet_of_datasets(tmp_path: Path, hub_form: Any):
     check_hub_form(f"diffusiondb:{tmp_path}/2m_first_5k/train-00000-of-00001.parquet")
 
 
-def test_the_hub_without_a_connection_is_one_clear_line():
+def test_hub_without_connection_gives_a_one_line_error():
     pytest.importorskip("datasets")
     # conftest sets HF_HUB_OFFLINE, so that no request is sent.
     with pytest.raises(RunError, match=r"cannot load the data set poloclub/diffusiondb \(2m_random_1k\)") as caught:
@@ -281,7 +281,7 @@ def test_the_hub_without_a_connection_is_one_clear_line():
     assert "give the path of a local copy" in one_line(caught)
 
 
-def test_without_datasets_the_extra_is_named(tmp_path: Path, hub_form: Any, monkeypatch: pytest.MonkeyPatch):
+def test_missing_datasets_package_names_the_extra(tmp_path: Path, hub_form: Any, monkeypatch: pytest.MonkeyPatch):
     hub_form.save_to_disk(str(tmp_path / "saved"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     for spec in ("diffusiondb:hub", f"diffusiondb:{tmp_path / 'saved'}"):

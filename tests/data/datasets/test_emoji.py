@@ -6,7 +6,7 @@ from patchedserve.data.datasets.emoji import open_emoji
 from patchedserve.data.errors import UsageError
 
 
-def test_the_training_split_is_another_and_is_named() -> None:
+def test_training_split_differs_and_is_named() -> None:
     held_out, training = open_emoji(num_images=3), open_emoji(split="train", num_images=3)
     names = [[entry.id for entry in each.entries()] for each in (held_out, training)]
     assert not {*names[0]} & {*names[1]}

@@ -37,7 +37,7 @@ def write_scenes(folder: Path, names: list[str], width: int = 32, height: int = 
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_images_come_in_the_order_in_which_they_are_read_fastest(sample: Sample, workers: int):
+def test_images_are_yielded_in_storage_order(sample: Sample, workers: int):
     found = list(iter_images(sample, workers=workers, crop="none"))
     assert [image_id for image_id, _ in found] == list(sample.reading_order)
     assert sorted(sample.ids) == list(sample.reading_order) != list(sample.ids)
@@ -74,11 +74,11 @@ def test_scaling_down_is_antialiased():
 
 
 @pytest.mark.parametrize(("size", "shape"), [(16, (16, 16, 3)), (Resolution(48, 16), (16, 48, 3)), (None, (24, 24, 3))])
-def test_arrays_have_the_size_asked_for(sample: Sample, size: int | Resolution | None, shape: tuple[int, ...]):
+def test_arrays_have_the_requested_size(sample: Sample, size: int | Resolution | None, shape: tuple[int, ...]):
     assert {array.shape for _, array in iter_images(sample, size)} == {shape}
 
 
-def test_bad_requests_are_refused_at_once(sample: Sample, tmp_path: Path):
+def test_invalid_arguments_are_refused_before_loading(sample: Sample, tmp_path: Path):
     with pytest.raises(UsageError, match="workers is 0"):
         iter_images(sample, workers=0)
     with pytest.raises(UsageError, match="image size is 0x0"):
@@ -94,7 +94,7 @@ def test_bad_requests_are_refused_at_once(sample: Sample, tmp_path: Path):
         digest_of_images(captions)
 
 
-def test_images_that_went_bad_since_are_named_counted_and_left_out(sample: Sample, tmp_path: Path):
+def test_images_damaged_after_sampling_are_reported_and_skipped(sample: Sample, tmp_path: Path):
     victim = sample.ids[2]
     (tmp_path / "coco" / "val2017" / f"{int(victim):012d}.jpg").write_bytes(b"")
     with pytest.raises(UsageError, match=f"1 bad entry so far, but at most 0 allowed.*first: {victim}: .*is empty"):
@@ -105,7 +105,7 @@ def test_images_that_went_bad_since_are_named_counted_and_left_out(sample: Sampl
     assert victim in bad.problems[0]
 
 
-def test_reading_ahead_is_bounded_and_stops_with_its_taker():
+def test_prefetch_is_bounded_and_stops_with_its_consumer():
     begun: list[int] = []
     lock = threading.Lock()
 
@@ -123,7 +123,7 @@ def test_reading_ahead_is_bounded_and_stops_with_its_taker():
     assert len(begun) == count
 
 
-def test_an_error_comes_up_at_its_item():
+def test_worker_error_is_raised_at_its_item():
     def work(item: int) -> int:
         if item == 3:
             raise KeyError(item)
@@ -136,7 +136,7 @@ def test_an_error_comes_up_at_its_item():
     assert list(prefetch([], work, 1)) == []
 
 
-def test_threads_decode_at_the_same_time(sample: Sample, monkeypatch: pytest.MonkeyPatch):
+def test_threads_decode_in_parallel(sample: Sample, monkeypatch: pytest.MonkeyPatch):
     # Each image waits for another one, so that loading one at a time would time out.
     barrier = threading.Barrier(2, timeout=60)
     original = loading.fitted
@@ -197,7 +197,7 @@ def test_a_folder_lists_its_images_in_order(tmp_path: Path):
     assert digest_of_images(open_folder(tmp_path)) != before
 
 
-def test_folders_that_are_none(tmp_path: Path):
+def test_files_and_folders_without_images_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match=r"none: no such file or folder, but a folder of images is needed"):
         open_folder(tmp_path / "none")
     (tmp_path / "x.png").write_bytes(encoded(scene_image(0)))
@@ -233,7 +233,7 @@ def one_line(error: pytest.ExceptionInfo[UsageError]) -> str:
     return str(error.value)
 
 
-def test_folders_that_do_not_match(tmp_path: Path):
+def test_folders_with_unmatched_images_are_refused(tmp_path: Path):
     left, right = folders(tmp_path, [f"{i}.png" for i in range(6)], ["0.png", "1.png", "x.png"])
     with pytest.raises(UsageError) as caught:
         pair_folders(left, right)
@@ -249,13 +249,13 @@ def test_folders_that_do_not_match(tmp_path: Path):
     )
 
 
-def test_stems_that_stand_twice(tmp_path: Path):
+def test_duplicate_stems_are_refused(tmp_path: Path):
     left, right = folders(tmp_path, ["a.png", "a.jpg"], ["a.png", "b.png"])
     with pytest.raises(UsageError, match=r"left: a.jpg and a.png differ in their suffix only"):
         pair_folders(left, right)
 
 
-def test_sizes_that_differ(tmp_path: Path):
+def test_pairs_of_different_sizes_are_refused(tmp_path: Path):
     left, right = folders(tmp_path, ["a.png", "b.png", "c.png"], ["a.png", "b.png", "c.png"])
     scene_image(1, 24, 32).save(right.root / "b.png")
     scene_image(1, 16, 16).save(right.root / "c.png")
@@ -265,7 +265,7 @@ def test_sizes_that_differ(tmp_path: Path):
         pair_folders(left, right)
 
 
-def test_a_picture_lying_on_its_side_has_the_size_of_the_upright_one(tmp_path: Path):
+def test_rotated_image_has_the_size_of_the_upright_one(tmp_path: Path):
     left, right = folders(tmp_path, ["a.png"], ["a.png"])
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -23,7 +23,7 @@ def array_of(content: bytes) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
-def test_rgb_stays_as_it_is():
+def test_rgb_is_unchanged():
     scene = scene_image(0)
     assert np.array_equal(array_of(encoded(scene)), np.asarray(scene))
 
@@ -59,7 +59,7 @@ def test_palette():
     assert np.array_equal(array_of(encoded(scene, "GIF")), np.asarray(scene.convert("RGB")))
 
 
-def test_what_is_transparent_shows_white():
+def test_transparent_pixels_become_white():
     clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
     half = Image.new("RGBA", (4, 4), (0, 0, 0, 128))
     assert (array_of(encoded(clear)) == 255).all()
@@ -83,7 +83,7 @@ def test_sixteen_bits_are_scaled_not_clipped():
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pngs_of_every_kind_are_what_the_specification_says(case: PngCase):
+def test_pngs_of_every_kind_decode_as_specified(case: PngCase):
     for is_interlaced in (False, True):
         png = random_png(np.random.default_rng(0), *case, is_interlaced=is_interlaced)
         rgba = png.rgba().astype(float)
@@ -125,7 +125,7 @@ def test_exif_orientation_is_undone(orientation: int):
     assert np.array_equal(array_of(content), np.asarray(upright))
 
 
-def test_nonsense_in_exif_counts_as_none():
+def test_invalid_exif_is_ignored():
     content = encoded(scene_image(3), "JPEG", exif=b"Exif\0\0" + b"nonsense" * 4)
     assert array_of(content).shape == (24, 32, 3)
     exif = Image.Exif()
@@ -133,7 +133,7 @@ def test_nonsense_in_exif_counts_as_none():
     assert array_of(encoded(scene_image(3), exif=exif)).shape == (24, 32, 3)
 
 
-def test_damaged_files_are_named_in_one_line():
+def test_damaged_files_give_a_one_line_error():
     png, jpeg = encoded(scene_image(4)), encoded(scene_image(4), "JPEG")
     for content, message in [
         (b"", "img-7: the image file is empty"),
@@ -149,7 +149,7 @@ def test_damaged_files_are_named_in_one_line():
         assert "\n" not in str(caught.value)
 
 
-def test_no_byte_of_a_png_is_wrong_without_notice():
+def test_any_damaged_png_byte_is_detected():
     scene = scene_image(4)
     png = encoded(scene)
     for place in range(33, len(png) - 12, 40):
@@ -159,7 +159,7 @@ def test_no_byte_of_a_png_is_wrong_without_notice():
             decode_rgb(bytes(wrong), "img-7")
 
 
-def test_a_header_may_be_whole_where_the_image_is_not():
+def test_header_is_readable_although_the_image_is_damaged():
     jpeg = encoded(scene_image(4, 64, 48), "JPEG")
     assert size_of(jpeg[: len(jpeg) - 200], "x") == (64, 48)
     with pytest.raises(BadImageError):

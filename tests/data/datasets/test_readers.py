@@ -19,21 +19,21 @@ from ...support.caption_sets import (
 
 
 @pytest.mark.parametrize("spec", ["", "imagenet:/x", "COCO:/x", "/some/path", "hub"])
-def test_unknown_specs_list_what_is_allowed(spec: str):
+def test_unknown_specs_list_the_allowed_ones(spec: str):
     with pytest.raises(UsageError, match="must be one of: coco:PATH") as caught:
         open_dataset(spec)
     assert all(kind in one_line(caught) for kind in OPENERS)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPENERS if kind != "emoji"])
-def test_paths_are_needed_and_must_exist(kind: str, tmp_path: Path):
+def test_paths_are_required_and_must_exist(kind: str, tmp_path: Path):
     with pytest.raises(UsageError, match=f"needs a path: {kind}:PATH"):
         open_dataset(f"{kind}:")
     with pytest.raises(UsageError, match=r"nothing: no such file or folder"):
         open_dataset(f"{kind}:{tmp_path}/nothing")
 
 
-def test_options_of_another_kind_are_refused(tmp_path: Path):
+def test_options_of_another_data_set_are_refused(tmp_path: Path):
     with pytest.raises(
         UsageError, match="max_nsfw is not an option of the data set coco, whose options are: split, image_"
     ):
@@ -71,7 +71,7 @@ def test_whole_numbers(value: object, number: int | None):
 
 
 @pytest.mark.parametrize("value", ["x", "1.5", 1.5, True, float("nan"), "inf", [1]])
-def test_no_whole_numbers(value: object):
+def test_non_integers_are_refused(value: object):
     with pytest.raises(ValueError, match=r"."):
         whole_number(value)
 
@@ -120,7 +120,7 @@ def test_caption_files_with_sizes_and_without_ids(tmp_path: Path):
         ("c.jsonl", '{"caption": "a"', r"c.jsonl:1: not valid JSON"),
     ],
 )
-def test_caption_files_that_cannot_be_read(tmp_path: Path, name: str, text: str, message: str):
+def test_unreadable_caption_files_are_refused(tmp_path: Path, name: str, text: str, message: str):
     (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=message) as caught:
         list(open_dataset(f"captions:{tmp_path / name}").entries())

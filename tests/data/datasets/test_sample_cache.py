@@ -25,7 +25,7 @@ def cached_file(folder: Path) -> Path:
     return path
 
 
-def test_a_sample_is_kept_and_found_again(coco: CaptionDataset, tmp_path: Path):
+def test_sample_is_cached_and_found_again(coco: CaptionDataset, tmp_path: Path):
     cache = tmp_path / "cache"
     drawn = sample_pairs(coco, 8, 0, cache_dir=cache)
     path = cached_file(cache)
@@ -39,7 +39,7 @@ def test_a_sample_is_kept_and_found_again(coco: CaptionDataset, tmp_path: Path):
         sample_pairs(coco, 8, 0)
 
 
-def test_whatever_decides_the_sample_decides_the_key(coco: CaptionDataset, tmp_path: Path):
+def test_cache_key_depends_on_all_inputs_of_the_sample(coco: CaptionDataset, tmp_path: Path):
     cache = tmp_path / "cache"
     sample_pairs(coco, 8, 0, cache_dir=cache)
     sample_pairs(coco, 7, 0, cache_dir=cache)
@@ -53,7 +53,7 @@ def test_whatever_decides_the_sample_decides_the_key(coco: CaptionDataset, tmp_p
     assert len(list(cache.iterdir())) == 4
 
 
-def test_samples_of_drawn_scenes_are_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_samples_of_generated_scenes_are_bound_to_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     scenes = open_dataset("emoji", resolution="64", num_images=6)
     for _ in range(2):
         sample_pairs(scenes, 3, 0, cache_dir=tmp_path)
@@ -87,7 +87,7 @@ def test_a_damaged_cache_is_drawn_again(coco: CaptionDataset, tmp_path: Path, da
     assert path.read_text() == whole
 
 
-def test_a_sample_with_bad_entries_is_not_kept(coco: CaptionDataset, tmp_path: Path):
+def test_sample_with_bad_entries_is_not_cached(coco: CaptionDataset, tmp_path: Path):
     cache = tmp_path / "cache"
     whole = sample_pairs(coco, 8, 0)
     path = coco_path(coco, whole.ids[0])
@@ -99,7 +99,7 @@ def test_a_sample_with_bad_entries_is_not_kept(coco: CaptionDataset, tmp_path: P
     assert sample_pairs(coco, 8, 0, max_bad=1, cache_dir=cache).items == whole.items
 
 
-def test_a_cache_that_cannot_be_written_is_an_error(coco: CaptionDataset, tmp_path: Path):
+def test_unwritable_cache_is_an_error(coco: CaptionDataset, tmp_path: Path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(OSError, match="cache"):
         sample_pairs(coco, 2, 0, cache_dir=tmp_path / "cache")

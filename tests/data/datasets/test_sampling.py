@@ -25,14 +25,14 @@ def coco(tmp_path: Path) -> CaptionDataset:
     return twenty_of_coco(tmp_path / "coco")
 
 
-def test_the_sample_is_this_one_on_every_machine(tmp_path: Path):
+def test_sample_is_the_same_on_every_machine(tmp_path: Path):
     sample = sample_pairs(captions_file(tmp_path / "c.jsonl"), 6, seed=1)
     # From `printf "1|$id" | sha256sum`, sorted. A change here would change every published figure.
     assert sample.ids == ("11", "14", "4", "15", "12", "2")
     assert sample.captions[0] == "caption 11"
 
 
-def test_the_choice_of_captions_is_this_one_on_every_machine(coco: CaptionDataset):
+def test_caption_choice_is_the_same_on_every_machine(coco: CaptionDataset):
     sample = sample_pairs(coco, 5, seed=3)
     # From `printf "3|$id|Caption $k of image $id." | sha256sum`.
     assert [(item.id, item.caption[8:9]) for item in sample.items] == [
@@ -45,7 +45,7 @@ def test_the_choice_of_captions_is_this_one_on_every_machine(coco: CaptionDatase
 
 
 @pytest.mark.slow
-def test_another_process_with_another_hash_seed_draws_the_same(coco: CaptionDataset, tmp_path: Path):
+def test_sample_does_not_depend_on_the_hash_seed(coco: CaptionDataset, tmp_path: Path):
     code = (
         "import sys; from patchedserve.data.datasets.registry import open_dataset; "
         "from patchedserve.data.datasets.sampling import sample_pairs; "
@@ -62,7 +62,7 @@ def test_another_process_with_another_hash_seed_draws_the_same(coco: CaptionData
         assert run.stdout.strip() == str(sample_pairs(coco, 8, 5).items)
 
 
-def test_seeds_draw_different_pairs_and_small_samples_begin_large_ones(coco: CaptionDataset):
+def test_seeds_differ_and_small_samples_are_prefixes_of_large_ones(coco: CaptionDataset):
     first, other = sample_pairs(coco, 12, 0), sample_pairs(coco, 12, 1)
     assert first.ids != other.ids
     assert len(set(first.ids)) == 12
@@ -95,14 +95,14 @@ def shuffled_coco(root: Path) -> None:
     path.write_text(json.dumps(dict(reversed(content.items()))))
 
 
-def test_the_order_of_the_entries_does_not_matter(tmp_path: Path):
+def test_sample_does_not_depend_on_entry_order(tmp_path: Path):
     root = write_coco(tmp_path, coco_content(20))
     before = sample_pairs(open_dataset(f"coco:{root}"), 10, 2)
     shuffled_coco(root)
     assert sample_pairs(open_dataset(f"coco:{root}"), 10, 2).items == before.items
 
 
-def test_the_order_of_rows_and_files_does_not_matter(tmp_path: Path):
+def test_sample_does_not_depend_on_row_and_file_order(tmp_path: Path):
     rows = [{"id": f"i{n}", "text": f"t{n}", "image": encoded(scene_image(n))} for n in range(12)]
     drawn = []
     for number, order in enumerate((range(12), reversed(range(12)), (5, 1, 0, 11, 2, 3, 4, 10, 9, 8, 7, 6))):
@@ -117,14 +117,14 @@ def test_the_order_of_rows_and_files_does_not_matter(tmp_path: Path):
 
 
 @pytest.mark.parametrize("n", [21, 5000])
-def test_more_than_there_are(coco: CaptionDataset, n: int):
+def test_sample_larger_than_the_data_set_is_refused(coco: CaptionDataset, n: int):
     message = f"{n} text-image pairs were asked for, but there are only 20 usable ones$"
     with pytest.raises(UsageError, match=message) as caught:
         sample_pairs(coco, n)
     assert "\n" not in str(caught.value)
 
 
-def test_empty_sets_and_bad_numbers(coco: CaptionDataset, tmp_path: Path):
+def test_empty_sets_and_invalid_counts_are_refused(coco: CaptionDataset, tmp_path: Path):
     (tmp_path / "c.csv").write_text("caption\n")
     with pytest.raises(UsageError, match=r"c.csv: at least 1 text-image pairs were asked for, but there are only 0 us"):
         sample_pairs(open_dataset(f"captions:{tmp_path / 'c.csv'}"), None)

@@ -36,7 +36,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_bad_images_are_named_counted_and_replaced(coco: CaptionDataset, damage: str):
+def test_bad_images_are_reported_and_replaced(coco: CaptionDataset, damage: str):
     whole = sample_pairs(coco, 12, 0)
     spoil, message = DAMAGES[damage]
     for image_id in (whole.ids[2], whole.ids[5]):
@@ -86,7 +86,7 @@ def test_problems_of_entries_count_like_bad_images(tmp_path: Path):
 
 @pytest.mark.parametrize("copies", [2, 3, 40])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_ids_that_stand_twice_are_found_wherever_a_page_ends(tmp_path: Path, copies: int, n: int):
+def test_duplicate_ids_are_found_across_page_boundaries(tmp_path: Path, copies: int, n: int):
     lines = [{"id": i, "caption": f"c{i}"} for i in range(8)]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, lines)))
     dataset = open_dataset(f"captions:{tmp_path / 'c.jsonl'}")

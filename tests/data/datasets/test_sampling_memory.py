@@ -49,7 +49,7 @@ def test_memory_of_sampling_does_not_grow_with_the_set(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_memory_of_sampling_coco_is_that_of_its_json(tmp_path: Path):
+def test_sampling_coco_needs_no_more_memory_than_its_json(tmp_path: Path):
     count = 100_000
     images = ",".join(f'{{"id":{i},"file_name":"{i:012d}.jpg"}}' for i in range(count))
     captions = ",".join(f'{{"image_id":{i},"caption":"c {i}"}}' for i in range(count))
@@ -61,7 +61,7 @@ def test_memory_of_sampling_coco_is_that_of_its_json(tmp_path: Path):
     assert sampling < 0.15 * reading
 
 
-def test_small_sets_are_sampled_in_small_memory_too(tmp_path: Path):
+def test_sampling_small_sets_needs_little_memory(tmp_path: Path):
     dataset = captions_file(tmp_path / "c.jsonl", 4000)
     tracemalloc.start()
     try:

@@ -17,7 +17,7 @@ from patchedserve.data.errors import UsageError
 from ...support.caption_sets import coco_content, encoded, scene_image, write_coco, write_diffusiondb
 
 
-def test_every_option_of_every_kind_can_be_written_and_is_documented() -> None:
+def test_every_option_can_be_given_in_a_spec_and_is_documented() -> None:
     for kind, opener in OPENERS.items():
         parameters = inspect.signature(opener).parameters.values()
         assert SPEC_OPTIONS[kind] == tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
@@ -39,7 +39,7 @@ def test_every_option_of_every_kind_can_be_written_and_is_documented() -> None:
         ("emoji:?data_seed=2", DatasetSpec("emoji", "", {"data_seed": 2})),
     ],
 )
-def test_specs_are_taken_apart(spec: str, parsed: DatasetSpec) -> None:
+def test_specs_are_parsed(spec: str, parsed: DatasetSpec) -> None:
     assert parse_spec(spec) == parsed
     assert [type(value) for value in parse_spec(spec).options.values()] == [type(v) for v in parsed.options.values()]
 
@@ -61,14 +61,14 @@ def test_specs_are_taken_apart(spec: str, parsed: DatasetSpec) -> None:
         ("imagenet?split=a", "must be one of: coco:PATH"),
     ],
 )
-def test_wrong_options_are_one_line(spec: str, message: str) -> None:
+def test_invalid_options_give_a_one_line_error(spec: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_spec(spec)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_values_out_of_range_and_options_given_on_both_ways(tmp_path: Path) -> None:
+def test_values_out_of_range_and_options_given_twice_are_refused(tmp_path: Path) -> None:
     root = write_diffusiondb(tmp_path)
     for value in ("-1", "nan", "2.1"):
         with pytest.raises(UsageError, match="must be a number from 0 to 2"):
@@ -86,7 +86,7 @@ def test_a_path_that_exists_may_hold_a_question_mark(tmp_path: Path) -> None:
     assert len(list(open_dataset(f"coco:{root}?split=val2017").entries())) == 6
 
 
-def test_the_key_of_a_sample_holds_every_option(tmp_path: Path) -> None:
+def test_sample_key_contains_every_option(tmp_path: Path) -> None:
     coco = write_coco(write_coco(tmp_path / "coco", split="train2017"), split="val2017")
     (tmp_path / "moved").mkdir()
     pictures = write_diffusiondb(tmp_path / "db")

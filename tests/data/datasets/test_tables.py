@@ -47,7 +47,7 @@ def test_image_folders(tmp_path: Path, form: str, column: str):
     assert_shows(dataset, entries["sub/1.jpg"], 1)
 
 
-def test_the_datasets_package_reads_the_same(tmp_path: Path):
+def test_image_folders_equal_those_of_the_datasets_package(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     (tmp_path / "train").mkdir()
     lines = ["file_name,caption"]
@@ -65,7 +65,7 @@ def test_the_datasets_package_reads_the_same(tmp_path: Path):
         assert np.array_equal(np.asarray(row["image"]), found[row["caption"]])
 
 
-def test_image_folder_oddities_become_problems(tmp_path: Path):
+def test_malformed_image_folder_entries_are_reported_as_problems(tmp_path: Path):
     for name in ("a.png", "b.png", "c.png", "unlisted.png", ".hidden.png", "notes.txt"):
         (tmp_path / name).write_bytes(encoded(scene_image(0)))
     records = [
@@ -87,7 +87,7 @@ def test_image_folder_oddities_become_problems(tmp_path: Path):
     }
 
 
-def test_folders_with_metadata_of_their_own(tmp_path: Path):
+def test_subfolders_with_their_own_metadata(tmp_path: Path):
     for split, number in (("train", 0), ("test", 1)):
         (tmp_path / split).mkdir()
         scene_image(number).save(tmp_path / split / "x.png")
@@ -115,7 +115,7 @@ def test_folders_with_metadata_of_their_own(tmp_path: Path):
         ({"metadata.jsonl": "[1]\n"}, r"metadata.jsonl:1: holds a list, but every line must be an object"),
     ],
 )
-def test_image_folders_that_cannot_be_read(tmp_path: Path, files: dict[str, str], message: str):
+def test_unreadable_image_folders_are_refused(tmp_path: Path, files: dict[str, str], message: str):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=message) as caught:
@@ -188,7 +188,7 @@ def test_images_as_plain_bytes_and_columns_by_name(tmp_path: Path, kind: pa.Data
     assert list(by_id(named)) == ["x", "y", "z"]
 
 
-def test_images_given_by_path_alone(tmp_path: Path):
+def test_images_given_only_by_path(tmp_path: Path):
     scene_image(3).save(tmp_path / "x.png")
     column = [{"bytes": None, "path": str(tmp_path / "x.png")}, {"bytes": None, "path": str(tmp_path / "y.png")}]
     image = pa.array(column, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
@@ -212,7 +212,7 @@ def test_parquet_with_several_splits(tmp_path: Path):
         open_dataset(f"parquet:{next(tmp_path.rglob('*.parquet'))}", split="train")
 
 
-def test_parquet_that_cannot_be_read(tmp_path: Path):
+def test_unreadable_parquet_is_refused(tmp_path: Path):
     def error(content: bytes | dict[str, Any], **options: Any) -> str:
         path = tmp_path / "x.parquet"
         if isinstance(content, bytes):
@@ -237,7 +237,7 @@ def test_parquet_that_cannot_be_read(tmp_path: Path):
     assert "but the files before it have caption, image" in error({"caption": ["a"], "picture": [b"x"]})
 
 
-def test_damage_inside_a_parquet_file_is_one_line(tmp_path: Path):
+def test_damaged_parquet_data_gives_a_one_line_error(tmp_path: Path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table(parquet_columns(0, 30)), path, compression="snappy", use_dictionary=False)
     content = bytearray(path.read_bytes())

@@ -35,7 +35,7 @@ def test_every_drawing_rasterises_to_something_visible():
 
 
 @pytest.mark.parametrize("resolution", SIZES, ids=str)
-def test_a_picture_is_the_same_whenever_it_is_drawn(resolution):
+def test_drawing_is_deterministic(resolution):
     dataset = EmojiDataset(resolution, 6, "heldout", seed=3)
     again = EmojiDataset(resolution, 100, "heldout", seed=3)
     for index in (0, 5):
@@ -53,7 +53,7 @@ def test_splits_and_seeds_draw_different_pictures():
     assert len(set(first)) == 4
 
 
-def test_training_never_shows_a_heldout_composition_and_the_heldout_split_shows_nothing_else():
+def test_heldout_compositions_appear_only_in_the_heldout_split():
     rng = np.random.default_rng(0)
     for _ in range(600):
         scene = sample_scene(rng, SIZES[0], "train")

@@ -44,7 +44,7 @@ OF_MANY_STEPS = ["emoji-xl", "emoji-3"]
 
 
 @pytest.mark.parametrize("name", OF_MANY_STEPS)
-def test_the_cache_predictor_in_the_box_fits_its_model_and_decides(name: str) -> None:
+def test_bundled_cache_predictor_fits_its_model_and_decides(name: str) -> None:
     folder = bundled_model_path(name)
     file = folder / CACHE_PREDICTOR_FILE
     assert file.stat().st_size < 300_000
@@ -116,7 +116,7 @@ def test_plain_diffusers_loads_and_samples(name):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_autoencoder_keeps_the_promise_of_its_card(generator):
+def test_autoencoder_reaches_the_psnr_of_its_card(generator):
     _, images = heldout_images(24)
     by_size = {str(side): [image for image in images if image.width == side] for side in (128, 192, 256)}
     figures = measure_autoencoder_psnr(generator.pipe.vae, by_size)
@@ -138,7 +138,7 @@ def test_generated_backgrounds_follow_the_prompt_at_every_size(generator):
 
 
 @pytest.mark.slow
-def test_the_judge_recognises_real_pictures():
+def test_bundled_judge_recognises_real_images():
     figures = measure_judge(load_clip("emoji-clip"), CardOptions(num_pairs=120))
     assert figures["zero_shot_object_at_1"] >= 0.9
     assert figures["image_to_text_recall_at_1"] >= 0.95
@@ -146,7 +146,7 @@ def test_the_judge_recognises_real_pictures():
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_card_tells_what_was_measured(generator):
+def test_model_card_states_the_measured_figures(generator):
     options = CardOptions(num_generated=6, num_fid=0, num_encoded=6, num_inference_steps=4)
     figures = measure_generator(generator, load_clip("emoji-clip"), options)
     assert set(figures["autoencoder_psnr_db"]) == {"128x128", "192x192", "256x256"}

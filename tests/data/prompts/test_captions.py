@@ -29,7 +29,7 @@ def test_forms(tmp_path: Path, name: str, content: str) -> None:
     assert load_prompts(write(tmp_path, name, content)) == ["a taco", 'a cat, "big"', "ein Bär"]
 
 
-def test_prompt_goes_before_caption(tmp_path: Path) -> None:
+def test_prompt_precedes_caption(tmp_path: Path) -> None:
     assert load_prompts(write(tmp_path, "p.csv", "caption,prompt\nno,yes\n")) == ["yes"]
 
 
@@ -62,7 +62,7 @@ def test_a_quoted_prompt_may_span_lines(tmp_path: Path) -> None:
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_bad_files_get_one_line(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_bad_files_give_a_one_line_error(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         load_prompts(write(tmp_path, name, content))
     assert "\n" not in str(caught.value)

@@ -44,7 +44,7 @@ def test_combinations_are_read_and_written(text: str, counts: dict[Resolution, i
     assert parse_batch(format_batch(counts)) == counts
 
 
-def test_written_form_is_the_one_that_is_shown() -> None:
+def test_written_form_equals_the_displayed_one() -> None:
     assert format_batch({L: 1, WIDE: 2, S: 0}) == "2*128x192 + 1024x1024"
     assert Combination((L, WIDE), (1, 2)).label == "2*128x192 + 1024x1024"
 
@@ -92,7 +92,7 @@ def test_figures_of_a_row() -> None:
     assert row.first_step_median_ms is None
 
 
-def test_csv_of_another_program(tmp_path: Path) -> None:
+def test_csv_of_other_programs_is_read(tmp_path: Path) -> None:
     path = tmp_path / "h100.csv"
     path.write_text("ms,note,combination\n33.5,x,2x512x512+1x1024x1024\n10,,512\n14,second,1*512x512\n")
     table = read_latencies(path)
@@ -101,7 +101,7 @@ def test_csv_of_another_program(tmp_path: Path) -> None:
     assert table.rows[1].median_ms == 12.0
 
 
-def test_parquet_of_another_program(tmp_path: Path) -> None:
+def test_parquet_of_other_programs_is_read(tmp_path: Path) -> None:
     path = tmp_path / "h100.parquet"
     pq.write_table(pa.table({"combination": ["512", "2*512 + 1024"], "ms": [3, 9], "gpu": ["a", "b"]}), path)
     assert read_latencies(path).rows == (LatencyRow({S: 1}, (3.0,)), LatencyRow({S: 2, L: 1}, (9.0,)))
@@ -193,7 +193,7 @@ ABOUT = {"circumstances": asdict(CIRCUMSTANCES), "settings": {}}
         ([ROW], {"circumstances": {"model": "a"}, "settings": {}}, "is damaged .its circumstances are incomplete"),
     ],
 )
-def test_our_own_tables_are_checked(
+def test_tables_of_psctl_are_validated(
     tmp_path: Path, rows: list[dict[str, Any]], about: dict[str, Any] | None, message: str
 ) -> None:
     path = tmp_path / "table.parquet"
@@ -203,7 +203,7 @@ def test_our_own_tables_are_checked(
     assert str(caught.value).startswith(str(path))
 
 
-def test_circumstances_say_what_differs() -> None:
+def test_circumstances_report_differences() -> None:
     assert CIRCUMSTANCES.difference(CIRCUMSTANCES) is None
     assert RunFacts.from_json(json.loads(json.dumps(asdict(CIRCUMSTANCES)))) == CIRCUMSTANCES
     for change, message in (

@@ -103,7 +103,9 @@ def test_folders_named_like_partitions_add_no_columns(tmp_path: Path) -> None:
         ({"extra": 1}, r"row 1: columns \['extra'\] are missing or unknown"),
     ],
 )
-def test_rows_that_do_not_fit_are_our_fault_and_leave_no_file(tmp_path: Path, change: dict, message: str) -> None:
+def test_rows_that_violate_the_schema_are_internal_errors_and_leave_no_file(
+    tmp_path: Path, change: dict, message: str
+) -> None:
     with pytest.raises(RuntimeError, match=message):
         write_table(tmp_path / "t.parquet", STEPS, [STEP, STEP | change])
     with pytest.raises(RuntimeError, match=r"columns \['waiting'\] are missing"):
@@ -111,7 +113,7 @@ def test_rows_that_do_not_fit_are_our_fault_and_leave_no_file(tmp_path: Path, ch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     write_table(path, STEPS, [STEP])
     with pytest.raises(RuntimeError):
@@ -130,7 +132,7 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_files_that_are_something_else(tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     with pytest.raises(UsageError, match="cannot read the records table: No such file"):
         read_table(path, RECORDS)

@@ -34,7 +34,7 @@ def rows(num: int, **changes: Any) -> dict[str, Any]:
     return given | changes
 
 
-def test_many_pieces_are_one_table(tmp_path: Path) -> None:
+def test_pieces_are_joined_into_one_table(tmp_path: Path) -> None:
     path = tmp_path / "new" / "blocks.parquet"
     with TableWriter(path, BLOCKS, FACTS.to_json(), group_rows=100) as writer:
         for i in range(40):
@@ -55,7 +55,7 @@ def test_many_pieces_are_one_table(tmp_path: Path) -> None:
     assert BlockFacts.from_json(read_facts(path, BLOCKS), source="it") == FACTS
 
 
-def test_batches_are_the_table(tmp_path: Path) -> None:
+def test_batches_equal_the_table(tmp_path: Path) -> None:
     path = tmp_path / "blocks.parquet"
     with TableWriter(path, BLOCKS, {}, group_rows=64) as writer:
         for i in range(50):
@@ -70,7 +70,7 @@ def test_batches_are_the_table(tmp_path: Path) -> None:
     assert sum(batch.num_rows for batch in some) == 250
 
 
-def test_buffers_may_be_used_again(tmp_path: Path) -> None:
+def test_buffers_may_be_reused(tmp_path: Path) -> None:
     path, buffer = tmp_path / "blocks.parquet", np.zeros(2)
     with TableWriter(path, BLOCKS, {}) as writer:
         for i in range(3):
@@ -79,7 +79,7 @@ def test_buffers_may_be_used_again(tmp_path: Path) -> None:
     assert read_table(path, BLOCKS).column("input_mse").to_pylist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_memory_stays_flat(tmp_path: Path) -> None:
+def test_memory_is_bounded(tmp_path: Path) -> None:
     """Arrow holds as much memory after many rows as after few."""
     held: list[int] = []
     with TableWriter(tmp_path / "blocks.parquet", BLOCKS, {}, group_rows=5_000) as writer:
@@ -104,7 +104,7 @@ def test_an_empty_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", ["input_mse", "output_mse_normalised", "step_fraction"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_none_are_refused(tmp_path: Path, column: str, value: float) -> None:
+def test_non_numbers_are_refused(tmp_path: Path, column: str, value: float) -> None:
     path = tmp_path / "blocks.parquet"
 
     def write() -> None:
@@ -136,7 +136,9 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, column: str, value: f
         ({"lag": 1.5}, RuntimeError, "lag has the wrong type"),
     ],
 )
-def test_rows_that_do_not_fit_leave_no_file(tmp_path: Path, changes: dict, kind: type[Exception], message: str) -> None:
+def test_rows_that_violate_the_schema_leave_no_file(
+    tmp_path: Path, changes: dict, kind: type[Exception], message: str
+) -> None:
     def write() -> None:
         with TableWriter(tmp_path / "b.parquet", BLOCKS, {}) as writer:
             writer.write(rows(3))
@@ -147,7 +149,7 @@ def test_rows_that_do_not_fit_leave_no_file(tmp_path: Path, changes: dict, kind:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_columns_as_single_values_have_no_length(tmp_path: Path) -> None:
+def test_tables_of_only_scalar_columns_are_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"columns have \[\] rows"),
         TableWriter(tmp_path / "b.parquet", BLOCKS, {}) as writer,
@@ -186,7 +188,7 @@ def test_parts_are_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [lambda path: list(read_batches(path, BLOCKS)), lambda path: read_facts(path, BLOCKS)])
-def test_files_that_are_something_else(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_files_of_other_kinds_are_refused(tmp_path: Path, read: Callable[[Path], object]) -> None:
     path = tmp_path / "b.parquet"
     with pytest.raises(UsageError, match="cannot read the blocks table: No such file"):
         read(path)
@@ -205,7 +207,7 @@ def test_files_that_are_something_else(tmp_path: Path, read: Callable[[Path], ob
             read(path)
 
 
-def test_a_flipped_bit_in_the_middle_is_seen(tmp_path: Path) -> None:
+def test_flipped_bit_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "b.parquet"
     with TableWriter(path, BLOCKS, {}) as writer:
         writer.write(rows(20_000, input_mse=np.random.default_rng(0).random(20_000)))
@@ -250,13 +252,13 @@ def test_facts_are_read_back_or_refused() -> None:
         ({"blocks": ("down0", "mid")}, r"for 3 blocks \(down0, mid, up0\), but emoji-xl has 2"),
     ],
 )
-def test_facts_that_do_not_fit_are_named(change: dict[str, Any], message: str) -> None:
+def test_facts_that_do_not_match_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         FACTS.check_fits(replace(FACTS, **change), source="it")
     assert "\n" not in str(caught.value)
 
 
-def test_the_same_files_under_another_name_fit() -> None:
+def test_same_files_under_another_name_match() -> None:
     FACTS.check_fits(FACTS, source="it")
     FACTS.check_fits(replace(FACTS, model="/models/emoji-xl"), source="it")
     FACTS.check_fits(replace(FACTS, fingerprint=""), source="it")

@@ -29,7 +29,7 @@ def test_diurnal_time_change_is_exact() -> None:
     assert (np.diff(times) > 0).all()
 
 
-def test_diurnal_swings_as_asked() -> None:
+def test_diurnal_rate_has_the_requested_swing() -> None:
     times = diurnal(20_000)
     # 40 days of 100 s; the rate averages 5, and 5 * (1 +- 0.8 * 2 / pi) over the halves of a day.
     assert len(times) / times[-1] == pytest.approx(5.0, rel=0.03)
@@ -37,7 +37,7 @@ def test_diurnal_swings_as_asked() -> None:
     assert busy == pytest.approx((1 + 0.8 * 2 / math.pi) / 2, abs=0.01)
 
 
-def test_no_swing_is_poisson() -> None:
+def test_diurnal_without_swing_is_poisson() -> None:
     rng = np.random.default_rng(3)
     assert diurnal(50, amplitude=0.0, seed=3) == pytest.approx(list(islice(gamma_arrivals(rng, 5.0, 1.0), 50)))
 
@@ -74,7 +74,7 @@ CLOCKS = (*CLOCKS, "07:05:03.123456789", "070503.25", "07:05:03,5")
 ZONES = ("", "Z", "z", " UTC", " GMT", "+02:00", " +02:00", "+0200", "+02", "-05:30", "-0330", "+14:00", "-23:59")
 
 
-def test_all_forms_of_a_time_are_those_of_pandas(tmp_path: Path) -> None:
+def test_timestamps_are_parsed_as_by_pandas(tmp_path: Path) -> None:
     """Compare gaps from a fixed earlier time; pandas' other parser for a few formats drops nanoseconds."""
     num_compared = 0
     for day, separator, clock, zone in product(DAYS, "T ", CLOCKS, ZONES):
@@ -90,7 +90,7 @@ def test_all_forms_of_a_time_are_those_of_pandas(tmp_path: Path) -> None:
     assert num_compared > 1000
 
 
-def test_forms_of_iso_8601_that_pandas_lacks(tmp_path: Path) -> None:
+def test_iso_8601_forms_that_pandas_does_not_parse(tmp_path: Path) -> None:
     for text, gap_s in {
         "2024-W19-5T00:00:00": 0,
         "2024W195 000000": 0,
@@ -103,7 +103,7 @@ def test_forms_of_iso_8601_that_pandas_lacks(tmp_path: Path) -> None:
     assert arrivals_at(tmp_path, "2024-05-10T00:00Z", "2024-05-10T00:00\u221201:30") == (0.0, 5400.0)
 
 
-def test_gaps_between_zones_are_those_of_pandas(tmp_path: Path) -> None:
+def test_gaps_across_time_zones_equal_pandas(tmp_path: Path) -> None:
     """Compare randomly mixed zones in order of time, and pandas' output across the change to winter time."""
     rng = np.random.default_rng(0)
     moments = pd.to_datetime(np.sort(rng.integers(0, 10**18, 200)), utc=True)
@@ -117,7 +117,7 @@ def test_gaps_between_zones_are_those_of_pandas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("Z", ""), ("", "+00:00")])
-def test_a_file_has_zones_or_none(tmp_path: Path, first: str, second: str) -> None:
+def test_mixing_timestamps_with_and_without_zone_is_refused(tmp_path: Path, first: str, second: str) -> None:
     has, had = ("a zone", "none") if second else ("no zone", "one")
     with pytest.raises(UsageError, match=rf"a.csv:4: TIMESTAMP is '.*', with {has}, but line 2 has {had}"):
         arrivals_at(tmp_path, *(f"2024-05-10 00:00:0{s}{zone}" for s, zone in enumerate((first, first, second))))

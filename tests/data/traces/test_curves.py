@@ -33,7 +33,7 @@ def test_a_constant_curve_is_a_poisson_process() -> None:
     assert gaps_s.std() / gaps_s.mean() == pytest.approx(1.0, abs=0.03)
 
 
-def test_a_trace_of_a_shape_is_the_same_for_the_same_seed() -> None:
+def test_trace_of_a_curve_is_seeded() -> None:
     curve = Curve.in_the_box().scaled(1.0, 8.0, 120.0)
     config = TraceConfig(kind="shape", num_prompts=None, duration_s=120.0, curve=curve, seed=3)
     one, other = generate_trace(config, ["a", "b"]), generate_trace(config, ["a", "b"])
@@ -53,14 +53,14 @@ def test_a_trace_of_a_shape_is_the_same_for_the_same_seed() -> None:
         ("", "columns time_s and rate"),
     ],
 )
-def test_files_that_are_no_curves_are_refused_with_their_line(tmp_path: Path, text: str, reason: str) -> None:
+def test_invalid_curve_files_are_refused_with_line_number(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "curve.csv"
     path.write_text(text)
     with pytest.raises(UsageError, match=reason):
         Curve.read(path)
 
 
-def test_a_file_is_read_from_its_first_time_on(tmp_path: Path) -> None:
+def test_curve_starts_at_the_first_time_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     path.write_text("hour,time_s,rate\n0,100,4\n1,110,6\n")
     assert Curve.read(path) == Curve((0.0, 10.0), (4.0, 6.0))

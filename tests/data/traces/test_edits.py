@@ -103,7 +103,7 @@ def test_masks_have_their_area_and_a_latent(shape: str) -> None:
         assert ratio > 0.5 or not np.array_equal(mask, drawn_mask(shape, seed + 1000, ratio, SIZE))
 
 
-def test_boxes_are_boxes_and_shapes_hang_together() -> None:
+def test_box_masks_are_rectangles_and_shape_masks_are_connected() -> None:
     for seed in range(20):
         box, blob = (drawn_mask(shape, seed, 0.1, SIZE) for shape in ("box", "blob"))
         down, right = np.nonzero(box)
@@ -113,7 +113,7 @@ def test_boxes_are_boxes_and_shapes_hang_together() -> None:
         assert len(rows) == np.ptp(rows) + 1
 
 
-def test_edits_change_nothing_else_of_a_trace() -> None:
+def test_adding_edits_changes_nothing_else_of_a_trace() -> None:
     ratios = read_mask_ratios("production")
     plain, few, all_of_them = (trace_of(each) for each in (None, EditDraws(0.3, ratios), EditDraws(1.0, ratios)))
     assert [replace(request, traced=None) for request in few] == plain
@@ -167,7 +167,7 @@ def test_files_of_images_and_masks(tmp_path: Path) -> None:
         with_pixels(replace(request, resolution=Resolution(128, 128)))
 
 
-def test_edits_without_pixels_are_not_drawn_as_new_images() -> None:
+def test_edits_without_pixels_are_not_served_as_new_images() -> None:
     request = Request(0, "a cat", SIZE, 10, traced=TracedEdit("emoji:3", "ellipse:7", 0.2))
     with pytest.raises(UsageError, match="request 0 is an edit whose image was not read"):
         Geometry.of_unet(8, 3).check_edit(request)
@@ -184,7 +184,7 @@ def test_other_commands_refuse_traces_with_edits(tmp_path: Path) -> None:
         draw_requests(TraceSettings(str(path)), defaults)
 
 
-def test_pictures_of_the_data_set_are_templates() -> None:
+def test_data_set_images_are_templates() -> None:
     pytest.importorskip("resvg_py", reason="pictures are drawn with psctl[train]")
     request = Request(0, "a cat", SIZE, 10, traced=TracedEdit("emoji:3", "ellipse:7", 0.2, 0.5))
     edit = with_pixels(request).edit
@@ -206,7 +206,7 @@ def test_pictures_of_the_data_set_are_templates() -> None:
         ({"image": "emoji:1", "mask": "box:1", "mask_ratio": 0.1, "strength": 2}, "strength is 2.0, but it must be"),
     ],
 )
-def test_bad_lines_are_refused_with_their_number(tmp_path: Path, given: dict[str, object], message: str) -> None:
+def test_bad_lines_are_refused_with_line_number(tmp_path: Path, given: dict[str, object], message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps({"arrival_s": 0, "resolution": "64", "prompt": "a", **given}) + "\n")
     with pytest.raises(UsageError) as raised:
@@ -222,7 +222,7 @@ def test_bad_lines_are_refused_with_their_number(tmp_path: Path, given: dict[str
         ({"skew": -1}, "skew of templates is -1, but it must be finite and not negative"),
     ],
 )
-def test_bad_draws_are_refused(given: dict[str, float], message: str) -> None:
+def test_invalid_sampling_settings_are_refused(given: dict[str, float], message: str) -> None:
     fields = {"share": 0.5, "ratios": read_mask_ratios("viton"), **given}
     with pytest.raises(UsageError, match=message):
         EditDraws(**fields)  # pyright: ignore[reportArgumentType]

@@ -71,7 +71,7 @@ def test_request_lines_of_random_requests_read_back_equal(tmp_path: Path) -> Non
     assert load_trace(write(tmp_path, "".join(lines))) == trace
 
 
-def test_a_generated_trace_survives_the_file(tmp_path: Path) -> None:
+def test_generated_trace_round_trips_through_a_file(tmp_path: Path) -> None:
     trace = generate_trace(TraceConfig(num_prompts=100, slo_s=3.0), PROMPTS)
     save_trace(tmp_path / "trace.jsonl", trace)
     assert load_trace(tmp_path / "trace.jsonl") == trace
@@ -92,20 +92,20 @@ def test_a_generated_trace_survives_the_file(tmp_path: Path) -> None:
     ids=["jsonl", "csv", "lines"],
 )
 @pytest.mark.parametrize("name", ["trace.txt", "trace.csv"])
-def test_forms_are_told_by_their_first_line(tmp_path: Path, content: str, name: str) -> None:
+def test_format_is_detected_from_the_first_line(tmp_path: Path, content: str, name: str) -> None:
     first, second = load_trace(write(tmp_path, content, name), defaults=replace(DEFAULTS, guidance_scale=3.0))
     assert first == Request(0, 'a "b", c', Resolution(128, 192), 28, 3.0, seed=first.seed, arrival_s=0.5, slo_s=1.5)
     assert second == Request(9, "d", Resolution(256, 256), 9, 3.0, seed=7, negative_prompt="e", arrival_s=2.0)
 
 
-def test_who_wants_no_cache_is_told_in_every_form(tmp_path: Path) -> None:
+def test_every_format_can_disable_the_cache_per_request(tmp_path: Path) -> None:
     table = "timestamp,resolution,prompt,cache\n0,128,a,false\n1,128,b,true\n2,128,c,\n"
     assert [request.cache for request in load_trace(write(tmp_path, table, "trace.csv"))] == [False, True, True]
     line = write(tmp_path, JSONL.replace("}", ', "cache": false}'))
     assert [request.cache for request in load_trace(line)] == [False]
 
 
-def test_the_line_of_the_convention(tmp_path: Path) -> None:
+def test_line_of_the_conventional_format(tmp_path: Path) -> None:
     line = (
         "Request(request_id=0, timestamp=0.0, height=256, width=256, num_frames=1, prompt='...', "
         "negative_prompt='...', num_inference_steps=28)"
@@ -114,7 +114,7 @@ def test_the_line_of_the_convention(tmp_path: Path) -> None:
     assert request == Request(0, "...", Resolution(256, 256), 28, seed=request.seed, negative_prompt="...")
 
 
-def test_mere_arrival_times_become_a_full_trace(tmp_path: Path) -> None:
+def test_arrival_times_alone_become_a_full_trace(tmp_path: Path) -> None:
     content = "timestamp\n" + "".join(f"{i / 10}\n" for i in range(300))
     trace = load_trace(write(tmp_path, content), defaults=replace(DEFAULTS, mix=(3, 1), slo_s=2.0))
     assert Counter(request.prompt for request in trace) == dict.fromkeys(PROMPTS, 100)
@@ -125,7 +125,7 @@ def test_mere_arrival_times_become_a_full_trace(tmp_path: Path) -> None:
     assert trace == load_trace(write(tmp_path, content), defaults=replace(DEFAULTS, mix=(3, 1), slo_s=2.0))
 
 
-def test_what_one_line_says_does_not_change_the_others(tmp_path: Path) -> None:
+def test_fields_of_one_line_do_not_change_other_requests(tmp_path: Path) -> None:
     bare = [json.dumps({"timestamp": i}) for i in range(5)]
     told = [*bare]
     told[1] = json.dumps({"timestamp": 1, "prompt": "x", "seed": 3, "resolution": "64x72"})
@@ -134,18 +134,18 @@ def test_what_one_line_says_does_not_change_the_others(tmp_path: Path) -> None:
     assert [a == b for a, b in zip(one, two, strict=True)] == [True, False, True, True, True]
 
 
-def test_equal_times_are_in_order(tmp_path: Path) -> None:
+def test_equal_timestamps_keep_file_order(tmp_path: Path) -> None:
     assert len(load_trace(write(tmp_path, JSONL * 3))) == 3
 
 
-def test_a_quoted_prompt_may_span_csv_lines_and_numbers_stay_right(tmp_path: Path) -> None:
+def test_multi_line_csv_prompts_keep_line_numbers_correct(tmp_path: Path) -> None:
     content = 'timestamp,prompt,width,height\n0,"a\ncat",128,128\n1,b,128,128\n{bad}'
     assert load_trace(write(tmp_path, content.replace("{bad}", "")))[0].prompt == "a\ncat"
     with pytest.raises(UsageError, match=r"trace.jsonl:5: has 1 columns, but the header has 4"):
         load_trace(write(tmp_path, content))
 
 
-def test_request_lines_are_never_run(tmp_path: Path) -> None:
+def test_request_lines_are_never_evaluated(tmp_path: Path) -> None:
     target = tmp_path / "made"
     line = f"Request(timestamp=0, width=128, height=128, prompt=open({str(target)!r}, 'w').name)\n"
     with pytest.raises(UsageError, match=r"trace.jsonl:1: "):
@@ -230,7 +230,7 @@ CALL = "Request(timestamp=0, width=128, height=128, prompt='a'"
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_bad_traces_get_one_line(tmp_path: Path, content: str | bytes, message: str) -> None:
+def test_bad_traces_give_a_one_line_error(tmp_path: Path, content: str | bytes, message: str) -> None:
     path = write(tmp_path, content)
     with pytest.raises(UsageError, match=message) as caught:
         load_trace(path)
@@ -245,7 +245,7 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         load_trace(str(tmp_path))
 
 
-def test_random_damage_is_told_or_harmless(tmp_path: Path) -> None:
+def test_random_damage_is_reported_or_harmless(tmp_path: Path) -> None:
     """For any damage, the reader returns requests or raises an error of one line that names the file; no crash."""
     rng = random.Random(3)
     trace = [replace(random_request(rng, i, float(i)), prompt=f"p{i}", negative_prompt=None) for i in range(4)]

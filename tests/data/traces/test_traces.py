@@ -31,7 +31,7 @@ def content(requests: list[Request]) -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.2, 3.0, 1000.0])
 @pytest.mark.parametrize(("kind", "cv"), [("poisson", 1.0), ("gamma", 0.3), ("gamma", 1.0), ("gamma", 3.0)])
-def test_gaps_have_the_mean_and_the_variation_asked_for(kind: Any, cv: float, rate: float) -> None:
+def test_gaps_have_the_requested_mean_and_variation(kind: Any, cv: float, rate: float) -> None:
     count = 20_000
     gaps = gaps_of(replace(BASE, kind=kind, cv=cv, request_rate=rate, num_prompts=count))
     error = 4 / math.sqrt(count)  # four standard errors of a mean of gaps with variation 1
@@ -48,14 +48,14 @@ def test_poisson_gaps_are_exponential_and_not_clipped() -> None:
     assert gaps.max() > 4, "vidur cuts gaps at three means; ours go on"
 
 
-def test_the_first_request_arrives_after_one_gap_and_time_goes_on() -> None:
+def test_first_request_arrives_after_one_gap_and_times_increase() -> None:
     for seed in range(50):
         arrivals = [request.arrival_s for request in generate_trace(replace(BASE, seed=seed), PROMPTS)]
         assert arrivals[0] > 0
         assert arrivals == sorted(arrivals)
 
 
-def test_same_seed_same_trace_and_other_seed_other_trace() -> None:
+def test_trace_depends_only_on_the_seed() -> None:
     one, two = (generate_trace(replace(BASE, seed=seed), PROMPTS) for seed in (0, 1))
     assert one == generate_trace(BASE, PROMPTS)
     assert [r.arrival_s for r in one] != [r.arrival_s for r in two]
@@ -64,26 +64,26 @@ def test_same_seed_same_trace_and_other_seed_other_trace() -> None:
 
 
 @pytest.mark.parametrize("change", [{"request_rate": 7.5}, {"kind": "gamma", "cv": 4.0}, {"request_rate": math.inf}])
-def test_arrivals_do_not_change_the_contents(change: dict[str, Any]) -> None:
+def test_arrival_process_does_not_change_request_contents(change: dict[str, Any]) -> None:
     assert content(generate_trace(replace(BASE, **change), PROMPTS)) == content(generate_trace(BASE, PROMPTS))
 
 
-def test_another_rate_stretches_the_same_arrivals() -> None:
+def test_rate_scales_the_same_arrivals() -> None:
     slow, fast = (generate_trace(replace(BASE, request_rate=rate), PROMPTS) for rate in (1.0, 4.0))
     assert [r.arrival_s for r in slow] == pytest.approx([4 * r.arrival_s for r in fast])
 
 
-def test_a_longer_trace_begins_with_the_shorter_one() -> None:
+def test_shorter_trace_is_a_prefix_of_the_longer_one() -> None:
     assert generate_trace(replace(BASE, num_prompts=100), PROMPTS)[:32] == generate_trace(BASE, PROMPTS)
 
 
-def test_another_mix_changes_resolutions_only() -> None:
+def test_mix_changes_only_resolutions() -> None:
     one, two = generate_trace(BASE, PROMPTS), generate_trace(replace(BASE, mix=(0, 0, 1)), PROMPTS)
     assert {r.resolution for r in two} == {SIZES[2]}
     assert [replace(r, resolution=SIZES[2]) for r in one] == two
 
 
-def test_mix_and_prompts_are_dealt_fairly() -> None:
+def test_resolutions_and_prompts_are_distributed_fairly() -> None:
     config = replace(BASE, mix=(5, 3, 2), num_prompts=10_000, num_inference_steps=(10, 20, 30))
     trace = generate_trace(config, PROMPTS)
     shares = Counter((request.resolution, request.num_inference_steps) for request in trace)
@@ -108,7 +108,7 @@ def test_duration_and_count_end_the_trace_whichever_is_first() -> None:
     assert len(generate_trace(replace(BASE, num_prompts=3, duration_s=1e6), PROMPTS)) == 3
 
 
-def test_infinite_rate_lets_all_arrive_at_once() -> None:
+def test_infinite_rate_makes_all_arrive_at_once() -> None:
     assert {r.arrival_s for r in generate_trace(replace(BASE, request_rate=math.inf), PROMPTS)} == {0.0}
 
 
@@ -151,7 +151,7 @@ def test_bad_configs(change: dict[str, Any], message: str) -> None:
         replace(BASE, **change)
 
 
-def test_no_prompts_and_nobody_in_time() -> None:
+def test_missing_prompts_and_empty_traces_are_refused() -> None:
     with pytest.raises(UsageError, match="there are no prompts"):
         generate_trace(BASE, [])
     with pytest.raises(UsageError, match=r"no request arrives within 0.001 s at 0.01 requests a second"):
@@ -212,7 +212,7 @@ def test_bad_limits_and_speeds() -> None:
             retime(trace, speed=speed)
 
 
-def test_slos_scale_with_the_request_and_given_ones_stay() -> None:
+def test_slos_scale_with_the_request_and_explicit_slos_are_kept() -> None:
     trace = generate_trace(BASE, PROMPTS)
     trace[3] = replace(trace[3], slo_s=0.25)
     served = assign_slos(trace, lambda request: request.resolution.pixels / 1e5, 5.0)
