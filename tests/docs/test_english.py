@@ -16,13 +16,13 @@ from ..support import english
         ("a.md", "It is told.\n```\nnobody\n```\n## English\nnobody\n## Next\nat the most 3; cannot be told\n", [1, 8]),
     ],
 )
-def test_phrases_are_found_where_people_read(name: str, content: str, lines: list[int], tmp_path: Path) -> None:
+def test_phrases_are_found_in_all_documentation(name: str, content: str, lines: list[int], tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(content)
     assert sorted({int(each.split(":")[1]) for each in english.problems_of(path)}) == lines
 
 
-def test_the_exit_code_says_whether_there_are_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_reports_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = tmp_path / "good.md", tmp_path / "bad.md"
     good.write_text("Records of a batch.\n")
     bad.write_text("Nothing.\nIt lets go of it.\n")

@@ -40,7 +40,7 @@ def tree(repository: Path) -> dict[str, set[str]]:
     return folders
 
 
-def test_it_fits_on_a_few_screens(readme: str) -> None:
+def test_readme_length_is_bounded(readme: str) -> None:
     assert len(readme.splitlines()) <= MAX_LINES
 
 
@@ -50,13 +50,13 @@ def test_the_map_equals_the_tree(readme: str, tree: dict[str, set[str]]) -> None
     assert rows == tree
 
 
-def test_the_first_screen_states_the_status(readme: str) -> None:
+def test_status_is_stated_near_the_top(readme: str) -> None:
     first = readme.partition("## Install")[0]
     for words in ("**Status.**", "CPU and CUDA", "measured on a GPU"):
         assert words in first
 
 
-def test_systems_and_policies_are_those_of_the_documentation(repository: Path) -> None:
+def test_documented_systems_and_policies_match_the_code(repository: Path) -> None:
     page = (repository / "docs" / "scheduling.md").read_text()
     section = page.partition("## Systems")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| `([\w-]+)` \| (\w+) \|", section, re.M)

@@ -41,7 +41,7 @@ def model(model_dir: Path) -> ServedModel:
 
 
 @pytest.mark.slow
-def test_a_model_is_evaluated_and_the_same_again_is_quick(model: ServedModel, tmp_path: Path) -> None:
+def test_repeated_evaluation_reuses_images_and_features(model: ServedModel, tmp_path: Path) -> None:
     pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")
     options = EvalOptions(("clip", "psnr", "ssim"), num_prompts=4, seed=3)
     plan = plan_eval(options, model.defaults, tmp_path)
@@ -115,7 +115,7 @@ def test_patched_against_plain_differs_by_rounding_only(model: ServedModel, mode
         compare(folders[0], tmp_path, ("psnr",), Judges())
 
 
-def test_results_are_compared_if_they_are_of_the_same_prompts(tmp_path: Path) -> None:
+def test_results_are_compared_only_for_the_same_prompts(tmp_path: Path) -> None:
     from patchedserve.eval.results import MetricResult
 
     def save(name: str, values: list[float], digest: str) -> Path:
@@ -149,7 +149,7 @@ def test_results_are_compared_if_they_are_of_the_same_prompts(tmp_path: Path) ->
         compare(one, save("three", [1, 2, 3], "y"), (), Judges())
 
 
-def test_folders_need_partners_of_one_size(tmp_path: Path) -> None:
+def test_image_folders_must_match_in_names_and_sizes(tmp_path: Path) -> None:
     generated, reference = image_folder(tmp_path / "g", 3), image_folder(tmp_path / "r", 3, seed=1)
     options = EvalOptions(("psnr",))
     workspace = Workspace(tmp_path / "ws").for_model("g", "cpu")
@@ -179,13 +179,13 @@ def test_folders_need_partners_of_one_size(tmp_path: Path) -> None:
         ({"policy": "magic"}, "policy is 'magic'"),
     ],
 )
-def test_options_out_of_range(given: dict[str, Any], message: str) -> None:
+def test_options_out_of_range_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EvalOptions(**given)
     assert EvalOptions(("clip",), num_prompts=1).num_prompts == 1
 
 
-def test_captions_alone_allow_the_clip_score_alone(model: ServedModel, tmp_path: Path) -> None:
+def test_captions_alone_allow_only_the_clip_score(model: ServedModel, tmp_path: Path) -> None:
     (tmp_path / "captions.csv").write_text("caption\na hat\na cat\na dog\n")
     spec = f"captions:{tmp_path / 'captions.csv'}"
     with pytest.raises(UsageError, match="captions only, but psnr need reference images"):

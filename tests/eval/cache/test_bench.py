@@ -102,7 +102,7 @@ def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path)
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("at_batch", "labels", "rounds"), [(5 + 7, ["SLL"], [1]), (15 + 5 + 8, ["SLL", "L"], [2, 1])])
-def test_an_interrupted_bench_keeps_finished_rounds(
+def test_interrupted_bench_keeps_finished_rounds(
     tmp_path: Path, at_batch: int, labels: list[str], rounds: list[int]
 ) -> None:
     model = model_of(tiny_sdxl(), tmp_path)

@@ -14,7 +14,7 @@ from ...support.eval_cases import Means, numbered_images
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
 
 
-def test_sides_of_a_cache_bench_are_measured_in_full_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_quality_is_measured_in_full_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     originals = [Image.fromarray(image) for image in numbered_images(12, ((16, 16), (16, 24)))]
     noise = np.random.default_rng(0)
     images = [

@@ -19,7 +19,7 @@ def model_of(folder: Path) -> Any:
     return load_model(str(folder / "model"), "cpu", "float32")
 
 
-def test_the_fewest_steps_that_reach_the_target(tmp_path: Path) -> None:
+def test_search_finds_the_fewest_steps_that_reach_the_target(tmp_path: Path) -> None:
     model, drawn = model_of(tmp_path), list[int]()
     settings = ScheduleSettings(0.9, (8, 5), num_prompts=4)
     schedule = search_schedule(model, settings, on_draw=drawn.append)
@@ -37,7 +37,7 @@ def test_the_fewest_steps_that_reach_the_target(tmp_path: Path) -> None:
         search_schedule(model, ScheduleSettings(1 - 1e-12, (8,), num_prompts=4))
 
 
-def test_what_is_asked_is_checked() -> None:
+def test_settings_are_validated() -> None:
     for message, given in {
         "target-ssim is 1.5": {"target_ssim": 1.5},
         "num-prompts is 3": {"num_prompts": 3},
@@ -47,7 +47,7 @@ def test_what_is_asked_is_checked() -> None:
             ScheduleSettings(**given)
 
 
-def test_from_the_command_line(run_psctl: Any, tmp_path: Path) -> None:
+def test_train_schedule_from_the_command_line(run_psctl: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", tiny_sd3(), guidance_scale=3.0, resolutions=["64", "96"], num_inference_steps=6)
     common = ("--model", tmp_path / "model", "-w", tmp_path / "w", "--device", "cpu")
     draw = ("generate", "a hat", *common, "--cache", "schedule", "-o", tmp_path / "hat.png", "--json")

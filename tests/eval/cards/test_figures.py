@@ -42,7 +42,7 @@ def _solid(*names: str) -> Image.Image:
     return image
 
 
-def test_autoencoder_psnr_is_that_of_a_round_trip_by_hand() -> None:
+def test_autoencoder_psnr_equals_a_manual_round_trip() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vae: Any = tiny_autoencoder().eval()
@@ -80,7 +80,7 @@ def test_retrieval_figures() -> None:
         bundled.measure_clip_retrieval(ColourJudge(), images[:3], captions[:3])
 
 
-def test_objects_count_any_of_a_pair_at_1_and_all_of_it_together() -> None:
+def test_object_at_1_counts_any_of_a_pair_and_all_objects_count_both() -> None:
     images = [_solid("red"), _solid("green", "blue"), _solid("red", "green"), _solid("blue")]
     objects = [("red",), ("blue", "green"), ("green", "blue"), ("green",)]
     figures = bundled.measure_objects(ColourJudge(), images, objects, NAMES, ["{}"])
@@ -90,7 +90,7 @@ def test_objects_count_any_of_a_pair_at_1_and_all_of_it_together() -> None:
     assert figures == {"object_at_1": 1.0, "all_objects": 0.0}
 
 
-def test_names_are_described_in_the_judges_words() -> None:
+def test_object_names_are_translated_for_the_judge() -> None:
     words = {"rojo": "red", "verde": "green", "azul": "blue"}
     arguments: Any = (ColourJudge(), [_solid("green")], [("verde",)], list(words), ["a {}"])
     assert bundled.measure_objects(*arguments, describe=words.__getitem__)["object_at_1"] == 1
@@ -101,12 +101,12 @@ def test_names_are_described_in_the_judges_words() -> None:
     ("objects", "message"),
     [([("pink",)], "'pink'"), ([()], "one or more"), ([("red",), ("red",)], "2 labels were given for 1 images")],
 )
-def test_objects_that_cannot_be_judged(objects: list[tuple[str, ...]], message: str) -> None:
+def test_invalid_object_lists_are_refused(objects: list[tuple[str, ...]], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         bundled.measure_objects(ColourJudge(), [_solid("red")], objects, NAMES)
 
 
-def test_background_is_read_from_the_border_not_from_the_object() -> None:
+def test_background_is_read_from_the_border() -> None:
     for name, colour in PALETTE.items():
         image = Image.new("RGB", (128, 96), tuple(level - 6 for level in colour))
         draw = ImageDraw.Draw(image)
@@ -125,7 +125,7 @@ def test_background_of_noisy_shades_and_tiny_images() -> None:
         assert bundled.background_of(np.full((1, 1, 3), colour, np.uint8), PALETTE) == name
 
 
-def test_share_of_right_backgrounds() -> None:
+def test_share_of_correct_backgrounds() -> None:
     images = [Image.new("RGB", (16, 16), PALETTE[name]) for name in ("red", "blue", "white")]
     assert bundled.measure_backgrounds(images, ["red", "blue", "purple"], PALETTE) == pytest.approx(2 / 3)
     with pytest.raises(UsageError, match="not in the palette"):

@@ -23,7 +23,7 @@ def features() -> dict[str, torch.Tensor]:
     return {"reference": real, "heavy": other + 0.1 * noise, "light": other + 1.5}
 
 
-def test_who_served_says_whose_features_count() -> None:
+def test_features_are_those_of_the_serving_model() -> None:
     known = features()
     places, served_by = [3, 5, 3, 7], ["light", "heavy", None, "heavy"]
     found = served_features(known, places, served_by)  # type: ignore[arg-type]
@@ -31,7 +31,7 @@ def test_who_served_says_whose_features_count() -> None:
     assert served_features(known, [1], [None]).shape == (0, WIDTH)
 
 
-def test_quality_is_of_the_images_served() -> None:
+def test_quality_is_measured_on_served_images() -> None:
     known = features()
     places = list(range(COUNT))
     mixed: list[Leg | None] = ["light" if place % 3 else "heavy" for place in places]
@@ -43,7 +43,7 @@ def test_quality_is_of_the_images_served() -> None:
     assert (nothing["fid"], nothing["num_images"]) == (None, 1)
 
 
-def test_quality_by_threshold_is_of_the_images_that_it_would_serve() -> None:
+def test_quality_by_threshold_uses_the_images_it_would_serve() -> None:
     known = features()
     confidences = [float("nan"), *(place / COUNT for place in range(1, COUNT))]
     curve = quality_curve(known, confidences, num_points=5)
@@ -60,7 +60,7 @@ def test_quality_by_threshold_is_of_the_images_that_it_would_serve() -> None:
     assert curve[0][1] > curve[2][1] > curve[-1][1]
 
 
-def test_quality_over_time_is_of_windows_of_what_was_served() -> None:
+def test_quality_over_time_uses_windows_of_served_images() -> None:
     known = features()
     places = [place % COUNT for place in range(2 * COUNT)]
     served: list[Leg | None] = ["light" if place < COUNT else "heavy" for place in range(2 * COUNT)]
@@ -73,7 +73,7 @@ def test_quality_over_time_is_of_windows_of_what_was_served() -> None:
     assert quality_over_time(known, places, served, [0.0] * len(places), window=1000) == []
 
 
-def test_two_systems_are_compared_on_what_both_have_served() -> None:
+def test_systems_are_compared_on_images_that_both_served() -> None:
     known = features()
     places = list(range(COUNT))
     light: list[Leg | None] = ["light"] * COUNT

@@ -11,11 +11,11 @@ from patchedserve.eval.metrics.fid import frechet_distance
 COUNT, WIDTH = 160, 5
 
 
-def silent(what: str, total: int):
+def no_progress(what: str, total: int):
     return lambda count: None
 
 
-def test_a_score_that_knows_beats_random_choices_and_noise_does_not() -> None:
+def test_informative_score_beats_random_choices_and_noise_does_not() -> None:
     generator = torch.Generator().manual_seed(0)
     real, heavy = (torch.randn(COUNT, WIDTH, generator=generator) for _ in range(2))
     # Every other light image is as good as the heavy one; the others are far off.
@@ -27,7 +27,7 @@ def test_a_score_that_knows_beats_random_choices_and_noise_does_not() -> None:
         "noise": {"light": noise.tolist(), "heavy": noise[::-1].tolist()},
     }
     settings = ScoreSettings((0.0, 0.25, 0.5, 1.0), (0.5,), num_draws=8, num_resamples=20)
-    found = compare_scores(features, scores, settings, start_phase=silent)  # type: ignore[arg-type]
+    found = compare_scores(features, scores, settings, start_phase=no_progress)  # type: ignore[arg-type]
     knows, blind = found["rows"]
     # With half of the images deferred, the good score has replaced all bad ones.
     assert knows["curve"][2]["fid"] == pytest.approx(frechet_distance(real, heavy))

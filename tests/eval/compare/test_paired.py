@@ -8,7 +8,7 @@ from patchedserve.data.statistics import wilson_interval
 from patchedserve.eval.compare.paired import compare_values
 
 
-def test_paired_comparison_by_hand() -> None:
+def test_paired_comparison_matches_manual_values() -> None:
     first = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
     second = {"d": 4.0, "c": 5.0, "b": 2.5, "a": 0.0}
     found = compare_values("x", first, second, "higher", seed=1)
@@ -22,7 +22,7 @@ def test_paired_comparison_by_hand() -> None:
     assert (same.difference, same.low, same.high, same.win_rate, same.tie_rate) == (0, 0, 0, 0.5, 1)
 
 
-def test_a_win_in_every_pair_is_no_certainty() -> None:
+def test_winning_every_pair_leaves_uncertainty() -> None:
     first, second = dict.fromkeys("abcd", 1.0), dict.fromkeys("abcd", 2.0)
     always, never = (compare_values("x", first, second, direction) for direction in ("higher", "lower"))
     # Wilson's bound for k = n is n / (n + z^2).
@@ -44,7 +44,7 @@ def test_wilsons_interval_of_a_share() -> None:
             wilson_interval(met, num)
 
 
-def test_pairs_find_what_separate_figures_cannot() -> None:
+def test_paired_comparison_detects_small_differences() -> None:
     rng = np.random.default_rng(0)
     prompts = rng.normal(30, 5, 100)
     first = {str(i): value for i, value in enumerate(prompts)}
@@ -54,7 +54,7 @@ def test_pairs_find_what_separate_figures_cannot() -> None:
     assert found.low > 0.1  # although either side's own interval is about 2 wide
 
 
-def test_pairs_must_be_pairs() -> None:
+def test_unpaired_values_are_refused() -> None:
     with pytest.raises(UsageError, match="1 are on one side only; b is on the second"):
         compare_values("x", {"a": 1.0}, {"a": 1.0, "b": 2.0}, "higher")
     with pytest.raises(UsageError, match="no pair"):

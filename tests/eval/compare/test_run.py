@@ -25,7 +25,7 @@ def features_of_folder(folder: Path) -> torch.Tensor:
     return torch.from_numpy(np.array(arrays))
 
 
-def test_a_comparison_holds_what_a_report_needs(tmp_path: Path) -> None:
+def test_comparison_contains_everything_a_report_needs(tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
     cache = CacheOptions("interval")
     one = image_set(tmp_path / "one", settings_of("plain"))
@@ -56,7 +56,7 @@ def test_a_comparison_holds_what_a_report_needs(tmp_path: Path) -> None:
     assert Comparison.load(tmp_path) == found
 
 
-def test_bad_images_cost_their_pairs_and_not_the_comparison(tmp_path: Path) -> None:
+def test_bad_images_drop_only_their_pairs(tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
     one = image_set(tmp_path / "one", settings_of("plain"), count=7)
     other = image_set(tmp_path / "other", settings_of("patched"), shift=4, count=7)
@@ -91,7 +91,7 @@ def test_bad_images_cost_their_pairs_and_not_the_comparison(tmp_path: Path) -> N
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_ground_truth_is_the_data_sets_own(tmp_path: Path) -> None:
+def test_ground_truth_is_the_data_sets_images(tmp_path: Path) -> None:
     pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")
     from patchedserve.data.datasets.registry import open_dataset
     from patchedserve.data.datasets.sampling import sample_pairs

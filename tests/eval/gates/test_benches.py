@@ -26,7 +26,7 @@ def bounds_of(folder: Path, metric: str, **bounds: float) -> str:
 
 
 @pytest.mark.slow
-def test_a_sweep_of_the_command_is_judged(
+def test_sweep_of_the_bench_command_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -67,7 +67,7 @@ def sweep_file(folder: Path, runs: list[Any], **more: Any) -> Path:
     return folder
 
 
-def test_held_rates_and_ratios_have_their_intervals_over_seeds(tmp_path: Path) -> None:
+def test_held_rates_and_ratios_have_intervals_over_seeds(tmp_path: Path) -> None:
     figures = figures_in(sweep_file(tmp_path, three_seeds()))
     policies = {each["policy"]: each for each in sweep_figures(three_seeds())["policies"]}
     for name, held in (("rate_at_95", policies["patchedserve"]["held_rates"]["0.95"]),):
@@ -80,7 +80,7 @@ def test_held_rates_and_ratios_have_their_intervals_over_seeds(tmp_path: Path) -
     assert bounds_of(tmp_path, "patchedserve.ratio_at_95", min=9) == "fail"
 
 
-def test_one_seed_is_no_evidence(tmp_path: Path) -> None:
+def test_one_seed_is_not_enough_evidence(tmp_path: Path) -> None:
     one = [run for run in three_seeds() if run.seed == 0]
     figures = figures_in(sweep_file(tmp_path, one))
     for name in (
@@ -93,7 +93,7 @@ def test_one_seed_is_no_evidence(tmp_path: Path) -> None:
     assert bounds_of(tmp_path, "patchedserve@3.slo_attainment", min=0.1) == "not enough evidence"
 
 
-def test_the_second_engine_has_its_name_in_front(tmp_path: Path) -> None:
+def test_figures_of_the_second_engine_are_prefixed(tmp_path: Path) -> None:
     both = {"real": sweep_figures(three_seeds()), "simulator": sweep_figures(three_seeds(last=0.0))}
     agreement = {"rows": [], "max_attainment_difference_points": 2.0}
     figures = figures_in(sweep_file(tmp_path, three_seeds(), engines=both, agreement=agreement))
@@ -164,7 +164,7 @@ def test_rows_of_steps_and_cache(tmp_path: Path) -> None:
         ("slo-emoji-3-bfloat16", "psctl bench slo"),
     ],
 )
-def test_results_of_before_have_no_figures_and_say_what_to_run(tmp_path: Path, name: str, command: str) -> None:
+def test_results_of_older_versions_name_the_command_to_rerun(tmp_path: Path, name: str, command: str) -> None:
     content = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json").read_text())
     content.pop("figures", None)
     file = tmp_path / f"{name}.json"
@@ -190,7 +190,7 @@ def test_damaged_figures_are_named(tmp_path: Path, figures: Any, message: str) -
     assert "result.json" in str(caught.value)
 
 
-def test_interval_of_a_median_holds_it_95_times_in_100() -> None:
+def test_interval_of_a_median_has_95_percent_coverage() -> None:
     assert median_interval([1.0, 2.0, 3.0, 4.0, 5.0]) is None
     assert median_interval([]) is None
     # With six values, the median lies below the smallest or above the largest with probability 2 / 64.

@@ -182,7 +182,7 @@ MODELS = pytest.mark.parametrize("drawn", ["emoji-xl", "emoji-3"], indirect=True
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @MODELS
-def test_a_sound_engine_passes(capsys: Capture, drawn: Drawn) -> None:
+def test_correct_engine_passes(capsys: Capture, drawn: Drawn) -> None:
     assert judged(capsys, drawn.results) == (0, expected(""))
 
 
@@ -220,7 +220,7 @@ def test_a_broken_engine_fails(capsys: Capture, drawn: Drawn, fault: Fault, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
-def test_a_fault_of_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
+def test_fault_in_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
     """Images are wrong only if requests of two sizes share a batch; the mean over all images hides it."""
     draw(drawn.name, tmp_path / "broken", PATCHED[drawn.name], "size of another request")
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
@@ -236,7 +236,7 @@ def test_a_fault_of_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: P
 @pytest.mark.product(most=1)
 @pytest.mark.slow
 @MODELS
-def test_a_cache_threshold_that_is_too_loose_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
+def test_too_loose_cache_threshold_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
     loose = draw_cached(drawn.name, tmp_path / "loose", threshold=1.0)
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
     drawn.compare(drawn.patched, loose, results / "cached.json")
@@ -246,7 +246,7 @@ def test_a_cache_threshold_that_is_too_loose_fails(capsys: Capture, drawn: Drawn
 @pytest.mark.product(most=1)
 @pytest.mark.slow
 @MODELS
-def test_a_schedule_of_too_few_steps_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
+def test_schedule_with_too_few_steps_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
     loose = draw_scheduled(drawn.name, tmp_path / "loose", (0, 4))
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
     drawn.compare(drawn.patched, loose, results / "scheduled.json")
@@ -256,14 +256,14 @@ def test_a_schedule_of_too_few_steps_fails(capsys: Capture, drawn: Drawn, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "gate"), [("cached.json", "cache reuses"), ("scheduled.json", "schedule skips")])
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
-def test_a_cache_that_does_nothing_fails(capsys: Capture, drawn: Drawn, tmp_path: Path, file: str, gate: str) -> None:
+def test_cache_without_effect_fails(capsys: Capture, drawn: Drawn, tmp_path: Path, file: str, gate: str) -> None:
     """The images are those without the cache, which pass all bounds on its cost."""
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
     drawn.compare(drawn.patched, drawn.patched, results / file)
     assert judged(capsys, results) == (1, expected(gate))
 
 
-def test_a_fault_ends_with_its_block() -> None:
+def test_fault_is_undone_after_its_context() -> None:
     """No function and no packing of the broken engine may remain for later tests."""
     names = {
         leaves: ("group_norm_stats", "group_norm_apply", "group_norm_silu_stitch", "halo_gather"),

@@ -44,7 +44,7 @@ def _one(results: Path, baseline: Path | None = None, *, metric: str = "fid", **
         ({"min": 33, "max": 31}, "fail"),
     ],
 )
-def test_a_gate_fails_only_if_the_interval_is_beyond_the_bound(
+def test_gate_fails_only_if_the_interval_is_beyond_the_bound(
     results: Path, bounds: dict[str, float], verdict: str
 ) -> None:
     found = _one(results, **bounds)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def test_a_gate_fails_only_if_the_interval_is_beyond_the_bound(
     assert (found.value, found.low, found.high, found.n) == (30, 28, 32, 256)
 
 
-def test_relative_bounds_count_the_baselines_own_interval(tmp_path: Path, results: Path) -> None:
+def test_relative_bounds_include_the_interval_of_the_baseline(tmp_path: Path, results: Path) -> None:
     exact = tmp_path / "exact.json"
     write_json(
         exact, {"kind": "psctl-baseline", "version": 1, "metrics": {"fid": {"value": 29, "low": 29, "high": 29}}}
@@ -78,7 +78,7 @@ def test_relative_bounds_count_the_baselines_own_interval(tmp_path: Path, result
     assert shown == ("<= 32.48 (baseline 29, max_ratio 1.12)",)
 
 
-def test_ratio_needs_a_positive_baseline_and_the_baseline_the_metric(tmp_path: Path, results: Path) -> None:
+def test_ratio_needs_a_positive_baseline_that_has_the_metric(tmp_path: Path, results: Path) -> None:
     with pytest.raises(UsageError, match=r"positive baseline, but it is -0\.001"):
         _one(results, results, metric="kid", max_ratio=1.1)
     assert _one(results, results, metric="kid", max_increase=0.01).verdict == "pass"
@@ -89,7 +89,7 @@ def test_ratio_needs_a_positive_baseline_and_the_baseline_the_metric(tmp_path: P
         _one(results, max_ratio=1.1)
 
 
-def test_too_few_samples_are_no_evidence(tmp_path: Path, results: Path) -> None:
+def test_too_few_samples_are_not_enough_evidence(tmp_path: Path, results: Path) -> None:
     gate = Gate("fid", {"max": 100.0}, "a", min_samples=257)
     assert judge([gate], [results], None)[0].verdict == "not enough evidence"
     assert judge([Gate("fid", {"max": 100.0}, "a", min_samples=256)], [results], None)[0].verdict == "pass"
@@ -97,7 +97,7 @@ def test_too_few_samples_are_no_evidence(tmp_path: Path, results: Path) -> None:
     assert _one(single, max=100.0).verdict == "not enough evidence"
 
 
-def test_bare_name_stands_for_the_only_judge(tmp_path: Path, results: Path) -> None:
+def test_bare_metric_name_refers_to_the_only_judge(tmp_path: Path, results: Path) -> None:
     assert _one(results, metric="clip", min=30).metric == "clip[emoji-clip]"
     two = write_results(tmp_path / "two.json", clip__=(31.0, 30.0, 32.0), **{"clip[other]": (29.0, 28.0, 30.0)})
     with pytest.raises(UsageError, match=r"no metric 'clip'.*there: clip\[emoji-clip\], clip\[other\]"):
@@ -105,7 +105,7 @@ def test_bare_name_stands_for_the_only_judge(tmp_path: Path, results: Path) -> N
     assert _one(two, metric="clip[other]", min=28).verdict == "pass"
 
 
-def test_metric_in_several_files_must_be_told_apart_or_are_repeats(tmp_path: Path) -> None:
+def test_metric_in_several_files_must_be_qualified_or_is_a_repeat(tmp_path: Path) -> None:
     files = []
     for i, throughput in enumerate((1.9, 2.0, 2.1)):
         write_json(tmp_path / f"{i}.json", {"throughput": throughput})
@@ -131,7 +131,7 @@ def _per_image(path: Path, values: list[float], name: str = "psnr") -> Path:
     return path
 
 
-def test_a_statistic_is_exact_for_the_images_that_were_drawn(tmp_path: Path) -> None:
+def test_statistic_over_images_is_exact(tmp_path: Path) -> None:
     """One wrong image of twelve: the mean gives no evidence, the worst image fails."""
     file = _per_image(tmp_path / "results.json", [94.0] * 11 + [36.0])
 
@@ -159,13 +159,13 @@ def test_a_statistic_is_exact_for_the_images_that_were_drawn(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("count", "place"), [(1, 0), (19, 0), (20, 0), (21, 1), (100, 4), (140, 6), (141, 7)])
-def test_p05_is_the_value_that_one_image_in_twenty_does_not_exceed(tmp_path: Path, count: int, place: int) -> None:
+def test_p05_is_the_5_percent_quantile_of_images(tmp_path: Path, count: int, place: int) -> None:
     file = _per_image(tmp_path / "results.json", [float(value) for value in reversed(range(count))])
     (found,) = judge([Gate("psnr", {"min": 0}, "a", statistic="p05")], [file], None)
     assert (found.metric, found.value, found.n) == ("psnr.p05", place, count)
 
 
-def test_a_statistic_needs_values_of_single_images(tmp_path: Path, results: Path) -> None:
+def test_statistic_needs_values_per_image(tmp_path: Path, results: Path) -> None:
     with pytest.raises(UsageError, match=r"gate 'a': for min, no values of single images of 'fid' in .*; there: -"):
         judge([Gate("fid", {"min": 1}, "a", statistic="min")], [results], None)
     file = _per_image(tmp_path / "clip.json", [31.0, 29.0], "clip[emoji-clip]")
@@ -173,7 +173,7 @@ def test_a_statistic_needs_values_of_single_images(tmp_path: Path, results: Path
     assert (found.metric, found.verdict) == ("clip[emoji-clip].min", "pass")
 
 
-def test_a_statistic_has_a_baseline_of_its_own(tmp_path: Path) -> None:
+def test_statistic_has_its_own_baseline(tmp_path: Path) -> None:
     file, baseline = _per_image(tmp_path / "results.json", [90.0, 94.0]), tmp_path / "baseline.json"
     gates = [
         Gate("psnr", {"max_decrease": 1}, "worst", statistic="min"),
@@ -257,7 +257,7 @@ def test_malformed_gate_files_name_the_line(tmp_path: Path, text: str, message: 
     assert "gates.toml" in str(caught.value)
 
 
-def test_baseline_keeps_other_metrics_and_survives_errors(tmp_path: Path, results: Path) -> None:
+def test_baseline_keeps_other_metrics_and_is_unchanged_on_errors(tmp_path: Path, results: Path) -> None:
     baseline = tmp_path / "baseline.json"
     assert write_baseline(baseline, [Gate("fid", {"max": 1.0}, "a")], [results]) == ["fid"]
     assert write_baseline(baseline, [Gate("clip", {"min_ratio": 1.0}, "a")], [results]) == ["clip[emoji-clip]"]

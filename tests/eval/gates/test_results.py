@@ -49,7 +49,7 @@ def _served(folder: Path, latencies: Sequence[float | None]) -> Path:
     return folder
 
 
-def test_figures_of_a_serve_run_have_intervals_from_its_records(tmp_path: Path) -> None:
+def test_serve_run_figures_have_intervals_from_records(tmp_path: Path) -> None:
     drawn = np.random.default_rng(0).uniform(0.5, 2.5, 1000).tolist()
     latencies: list[float | None] = [*drawn, None]
     run = _served(tmp_path / "serve-1", latencies)
@@ -93,7 +93,7 @@ def test_figures_of_a_serve_run_have_intervals_from_its_records(tmp_path: Path) 
         figures_in(run)
 
 
-def test_one_short_run_is_no_evidence_but_repeats_are(tmp_path: Path) -> None:
+def test_one_short_run_is_not_enough_evidence_but_repeats_are(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     runs = [_served(tmp_path / f"serve-{i}", rng.uniform(0.5, 2.5, 60).tolist()) for i in range(4)]
     for metric in ("throughput", "goodput", "slo_attainment", "latency_p95", "latency_mean"):
@@ -105,7 +105,7 @@ def test_one_short_run_is_no_evidence_but_repeats_are(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_run_of_many_requests_takes_little_memory() -> None:
+def test_reading_a_long_run_needs_little_memory() -> None:
     summary, records = _run(np.random.default_rng(2).uniform(0.5, 2.5, 100_000).tolist())
     tracemalloc.start()
     figures = run_figures(summary, records)

@@ -49,7 +49,7 @@ def _images(count: int) -> list[Image.Image]:
     return [Image.fromarray(rng.integers(0, 256, (20 + i % 2 * 8, 24, 3), dtype=np.uint8)) for i in range(count)]
 
 
-def test_embeddings_are_those_of_the_whole_model(clip: Clip, tmp_path: Path) -> None:
+def test_embeddings_equal_those_of_the_full_model(clip: Clip, tmp_path: Path) -> None:
     images, texts = _images(3), ["a fox", "a cat on a hat", "b"]
     processor: Any = CLIPProcessor.from_pretrained(tiny_clip_folder(tmp_path))
     inputs = processor(text=texts, images=images, return_tensors="pt", padding=True)
@@ -63,14 +63,14 @@ def test_embeddings_are_those_of_the_whole_model(clip: Clip, tmp_path: Path) -> 
         assert torch.allclose(found.norm(dim=-1), torch.ones(3))
 
 
-def test_batches_do_not_change_embeddings_and_order(clip: Clip) -> None:
+def test_batching_preserves_embeddings_and_order(clip: Clip) -> None:
     images, texts = _images(5), ["a", "a fox", "a fox on a hat", "bb", "c"]
     assert torch.allclose(clip.embed_images(images, 2), clip.embed_images(images), atol=1e-6)
     assert torch.allclose(clip.embed_texts(texts, 2), clip.embed_texts(texts), atol=1e-6)
     assert clip.embed_images([]).shape == clip.embed_texts([]).shape == (0, 8)
 
 
-def test_long_texts_are_cut(clip: Clip) -> None:
+def test_long_texts_are_truncated(clip: Clip) -> None:
     assert torch.allclose(clip.embed_texts(["x y " * 40]), clip.embed_texts(["x y " * 50]))
 
 
@@ -84,7 +84,7 @@ def test_class_embeddings_average_templates(clip: Clip) -> None:
             clip.embed_classes(["fox"], templates)
 
 
-def test_unknown_models_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_models_give_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(clip_module, "bundled_model_path", lambda name: tmp_path / "not-there")
     for source in (tmp_path / "empty", tmp_path / "none", "nobody/no-such-clip", "emoji-clip"):
@@ -100,7 +100,7 @@ def _at(*degrees: float) -> torch.Tensor:
     return torch.stack([angles.cos(), angles.sin()], 1)
 
 
-def test_retrieval_recall_by_hand() -> None:
+def test_retrieval_recall_matches_manual_values() -> None:
     images, texts = _at(0, 10, 100, 200), _at(4, 3, 110, 330)
     captions = ["a", "b", "c", "d"]
     # Nearest texts: image 0 -> text 1 (wrong), 1 -> 0 (wrong), 2 -> 2 (right), 3 -> 2 (wrong, 90 against 130 degrees).
@@ -112,14 +112,14 @@ def test_retrieval_recall_by_hand() -> None:
     assert retrieval_recall(texts, images, captions, 1) == 0.5
 
 
-def test_zero_shot_and_clip_scores_by_hand() -> None:
+def test_zero_shot_and_clip_scores_match_manual_values() -> None:
     classes = _at(0, 90, 180)
     assert zero_shot(_at(80, 170, 350), classes).tolist() == [[1], [2], [0]]
     assert zero_shot(_at(80, 170), classes, 2).tolist() == [[1, 0], [2, 1]]
     assert clip_scores(_at(0, 0, 0), _at(60, 0, 180)).tolist() == pytest.approx([50, 100, 0], rel=1e-5)
 
 
-def test_numbers_that_do_not_match_are_refused() -> None:
+def test_mismatched_counts_are_refused() -> None:
     with pytest.raises(UsageError, match="3 captions"):
         retrieval_recall(_at(0, 1), _at(0, 1), ["a", "b", "c"])
     with pytest.raises(UsageError, match="k is 3"):

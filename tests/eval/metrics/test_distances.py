@@ -31,7 +31,7 @@ def _scipy_frechet(real: torch.Tensor, generated: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("counts", "width"), [((300, 200), 16), ((40, 50), 64), ((30, 200), 64), ((64, 65), 64)])
-def test_frechet_distance_is_that_of_scipy_and_torchmetrics(counts: tuple[int, int], width: int) -> None:
+def test_frechet_distance_equals_scipy_and_torchmetrics(counts: tuple[int, int], width: int) -> None:
     real, generated = _features(counts[0], 0, width=width), _features(counts[1], 1, width=width, scale=1.2, shift=0.1)
     found = frechet_distance(real, generated)
     assert found == pytest.approx(_scipy_frechet(real, generated), rel=1e-3)
@@ -40,7 +40,7 @@ def test_frechet_distance_is_that_of_scipy_and_torchmetrics(counts: tuple[int, i
 
 
 @pytest.mark.parametrize(("counts", "width"), [((40, 30), 64), ((300, 200), 16)])
-def test_images_that_are_in_a_set_more_than_once_are_counted(counts: tuple[int, int], width: int) -> None:
+def test_duplicate_images_are_counted(counts: tuple[int, int], width: int) -> None:
     sides = [torch.randn(count, width, generator=torch.Generator().manual_seed(count)) for count in counts]
     sides[0][:, 3] = 1.0  # a constant feature
     rng = np.random.default_rng(0)
@@ -51,7 +51,7 @@ def test_images_that_are_in_a_set_more_than_once_are_counted(counts: tuple[int, 
     assert found == pytest.approx(torchmetrics_fid(*repeated), rel=1e-4)
 
 
-def test_the_influence_of_an_image_is_what_more_of_it_changes() -> None:
+def test_influence_of_an_image_is_the_derivative_by_its_weight() -> None:
     real, generated = _features(3000, 0), _features(2000, 1, scale=1.2, shift=0.1)
     influence = frechet_influence(real, generated)
     # Relative to a million copies of the set, 100,000 more copies of an image are a small step.
@@ -65,7 +65,7 @@ def test_the_influence_of_an_image_is_what_more_of_it_changes() -> None:
     assert float(influence.mean()) == pytest.approx(0, abs=0.05)
 
 
-def test_frechet_distance_refuses_what_is_too_little() -> None:
+def test_frechet_distance_refuses_too_few_images() -> None:
     for real, generated, word in ((1, 5, "1 real"), (5, 0, "0 generated")):
         with pytest.raises(UsageError, match=word):
             frechet_distance(torch.zeros(real, 2), torch.zeros(generated, 2))
@@ -73,7 +73,7 @@ def test_frechet_distance_refuses_what_is_too_little() -> None:
         frechet_distance(torch.zeros(3, 2), torch.zeros(3, 3))
 
 
-def test_fid_interval_covers_and_narrows() -> None:
+def test_fid_interval_has_coverage_and_narrows() -> None:
     widths = []
     for count in (60, 600):
         real, generated = _features(count, 2), _features(count, 3, scale=1.3)
@@ -87,7 +87,7 @@ def test_fid_interval_covers_and_narrows() -> None:
     assert widths[1] < widths[0] / 2
 
 
-def test_fid_interval_contains_what_new_images_give() -> None:
+def test_fid_interval_contains_the_fid_of_new_images() -> None:
     """For 40 independent pairs of sets, FID lies in its neighbour's interval about as often as intervals promise."""
     # For two independent draws of equal spread, the 95 % interval of one contains the other in 83 % of cases.
     hits = 0
@@ -100,7 +100,7 @@ def test_fid_interval_contains_what_new_images_give() -> None:
     assert 25 <= hits <= 40
 
 
-def test_paired_fid_has_an_interval_of_its_own_size() -> None:
+def test_paired_fid_has_its_own_interval_width() -> None:
     rng = np.random.default_rng(0)
     first = _features(60, 0, width=64)
     second = first + torch.from_numpy(rng.normal(size=(60, 64))) * 0.01
@@ -120,7 +120,7 @@ def test_paired_fid_has_an_interval_of_its_own_size() -> None:
 
 
 @pytest.mark.slow
-def test_fid_interval_of_few_resamples_holds_what_it_promises() -> None:
+def test_fid_interval_of_few_resamples_has_nominal_coverage() -> None:
     """With 40 resamples, the outermost quantiles cover about 90 %; standard deviations cover 95 %."""
     rng = np.random.default_rng(3)
     for num_resamples in (40, 200):
@@ -147,7 +147,7 @@ def _diagonal(count: int, seed: int, scales: np.ndarray, means: np.ndarray | flo
 @pytest.mark.slow
 @pytest.mark.parametrize("power", [0, 1])
 @pytest.mark.parametrize("per_feature", [2, 3])
-def test_fid_infinity_is_the_known_distance_within_its_interval(power: int, per_feature: int) -> None:
+def test_fid_infinity_interval_contains_the_known_distance(power: int, per_feature: int) -> None:
     # Normal features with diagonal covariances: the distance is |m1 - m2|^2 + |s1 - s2|^2.
     width = 32
     variances = np.arange(1, width + 1.0) ** -power
@@ -179,7 +179,7 @@ def test_fid_infinity_is_the_known_distance_within_its_interval(power: int, per_
         assert hits >= len(estimates) - 2
 
 
-def test_fid_infinity_says_why_it_is_missing() -> None:
+def test_missing_fid_infinity_states_the_reason() -> None:
     too_few = fid_infinity(_features(31, 0), _features(400, 1), 0.1)
     assert too_few == "too few images: 31, but 32 are needed"
     # A thousand images with Inception's 2,048 features are too few, even if their points lie on a line.
@@ -192,7 +192,7 @@ def test_fid_infinity_says_why_it_is_missing() -> None:
     assert scattered.startswith("no straight line over 1 / N: r2 is ")
 
 
-def test_kid_is_that_of_torchmetrics_and_by_hand() -> None:
+def test_kid_equals_torchmetrics_and_manual_values() -> None:
     from torchmetrics.image.kid import poly_mmd
 
     real, generated = _features(30, 0), _features(30, 1, scale=1.3)

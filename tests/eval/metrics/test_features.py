@@ -27,7 +27,7 @@ from ...support.eval_cases import Means, numbered_images
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(23, ((4, 4), (4, 6), (8, 2))), (9, ((4, 4),)), (0, ((4, 4),))])
-def test_sizes_in_turn_make_full_batches(count: int, sizes: tuple[tuple[int, int], ...]) -> None:
+def test_alternating_sizes_fill_batches(count: int, sizes: tuple[tuple[int, int], ...]) -> None:
     found = list(batches_by_size(enumerate(numbered_images(count, sizes)), batch_size=4))
     assert sorted(place for places, _ in found for place in places) == list(range(count))
     for places, batch in found:
@@ -37,7 +37,7 @@ def test_sizes_in_turn_make_full_batches(count: int, sizes: tuple[tuple[int, int
     assert sum(len(places) < 4 for places, _ in found) <= len(sizes)
 
 
-def test_many_sizes_do_not_pile_up() -> None:
+def test_many_sizes_keep_buffers_bounded() -> None:
     taken = 0
 
     def read() -> Iterator[np.ndarray]:
@@ -53,7 +53,7 @@ def test_many_sizes_do_not_pile_up() -> None:
     assert given == 100
 
 
-def test_features_come_in_the_order_of_the_images(tmp_path: Path) -> None:
+def test_features_keep_image_order(tmp_path: Path) -> None:
     for i, image in enumerate(numbered_images(40, ((8, 8), (8, 12), (12, 8)))):
         Image.fromarray(image).save(tmp_path / f"{i:03}.png")
     network = Means()
@@ -62,7 +62,7 @@ def test_features_come_in_the_order_of_the_images(tmp_path: Path) -> None:
     assert sorted(network.counts) == [5, 5, 6, 8, 8, 8]
 
 
-def test_a_table_is_read_in_one_pass_and_features_keep_the_order_of_the_sample(
+def test_table_is_read_in_one_pass_and_features_keep_sample_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers = [io.BytesIO() for _ in range(90)]
@@ -104,7 +104,9 @@ def _brighter(sample: Sample) -> MappedImages:
     )
 
 
-def test_pairs_of_sizes_in_turn_are_measured_in_full_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_alternating_sizes_are_measured_in_full_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder, level in (("a", 0), ("b", 5)):
         (tmp_path / folder).mkdir()
         for i, image in enumerate(numbered_images(40, ((16, 16), (16, 24)))):

@@ -39,7 +39,7 @@ class _Colours(nn.Module):
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.7])
-def test_frechet_distance_is_that_of_scipy_and_of_torchmetrics(shift: float) -> None:
+def test_frechet_distance_equals_scipy_and_torchmetrics(shift: float) -> None:
     real, generated = _features(300, 0), _features(200, 1, shift) * 1.3
     sides = torch.from_numpy(real), torch.from_numpy(generated)
     result = fid(*sides, num_resamples=2)
@@ -49,7 +49,7 @@ def test_frechet_distance_is_that_of_scipy_and_of_torchmetrics(shift: float) -> 
     assert result.value == pytest.approx(torchmetrics_fid(*sides), rel=1e-6)
 
 
-def test_features_may_come_in_pieces_and_more_of_them_than_dimensions_are_not_needed() -> None:
+def test_features_in_chunks_and_fewer_than_dimensions() -> None:
     real, generated = torch.from_numpy(_features(8, 2)), torch.from_numpy(_features(9, 3))
     assert frechet_distance(real, generated) > 0
     images = [Image.fromarray(np.full((4, 4, 3), level, np.uint8)) for level in (10, 30, 90, 200, 70)]
@@ -61,7 +61,7 @@ def test_features_may_come_in_pieces_and_more_of_them_than_dimensions_are_not_ne
     assert frechet_distance(real, real) == pytest.approx(0, abs=1e-6)
 
 
-def test_fid_of_images_is_that_of_their_features_and_sizes_may_differ() -> None:
+def test_fid_of_images_of_any_size_equals_fid_of_features() -> None:
     rng = np.random.default_rng(0)
     real = [rng.integers(0, 256, (6, 4, 3), dtype=np.uint8) for _ in range(20)]
     generated = [rng.integers(0, 200, (4 + i % 2 * 4, 8, 3), dtype=np.uint8) for i in range(21)]
@@ -72,7 +72,7 @@ def test_fid_of_images_is_that_of_their_features_and_sizes_may_differ() -> None:
     assert [len(side) for side in features] == [20, 21]
 
 
-def test_fid_refuses_too_few_images_and_features_that_do_not_fit() -> None:
+def test_fid_refuses_too_few_images_and_mismatched_features() -> None:
     with pytest.raises(UsageError, match="1 generated"):
         frechet_distance(torch.zeros(3, 2), torch.zeros(1, 2))
     with pytest.raises(UsageError, match="0 real"):
@@ -81,7 +81,7 @@ def test_fid_refuses_too_few_images_and_features_that_do_not_fit() -> None:
         fid(torch.zeros(3, 2), torch.zeros(3, 4))
 
 
-def test_psnr_by_hand() -> None:
+def test_psnr_matches_manual_values() -> None:
     reference = np.zeros((2, 2, 3), np.uint8)
     image = reference.copy()
     image[0, 0, 0] = 12  # mean squared error 144 / 12 = 12
@@ -94,7 +94,7 @@ def test_psnr_by_hand() -> None:
         psnr(reference, np.zeros((2, 4, 3), np.uint8))
 
 
-def test_batches_hold_images_of_one_size_with_their_keys() -> None:
+def test_batches_contain_images_of_one_size_with_their_keys() -> None:
     images = [np.full((2, width, 3), i, np.uint8) for i, width in enumerate((2, 2, 2, 4, 4, 2))]
     found = list(batches_by_size(enumerate(images), 2))
     assert [tuple(batch.shape) for _, batch in found] == [(2, 3, 2, 2), (2, 3, 2, 4), (2, 3, 2, 2)]
@@ -104,7 +104,7 @@ def test_batches_hold_images_of_one_size_with_their_keys() -> None:
         list(batches_by_size(enumerate(images), 0))
 
 
-def test_images_of_any_mode_and_arrays_of_one_form() -> None:
+def test_images_of_any_mode_become_uniform_arrays() -> None:
     assert to_array(Image.new("L", (3, 2), 7)).shape == (2, 3, 3)
     assert to_pil(np.full((2, 3, 3), 9, np.uint8)).getpixel((0, 0)) == (9, 9, 9)
     for wrong in (np.zeros((2, 3), np.uint8), np.zeros((2, 3, 4), np.uint8), np.zeros((2, 3, 3), np.float32)):

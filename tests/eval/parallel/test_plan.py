@@ -8,7 +8,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.eval.parallel.plan import PARTS, Claim, ParallelPlan, Verdict, parse_parts, parse_ranks
 
 
-def test_every_set_is_drawn_once_and_every_claim_is_of_drawn_sets() -> None:
+def test_each_set_is_generated_once_and_claims_use_generated_sets() -> None:
     plan = ParallelPlan((2, 4))
     settings = {setting.name: setting for setting in plan.settings()}
     assert len(settings) == len(plan.settings())
@@ -53,7 +53,7 @@ def test_verdicts(
     assert Verdict(claim, *values, values[1] - values[0], *interval).holds is holds
 
 
-def test_bad_plans() -> None:
+def test_invalid_plans_are_refused() -> None:
     assert parse_parts("fig8, table1") == ("table1", "fig8")
     assert parse_parts(",".join(PARTS)) == PARTS
     with pytest.raises(UsageError, match="names 'fig9'"):

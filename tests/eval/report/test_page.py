@@ -21,7 +21,7 @@ from ...support.report_cases import CLIP, SHA, TRUTH, FakeJudges, PageParser, co
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
 
-def test_the_page_is_whole_and_shows_pairs(tmp_path: Path) -> None:
+def test_page_is_complete_and_shows_pairs(tmp_path: Path) -> None:
     paths = [comparison_of(tmp_path, "a", cache=CacheOptions("patch", 0.3))]
     started: dict[str, int] = {}
     done: list[int] = []
@@ -77,7 +77,7 @@ def test_the_page_is_whole_and_shows_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_gives_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = comparison_of(tmp_path, "a")
     half = tmp_path / "half.json"
     half.write_text(whole.read_text()[:900])

@@ -28,7 +28,7 @@ from ...support.report_cases import (
 )
 
 
-def test_each_cell_is_the_figure_that_was_measured(tmp_path: Path) -> None:
+def test_cells_equal_the_measured_figures(tmp_path: Path) -> None:
     paths = [
         comparison_of(tmp_path, "plain", fid=10.5),
         comparison_of(tmp_path, "loose", cache=CacheOptions("patch", 0.3), fid=30),
@@ -77,7 +77,7 @@ def test_each_cell_is_the_figure_that_was_measured(tmp_path: Path) -> None:
     assert quality.references == [TRUTH, "coco:/data/coco/captions.json"]
 
 
-def test_what_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
+def test_missing_figures_say_how_to_measure_them(tmp_path: Path) -> None:
     ours = results_of(tmp_path / "ours.json", "patched", [metric(CLIP, 20)], resolutions=["40x32"])
     tables = tables_of(gather([ours], on_warning=pytest.fail))
     row = table(tables, "clip_score").rows[0]
@@ -128,7 +128,7 @@ def test_what_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
     assert command_line.endswith("--max-batch-size 3 --cache-threshold 0.25")
 
 
-def test_sides_that_a_label_cannot_tell_apart_say_in_what_they_differ(tmp_path: Path) -> None:
+def test_sides_with_equal_labels_show_their_differing_settings(tmp_path: Path) -> None:
     paths = [
         comparison_of(tmp_path, f"c{reuse}", cache=CacheOptions("patch", 0.3, max_reuse=reuse)) for reuse in (2, 3)
     ]
@@ -137,7 +137,7 @@ def test_sides_that_a_label_cannot_tell_apart_say_in_what_they_differ(tmp_path: 
     assert [row["method"] for row in rows] == [f"{label} 2", f"{label} 3"]
 
 
-def test_the_later_of_two_figures_counts_and_says_so(tmp_path: Path) -> None:
+def test_later_of_two_figures_is_used_and_noted(tmp_path: Path) -> None:
     first = results_of(tmp_path / "a.json", "patched", [metric("fid", 20), metric("lpips", 0.5)])
     second = results_of(tmp_path / "b.json", "patched", [metric("fid", 21)])
     warnings: list[str] = []
@@ -146,7 +146,7 @@ def test_the_later_of_two_figures_counts_and_says_so(tmp_path: Path) -> None:
     assert warnings == [f"tiny on emoji: fid was measured twice; {second} counts"]
 
 
-def test_a_workspace_gives_its_newest(tmp_path: Path) -> None:
+def test_newest_results_of_a_workspace_are_used(tmp_path: Path) -> None:
     runs = tmp_path / "tiny" / "cpu" / "runs"
     old, new, cut = (runs / f"eval-2026010{day}T000000Z" for day in (1, 2, 3))
     for folder in (old, new, cut):
@@ -161,7 +161,7 @@ def test_a_workspace_gives_its_newest(tmp_path: Path) -> None:
     assert warnings[1] == "1 older results are of other prompts or settings than the newest, and were left out"
 
 
-def test_only_figures_against_the_data_sets_own_images_stand_beside_the_ground_truth(tmp_path: Path) -> None:
+def test_ground_truth_is_shown_only_beside_figures_against_data_set_images(tmp_path: Path) -> None:
     elsewhere = "/data/originals"
     names = ("fid", "lpips", "psnr")
     right = results_of(tmp_path / "right.json", "patched", [metric("fid", 20), metric(CLIP, 30)])
@@ -212,14 +212,14 @@ def test_only_figures_against_the_data_sets_own_images_stand_beside_the_ground_t
         ({"model": None}, "does not say which model its images"),
     ],
 )
-def test_results_that_cannot_stand_in_one_report(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_incompatible_results_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     first = results_of(tmp_path / "a.json", "plain", [metric("fid", 1)])
     second = results_of(tmp_path / "b.json", "patched", [metric("fid", 2)], **change)
     with pytest.raises(UsageError, match=message):
         gather([first, second], on_warning=pytest.fail)
 
 
-def test_comparisons_that_are_not_of_plain_and_patched(tmp_path: Path) -> None:
+def test_comparisons_other_than_plain_and_patched_are_refused(tmp_path: Path) -> None:
     path = comparison_of(tmp_path, "a")
     right = Comparison.load(path)
     replace(right, first=right.second, second=right.first).save(path)

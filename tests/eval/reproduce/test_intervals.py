@@ -70,7 +70,7 @@ def test_attainment_is_paired_over_seeds() -> None:
 
 
 @pytest.mark.parametrize("first", [0.90, 0.96])
-def test_a_bound_and_a_single_trace_tell_nothing_of_held_rates(first: float) -> None:
+def test_bounds_and_single_traces_give_no_interval_of_held_rates(first: float) -> None:
     """NIRVANA has 90 % at the lowest rate and so sustains no measured rate: the ratio is only bounded from below."""
     one = {name: [(first, *seeds[0][1:]) if name == "nirvana" else seeds[0]] for name, seeds in SERVED.items()}
     three = {name: seeds * 3 for name, seeds in one.items()}
@@ -83,13 +83,13 @@ def test_a_bound_and_a_single_trace_tell_nothing_of_held_rates(first: float) -> 
         assert is_sure or found.verdict == "cannot be told"
 
 
-def test_one_seed_tells_nothing() -> None:
+def test_one_seed_gives_no_interval() -> None:
     figures = served(**{name: seeds[:1] for name, seeds in SERVED.items()})
     found = [*attainment_statements(figures), *many_gpu_statements(figures, 2)]
     assert {each.verdict for each in found} == {"cannot be told"}
 
 
-def test_on_many_gpus_the_best_other_is_that_of_all_seeds() -> None:
+def test_best_baseline_on_many_gpus_is_chosen_over_all_seeds() -> None:
     best, at_lowest, at_highest = many_gpu_statements(served(**SERVED), 8)
     gains = [100 * float(np.mean(np.subtract(SERVED["patchedserve"][s], SERVED["patched_fcfs"][s]))) for s in range(3)]
     assert ends(best.ours) == pytest.approx(student(gains), rel=1e-4)
@@ -100,7 +100,7 @@ def test_on_many_gpus_the_best_other_is_that_of_all_seeds() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/figure-1[123].json")), ids=lambda path: path.parent.name)
-def test_committed_sweeps_give_the_same_numbers_and_intervals(path: Path) -> None:
+def test_committed_sweeps_reproduce_numbers_and_intervals(path: Path) -> None:
     result = json.loads(path.read_text())
     if "gpus" in result["ours"]:
         by_gpus = result["ours"]["gpus"].items()
@@ -113,7 +113,7 @@ def test_committed_sweeps_give_the_same_numbers_and_intervals(path: Path) -> Non
     assert sum(each.ours is not None and each.ours.interval is not None for each in found) >= 5
 
 
-def test_sizes_that_skip_different_shares() -> None:
+def test_sizes_with_different_skipped_shares() -> None:
     shares = {"64x64": [0.3, 0.4, 0.5], "96x96": [0.9] * 3, "128x128": [0.2, 0.3, 0.2]}
     # The side that skips more counts; the interval starts at 0 if this is uncertain.
     mean, low, high = student([10, 10, 30])
@@ -150,7 +150,7 @@ def test_times_are_paired_by_round() -> None:
     assert (cached.is_more, managed.is_more) == (False, False)
 
 
-def test_splitting_is_what_plain_diffusers_does_not_move() -> None:
+def test_splitting_share_excludes_what_plain_diffusers_spends() -> None:
     def side(step_ms: float, first_ms: float, *stitching: float) -> dict[str, Any]:
         return {"step_ms": step_ms, "first_ms": first_ms, "ms_by_repeat": [{"stitching": ms} for ms in stitching]}
 
@@ -158,7 +158,7 @@ def test_splitting_is_what_plain_diffusers_does_not_move() -> None:
     assert splitting_shares(row, num_steps=10) == pytest.approx([(3 + 2) / 40, (3.5 + 2) / 40])
 
 
-def test_savings_are_those_of_rounds() -> None:
+def test_savings_are_paired_by_round() -> None:
     def kind(seconds: list[float], *saved: float) -> dict[str, Any]:
         return {"seconds_by_round": seconds, "saved_by_round": list(saved)}
 

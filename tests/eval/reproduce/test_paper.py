@@ -24,7 +24,7 @@ from patchedserve.profiling.report.theme import THEME, new_figure
 SETTINGS = {"model": "tiny", "seed": 0, "is_quick": False}
 
 
-class Room:
+class FakeLab:
     """Stand-in for a lab: has a folder and counts the measurements."""
 
     def __init__(self, stop_at: int = 0) -> None:
@@ -58,23 +58,23 @@ def exhibit(number: int, kind: Any = "figure", pipelines: tuple[str, ...] = ()) 
 PAPER = Paper("bars", "On Bars", (exhibit(1), exhibit(20), exhibit(2, "table")))
 
 
-def run(folder: Path, room: Room, settings: Mapping[str, Any] = SETTINGS) -> Any:
-    return reproduce(PAPER, [(each, settings) for each in PAPER.exhibits], lambda: room, folder)  # type: ignore[arg-type, return-value]
+def run(folder: Path, lab: FakeLab, settings: Mapping[str, Any] = SETTINGS) -> Any:
+    return reproduce(PAPER, [(each, settings) for each in PAPER.exhibits], lambda: lab, folder)  # type: ignore[arg-type, return-value]
 
 
-def test_what_is_finished_is_not_measured_again(tmp_path: Path) -> None:
-    room = Room(stop_at=20)
-    outcome = run(tmp_path / "tiny", room)
+def test_finished_exhibits_are_not_measured_again(tmp_path: Path) -> None:
+    lab = FakeLab(stop_at=20)
+    outcome = run(tmp_path / "tiny", lab)
     assert (outcome.was_interrupted, outcome.measured) == (True, ["figure-1"])
     assert {path.name for path in (tmp_path / "tiny").iterdir()} == {
         "figure-1.json",
         "figure-1.png",
     }
 
-    room.stop_at = 0
-    outcome = run(tmp_path / "tiny", room)
+    lab.stop_at = 0
+    outcome = run(tmp_path / "tiny", lab)
     assert (outcome.was_interrupted, outcome.measured) == (False, ["figure-20", "table-2"])
-    assert room.measured == [1, 20, 2]
+    assert lab.measured == [1, 20, 2]
     files = [json.loads((tmp_path / "tiny" / f"{each.key}.json").read_text()) for each in PAPER.exhibits]
     assert [each["statements"][0]["verdict"] for each in files] == ["agrees", "same way only", "agrees"]
     assert outcome.verdicts["tiny"] == {"agrees": 2, "same way only": 1, "differs": 0, "cannot be told": 0}
@@ -84,28 +84,28 @@ def test_what_is_finished_is_not_measured_again(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"figure-1\.json was made with seed 0, but it is 1 now: give another --output-d"
     ):
-        run(tmp_path / "tiny", room, {**SETTINGS, "seed": 1})
-    assert room.measured == [1, 20, 2]
+        run(tmp_path / "tiny", lab, {**SETTINGS, "seed": 1})
+    assert lab.measured == [1, 20, 2]
 
 
-def test_interrupted_before_anything_was_finished(tmp_path: Path) -> None:
+def test_interrupt_before_the_first_exhibit_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "tiny", Room(stop_at=1))
+        run(tmp_path / "tiny", FakeLab(stop_at=1))
 
 
 def test_the_page_shows_all_models(tmp_path: Path) -> None:
-    run(tmp_path / "one", Room())
-    page = run(tmp_path / "two", Room(), {**SETTINGS, "is_quick": True}).index.read_text()
+    run(tmp_path / "one", FakeLab())
+    page = run(tmp_path / "two", FakeLab(), {**SETTINGS, "is_quick": True}).index.read_text()
     assert page.count("<img") == 2 * 2
     assert page.count("A smoke run") == 3
     assert page.count("1.10x to 1.50x") == 6
     assert "within a factor of 2 of the paper" in page
     counts = {row[0]: row[1:] for row in re.findall(r"<tr><td>(\w+)</td>" + 4 * r'<td class="number">(\d)</td>', page)}
     assert counts == {"one": ("2", "1", "0", "0"), "two": ("2", "1", "0", "0"), "all": ("4", "2", "0", "0")}
-    assert page.count("a &lt;room&gt;") == 6
+    assert page.count("a &lt;lab&gt;") == 6
 
 
-def test_an_old_file_is_read(tmp_path: Path) -> None:
+def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
     old = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
     shutil.copytree(old, tmp_path / "old")
     num = sum(len(json.loads(path.read_text())["statements"]) for path in old.glob("*/*.json"))
@@ -118,7 +118,7 @@ def test_an_old_file_is_read(tmp_path: Path) -> None:
     assert "2.53x" in page
 
 
-def test_what_is_reproduced_of_patchedserve() -> None:
+def test_exhibits_of_patchedserve_can_be_selected() -> None:
     def keys(pipeline: str) -> list[str]:
         return [each.key for each in PATCHEDSERVE.select((), (), pipeline)]
 
@@ -132,7 +132,7 @@ def test_what_is_reproduced_of_patchedserve() -> None:
         PATCHEDSERVE.select((13,), (), SDXL)
 
 
-def test_a_picture_is_drawn_in_the_colours_of_all() -> None:
+def test_figures_use_the_common_colours() -> None:
     pixels = np.array(Image.open(io.BytesIO(exhibit(3).picture({"ours": {"bar": 3}}))).convert("RGB"))
     colours = {"#" + bytes(colour).hex() for colour in np.unique(pixels.reshape(-1, 3), axis=0)}
     assert {THEME.background, THEME.series[0]} <= colours

@@ -67,7 +67,7 @@ def points(ours: Estimate | None) -> Statement:
         (Statement("", between(0.17, 1.03), (0.34, 0.51), "score", 0), "same way only"),
     ],
 )
-def test_the_interval_decides(given: Statement, verdict: Verdict) -> None:
+def test_verdict_depends_on_the_interval(given: Statement, verdict: Verdict) -> None:
     assert given.verdict == verdict
     kept = json.loads(json.dumps(given.to_json()))
     assert kept["verdict"] == verdict
@@ -85,7 +85,7 @@ def test_the_interval_decides(given: Statement, verdict: Verdict) -> None:
         (Statement("", Estimate(0.0, -0.1, 0.1), (0.34, 0.51), "score"), "+0.00", "-0.10 to +0.10", "+0.34 to +0.51"),
     ],
 )
-def test_what_is_shown(given: Statement, ours: str, interval: str, paper: str) -> None:
+def test_text_of_statements(given: Statement, ours: str, interval: str, paper: str) -> None:
     found = given.to_json()
     assert (found["ours_text"], found["interval_text"], found["paper_text"]) == (ours, interval, paper)
 

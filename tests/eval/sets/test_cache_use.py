@@ -92,9 +92,7 @@ def bytes_of(outcome: EvalOutcome) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_the_cache_is_stated_and_its_images_are_a_set_of_their_own(
-    model_dir: Path, captions: str, tmp_path: Path
-) -> None:
+def test_cache_is_recorded_and_its_images_form_a_separate_set(model_dir: Path, captions: str, tmp_path: Path) -> None:
     off, _ = evaluate(served(model_dir), captions, tmp_path)
     assert off.results.cache_use is None
     assert off.results.settings["cache"]["mode"] == "off"
@@ -137,7 +135,7 @@ def test_the_cache_is_stated_and_its_images_are_a_set_of_their_own(
 
 
 @pytest.mark.slow
-def test_without_a_cache_its_other_options_change_nothing(
+def test_cache_options_have_no_effect_without_a_cache(
     model_dir: Path, captions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One by one and never by the plain model, whose rounding differs: the composition of a batch, and whether it has
@@ -158,7 +156,7 @@ def test_without_a_cache_its_other_options_change_nothing(
 
 
 @pytest.mark.slow
-def test_another_predictor_under_the_same_name_starts_anew(
+def test_changed_predictor_of_the_same_name_starts_a_new_set(
     model_dir: Path, captions: str, trained: CachePredictor, tmp_path: Path
 ) -> None:
     file = tmp_path / "cache.safetensors"
@@ -187,7 +185,7 @@ def test_another_predictor_under_the_same_name_starts_anew(
 
 
 @pytest.mark.slow
-def test_images_whose_saving_was_not_counted_are_told(model_dir: Path, captions: str, tmp_path: Path) -> None:
+def test_images_without_counted_savings_are_reported(model_dir: Path, captions: str, tmp_path: Path) -> None:
     model = served(model_dir, CACHE)
     first, _ = evaluate(model, captions, tmp_path)
     (first.images_dir / CACHE_USE_FILE).unlink()
@@ -209,7 +207,7 @@ def test_images_whose_saving_was_not_counted_are_told(model_dir: Path, captions:
         evaluate(model, captions, tmp_path)
 
 
-def test_what_was_saved_adds_up() -> None:
+def test_savings_add_up() -> None:
     total = CacheUse(2, {"a": (10, 5), "b": (10, 0)}) + CacheUse(1, {"a": (10, 10), "c": (0, 0)})
     assert total.describe() == {"saved_computation": 0.5, "saved_by_block": {"a": 0.75, "b": 0.0}, "num_images": 3}
     assert CacheUse().saved_computation == 0
@@ -222,7 +220,7 @@ def test_what_was_saved_adds_up() -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_set_keeps_what_was_counted(model_dir: Path, captions: str, tmp_path: Path) -> None:
+def test_interrupted_set_keeps_counted_savings(model_dir: Path, captions: str, tmp_path: Path) -> None:
     model = served(model_dir, CACHE)
     options = replace(OPTIONS, dataset=captions, max_batch_size=1)
     plan = plan_eval(options, model.defaults, tmp_path)
@@ -253,7 +251,7 @@ def test_an_interrupted_set_keeps_what_was_counted(model_dir: Path, captions: st
 # The command line
 
 
-def test_the_eight_options_are_one_setting(tmp_path: Path) -> None:
+def test_all_cache_flags_build_one_setting(tmp_path: Path) -> None:
     given = {parameter.name: parameter.default for parameter in CACHE_FLAGS.parameters()}
     assert CACHE_FLAGS.build(dict(given)) == CacheOptions()
     changed = {
@@ -272,7 +270,7 @@ def test_the_eight_options_are_one_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_eval_takes_the_flags_of_the_cache(
+def test_eval_accepts_cache_flags(
     model_dir: Path,
     captions: str,
     tmp_path: Path,
@@ -306,7 +304,9 @@ def test_eval_takes_the_flags_of_the_cache(
         (["--cache", "interval", "--generated", "a"], "with --generated nothing is drawn"),
     ],
 )
-def test_flags_that_contradict_are_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradicting_flags_give_a_one_line_error(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", "clip", *flags, "-q"]) == 2
     said = capsys.readouterr()
     assert said.out == ""

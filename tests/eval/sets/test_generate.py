@@ -33,7 +33,7 @@ def model(model_dir: Path) -> ServedModel:
     return load_model(str(model_dir), "cpu", "float32")
 
 
-def test_settings_name_the_model_and_what_decides_its_images(model_dir: Path, model: ServedModel) -> None:
+def test_settings_name_the_model_and_everything_that_affects_images(model_dir: Path, model: ServedModel) -> None:
     own = manifest_of(model).settings
     assert own["model"] == model.name
     assert not {"sampler", "lora", "prompt_cache_mb", "offload", "parallel"} & set(own)
@@ -48,7 +48,7 @@ def test_settings_name_the_model_and_what_decides_its_images(model_dir: Path, mo
 
 
 @pytest.mark.slow
-def test_a_set_is_what_plain_diffusers_draws_and_goes_on_where_it_stopped(model: ServedModel, tmp_path: Path) -> None:
+def test_set_equals_plain_diffusers_and_resumes(model: ServedModel, tmp_path: Path) -> None:
     from patchedserve.eval.sets.generate import _request
 
     manifest = manifest_of(model)
@@ -77,7 +77,7 @@ def test_a_set_is_what_plain_diffusers_draws_and_goes_on_where_it_stopped(model:
     assert read_manifest(tmp_path) == manifest
 
 
-def test_another_set_is_refused(model: ServedModel, tmp_path: Path) -> None:
+def test_resuming_a_different_set_is_refused(model: ServedModel, tmp_path: Path) -> None:
     manifest = manifest_of(model)
     assert [item.file for item in open_set(tmp_path, manifest)] == [f"00{i}.png" for i in range(5)]
     with pytest.raises(UsageError, match=r"holds another set of images: policy is 'fcfs', but .* with 'continuous'"):
@@ -127,7 +127,7 @@ def test_damaged_manifests_are_named(model: ServedModel, tmp_path: Path) -> None
         read_manifest(tmp_path)
 
 
-def test_items_that_cannot_be() -> None:
+def test_invalid_items_are_refused() -> None:
     with pytest.raises(UsageError, match="ids of the text-image pairs must differ"):
         make_items([("a", "x"), ("a", "y")], SIZES)
     with pytest.raises(UsageError, match="0 prompts"):
@@ -136,7 +136,7 @@ def test_items_that_cannot_be() -> None:
         make_items([("a", "x"), ("b", "y")], SIZES, seed=2**63 - 1)
 
 
-def test_failed_images_are_counted_and_the_others_kept(model: ServedModel, tmp_path: Path) -> None:
+def test_failed_images_are_counted_and_others_kept(model: ServedModel, tmp_path: Path) -> None:
     manifest = manifest_of(model, 3)
     # A broken link is not an image yet; its target is a folder that cannot be created.
     write_json(tmp_path / "manifest.json", manifest.to_json())
