@@ -155,7 +155,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("command", "damage"), CASES)
-def test_it_is_told_or_made_again(
+def test_damage_is_reported_or_the_file_is_recreated(
     command: str, damage: str, model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     whole: Path = request.getfixturevalue("served" if command == "serve" else "whole")

@@ -90,7 +90,9 @@ def commands(model: str, lines: Path) -> dict[str, list[str]]:
         pytest.param("serve", 2, marks=pytest.mark.faults),
     ],
 )
-def test_what_is_there_is_whole(command: str, one_in: int, model: str, run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_files_are_complete_after_any_disk_fault(
+    command: str, one_in: int, model: str, run_psctl: RunPsctl, tmp_path: Path
+) -> None:
     lines, start, runs_in = tmp_path / "lines.jsonl", tmp_path / "start", tmp_path / "runs"
     bodies = [{"prompt": "a cat", "seed": seed, "size": "32x32", "num_inference_steps": 1} for seed in range(LINES)]
     lines.write_text("\n".join(json.dumps({"custom_id": f"{body['seed']}", "body": body}) for body in bodies))

@@ -53,7 +53,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_requests_end_once_and_the_engine_goes_on(part: str, model: ServedModel) -> None:
+def test_requests_end_once_and_the_engine_continues(part: str, model: ServedModel) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counted = Failing(patch, PARTS[part](model), 0, MemoryError())
         whole = serve_in_memory(model, REQUESTS)

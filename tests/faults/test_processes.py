@@ -163,7 +163,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("part", "fault"), CASES)
-def test_it_is_whole_soon_after(part: str, fault: str, model: Path, tmp_path: Path) -> None:
+def test_server_recovers_soon_after_a_fault(part: str, fault: str, model: Path, tmp_path: Path) -> None:
     options = ("--stages", "processes") if part in ("prepare", "postprocess") else ()
     with serving(model, tmp_path, *options) as server:
         assert ask(server.url, "before", edits=part == "edits").status_code == 200
@@ -183,11 +183,11 @@ def test_it_is_whole_soon_after(part: str, fault: str, model: Path, tmp_path: Pa
         assert [answers[name] for name in list(answers)[-3:]] == [200] * 3
         children = descendants(server)
         check_books(server, answers)
-    gone(children)
+    wait_until_ended(children)
 
 
 @pytest.mark.faults
-def test_requests_are_drawn_on_an_idle_machine_after_it_was_slow(model: Path, tmp_path: Path) -> None:
+def test_requests_complete_on_an_idle_machine_after_a_slow_period(model: Path, tmp_path: Path) -> None:
     """What the predictor learns during a slow time must not make it refuse everything later by the tables' SLOs."""
     with HttpServer(model, tmp_path, "--slo-scale", "3", start_s=180) as server:
         with Load(server.url, edits=False) as load:
@@ -201,20 +201,20 @@ def test_requests_are_drawn_on_an_idle_machine_after_it_was_slow(model: Path, tm
 
 
 @pytest.mark.faults
-def test_a_server_that_is_killed_leaves_nobody_and_is_whole_again(model: Path, tmp_path: Path) -> None:
+def test_killed_server_leaves_no_process_and_recovers_after_restart(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, "--stages", "processes") as server:
         assert ask(server.url, "before").status_code == 200
         children = descendants(server)
         assert children
         killed(server.process.pid)
-    gone(children)
+    wait_until_ended(children)
     with serving(model, tmp_path) as server:
         assert is_whole(server.url)
         assert not any("damaged" in line for line in server.lines)
         assert server.stop() == 0
 
 
-def gone(children: set[int]) -> None:
+def wait_until_ended(children: set[int]) -> None:
     """Wait for the end of processes. Raises AssertionError, which names it, if one is still alive."""
     with suppress(AssertionError):
         until(lambda: not any(map(is_alive, children)), WHOLE_WITHIN_S)
@@ -230,7 +230,7 @@ def usage(process: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.faults
-def test_many_faults_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+def test_many_faults_leak_no_resources(model: Path, tmp_path: Path) -> None:
     """Repeatedly killed stages and disconnecting clients leave no files, threads or processes behind."""
     with serving(model, tmp_path, "--stages", "processes") as server:
 

@@ -36,7 +36,7 @@ SEEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", FIRST)
-def test_no_invariant_breaks(first: int) -> None:
+def test_invariants_hold_under_random_faults(first: int) -> None:
     count = SHORT if first == 0 else LONG
     command: list[Any] = [sys.executable, "-m", "patchedserve.tests.support.random_faults", first, count]
     done = subprocess.run(

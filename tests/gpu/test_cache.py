@@ -39,7 +39,7 @@ def test_nothing_reused_is_exact(name: str, order: Any, device: str) -> None:
 
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", BUNDLED)
-def test_patches_are_reused_one_by_one_as_in_a_request_alone(name: str, order: Any, device: str) -> None:
+def test_patch_reuse_equals_that_of_a_request_alone(name: str, order: Any, device: str) -> None:
     """The rule depends only on a request's step and the positions of its patches."""
     found = []
     requests = mixed((8, 3, 5, 6))
@@ -57,7 +57,7 @@ def test_patches_are_reused_one_by_one_as_in_a_request_alone(name: str, order: A
 
 @pytest.mark.parametrize("mode", ["patch", "image"])
 @pytest.mark.parametrize("name", BUNDLED)
-def test_the_bundled_predictor_saves_and_stays_near(name: str, mode: CacheMode, device: str) -> None:
+def test_bundled_predictor_saves_computation_and_stays_close(name: str, mode: CacheMode, device: str) -> None:
     requests = mixed((30, 30, 30, 30))
     model = _cached(name, device, mode)
     found, exact = served_together(model, requests), served_together(served(name, device), requests)

@@ -49,7 +49,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> TemplateStore:
     "options", [EngineOptions(order="image"), EngineOptions(order="patch"), EngineOptions("plain")]
 )
 @pytest.mark.parametrize("name", BUNDLED)
-def test_edits_beside_new_images_are_those_alone(name: str, options: EngineOptions, device: str) -> None:
+def test_edits_batched_with_new_images_equal_those_alone(name: str, options: EngineOptions, device: str) -> None:
     result = serve(served(name, device, options), _mixed())
     for request, expected in zip(_mixed(), alone(loaded(name, device), _mixed()), strict=True):
         assert relative_error([result.latents[request.request_id][0]], [expected]) <= EXACT
@@ -67,7 +67,9 @@ def test_edits_equal_diffusers_inpainting(family: str, device: str) -> None:
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", BUNDLED)
-def test_an_edit_of_the_whole_image_is_its_twin(name: str, keep: Keep, store: TemplateStore, device: str) -> None:
+def test_edit_of_the_whole_image_equals_its_exact_twin(
+    name: str, keep: Keep, store: TemplateStore, device: str
+) -> None:
     """An edit reads nothing for cells in the mask."""
     requests = [edit_request(0, SMALL, "all", template=TEMPLATE, num_steps=5)]
     model = with_records(served(name, device), store, requests, keep)
@@ -78,7 +80,7 @@ def test_an_edit_of_the_whole_image_is_its_twin(name: str, keep: Keep, store: Te
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", BUNDLED)
-def test_edits_that_read_records_in_a_mixed_batch_are_those_alone(
+def test_edits_that_read_records_in_a_mixed_batch_equal_those_alone(
     name: str, keep: Keep, store: TemplateStore, device: str
 ) -> None:
     requests = _mixed(TEMPLATE)
@@ -105,9 +107,7 @@ def test_families_read_records_in_a_mixed_batch_as_alone(family: str, device: st
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", BUNDLED)
-def test_masked_passes_that_are_played_back_are_the_eager_ones(
-    name: str, keep: Keep, store: TemplateStore, cuda: str
-) -> None:
+def test_replayed_masked_passes_equal_eager_ones(name: str, keep: Keep, store: TemplateStore, cuda: str) -> None:
     requests = [replace(each, num_inference_steps=each.num_inference_steps + 6) for each in _mixed(TEMPLATE)[:3]]
     eager = with_records(served(name, cuda), store, requests, keep)
     played = with_records(served(name, cuda, EngineOptions(cuda_graphs=True)), store, (), keep)

@@ -37,7 +37,7 @@ def _name(way: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("way", WAYS, ids=_name)
 @pytest.mark.parametrize("name", BUNDLED)
-def test_every_way_gives_what_the_pipeline_gives_alone(name: str, way: dict[str, Any], device: str) -> None:
+def test_every_engine_option_equals_the_pipeline_alone(name: str, way: dict[str, Any], device: str) -> None:
     if device == "cpu" and way.get("kernels") == "triton":
         pytest.skip("on a CPU triton has its interpreter only")
     model = served(name, device, EngineOptions(**way))
@@ -48,7 +48,7 @@ def test_every_way_gives_what_the_pipeline_gives_alone(name: str, way: dict[str,
 
 @pytest.mark.parametrize("engine", ["patched", "plain"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_samplers_give_what_the_pipeline_gives_alone(sampler: str, engine: Any, device: str) -> None:
+def test_samplers_equal_the_pipeline_alone(sampler: str, engine: Any, device: str) -> None:
     model = served("emoji-xl", device, EngineOptions(engine), sampler=sampler)
     for num_steps in ([1] * 4, (6, 2, 3, 4)):
         requests = mixed(num_steps)
@@ -57,7 +57,7 @@ def test_samplers_give_what_the_pipeline_gives_alone(sampler: str, engine: Any, 
 
 
 @pytest.mark.parametrize("sampler", ["heun", "kdpm2-ancestral", "unipc"])
-def test_samplers_that_are_not_batched_or_keep_more(sampler: str, device: str) -> None:
+def test_unbatched_and_multistep_samplers_equal_the_pipeline(sampler: str, device: str) -> None:
     model = served("emoji-xl", device, sampler=sampler)
     requests = mixed((4, 4, 3, 4))
     expected = [plain_latents(model.pipe, request) for request in requests]
@@ -67,7 +67,7 @@ def test_samplers_that_are_not_batched_or_keep_more(sampler: str, device: str) -
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_float32_images_are_those_of_the_pipeline(name: str, device: str) -> None:
+def test_float32_images_equal_the_pipeline(name: str, device: str) -> None:
     model, requests = served(name, device), mixed()
     result = served_together(model, requests)
     for request in requests:
@@ -76,7 +76,7 @@ def test_float32_images_are_those_of_the_pipeline(name: str, device: str) -> Non
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", BUNDLED)
-def test_images_in_half_precision_are_near_those_alone(name: str, dtype: str, device: str) -> None:
+def test_half_precision_images_are_close_to_those_alone(name: str, dtype: str, device: str) -> None:
     if device == "cpu" and dtype == "float16":
         pytest.skip("convolutions in float16 take a CPU minutes")
     model = served(name, device, dtype=dtype)
@@ -94,7 +94,7 @@ def test_images_in_half_precision_are_near_those_alone(name: str, dtype: str, de
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_tiny_models_of_all_families_give_what_their_pipelines_give_alone(name: str, device: str) -> None:
+def test_tiny_models_of_all_families_equal_their_pipelines(name: str, device: str) -> None:
     pipe, requests = BUILDS[name]().to(device), tiny_requests([6, 2, 3, 4])
     expected = [plain_latents(pipe, request) for request in requests]
     for options in (EngineOptions(), EngineOptions(order="image"), EngineOptions("plain")):

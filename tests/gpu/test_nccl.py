@@ -25,7 +25,7 @@ SOON = timedelta(seconds=20)
 
 
 @pytest.fixture
-def itself(cuda: str) -> Iterator[Nccl]:
+def one_rank_group(cuda: str) -> Iterator[Nccl]:
     """An NCCL group of one rank."""
     if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
@@ -34,32 +34,32 @@ def itself(cuda: str) -> Iterator[Nccl]:
     nccl.disconnect()
 
 
-def test_a_gpu_gets_what_it_sends(itself: Nccl) -> None:
+def test_gpu_receives_what_it_sends_to_itself(one_rank_group: Nccl) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         given = torch.randn(3, 40, 5, device="cuda:0").to(dtype).transpose(1, 2)
         for _ in range(3):
-            awaited, sent = itself.swap({0: given}, {0: given.shape}, dtype)
+            awaited, sent = one_rank_group.swap({0: given}, {0: given.shape}, dtype)
             found = awaited[0].wait(SOON)
             for each in sent:
                 each.wait(SOON)
             assert torch.equal(found, given)
-    assert itself.swap({}, {}, torch.float32) == ({}, [])
+    assert one_rank_group.swap({}, {}, torch.float32) == ({}, [])
 
 
-def test_nothing_is_swapped_after_the_end(itself: Nccl) -> None:
+def test_swap_after_disconnect_fails(one_rank_group: Nccl) -> None:
     given = torch.ones(3, device="cuda:0")
-    awaited, _ = itself.swap({0: given}, {0: given.shape}, given.dtype)
-    itself.disconnect()
-    itself.disconnect()
+    awaited, _ = one_rank_group.swap({0: given}, {0: given.shape}, given.dtype)
+    one_rank_group.disconnect()
+    one_rank_group.disconnect()
     with pytest.raises(GroupError, match="GPUs of ranks 0 have been broken off"):
         awaited[0].wait(SOON)
     with pytest.raises(GroupError):
-        itself.swap({0: given}, {0: given.shape}, given.dtype)[0][0].wait(SOON)
+        one_rank_group.swap({0: given}, {0: given.shape}, given.dtype)[0][0].wait(SOON)
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("mode", ["sync", "displaced"])
-def test_two_gpus_draw_what_one_draws_also_without_one_of_them(mode: Any, cuda: str) -> None:
+def test_two_gpus_equal_one_also_after_losing_one(mode: Any, cuda: str) -> None:
     if torch.cuda.device_count() < 2 or not dist.is_nccl_available():
         pytest.skip("it needs two GPUs, and NCCL")
     found = {}

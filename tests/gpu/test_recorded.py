@@ -43,7 +43,7 @@ def _recorded(model: ServedModel, *batches: Sequence[Request]) -> list[list[Tens
 
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", BUNDLED)
-def test_played_back_passes_are_the_eager_ones(name: str, order: Any, cuda: str) -> None:
+def test_replayed_passes_equal_eager_ones(name: str, order: Any, cuda: str) -> None:
     """Requests leave the batches one by one, and the same compositions recur with other requests."""
     first, second = mixed(), mixed((3, 5, 2, 6))
     eager = served(name, cuda, EngineOptions(order=order))
@@ -88,7 +88,7 @@ def test_passes_are_recorded_while_other_threads_encode_and_decode(cuda: str) ->
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("name", BUNDLED)
-def test_compiled_blocks_give_what_eager_ones_give(name: str, cuda_graphs: bool, device: str) -> None:
+def test_compiled_blocks_equal_eager_ones(name: str, cuda_graphs: bool, device: str) -> None:
     if cuda_graphs and device == "cpu":
         pytest.skip("CUDA graphs need a CUDA device")
     # The test loads its own model because compiling changes it.

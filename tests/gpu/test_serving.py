@@ -48,7 +48,7 @@ def poisson(count: int, seed: int) -> list[Request]:
 
 @pytest.mark.parametrize("options", [EngineOptions(), EngineOptions("plain"), EngineOptions(prompt_cache_mb=8)])
 @pytest.mark.parametrize("name", BUNDLED)
-def test_requests_of_a_trace_are_those_alone(name: str, options: EngineOptions, device: str) -> None:
+def test_requests_of_a_trace_equal_those_alone(name: str, options: EngineOptions, device: str) -> None:
     model = served(name, device, options)
     for repeat in range(1 if device == "cpu" else 3):
         requests = poisson(8 if device == "cpu" else 30, seed=repeat)
@@ -89,7 +89,7 @@ def _partial_images(model: ServedModel, requests: Sequence[Request]) -> dict[tup
 
 
 @pytest.mark.slow
-def test_processes_draw_what_threads_draw(device: str) -> None:
+def test_stage_processes_equal_stage_threads(device: str) -> None:
     requests = mixed()
     with closing(load_model("emoji-xl", device, "float32", EngineOptions(stages="processes"))) as model:
         assert model.stages is not None
@@ -126,7 +126,7 @@ def test_a_batch_mixes_adapters(name: str, device: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_int8_weights_stay_near(device: str) -> None:
+def test_int8_weights_stay_close(device: str) -> None:
     pytest.importorskip("torchao", reason="the extra quantize is not installed")
     requests = mixed()
     model = load_model("emoji-3", device, "float32", EngineOptions(model=ModelOptions(quantize="int8")))

@@ -19,7 +19,7 @@ def _options(count: int, **settings: Any) -> EngineOptions:
 @pytest.mark.parametrize("cfg_split", ["off", "on"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", BUNDLED)
-def test_ranks_in_step_draw_what_one_draws(name: str, count: int, cfg_split: Any, device: str) -> None:
+def test_synchronous_ranks_equal_one(name: str, count: int, cfg_split: Any, device: str) -> None:
     model, requests = served(name, device, _options(count, mode="sync", cfg_split=cfg_split)), mixed()
     found = denoised(model, requests)
     model.close()
@@ -27,7 +27,7 @@ def test_ranks_in_step_draw_what_one_draws(name: str, count: int, cfg_split: Any
 
 
 @pytest.mark.parametrize("decode", ["whole", "strips"])
-def test_images_of_ranks_are_those_of_one(decode: Any, device: str) -> None:
+def test_images_of_ranks_equal_those_of_one(decode: Any, device: str) -> None:
     model, requests = served("emoji-xl", device, _options(2, mode="sync", decode=decode)), mixed()
     result = served_together(model, requests)
     model.close()
@@ -35,7 +35,7 @@ def test_images_of_ranks_are_those_of_one(decode: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["displaced", "naive"])
-def test_modes_that_are_near_draw_what_they_draw_on_a_cpu(mode: Any, device: str) -> None:
+def test_approximate_modes_equal_those_on_a_cpu(mode: Any, device: str) -> None:
     found = []
     for where in (device, "cpu"):
         model = served("emoji-xl", where, _options(2, mode=mode))
