@@ -84,7 +84,7 @@ def assert_equal_to_sklearn(forest: RandomForestClassifier, rows: np.ndarray, pr
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_every_row_equals_scikit_learn(shape: tuple[int, int, int | None, int]) -> None:
+def test_proba_of_every_row_equals_scikit_learn(shape: tuple[int, int, int | None, int]) -> None:
     forest = fit(*shape)
     tables = flat(forest)
     assert tables.depth <= shape[1]
@@ -185,7 +185,7 @@ def test_trees_of_one_leaf_and_ties(run_triton: RunTriton) -> None:
     assert not forest_predict(rows, FlatForest.of_trees([Stump(0.5)], 2)).any()
 
 
-def test_sums_are_taken_in_the_order_of_the_trees() -> None:
+def test_sums_follow_the_order_of_the_trees() -> None:
     """The order of the sum affects the last bit; sklearn sums in the order of the trees."""
     probabilities = [1e-17] * 20 + [1.0]
     rows = torch.zeros(1, 1)
@@ -212,14 +212,14 @@ def test_thresholds_between_two_floats(threshold: float, run_triton: RunTriton) 
     assert run_triton(forest_predict, features, tables).tolist() == expected.tolist()
 
 
-def test_nan_and_infinity_lie_above_every_threshold(run_triton: RunTriton) -> None:
+def test_nan_and_infinity_exceed_every_threshold(run_triton: RunTriton) -> None:
     features = torch.tensor([[float("nan")], [float("inf")], [3.4e38], [-float("inf")], [0.0]])
     tables = FlatForest.of_trees([Split(0.0)], 1)
     for predicted in (forest_predict(features, tables), run_triton(forest_predict, features, tables)):
         assert predicted.tolist() == [False, False, False, True, True]
 
 
-def test_confidence_moves_the_decision() -> None:
+def test_decision_follows_min_confidence() -> None:
     forest = fit(9, 5, None, 3)
     rows = random_rows(2000, 3, seed=2)
     features, tables = torch.from_numpy(rows), flat(forest)
@@ -245,14 +245,14 @@ def test_strides_and_empty_batches(run_triton: RunTriton) -> None:
 
 
 @pytest.mark.slow
-def test_one_row_does_not_depend_on_its_company() -> None:
+def test_rows_are_independent_of_their_batch() -> None:
     forest = fit(8, 6, None, 5)
     rows = torch.from_numpy(random_rows(50, 5, seed=3))
     together = forest_proba(rows, flat(forest))
     assert torch.equal(together, torch.cat([forest_proba(row[None], flat(forest)) for row in rows]))
 
 
-def test_the_nodes_make_the_forest_again() -> None:
+def test_forest_is_rebuilt_from_its_nodes() -> None:
     tables = flat(fit(4, 5, None, 3))
     again = FlatForest.of(**tables.nodes(), num_features=3)
     for field in dataclasses.fields(FlatForest):
@@ -297,12 +297,12 @@ def ints(*values: int) -> torch.Tensor:
         (broken(proba=torch.full((4, 2), float("nan"), dtype=torch.float64)), "do not add up to 1"),
     ],
 )
-def test_arrays_that_are_no_forest(nodes: dict[str, torch.Tensor], message: str) -> None:
+def test_invalid_forest_arrays_are_refused(nodes: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlatForest.of(**nodes, num_features=1)
 
 
-def test_no_trees_and_too_many_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_and_too_large_forests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="has no trees"):
         FlatForest.of_trees([], 1)
     monkeypatch.setattr("patchedserve.kernels.forest_tables._MAX_MASK_BYTES", 100)
@@ -310,7 +310,7 @@ def test_no_trees_and_too_many_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         flat(fit(3, 4, None, 2))
 
 
-def test_wrong_arguments() -> None:
+def test_invalid_arguments_are_refused() -> None:
     tables = FlatForest.of_trees([Split(0.5)], 2)
     for features in (torch.zeros(2), torch.zeros(2, 3), torch.zeros(2, 2).double()):
         with pytest.raises(ValueError, match=r"they must be \(rows, 2\) of torch.float32"):
@@ -321,7 +321,7 @@ def test_wrong_arguments() -> None:
         forest_proba(torch.zeros(2, 2), tables, kernels="numpy")
 
 
-def test_the_reference_takes_no_path_by_data() -> None:
+def test_reference_equals_scikit_learn_in_every_leaf_interval() -> None:
     """Test all intervals of a small forest, each with a row in its middle and at its upper end."""
     forest = fit(5, 3, None, 2)
     tables = flat(forest)

@@ -40,7 +40,7 @@ def test_statistics_of_whole_images(
             torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-5, atol=0)
 
 
-def test_group_of_more_values_than_a_tile_holds(run_triton: RunTriton) -> None:
+def test_group_larger_than_a_tile(run_triton: RunTriton) -> None:
     batch = random_batch([(16, 16)], 8, 144)
     expected_mean, expected_rstd = _expected(batch.images, 2)
     for mean, rstd in _both(run_triton, batch, 2):
@@ -48,7 +48,7 @@ def test_group_of_more_values_than_a_tile_holds(run_triton: RunTriton) -> None:
         torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-5, atol=0)
 
 
-def test_large_mean_does_not_swallow_the_variance(run_triton: RunTriton) -> None:
+def test_large_mean_keeps_the_variance_accurate(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 8), (4, 8)], 4, 8, mean=4096.0)
     _, expected_rstd = _expected(batch.images, 4)
     in_one_pass = batch.images[0].view(4, -1)
@@ -59,7 +59,7 @@ def test_large_mean_does_not_swallow_the_variance(run_triton: RunTriton) -> None
         torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-4, atol=0)
 
 
-def test_constant_image_has_variance_zero(run_triton: RunTriton) -> None:
+def test_constant_image_has_zero_variance(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 8)], 4, 4)
     batch.patches.fill_(3.0)
     for mean, rstd in _both(run_triton, batch, 2):
@@ -67,7 +67,7 @@ def test_constant_image_has_variance_zero(run_triton: RunTriton) -> None:
         torch.testing.assert_close(rstd, torch.full((1, 2), EPS**-0.5))
 
 
-def test_request_does_not_depend_on_its_company(run_triton: RunTriton) -> None:
+def test_requests_are_independent_of_their_batch(run_triton: RunTriton) -> None:
     """Results are equal to the bit if other requests have other values, and up to rounding without other requests."""
     batch = random_batch([(8, 8), (4, 8), (4, 4)], 4, 6)
     together = _both(run_triton, batch, 2)
@@ -116,6 +116,8 @@ def test_no_patches_and_request_without_patches(run_triton: RunTriton) -> None:
         (torch.zeros(2, 4, 2, 2), torch.zeros(2, dtype=torch.int64), 0, "groups is 0, but it must divide the 4"),
     ],
 )
-def test_wrong_arguments(x: torch.Tensor, request_index: torch.Tensor, num_groups: int, message: str) -> None:
+def test_invalid_arguments_are_refused(
+    x: torch.Tensor, request_index: torch.Tensor, num_groups: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         group_norm_stats(x, request_index, 1, num_groups, EPS)

@@ -68,7 +68,7 @@ def test_norm_and_border_of_whole_images(
 
 
 @pytest.mark.parametrize(("sizes", "patch_size"), MIXES, ids=MIX_IDS)
-def test_norm_silu_convolution_of_patches_is_that_of_images(sizes: list[tuple[int, int]], patch_size: int) -> None:
+def test_norm_silu_convolution_of_patches_equals_that_of_images(sizes: list[tuple[int, int]], patch_size: int) -> None:
     batch = random_batch(sizes, patch_size, 8)
     kernel = torch.randn(4, 8, 3, 3, generator=torch.Generator().manual_seed(2)) / 8
     padded = group_norm_silu_stitch(*_arguments(batch, 4), neighbours=batch.neighbours)
@@ -87,7 +87,7 @@ def test_every_border_pixel_is_written_by_its_owner(run_triton: RunTriton) -> No
         assert torch.equal(padded, cut_all(batch.images, 4 + 2 * halo, halo, 4))
 
 
-def test_more_channels_and_pixels_than_a_tile_holds(run_triton: RunTriton) -> None:
+def test_more_channels_and_pixels_than_a_tile(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 16)], 8, 130)
     expected = cut_all(_expected(batch, 2, activation=True), 10, 1, 8)
     padded = run_triton(group_norm_silu_stitch, *_arguments(batch, 2), batch.neighbours)
@@ -133,7 +133,7 @@ def test_no_patches(run_triton: RunTriton) -> None:
         ({"kernels": "cuda"}, "kernels is 'cuda', but it must be one of auto, torch, triton"),
     ],
 )
-def test_wrong_arguments(changed: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(changed: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "x": torch.zeros(2, 4, 2, 2),
         "mean": torch.zeros(1, 2),

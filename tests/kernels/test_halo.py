@@ -13,7 +13,7 @@ from .conftest import RunTriton
 @pytest.mark.product
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("sizes", "patch_size"), MIXES, ids=MIX_IDS)
-def test_border_is_the_image_around_the_patch(
+def test_halo_is_the_image_around_the_patch(
     sizes: list[tuple[int, int]], patch_size: int, dtype: torch.dtype, run_triton: RunTriton
 ) -> None:
     for channels, halo in ((1, 1), (7, 1), (3, patch_size)):
@@ -35,7 +35,7 @@ def test_border_is_the_image_around_the_patch(
         if mix[1] % stride == 0 and side // 2 <= mix[1]
     ],
 )
-def test_convolution_of_patches_is_convolution_of_images(
+def test_convolution_of_patches_equals_that_of_images(
     sizes: list[tuple[int, int]], patch_size: int, side: int, stride: int
 ) -> None:
     halo = side // 2
@@ -62,13 +62,13 @@ def test_any_strides_and_sides(run_triton: RunTriton) -> None:
     assert torch.equal(run_triton(halo_gather, upper, batch.neighbours, 2), halo_gather(upper, batch.neighbours, 2))
 
 
-def test_more_channels_and_pixels_than_a_tile_holds(run_triton: RunTriton) -> None:
+def test_more_channels_and_pixels_than_a_tile(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 16)], 8, 130)
     expected = cut_all(batch.images, 10, 1, 8)
     assert torch.equal(run_triton(halo_gather, batch.patches, batch.neighbours), expected)
 
 
-def test_infinity_stays_in_its_image(run_triton: RunTriton) -> None:
+def test_infinity_does_not_leak_into_other_images(run_triton: RunTriton) -> None:
     batch = random_batch([(4, 4), (4, 8)], 4, 2)
     batch.patches[0] = float("inf")
     for padded in (
@@ -96,6 +96,6 @@ def test_no_patches(run_triton: RunTriton) -> None:
         (torch.zeros(2, 3, 4, 2), torch.zeros(2, 8, dtype=torch.int64), 3, "halo is 3, but it must be from 1 to 2"),
     ],
 )
-def test_wrong_arguments(x: torch.Tensor, neighbours: torch.Tensor, halo: int, message: str) -> None:
+def test_invalid_arguments_are_refused(x: torch.Tensor, neighbours: torch.Tensor, halo: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         halo_gather(x, neighbours, halo)

@@ -17,7 +17,7 @@ from patchedserve.kernels.patch import patch_move_kernel
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_choice() -> None:
+def test_kernel_choice() -> None:
     assert not use_triton("auto", CPU)
     assert not use_triton("torch", CPU)
     assert not use_triton("torch", CUDA)
@@ -25,7 +25,7 @@ def test_choice() -> None:
         use_triton("cuda", CPU)
 
 
-def test_bfloat16_is_fast_where_the_processor_has_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_fast_only_with_cpu_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for can, is_fast in (
         ({}, False),
         ({"avx512_f": True}, False),
@@ -36,7 +36,7 @@ def test_bfloat16_is_fast_where_the_processor_has_instructions_for_it(monkeypatc
         assert has_fast_bfloat16(CPU) is is_fast
 
 
-def test_choice_with_triton() -> None:
+def test_kernel_choice_with_triton() -> None:
     pytest.importorskip("triton")
     assert use_triton("auto", CUDA)
     assert use_triton("triton", CUDA)
@@ -44,7 +44,7 @@ def test_choice_with_triton() -> None:
         use_triton("triton", CPU)
 
 
-def test_choice_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_choice_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     x, neighbours = torch.zeros(1, 1, 2, 2), torch.full((1, 8), -1)
     assert halo_gather(x, neighbours).shape == (1, 1, 4, 4)
@@ -55,7 +55,7 @@ def test_choice_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_kernels_import_where_triton_is_not_installed(repository: Path) -> None:
+def test_kernels_import_without_triton(repository: Path) -> None:
     names = ", ".join(path.stem for path in (repository / "kernels").glob("*.py") if path.stem != "__init__")
     code = f"import sys; sys.modules['triton'] = None; from patchedserve.kernels import {names}"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -29,7 +29,7 @@ def _grids(layout: PatchLayout) -> list[tuple[slice, int, int]]:
 @pytest.mark.product
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int64], ids=str)
 @pytest.mark.parametrize(("sizes", "patch_size"), MIXES, ids=MIX_IDS)
-def test_split_and_join(
+def test_split_and_join_round_trip(
     sizes: list[tuple[int, int]], patch_size: int, dtype: torch.dtype, run_triton: RunTriton
 ) -> None:
     for channels in (1, 5):
@@ -59,13 +59,13 @@ def test_one_batch_in_any_memory_format(run_triton: RunTriton) -> None:
         assert torch.equal(run_triton(patch_join, patches, 2, 3), images)
 
 
-def test_more_channels_and_pixels_than_a_tile_holds(run_triton: RunTriton) -> None:
+def test_more_channels_and_pixels_than_a_tile(run_triton: RunTriton) -> None:
     images = torch.randn(1, 130, 8, 16, generator=torch.Generator().manual_seed(0))
     assert torch.equal(run_triton(patch_split, images, 8), patch_split(images, 8))
     assert torch.equal(run_triton(patch_join, patch_split(images, 8), 1, 2), images)
 
 
-def test_patches_need_not_be_square_to_join(run_triton: RunTriton) -> None:
+def test_rectangular_patches_are_joined(run_triton: RunTriton) -> None:
     images = torch.randn(1, 2, 4, 9, generator=torch.Generator().manual_seed(0))
     patches = torch.cat([images[:, :, :2, :3], images[:, :, :2, 3:6], images[:, :, :2, 6:]])
     patches = torch.cat([patches, images[:, :, 2:, :3], images[:, :, 2:, 3:6], images[:, :, 2:, 6:]])
@@ -91,12 +91,12 @@ def test_no_images(run_triton: RunTriton) -> None:
         ([torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 4, 4).half()], 4, "float16 on cpu, others 3 of torch.float32"),
     ],
 )
-def test_wrong_images(images: torch.Tensor | list[torch.Tensor], patch_size: int, message: str) -> None:
+def test_invalid_images_are_refused(images: torch.Tensor | list[torch.Tensor], patch_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         patch_split(images, patch_size)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(2, 2), (0, 3)])
-def test_patches_that_make_no_images(rows: int, cols: int) -> None:
+def test_patches_that_form_no_images_are_refused(rows: int, cols: int) -> None:
     with pytest.raises(ValueError, match=f"6 patches do not make images of {rows} rows and {cols} columns"):
         patch_join(torch.zeros(6, 3, 4, 4), rows, cols)

@@ -92,6 +92,6 @@ _TINY: dict[str, Any] = {
     "num_tuned": 1,
     "num_decoded": 1,
     "max_text_tokens": 16,
-    "tests": ("tests/kernels/test_launch.py::test_choice",),
+    "tests": ("tests/kernels/test_launch.py::test_kernel_choice",),
 }
 REHEARSAL = Scale(is_rehearsal=True, **_TINY)
