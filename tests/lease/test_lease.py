@@ -51,7 +51,7 @@ def _lease(repository: Path, *arguments: str | Path, **environment: str) -> subp
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_rehearsal_stops_in_time_and_goes_on_where_it_stopped(repository: Path, tmp_path: Path) -> None:
+def test_rehearsal_stops_in_time_and_resumes(repository: Path, tmp_path: Path) -> None:
     state, out = tmp_path / "state", tmp_path / "out"
     arguments = ("--rehearse", state, "--out", out)
     own = {"PSCTL_LEASE_STATE": str(tmp_path / "none"), "OUT": ""}
@@ -88,7 +88,7 @@ def test_the_rehearsal_stops_in_time_and_goes_on_where_it_stopped(repository: Pa
 
 
 @pytest.mark.slow
-def test_a_part_that_hangs_dies_or_raises_does_not_end_the_run(tmp_path: Path) -> None:
+def test_run_continues_after_a_part_hangs_dies_or_raises(tmp_path: Path) -> None:
     plan = [_planted(name) for name in ("dies", "raises", "fine")]
     plan.insert(1, _planted("hangs", most_s=3.0))
     assert _rehearse(tmp_path, plan) == 1
@@ -112,7 +112,7 @@ def test_a_part_that_hangs_dies_or_raises_does_not_end_the_run(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_that_do_not_fit_are_skipped_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = [_planted("raises", least_s=500.0), _planted("slow"), _planted("fine")]
     assert _rehearse(tmp_path, plan, seconds=10.0) == 1
     parts = _manifest(tmp_path)["parts"]
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_left_out_and_named(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_nothing_is_measured_twice_and_failures_come_last(tmp_path: Path) -> None:
+def test_nothing_is_measured_twice_and_failures_are_retried_last(tmp_path: Path) -> None:
     assert _rehearse(tmp_path, [_planted("dies"), _planted("fine")]) == 1
     (tmp_path / "repaired").touch()
     seen: list[str] = []
@@ -149,7 +149,7 @@ def test_nothing_is_measured_twice_and_failures_come_last(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_folder_of_rehearsals_is_none_of_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rehearsal_folder_is_refused_for_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _rehearse(tmp_path, [_planted("fine")]) == 0
     with pytest.raises(SystemExit) as ended:
         run.main(["--state", str(tmp_path)], [])
@@ -158,7 +158,7 @@ def test_a_folder_of_rehearsals_is_none_of_real_runs(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("arguments", [("--seconds", "0"), ("--seconds", "soon"), ("--nothing",)])
-def test_bad_input_is_one_line(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_gives_a_one_line_error(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run.main(arguments, [])
     assert ended.value.code == 2
@@ -168,7 +168,7 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_a_tree_that_is_too_large_is_not_packed(repository: Path, tmp_path: Path) -> None:
+def test_too_large_tree_is_not_packed(repository: Path, tmp_path: Path) -> None:
     if not (repository / ".git").exists():
         pytest.skip("the tree is not a git checkout")
     done = _lease(repository, "--pack", PSCTL_LEASE_MOST_MIB="1", PSCTL_LEASE_STATE=str(tmp_path))
@@ -179,7 +179,7 @@ def test_a_tree_that_is_too_large_is_not_packed(repository: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_outcomes_of_tests_are_named_and_those_without_their_model_left_out(tmp_path: Path) -> None:
+def test_outcomes_of_tests_are_reported_except_those_without_their_model(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "from patchedserve.data.models import bundled\n"
@@ -212,7 +212,7 @@ def test_outcomes_of_tests_are_named_and_those_without_their_model_left_out(tmp_
     assert outcomes["test_wrong"]["message"] == "ValueError: no such kernel"
 
 
-def test_form_of_a_table_can_fail() -> None:
+def test_malformed_tables_have_problems() -> None:
     row = {"label": "SML", "unit": "GB/s", "value": 1.0, "ms": None}
     assert problems_of("ceilings", {"rows": [row]}) == []
     assert problems_of("ceilings", {"rows": [row | {"value": float("nan")}]}) != []
@@ -220,7 +220,7 @@ def test_form_of_a_table_can_fail() -> None:
     assert problems_of("vae", {"rows": [{"label": "1", "ms_an_image": "3", "difference": 0.0}]}) != []
 
 
-def test_versions_stand_beside_their_pins() -> None:
+def test_versions_are_listed_with_their_pins() -> None:
     pinned = pins()
     found = {str(each["name"]): each for each in versions()}
     assert found["torch"]["pinned"] == pinned["torch"]
