@@ -21,7 +21,7 @@ BANK = Bank(
 )
 
 
-def test_a_bank_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_bank_round_trips_through_a_file(tmp_path: Path) -> None:
     BANK.save(tmp_path)
     again = Bank.load(tmp_path)
     assert again.about == BANK.about
@@ -34,7 +34,7 @@ def test_a_bank_is_read_as_it_was_written(tmp_path: Path) -> None:
         Bank.load(tmp_path / "none")
 
 
-def test_prompts_are_dealt_by_resolution_and_all_before_one_twice() -> None:
+def test_prompts_are_dealt_by_resolution_without_early_repeats() -> None:
     requests = [Request(number, "", S if number % 3 else L, arrival_s=float(number)) for number in range(21)]
     dealt, places = BANK.dealt(requests, seed=1)
     for request, place in zip(dealt, places, strict=True):

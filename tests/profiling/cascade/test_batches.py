@@ -30,7 +30,7 @@ def test_batches_alone_and_in_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.exhaustive
-def test_batches_that_start_from_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_starting_from_images(monkeypatch: pytest.MonkeyPatch) -> None:
     model, size = served(tiny_sd()), Resolution(64, 64)
     prepared = []
     prepare = model.prepare

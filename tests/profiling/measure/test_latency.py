@@ -41,7 +41,7 @@ def sdxl() -> ServedModel:
     return build_model(tiny_sdxl(), name="tiny")
 
 
-def test_a_profile_of_one_resolution_draws_batches_of_one() -> None:
+def test_profile_of_one_resolution_has_uniform_batches() -> None:
     sizes = parse_list("32,48,64")
     settings = LatencySettings(sizes, 12, 16, one_resolution=True)
     assert settings.drawn() == single_combinations(sizes, 12, 16)
@@ -108,7 +108,7 @@ def test_profile_measures_every_combination(sdxl: ServedModel, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_interrupted_profile_goes_on(sdxl: ServedModel, tmp_path: Path) -> None:
+def test_interrupted_profile_resumes(sdxl: ServedModel, tmp_path: Path) -> None:
     def interrupt_after(number: int) -> Any:
         left = iter(range(number - 1))
 
@@ -157,7 +157,7 @@ def visited(settings: LatencySettings, visit_ms: Callable[[Combination], float],
             return visits
 
 
-def test_rounds_visit_all_in_another_order() -> None:
+def test_rounds_visit_all_in_different_orders() -> None:
     visits = visited(FEW, lambda combination: 5.0)
     assert visits[:12] != visits[12:]
     assert set(visits[:12]) == set(visits[12:]) == set(FEW.drawn())
@@ -165,7 +165,7 @@ def test_rounds_visit_all_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("stop", [20, 45, 10_000])
-def test_more_visits_go_to_those_that_disagree(stop: int) -> None:
+def test_noisy_combinations_are_visited_more_often(stop: int) -> None:
     settings, generator = replace(FEW, repeats=6), random.Random(0)
 
     def visit_ms(combination: Combination) -> float:
@@ -190,7 +190,7 @@ def test_interrupt_before_the_first_visit_is_passed_on(sdxl: ServedModel, tmp_pa
 
 
 @pytest.mark.slow
-def test_table_of_another_profile_is_not_gone_on_with(sdxl: ServedModel, tmp_path: Path) -> None:
+def test_table_of_a_different_profile_is_not_resumed(sdxl: ServedModel, tmp_path: Path) -> None:
     settings = LatencySettings(SIZES, combinations=4, max_batch_size=2, repeats=1)
     # Besides the batches of one size there is one of both.
     outcome = profile_latency(sdxl, settings, ModelWorkspace(tmp_path))
@@ -205,7 +205,7 @@ def test_table_of_another_profile_is_not_gone_on_with(sdxl: ServedModel, tmp_pat
     assert profile_latency(sdxl, settings, ModelWorkspace(tmp_path), remeasure=True).num_visits == 5
 
 
-def test_plain_engine_and_what_does_not_fit(tmp_path: Path) -> None:
+def test_plain_engine_is_profiled_and_unsupported_sizes_are_refused(tmp_path: Path) -> None:
     workspace = ModelWorkspace(tmp_path)
     model = build_model(tiny_sd3(), name="tiny", options=EngineOptions(engine="plain"))
     outcome = profile_latency(model, LatencySettings(SIZES, 4, 2, 1), workspace)

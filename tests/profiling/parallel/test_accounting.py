@@ -29,7 +29,7 @@ MISPRINT = ("received_gathered_g", "2048x2048", 8)
 """We compute 1.58, the paper prints 1.48."""
 
 
-def test_every_printed_figure_is_met() -> None:
+def test_every_published_figure_is_reproduced() -> None:
     figures = accounted(Link(), is_paper_model=True)
     found = {(each.quantity, each.resolution, each.num_ranks): each for each in figures}
     printed = {(each.quantity, each.resolution, each.num_ranks): each.value for each in printed_figures("distrifusion")}
@@ -48,7 +48,7 @@ def test_every_printed_figure_is_met() -> None:
     assert found["displaced_saves", "1024x1024", 8].ours == pytest.approx(1 - 1.8080 / 2.2093, abs=1e-3)
 
 
-def test_other_models_have_no_column_of_the_paper() -> None:
+def test_other_models_have_no_paper_column() -> None:
     figures = accounted(Link(), is_paper_model=False)
     assert all(each.paper is None and not each.quantity.startswith(("latency", "speedup")) for each in figures)
     (table,) = figures_tables(figures)
@@ -56,7 +56,7 @@ def test_other_models_have_no_column_of_the_paper() -> None:
     assert "torch counts the same within 0.00%" in table.note
 
 
-def test_the_link_is_what_is_given() -> None:
+def test_figures_follow_the_given_link() -> None:
     slow = accounted(Link(bytes_per_s=1e9), is_paper_model=True)
     fast = accounted(Link(sync_s=0, bytes_per_s=1e15), is_paper_model=True)
     by_name = [

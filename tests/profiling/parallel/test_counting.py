@@ -25,7 +25,7 @@ def on_meta(model: Any) -> Any:
     return meta_model({"_class_name": type(model).__name__, **model.config}, "of the test")
 
 
-def test_attention_is_counted() -> None:
+def test_attention_operations_are_counted() -> None:
     query, key = torch.empty(2, 3, 5, 8, device="meta"), torch.empty(2, 3, 7, 8, device="meta")
     with FlopCounterMode(display=False) as counter:
         F.scaled_dot_product_attention(query, key, key)
@@ -56,7 +56,7 @@ def test_published_models(name: str, height: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configurations_are_whole(name: str) -> None:
+def test_published_configurations_are_complete(name: str) -> None:
     # Compared with the JSON that diffusers writes: no key is missing, none is unknown.
     config = published_config(name)
     whole = json.loads(meta_model(config, name).to_json_string())

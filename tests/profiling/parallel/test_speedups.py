@@ -23,7 +23,7 @@ def write(path: Path, parallel: str, *rows: dict[str, Any], kind: str = "bench-p
     return str(path)
 
 
-def test_the_model_is_near_what_was_printed() -> None:
+def test_latency_model_is_close_to_published_speedups() -> None:
     found = modelled()
     assert sorted(found.points) == list(range(1, 9))
     assert read_speedups("model") == found
@@ -35,7 +35,7 @@ def test_the_model_is_near_what_was_printed() -> None:
         assert speedups == sorted(speedups)
 
 
-def test_measured_ones_are_of_the_fastest_way_of_each_size(tmp_path: Path) -> None:
+def test_measured_speedups_use_the_fastest_mode_of_each_size(tmp_path: Path) -> None:
     two = write(
         tmp_path / "two.json",
         "2",
@@ -51,7 +51,7 @@ def test_measured_ones_are_of_the_fastest_way_of_each_size(tmp_path: Path) -> No
     assert read_speedups("published") is PUBLISHED
 
 
-def test_what_was_not_measured_on_ranks_is_refused(tmp_path: Path) -> None:
+def test_sizes_not_measured_on_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.json"):
         read_speedups(str(tmp_path / "nowhere.json"))
     for parallel, kind in (("virtual:2", "bench-parallel"), ("2", "bench-steps")):

@@ -143,7 +143,7 @@ def test_report_of_tables_read_from_parquet_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plots_are_dark_for_who_reads_dark_pages(tmp_path: Path) -> None:
+def test_plots_follow_the_dark_color_scheme(tmp_path: Path) -> None:
     report_of(tmp_path, *simulate(12)[:2])
     with opened_browser() as browser:
         shown = {}
@@ -181,7 +181,7 @@ def test_report_without_a_completed_request_says_so_and_gives_the_reasons(tmp_pa
 
 
 @pytest.mark.slow
-def test_one_request_at_time_zero(tmp_path: Path) -> None:
+def test_report_of_one_request_at_time_zero(tmp_path: Path) -> None:
     record = RequestRecord.of(Request(0, "a fox", SIZES[0], 1))
     record.admitted_s, record.denoise_end_s = 0.0, 0.0
     record.close("completed", 0.0)
@@ -189,7 +189,7 @@ def test_one_request_at_time_zero(tmp_path: Path) -> None:
     assert _Page(report_of(tmp_path, [record], [step])).tags["img"] == len(PLOTS) - 1  # no SLO, no attainment
 
 
-def test_timeline_is_left_out_when_there_are_too_many_requests_for_it() -> None:
+def test_timeline_is_omitted_for_too_many_requests() -> None:
     records, steps, duration = simulate(201, steps=2)
     data = RunData.of(duration, records, steps)
     assert PLOTS["timeline"][0](data) is None
@@ -238,7 +238,7 @@ def test_count_open_counts_half_open_spans() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 8, 30])
-def test_every_resolution_has_its_own_colour(count: int) -> None:
+def test_every_resolution_has_a_distinct_colour(count: int) -> None:
     names = [str(i) for i in range(count)]
     colours = series_colours(names)
     assert list(colours) == names
@@ -265,7 +265,7 @@ def test_image_grid_keeps_pixels_and_aspect_ratio() -> None:
     assert (shrunk == (255, 0, 0)).all(axis=-1).sum() == 100 * 25
 
 
-def test_captions_are_wrapped_and_cut_to_the_cell() -> None:
+def test_captions_are_wrapped_and_truncated_to_the_cell() -> None:
     font = _font(12)
     lines = wrap("a very long caption about two foxes and a candle on a green background", font, 100)
     assert len(lines) == CAPTION_LINES
@@ -287,6 +287,6 @@ def test_captions_are_wrapped_and_cut_to_the_cell() -> None:
         ({"cell_px": 8}, "8 px"),
     ],
 )
-def test_image_grid_refuses_what_it_cannot_lay_out(arguments: dict[str, Any], message: str) -> None:
+def test_image_grid_refuses_invalid_layouts(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         image_grid(**{"images": [Image.new("RGB", (8, 8))], **arguments})

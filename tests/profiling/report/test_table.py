@@ -7,7 +7,7 @@ from patchedserve.profiling.report.table import Cell, Table
 TABLE = Table("Times", ["side", "ms"], [["one <b> | [red]", "1.5"], ["two", "20"]], note="2 cores")
 
 
-def test_markdown_escapes_its_own_signs_and_aligns_numbers() -> None:
+def test_markdown_is_escaped_and_numbers_are_aligned() -> None:
     assert TABLE.to_markdown().splitlines() == [
         "**Times**",
         "",
@@ -20,14 +20,14 @@ def test_markdown_escapes_its_own_signs_and_aligns_numbers() -> None:
     ]
 
 
-def test_html_escapes_what_is_not_ours() -> None:
+def test_html_escapes_cell_content() -> None:
     html = TABLE.to_html()
     assert "<td>one &lt;b&gt; | [red]</td>" in html
     assert '<td class="number">20</td>' in html
     assert "<caption>Times</caption>" in html
 
 
-def test_the_terminal_shows_markup_as_it_is() -> None:
+def test_terminal_shows_markup_literally() -> None:
     console = Console(width=60)
     with console.capture() as shown:
         console.print(TABLE.to_rich())

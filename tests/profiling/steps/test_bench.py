@@ -82,7 +82,7 @@ def test_all_sides_take_the_same_steps(make: Callable[[], Any]) -> None:
     assert min(moved) > 1e-3
 
 
-def test_each_side_runs_in_its_own_format(sdxl: ServedModel) -> None:
+def test_each_side_runs_in_its_own_memory_format(sdxl: ServedModel) -> None:
     forms = plain_models(sdxl)
     for models in forms.values():
         side = plain_side(sdxl, models, RequestPool(sdxl).take(squares(1, 0, 0)))
@@ -101,7 +101,7 @@ def test_each_side_runs_in_its_own_format(sdxl: ServedModel) -> None:
 @pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler])
-def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
+def test_requests_restart_when_their_schedule_ends(scheduler: Any) -> None:
     # Ten steps, with five left in the middle.
     model = build_model(with_scheduler(tiny_sdxl(), scheduler, num_train_timesteps=20), name="tiny")
     row = StepBench(model, BenchSettings(repeats=8, warmup=2)).measure(squares(1, 1, 0))
@@ -159,7 +159,7 @@ def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
-def test_every_side_runs_with_every_effort(tmp_path: Path) -> None:
+def test_every_side_runs_with_every_effort_level(tmp_path: Path) -> None:
     model, recorders = build_model(tiny_sdxl(), name="tiny"), list[Tape]()
 
     def make_recorder(_: torch.device) -> Tape:
@@ -198,7 +198,7 @@ def test_every_side_runs_with_every_effort(tmp_path: Path) -> None:
         assert largest_error(latents, expected) < 1e-4, contender
 
 
-def test_a_side_that_cannot_be_recorded_is_left_out(sdxl: ServedModel) -> None:
+def test_side_that_cannot_be_recorded_is_omitted(sdxl: ServedModel) -> None:
     class Refuses(Tape):
         def __call__(self, work: Callable[[], torch.Tensor]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -217,7 +217,7 @@ def test_a_side_that_cannot_be_recorded_is_left_out(sdxl: ServedModel) -> None:
     )
 
 
-def test_ratios_do_not_see_the_moods_of_the_machine() -> None:
+def test_ratios_are_independent_of_machine_slowdowns() -> None:
     """Medians of two sides may come from a slow and a fast minute; both sides of one repeat run in the same minute."""
     moods = [1.0, 1.0, 1.3, 2.0, 2.0]
     base, patched = ([ms * mood for mood in moods] for ms in (15.0, 10.0))

@@ -52,7 +52,7 @@ def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pyte
         assert not module._forward_hooks
 
 
-def test_attribution_takes_the_innermost_that_says_what_it_does() -> None:
+def test_attribution_uses_the_innermost_labelled_range() -> None:
     spans = [
         HostSpan("psctl:step patched", 0, 100),
         HostSpan("aten::index_select", 1, 3),  # outside the model: guidance
@@ -88,7 +88,7 @@ def test_attribution_takes_the_innermost_that_says_what_it_does() -> None:
     assert sum(us.values()) == 100
 
 
-def test_attribution_of_kernels_goes_by_their_launch() -> None:
+def test_kernels_are_attributed_by_their_launch() -> None:
     spans = [
         HostSpan("psctl:step patched", 0, 100),
         HostSpan("psctl:model", 10, 90),

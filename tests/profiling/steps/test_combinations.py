@@ -112,7 +112,7 @@ def test_combinations_are_stratified() -> None:
 
 @pytest.mark.parametrize("num_sizes", range(1, 7))
 @pytest.mark.parametrize("count", [1, 16, 48, 300])
-def test_every_table_can_tell_what_mixing_costs(num_sizes: int, count: int) -> None:
+def test_stratified_combinations_identify_the_cost_of_mixing(num_sizes: int, count: int) -> None:
     """The columns for the constant, the requests of each resolution and the number of resolutions have full rank."""
     sizes = tuple(Resolution(64 * side, 64 * side) for side in range(1, num_sizes + 1))
     drawn = stratified_combinations(sizes, count, 16, seed=0)
@@ -123,7 +123,7 @@ def test_every_table_can_tell_what_mixing_costs(num_sizes: int, count: int) -> N
 
 
 @pytest.mark.parametrize("model", ["emoji-xl", "emoji-3"])
-def test_the_tables_in_the_box_can_tell_what_mixing_costs(model: str) -> None:
+def test_bundled_tables_identify_the_cost_of_mixing(model: str) -> None:
     path = published_table(model)
     assert path is not None
     rows = read_latencies(path).rows
@@ -133,7 +133,7 @@ def test_the_tables_in_the_box_can_tell_what_mixing_costs(model: str) -> None:
 
 
 @pytest.mark.parametrize(("num_sizes", "largest"), [(1, 16), (2, 5), (3, 4), (5, 1)])
-def test_stratified_combinations_end_with_all_that_there_are(num_sizes: int, largest: int) -> None:
+def test_stratified_combinations_are_bounded_by_all_combinations(num_sizes: int, largest: int) -> None:
     sizes = tuple(Resolution(8 * side, 8) for side in range(1, num_sizes + 1))
     drawn = stratified_combinations(sizes, 10_000, largest, seed=0)
     assert len(drawn) == len(set(drawn)) == count_combinations(num_sizes, largest)

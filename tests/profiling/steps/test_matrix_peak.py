@@ -34,7 +34,7 @@ def test_operations_of_single_operators(bias: bool) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_all_sides_of_a_unet_do_the_same_operations() -> None:
+def test_all_sides_of_a_unet_execute_the_same_operations() -> None:
     model = build_model(tiny_sdxl(), name="tiny")
     requests = RequestPool(model).take(squares(2, 1, 2))
     models = plain_models(model)["default"]

@@ -88,7 +88,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
 
 
 @pytest.mark.slow
-def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
+def test_seeds_may_use_different_resolutions(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
     # One request per run: seeds 2, 3 and 6 draw 48x48, seed 5 draws 32x32; the warm-up uses the next seed.
     options = ("--rates", "30", "--num-prompts", "1", "--warmup-requests", "1", "--systems", "diffusers", "--json")
     arguments = ("bench", "slo", *options, "--resolutions", "32,48", "--seed")
@@ -110,7 +110,7 @@ def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: dict[str, str], tmp_path: Path) -> None:
+def test_changed_file_content_is_a_different_sweep(run_psctl: RunPsctl, tiny: dict[str, str], tmp_path: Path) -> None:
     steps, prompts = tmp_path / "steps.csv", tmp_path / "prompts.txt"
     table = Path(tiny["STEPS"]).read_text()
     steps.write_text(table)
@@ -139,7 +139,7 @@ def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: d
 
 
 @pytest.mark.slow
-def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
+def test_table_of_smaller_batches_is_not_used(tmp_path: Path) -> None:
     options = EngineOptions("plain")
     model = build_model(tiny_sdxl(), name="tiny", fingerprint="f", defaults=ModelDefaults(), options=options)
     workspace = Workspace(tmp_path / "ws").for_model("tiny", "cpu")

@@ -31,7 +31,7 @@ def run(
     )
 
 
-def test_a_point_pools_its_seeds() -> None:
+def test_point_pools_its_seeds() -> None:
     point = point_figures([run([1.0, 2.0, 2.5, None]), run([0.5, 3.0], seed=1, duration_s=5.0)])
     assert (point["num_requests"], point["num_met"], point["num_runs"]) == (6, 3, 2)
     assert point["slo_attainment_rate"] == 0.5
@@ -46,7 +46,7 @@ def test_a_point_pools_its_seeds() -> None:
     assert point["discarded_by_reason"] == {"too late": 1}
 
 
-def test_a_point_tells_the_resolution_that_pays() -> None:
+def test_point_reports_the_worst_resolution() -> None:
     sizes = [{"128x128": (1, 4), "256x256": (3, 4)}, {"128x128": (2, 2)}]
     runs = [replace(run([1.0]), met_by_resolution=each, seed=seed) for seed, each in enumerate(sizes)]
     point = point_figures(runs)
@@ -55,12 +55,12 @@ def test_a_point_tells_the_resolution_that_pays() -> None:
     assert tables_of({"engines": {"real": sweep_figures(runs)}, "agreement": None})[1].rows[0][3] == "50.0% (128x128)"
 
 
-def test_a_point_where_nothing_was_finished() -> None:
+def test_point_without_finished_requests() -> None:
     point = point_figures([run([None, None])])
     assert (point["slo_attainment_rate"], point["latency_p50"], point["latency_mean"]) == (0, None, None)
 
 
-def test_a_point_tells_what_engines_tell() -> None:
+def test_point_averages_figures_of_the_engines() -> None:
     runs = [run([1.0]), run([1.0], seed=1), run([1.0], seed=2)]
     figures = [{"batch_size_mean": 2.0, "cache": {"saved_computation": 0.5}}, {"batch_size_mean": 4.0}, {}]
     point = point_figures([replace(each, figures=own) for each, own in zip(runs, figures, strict=True)])
@@ -95,7 +95,7 @@ def test_held_rates() -> None:
         (("below", 1.0), ("below", 1.0), "unknown", None),
     ],
 )
-def test_ratios_say_when_they_are_bounds(mine: Any, base: Any, kind: str, value: float | None) -> None:
+def test_ratios_state_when_they_are_bounds(mine: Any, base: Any, kind: str, value: float | None) -> None:
     assert ratio(SustainedRate(*mine), SustainedRate(*base)) == {"value": value, "kind": kind}
 
 
@@ -173,7 +173,7 @@ def test_agreement_at_equal_batch_size_and_by_load() -> None:
     assert "Below 90% of capacity mean latency is within 13.0%. From there on" in table.note
 
 
-def test_tables_say_bounds_and_lost_requests() -> None:
+def test_tables_show_bounds_and_lost_requests() -> None:
     runs = [run([1.0, None], "bucketed"), run([1.0, 1.0], "patchedserve")]
     result = {"engines": {"real": sweep_figures(runs)}, "agreement": None}
     held, points = tables_of(result)
@@ -237,7 +237,7 @@ def test_three_seeds_give_intervals_over_seeds() -> None:
     assert "independent" not in points_table.note
 
 
-def test_a_seed_that_is_only_a_bound_leaves_no_interval_of_held_rates() -> None:
+def test_seed_with_only_a_bound_gives_no_interval_of_held_rates() -> None:
     slack = sweep_figures(three_seeds(last=0.97))["policies"][1]
     held = slack["held_rates"]["0.95"]
     assert (held["where"], held["by_seed"]["2"]["where"]) == ("between", "beyond")
@@ -245,13 +245,13 @@ def test_a_seed_that_is_only_a_bound_leaves_no_interval_of_held_rates() -> None:
     assert (slack["ratio_at_95"]["kind"], slack["ratio_at_95"]["low"]) == ("exact", None)
 
 
-def test_a_seed_that_misses_a_rate_does_not_count_for_held_rates() -> None:
+def test_seed_without_a_rate_is_excluded_from_held_rates() -> None:
     bucketed = sweep_figures(three_seeds()[:8])["policies"][0]
     assert set(bucketed["held_rates"]["0.95"]["by_seed"]) == {"0", "1"}
     assert bucketed["held_rates"]["0.95"]["low"] is None
 
 
-def test_intervals_over_seeds_hold_the_truth_where_requests_are_late_together() -> None:
+def test_intervals_over_seeds_have_coverage_for_correlated_requests() -> None:
     # Each day is good or bad as a whole: 75 to 95 % of its 200 requests are in time.
     rng = np.random.default_rng(0)
     holds = dict.fromkeys(("seeds", "requests"), 0)
@@ -266,7 +266,7 @@ def test_intervals_over_seeds_hold_the_truth_where_requests_are_late_together() 
     assert holds["requests"] < 750
 
 
-def test_seeds_of_different_lengths_weigh_by_their_requests() -> None:
+def test_seeds_are_weighted_by_their_number_of_requests() -> None:
     low, high, _ = share_interval([90, 10, 45], [100, 20, 50])
     equal = share_interval([90, 50, 90], [100, 100, 100])
     assert low < 145 / 170 < high
@@ -274,7 +274,7 @@ def test_seeds_of_different_lengths_weigh_by_their_requests() -> None:
     assert high - low < equal.high - equal.low
 
 
-def test_the_picture_says_what_is_shaded() -> None:
+def test_plot_states_the_meaning_of_the_shaded_band() -> None:
     found = {"engines": {"real": sweep_figures(three_seeds())}}
     assert band_of(found) == "shaded: 95 % over seeds (Student)"
     assert "(Wilson)" in band_of({"engines": {"real": sweep_figures(three_seeds()[:3])}})

@@ -24,7 +24,7 @@ def settings(**fields: Any) -> SweepSettings:
     return SweepSettings(trace=trace, engine="simulator", **fields)
 
 
-class Stop:
+class InterruptedEngine:
     """An engine that finishes runs at once and is interrupted at its n-th run."""
 
     def __init__(self, after: int, *, by_signal: bool) -> None:
@@ -48,10 +48,10 @@ class Stop:
 
 
 @pytest.mark.parametrize("by_signal", [True, False])
-def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
+def test_interrupted_sweep_resumes(tmp_path: Path, by_signal: bool) -> None:
     wanted = settings(systems=("diffusers", "patchedserve", "patched-edf"), rates=(1.0, 2.0), seeds=(3,))
     head = {"settings": wanted.fixed(), "circumstances": {"model": "m"}, "standalone_s": {"128x128": 1.0}}
-    first, rest = Stop(2, by_signal=by_signal), Stop(99, by_signal=by_signal)
+    first, rest = InterruptedEngine(2, by_signal=by_signal), InterruptedEngine(99, by_signal=by_signal)
     assert run_sweep(
         wanted, {"simulator": first.run}, SweepFolder(tmp_path, head), lambda request: 1.0, ModelDefaults()
     )
@@ -77,7 +77,7 @@ def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
         SweepFolder(tmp_path, {**head, "settings": settings(slo_scale=3.0).fixed()})
 
 
-def test_a_head_grows_by_resolutions_but_does_not_change(tmp_path: Path) -> None:
+def test_head_gains_resolutions_but_does_not_change(tmp_path: Path) -> None:
     wanted = settings().fixed()
     SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"128x128": 1.0}})
     grown = SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"256x256": 3.0}})
@@ -86,7 +86,7 @@ def test_a_head_grows_by_resolutions_but_does_not_change(tmp_path: Path) -> None
         SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"128x128": 2.0}})
 
 
-def test_a_predictor_may_come_later_but_not_be_another_one(tmp_path: Path) -> None:
+def test_predictor_may_be_added_later_but_not_replaced(tmp_path: Path) -> None:
     SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {}})
     SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {"file": "a (1)"}})
     SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {}})
@@ -95,7 +95,7 @@ def test_a_predictor_may_come_later_but_not_be_another_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("option", "name"), [("prompts", "p.txt"), ("arrivals", "a.csv")])
-def test_files_of_a_trace_count_by_their_content(tmp_path: Path, option: str, name: str) -> None:
+def test_trace_files_are_compared_by_content(tmp_path: Path, option: str, name: str) -> None:
     file = tmp_path / name
     file.write_text("TIMESTAMP\n1\n")
     options: Any = {option: file}
@@ -110,7 +110,7 @@ def test_files_of_a_trace_count_by_their_content(tmp_path: Path, option: str, na
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
+def test_finished_run_is_read_as_needed_by_figures(tmp_path: Path) -> None:
     from patchedserve.data.resolution import Resolution
     from patchedserve.serving.core.request_state import RequestRecord
 
@@ -142,7 +142,7 @@ def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
         folder.finished(wanted)
 
 
-def test_orders_rotate_and_seeds_come_last() -> None:
+def test_systems_rotate_and_seeds_vary_slowest() -> None:
     wanted = settings(systems=("bucketed", "nirvana"), rates=(1.0, 2.0, 3.0), seeds=(0, 1))
     assert list(wanted.order())[:4] == [
         (1.0, 0, ("bucketed", "nirvana")),
