@@ -24,13 +24,13 @@ from .conftest import changed_files, covering, places_of_tests
         ("serving/__init__.py", "tests/serving"),
     ],
 )
-def test_the_tests_of_a_file_are_at_the_same_place(repository: Path, changed: str, tests: str | None) -> None:
+def test_tests_mirror_the_path_of_a_file(repository: Path, changed: str, tests: str | None) -> None:
     expected = [] if tests is None else [repository / tests]
     assert places_of_tests(repository, [Path(changed)]) == expected
     assert all(path.exists() for path in expected)
 
 
-def test_what_git_does_not_know_yet_has_changed(tmp_path: Path) -> None:
+def test_untracked_files_count_as_changed(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
 
@@ -45,7 +45,7 @@ def test_what_git_does_not_know_yet_has_changed(tmp_path: Path) -> None:
     assert sorted(map(str, changed_files(tmp_path, "HEAD"))) == ["gone.py", "new.py", "other.py"]
 
 
-def test_few_cases_have_every_value_of_each_parameter() -> None:
+def test_chosen_cases_cover_every_value_of_each_parameter() -> None:
     cases = [{("family", family), ("ranks", ranks)} for family in "abc" for ranks in range(5)]
     chosen = [cases[place] for place in covering(cases)]
     assert set().union(*chosen) == set().union(*cases)
@@ -73,7 +73,7 @@ def test_plain(): pass
 
 
 @pytest.mark.slow
-def test_every_test_is_in_one_of_both_runs(repository: Path, tmp_path: Path) -> None:
+def test_every_test_is_in_exactly_one_run(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(_TESTS)
 
     def chosen(*options: str) -> list[str]:

@@ -45,7 +45,7 @@ def test_every_code_folder_is_a_listed_package(repository: Path, setuptools_conf
     assert all((folder / "__init__.py").is_file() for folder in listed)
 
 
-def test_the_set_up_takes_all_extras_but_that_of_a_gpu(repository: Path) -> None:
+def test_setup_installs_all_extras_except_gpu(repository: Path) -> None:
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (listed,) = re.findall(r"^EXTRAS := (.*)$", (repository / "Makefile").read_text(), re.MULTILINE)
     assert sorted(listed.split(",")) == sorted(extras.keys() - {"gpu"})
@@ -71,7 +71,7 @@ def test_version_is_the_one_of_the_installed_distribution() -> None:
     assert metadata.version("psctl") == patchedserve.__version__
 
 
-def test_package_is_the_checkout(repository: Path) -> None:
+def test_imported_package_is_the_checkout(repository: Path) -> None:
     assert patchedserve.__file__ is not None
     assert Path(patchedserve.__file__).parent == repository
 

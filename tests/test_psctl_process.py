@@ -10,7 +10,7 @@ from .support.http_server import READY, small_model
 from .support.psctl_process import ForkedPsctl, start_psctl
 
 
-def test_forked_and_started_commands_say_the_same(tmp_path: Path) -> None:
+def test_forked_and_started_commands_have_equal_output(tmp_path: Path) -> None:
     for arguments, code in ((["--version"], 0), (["models", "list", "--json"], 0), (["generate", "--seed", "x"], 2)):
         forked, started = (start_psctl(*arguments, env=env, cwd=tmp_path) for env in ({}, {"PSCTL_THREADS": "1"}))
         assert isinstance(forked, ForkedPsctl)
@@ -19,7 +19,7 @@ def test_forked_and_started_commands_say_the_same(tmp_path: Path) -> None:
         assert forked.returncode == started.returncode == code
 
 
-def test_threads_of_libraries_need_a_start(tmp_path: Path) -> None:
+def test_thread_options_need_a_started_process(tmp_path: Path) -> None:
     process = start_psctl("doctor", env={"PSCTL_THREADS": "many"})
     assert isinstance(process, subprocess.Popen)
     assert "PSCTL_THREADS is 'many'" in process.communicate(timeout=60)[1]

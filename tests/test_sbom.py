@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 
-def test_it_equals_what_is_installed(repository: Path, tmp_path: Path) -> None:
+def test_sbom_equals_installed_packages(repository: Path, tmp_path: Path) -> None:
     target = tmp_path / "dist" / "sbom.cdx.json"
     subprocess.run([sys.executable, repository / ".ci" / "sbom.py", target], check=True, capture_output=True)
     told = json.loads(target.read_text())

@@ -25,7 +25,7 @@ def browse() -> None:
     ],
     ids=["browser", "compiler"],
 )
-def test_tests_name_the_programs_that_they_miss(
+def test_tests_name_missing_programs(
     use: Callable[[], object],
     told: str,
     must_be_there: str,

@@ -16,7 +16,7 @@ from patchedserve.training.bundled.generators import new_transformer, new_unet
 MODELS = bundled_model_path("emoji-xl").parent
 
 
-def test_parts_are_taken_over_in_full_precision(tmp_path: Path) -> None:
+def test_parts_are_loaded_in_full_precision(tmp_path: Path) -> None:
     adopt_parts(MODELS, tmp_path)
     taken = load_file(tmp_path / "autoencoder" / "model" / "diffusion_pytorch_model.safetensors")
     shipped = load_file(MODELS / "emoji-3" / "vae" / "diffusion_pytorch_model.safetensors")
@@ -39,7 +39,7 @@ class HalfWritten:
         raise KeyboardInterrupt
 
 
-def test_a_part_that_is_cut_off_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
+def test_truncated_part_is_not_taken_as_finished(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         save_part(HalfWritten(), tmp_path / "text" / "tokenizer")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -51,7 +51,7 @@ def test_a_part_that_is_cut_off_is_not_taken_for_a_finished_one(tmp_path: Path) 
     assert not list(tmp_path.rglob(".*"))
 
 
-def test_parts_that_are_there_stay(tmp_path: Path) -> None:
+def test_existing_parts_are_kept(tmp_path: Path) -> None:
     own = tmp_path / "autoencoder" / "model"
     own.mkdir(parents=True)
     adopt_parts(MODELS, tmp_path)
@@ -69,7 +69,7 @@ def test_weights_are_loaded_and_named_by_their_checksum(name: str, build) -> Non
     )
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_mismatched_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no emoji-3"):
         adopt_parts(tmp_path, tmp_path / "root")
     with pytest.raises(UsageError, match="does not exist"):

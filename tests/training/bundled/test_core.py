@@ -69,7 +69,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(shape):
     assert values.max() < 1.4
 
 
-def test_hidden_matrices_leaves_out_what_is_excluded_and_what_is_no_matrix():
+def test_hidden_matrices_skips_excluded_parameters_and_non_matrices():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv2d(3, 3, 3), nn.Embedding(5, 4))
     assert hidden_matrices(model, lambda name: name == "0.weight") == ["2.weight"]
 
@@ -98,7 +98,7 @@ def test_gradients_are_clipped_and_their_norm_reported():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_training_learns_and_the_schedule_falls_to_nothing(tmp_path):
+def test_training_learns_and_the_learning_rate_falls_to_zero(tmp_path):
     model = small_net()
     config = LoopConfig(400, warmup_steps=10, ema_decay=0.98, optim=OptimConfig(muon_lr=0.02, adam_lr=0.02))
     first, last = [], []
@@ -114,7 +114,7 @@ def test_training_learns_and_the_schedule_falls_to_nothing(tmp_path):
     assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").open()][-1] == 400
 
 
-def test_an_interrupted_run_ends_exactly_like_an_unbroken_one(tmp_path):
+def test_interrupted_run_ends_exactly_like_an_uninterrupted_one(tmp_path):
     config = LoopConfig(30, warmup_steps=3, ema_decay=0.9)
 
     def interrupted_loss_for(model):
@@ -132,7 +132,7 @@ def test_an_interrupted_run_ends_exactly_like_an_unbroken_one(tmp_path):
     assert_resumed_is_whole(tmp_path / "broken", config, expected_step=17)
 
 
-def test_a_finished_run_is_made_longer_from_before_its_decay(tmp_path):
+def test_finished_run_is_extended_from_before_its_decay(tmp_path):
     train(tmp_path, LoopConfig(20))
     longer = TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer)
     assert longer.step == LoopConfig(20).decay_start == 13
@@ -140,7 +140,7 @@ def test_a_finished_run_is_made_longer_from_before_its_decay(tmp_path):
     assert same.step == 20
 
 
-def test_an_interrupt_in_the_middle_of_an_update_waits_for_its_end(tmp_path, monkeypatch):
+def test_interrupt_during_an_update_waits_for_its_end(tmp_path, monkeypatch):
     config = LoopConfig(30, warmup_steps=3, ema_decay=0.9)
     broken = small_net()
     run = TrainingRun(broken, config, tmp_path / "broken", is_outer)
@@ -158,28 +158,28 @@ def test_an_interrupt_in_the_middle_of_an_update_waits_for_its_end(tmp_path, mon
     assert_resumed_is_whole(tmp_path / "broken", config, expected_step=18)
 
 
-def test_a_run_interrupted_where_its_decay_starts_can_still_be_made_longer(tmp_path):
+def test_run_interrupted_at_decay_start_can_be_extended(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, LoopConfig(20), on_step=interrupt_after(13))
     train(tmp_path, LoopConfig(20))
     assert TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer).step == 13
 
 
-def test_a_run_that_was_cut_short_can_be_made_longer_again(tmp_path):
+def test_shortened_run_can_be_extended_again(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, LoopConfig(100), on_step=interrupt_after(30))
     train(tmp_path, LoopConfig(40))
     assert TrainingRun(small_net(), LoopConfig(100), tmp_path, is_outer).step == 30
 
 
-def test_a_decayed_run_without_its_earlier_checkpoint_is_not_started_again(tmp_path):
+def test_decayed_run_without_its_earlier_checkpoint_is_not_restarted(tmp_path):
     train(tmp_path, LoopConfig(20))
     (tmp_path / "stable.safetensors").unlink()
     with pytest.raises(UsageError, match="no checkpoint from before that is left"):
         TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer)
 
 
-def test_a_longer_run_is_not_spoilt_by_asking_for_fewer_steps(tmp_path):
+def test_requesting_fewer_steps_does_not_damage_a_longer_run(tmp_path):
     train(tmp_path, LoopConfig(20))
     before = (tmp_path / "last.safetensors").read_bytes()
     with pytest.raises(UsageError, match="is at step 13 already, but 5 steps are asked for"):
@@ -222,7 +222,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
+def test_invalid_checkpoint_file_is_named(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "last.safetensors")
     with pytest.raises(RunError, match=r"last\.safetensors is not a checkpoint"):
         TrainingRun(small_net(), LoopConfig(3), tmp_path, is_outer)

@@ -33,7 +33,7 @@ def some_velocity(latents: Tensor, sigma: Tensor, timestep: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("num_steps", [TEACHER_STEPS, *STAGES])
-def test_the_grid_is_that_of_diffusers_and_students_stand_on_every_other_point(num_steps: int) -> None:
+def test_grid_equals_diffusers_and_students_use_every_other_point(num_steps: int) -> None:
     timesteps, sigmas = trailing_grid(num_steps)
     scheduler = EulerDiscreteScheduler(prediction_type="v_prediction", timestep_spacing="trailing", **BETAS)
     scheduler.set_timesteps(num_steps)
@@ -45,7 +45,7 @@ def test_the_grid_is_that_of_diffusers_and_students_stand_on_every_other_point(n
         assert torch.allclose(own[1], finer[1][::2])
 
 
-def test_two_steps_are_those_of_the_sampler() -> None:
+def test_two_teacher_steps_equal_those_of_the_sampler() -> None:
     scheduler = EulerDiscreteScheduler(prediction_type="v_prediction", timestep_spacing="trailing", **BETAS)
     scheduler.set_timesteps(8)
     timesteps, sigmas = trailing_grid(8)
@@ -70,6 +70,6 @@ def test_clean_latents_of_a_velocity() -> None:
     assert torch.allclose(denoised(clean + s * noise, v, sigma), clean, atol=1e-4)
 
 
-def test_without_a_teacher_it_says_what_to_train(tmp_path: Path) -> None:
+def test_missing_teacher_says_what_to_train(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="train the teacher first: psctl models train emoji-xl"):
         distill(tmp_path / "none.safetensors", None, [], [], Task(tmp_path, 1), torch.device("cpu"))  # type: ignore[arg-type]

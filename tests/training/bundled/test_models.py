@@ -51,7 +51,7 @@ def encoders(tokenizer):
 
 
 @pytest.mark.slow
-def test_the_tokenizer_keeps_any_text_and_all_captions_fit(tokenizer, tmp_path):
+def test_tokenizer_round_trips_any_text_and_all_captions_fit(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     again = type(tokenizer).from_pretrained(tmp_path)
     strange = "zürich: a t-rex, 7 kiwis & çédille!"
@@ -90,7 +90,7 @@ def test_the_caption_reader_trains_its_encoder(tokenizer):
 
 
 @pytest.mark.slow
-def test_normalised_latents_have_unit_scale_and_decode_as_before():
+def test_normalised_latents_have_unit_scale_and_decode_equally():
     torch.manual_seed(0)
     vae: Any = new_autoencoder().eval()
     pool, _ = draw_pool(EmojiDataset(SMALL, 8))
@@ -114,7 +114,7 @@ def test_the_reconstruction_loss_is_zero_only_for_a_perfect_copy():
     assert float(loss.detach()) > figures["l1"] > 0
 
 
-def test_one_repeated_token_does_what_all_of_them_do():
+def test_one_repeated_token_equals_all_repetitions():
     torch.manual_seed(0)
     model: Any = new_transformer().eval()
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_one_repeated_token_does_what_all_of_them_do():
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_latents_are_encoded_once_and_again_for_another_autoencoder(tmp_path):
+def test_latents_are_encoded_once_per_autoencoder(tmp_path):
     vae = new_autoencoder().eval()
     drawn = []
     dataset = EmojiDataset(SMALL, 3)
@@ -151,7 +151,7 @@ def test_latents_are_encoded_once_and_again_for_another_autoencoder(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("objective_class", [UNetObjective, TransformerObjective])
-def test_a_generator_learns_a_single_picture(objective_class, tokenizer, encoders, tmp_path):
+def test_generator_overfits_a_single_image(objective_class, tokenizer, encoders, tmp_path):
     torch.manual_seed(0)
     dataset = EmojiDataset(SMALL, 1)
     latent_set = load_or_encode(new_autoencoder(), "x", dataset, tmp_path, torch.device("cpu"))
@@ -194,7 +194,7 @@ def test_the_exported_judge_is_a_plain_clip_model(tokenizer, tmp_path):
     assert model(**inputs).logits_per_image.shape == (2, 2)
 
 
-def test_an_export_keeps_the_card_and_renews_the_checksums(tokenizer, tmp_path):
+def test_export_keeps_the_card_and_updates_checksums(tokenizer, tmp_path):
     folder = tmp_path / "emoji-clip"
     folder.mkdir()
     for name in (*CARD_FILES, "stale.bin"):
@@ -208,7 +208,7 @@ def test_an_export_keeps_the_card_and_renews_the_checksums(tokenizer, tmp_path):
     assert not list(tmp_path.glob(".*")), "no staging folder is left"
 
 
-def test_the_contrastive_loss_counts_equal_captions_as_right(tokenizer):
+def test_contrastive_loss_accepts_equal_captions_as_matches(tokenizer):
     torch.manual_seed(0)
     model = new_judge(tokenizer)
     images = degraded(torch.rand(6, 3, 96, 96), np.random.default_rng(0))

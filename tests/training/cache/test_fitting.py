@@ -42,7 +42,7 @@ def rows_of(change: list[float], block: int, reuses: int = 0) -> torch.Tensor:
     )
 
 
-def test_the_rule_is_found_on_requests_that_were_not_seen(predictor: CachePredictor) -> None:
+def test_rule_generalises_to_unseen_requests(predictor: CachePredictor) -> None:
     report = predictor.report
     # The noise is a tenth of a decade, the spread 0.8 decades, so that a few percent of the rows are undecidable.
     assert report["precision"] > 0.95
@@ -68,14 +68,14 @@ def test_the_rule_is_found_on_requests_that_were_not_seen(predictor: CachePredic
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_what_it_decides_is_the_rule(predictor: CachePredictor, block: int) -> None:
+def test_decisions_follow_the_rule(predictor: CachePredictor, block: int) -> None:
     edge = THRESHOLD / GAIN[block]
     decided = predictor.may_reuse(rows_of([edge / 4, edge * 4, 0.0, math.nan, math.inf, edge / 3], block))
     assert decided.tolist() == [True, False, True, False, False, True]
     assert predictor.may_reuse(torch.empty(0, 5)).shape == (0,)
 
 
-def test_figures_are_those_of_the_decisions(predictor: CachePredictor, samples: BlockSamples) -> None:
+def test_figures_match_the_decisions(predictor: CachePredictor, samples: BlockSamples) -> None:
     _, test = split_by_request(samples, 0)
     truth = test.output_mse <= THRESHOLD
     is_reused = predictor.may_reuse(torch.from_numpy(test.features)).numpy()
@@ -88,7 +88,7 @@ def test_figures_are_those_of_the_decisions(predictor: CachePredictor, samples: 
     assert report["baseline"]["recall"] == pytest.approx((test.input_mse <= cut)[truth].mean())
 
 
-def test_the_forest_is_scikit_learns(predictor: CachePredictor, samples: BlockSamples) -> None:
+def test_forest_equals_scikit_learn(predictor: CachePredictor, samples: BlockSamples) -> None:
     train, test = split_by_request(samples, 0)
     settings = FitSettings()
     forest = RandomForestClassifier(
@@ -110,7 +110,7 @@ def test_rows_of_a_request_stay_together(samples: BlockSamples) -> None:
         assert len(set(test.request)) == 3
 
 
-def test_the_seed_decides_everything(samples: BlockSamples, predictor: CachePredictor) -> None:
+def test_fitting_is_seeded(samples: BlockSamples, predictor: CachePredictor) -> None:
     again, other = (fit_cache_predictor(samples, FACTS, FitSettings(THRESHOLD, seed=seed)) for seed in (0, 1))
     assert again.report == predictor.report
     for name, array in again.forest.nodes().items():
@@ -130,7 +130,7 @@ def test_confidence_trades_recall_for_precision(samples: BlockSamples) -> None:
     assert (reports[3]["baseline"]["cut"], reports[3]["baseline"]["recall"]) == (None, 0)
 
 
-def test_lags_teach_how_far_the_input_may_have_moved(tmp_path: Path) -> None:
+def test_lags_determine_the_allowed_input_change(tmp_path: Path) -> None:
     """The profile's output exceeds the threshold after two reuses regardless of the input."""
     path = write_profile(tmp_path / "b.parquet", num_requests=6, lags=(1, 2, 3, 4))
     facts, samples = load_samples(path, max_rows=10**6, seed=0)
@@ -165,7 +165,7 @@ def test_too_few_rows_of_one_class(samples: BlockSamples, threshold: float) -> N
         assert min(share, trained.report["train"]["rows"] - share) > MIN_ROWS_OF_CLASS - 1
 
 
-def test_outputs_that_no_threshold_divides(samples: BlockSamples) -> None:
+def test_outputs_without_a_separating_threshold(samples: BlockSamples) -> None:
     same = replace(samples, output_mse=np.full(len(samples), 0.5, dtype=np.float32))
     with pytest.raises(UsageError, match="no threshold gives that, so profile more requests"):
         fit_cache_predictor(same, FACTS, FitSettings(THRESHOLD))
@@ -174,7 +174,7 @@ def test_outputs_that_no_threshold_divides(samples: BlockSamples) -> None:
         fit_cache_predictor(few, FACTS, FitSettings(THRESHOLD))
 
 
-def test_one_request_only(samples: BlockSamples) -> None:
+def test_rows_of_one_request_are_refused(samples: BlockSamples) -> None:
     with pytest.raises(UsageError, match="has rows of 1 request only"):
         fit_cache_predictor(samples.where(samples.request == 4), FACTS, FitSettings(THRESHOLD))
     two = samples.where(samples.request <= 1)
@@ -201,7 +201,7 @@ def test_wrong_settings(changes: dict[str, Any], message: str) -> None:
         FitSettings(**changes)
 
 
-def test_cuml_that_is_not_installed(samples: BlockSamples) -> None:
+def test_missing_cuml_is_reported(samples: BlockSamples) -> None:
     try:
         import cuml  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:

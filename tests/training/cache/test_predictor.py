@@ -37,7 +37,7 @@ def saved(predictor: CachePredictor, tmp_path: Path) -> Path:
     return tmp_path / "new" / "cache.safetensors"
 
 
-def test_a_file_is_read_back_equal(predictor: CachePredictor, saved: Path, samples: BlockSamples) -> None:
+def test_predictor_round_trips_through_a_file(predictor: CachePredictor, saved: Path, samples: BlockSamples) -> None:
     again = CachePredictor.load(saved, expect=FACTS)
     assert replace(again, forest=predictor.forest) == predictor
     features = torch.from_numpy(samples.features)
@@ -48,7 +48,7 @@ def test_a_file_is_read_back_equal(predictor: CachePredictor, saved: Path, sampl
 
 
 @pytest.mark.slow
-def test_a_file_needs_no_scikit_learn(saved: Path, repository: Path) -> None:
+def test_loading_a_file_needs_no_scikit_learn(saved: Path, repository: Path) -> None:
     import subprocess
     import sys
 
@@ -69,7 +69,7 @@ def test_a_file_needs_no_scikit_learn(saved: Path, repository: Path) -> None:
         ({"blocks": ("down0", "mid")}, "was made for 3 blocks"),
     ],
 )
-def test_a_predictor_for_something_else(saved: Path, change: dict[str, Any], message: str) -> None:
+def test_predictors_of_other_models_are_refused(saved: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         CachePredictor.load(saved, expect=replace(FACTS, **change))
     assert str(caught.value).startswith(str(saved))
@@ -136,7 +136,7 @@ def rewritten(saved: Path, content: dict[str, Any], arrays: dict[str, torch.Tens
         ({}, {"more": torch.zeros(1)}, {}, "is damaged"),
     ],
 )
-def test_files_made_by_something_else(
+def test_files_of_other_programs_are_refused(
     saved: Path, content: dict[str, Any], arrays: dict[str, torch.Tensor], head: dict[str, str], message: str
 ) -> None:
     rewritten(saved, {}, {})
@@ -153,7 +153,7 @@ def test_other_safetensors_files(tmp_path: Path) -> None:
         CachePredictor.load(tmp_path / "a.safetensors")
 
 
-def test_decisions_are_the_kernels(predictor: CachePredictor, samples: BlockSamples) -> None:
+def test_decisions_equal_those_of_the_kernel(predictor: CachePredictor, samples: BlockSamples) -> None:
     features = torch.from_numpy(samples.features[:500])
     assert torch.equal(predictor.may_reuse(features, kernels="torch"), forest_predict(features, predictor.forest))
     with pytest.raises(ValueError, match=r"must be \(rows, 5\)"):

@@ -27,7 +27,7 @@ def samples(profile: Path) -> BlockSamples:
     return samples_of(profile)
 
 
-def test_rows_of_larger_lags_can_be_left_out(tmp_path: Path) -> None:
+def test_rows_of_larger_lags_can_be_excluded(tmp_path: Path) -> None:
     path = write_profile(tmp_path / "b.parquet", num_requests=2, num_steps=5, lags=(1, 2, 3))
     _, samples = load_samples(path, max_rows=10**6, seed=0, max_lag=2)
     assert set(samples.lag) == {1, 2}
@@ -35,7 +35,7 @@ def test_rows_of_larger_lags_can_be_left_out(tmp_path: Path) -> None:
         load_samples(path, max_rows=10**6, seed=0, max_lag=4)
 
 
-def test_features_are_the_columns_that_their_names_say() -> None:
+def test_features_are_the_named_columns() -> None:
     features = features_of(
         torch.tensor([0.01, 1.0, 0.0, INPUT_MSE_FLOOR / 10], dtype=torch.float64),
         torch.tensor([0, 1, 2, 3]),
@@ -53,7 +53,7 @@ def test_features_are_the_columns_that_their_names_say() -> None:
     assert features[:, 4].tolist() == [16384, 36864, 1048576, 4194304]
 
 
-def test_changes_that_are_no_number_count_as_infinite() -> None:
+def test_nan_changes_count_as_infinite() -> None:
     given = torch.tensor([math.nan, math.inf, 0.5])
     features = features_of(given, 0, torch.zeros(3), torch.zeros(3), torch.ones(3))
     assert features[:, 0].tolist() == [math.inf, math.inf, pytest.approx(math.log10(0.5))]
@@ -67,7 +67,7 @@ def test_half_precision_and_no_rows() -> None:
     assert features_of(torch.empty(0), 3, *torch.ones(3, 0)).shape == (0, 5)
 
 
-def test_samples_are_the_profile(profile: Path, samples: BlockSamples) -> None:
+def test_samples_equal_the_profile(profile: Path, samples: BlockSamples) -> None:
     table = pq.read_table(profile).to_pandas()
     assert len(samples) == samples.num_profiled == len(table)
     np.testing.assert_array_equal(samples.request, table.request_id)
@@ -91,13 +91,13 @@ def test_large_profiles_are_sampled(profile: Path, samples: BlockSamples) -> Non
         np.testing.assert_allclose(shares[0], shares[1], atol=0.04)
 
 
-def test_half_of_a_sample_are_rows_of_all_blocks_as_one(profile: Path, samples: BlockSamples) -> None:
+def test_half_of_a_sample_are_whole_model_rows(profile: Path, samples: BlockSamples) -> None:
     facts, some = load_samples(profile, max_rows=1000, seed=0)
     assert some.is_whole(facts).mean() == pytest.approx(0.5, abs=0.05)
     assert samples.is_whole(facts).mean() == pytest.approx(0.25, abs=0.01)
 
 
-def test_a_profile_of_blocks_alone_is_too_old(tmp_path: Path) -> None:
+def test_profile_without_whole_model_rows_is_too_old(tmp_path: Path) -> None:
     path = write_profile(tmp_path / "b.parquet", num_requests=2, num_steps=3, block_index=0, block="down0")
     with pytest.raises(UsageError, match="has no rows of the whole model; run psctl profile blocks again"):
         load_samples(path, max_rows=1000, seed=0)
@@ -116,14 +116,14 @@ def test_a_profile_of_blocks_alone_is_too_old(tmp_path: Path) -> None:
         ({"scheduler": "DDIMScheduler"}, "rows of the scheduler DDIMScheduler, but its head says EulerDiscrete"),
     ],
 )
-def test_profiles_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_profiles_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write_profile(tmp_path / "b.parquet", num_requests=2, num_steps=3, **changes)
     with pytest.raises(UsageError, match=message) as caught:
         load_samples(path, max_rows=1000, seed=0)
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_profiles_with_nan_or_other_columns_or_none(tmp_path: Path) -> None:
+def test_malformed_profiles_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "b.parquet"
     with pytest.raises(UsageError, match=r"no block profile .*b.parquet; make one with: psctl profile blocks"):
         load_samples(path, max_rows=1000, seed=0)

@@ -30,7 +30,7 @@ def error_of(plan: StepPlan, outputs: np.ndarray, weights: np.ndarray) -> float:
     return error
 
 
-def test_no_choice_of_steps_is_better_than_the_one_found() -> None:
+def test_found_choice_of_steps_is_optimal() -> None:
     random = np.random.default_rng(0)
     outputs = np.cumsum(random.normal(size=(NUM_STEPS, 40)), axis=0)
     weights = random.uniform(0.1, 1.0, NUM_STEPS)
@@ -44,7 +44,7 @@ def test_no_choice_of_steps_is_better_than_the_one_found() -> None:
         )
 
 
-def test_forecasts_follow_the_line_less_and_less() -> None:
+def test_forecasts_damp_the_extrapolation() -> None:
     assert shares(2, 4).tolist() == [0, 1 / 3, 2 / 4, 3 / 5]
     [first, second] = StepPlan(6, (0, 3)).gaps()
     assert (first.step, first.end, first.shares) == (0, 3, (0, 0, 0))
@@ -66,7 +66,7 @@ def test_plans_for_other_numbers_of_steps() -> None:
     assert schedule.plan_of(1).saved_share == 0
 
 
-def test_who_wants_no_cache_skips_nothing() -> None:
+def test_requests_without_cache_skip_nothing() -> None:
     schedule = CacheSchedule(FACTS, {30: StepPlan(30, (0, 3, 10, 20))})
     request = Request(0, "", Resolution(64, 64), num_inference_steps=30)
     assert schedule.num_computed(request) == 4

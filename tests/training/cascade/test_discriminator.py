@@ -38,7 +38,7 @@ EXAMPLES = Examples(images(150, 0, 0.85), images(150, 1, 0.4))
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_networks_are_small_and_look_at_each_image_alone(name: NetName) -> None:
+def test_networks_are_small_and_score_images_independently(name: NetName) -> None:
     torch.manual_seed(0)
     net = new_net(name).eval()
     assert sum(parameter.numel() for parameter in net.parameters()) <= 600_000
@@ -50,7 +50,7 @@ def test_networks_are_small_and_look_at_each_image_alone(name: NetName) -> None:
 
 
 @pytest.mark.exhaustive
-def test_it_learns_what_differs_and_is_calibrated(tmp_path: Path) -> None:
+def test_discriminator_learns_the_difference_and_is_calibrated(tmp_path: Path) -> None:
     found = fit_discriminator(EXAMPLES, ABOUT, tmp_path, CPU, steps=40)
     fit = found.about.fit
     assert fit["auc"] > 0.8, fit
@@ -77,7 +77,7 @@ def test_it_learns_what_differs_and_is_calibrated(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_interrupted_training_ends_as_an_unbroken_one(tmp_path: Path) -> None:
+def test_interrupted_training_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     def stop(step: int, figures: dict[str, float]) -> None:
         if step == 3:
             raise KeyboardInterrupt
@@ -96,7 +96,7 @@ def test_too_few_images_are_refused(tmp_path: Path) -> None:
         fit_discriminator(Examples(EXAMPLES.real, EXAMPLES.drawn[:5]), ABOUT, tmp_path, CPU, steps=1)
 
 
-def test_files_that_are_damaged_or_something_else_are_told(tmp_path: Path) -> None:
+def test_damaged_and_foreign_files_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "d.safetensors"
     Discriminator(new_net("resnet"), replace(ABOUT, net="resnet")).save(path)
     content = path.read_bytes()
@@ -122,7 +122,7 @@ def test_temperature_and_calibration_error() -> None:
     assert calibration_error(torch.ones(10), torch.arange(10) < 7) == pytest.approx(0.3)
 
 
-def test_thumbnails_are_the_whole_image() -> None:
+def test_thumbnails_show_the_whole_image() -> None:
     wide = Image.new("RGB", (64, 32), (255, 0, 0))
     small = thumbnail(wide)
     assert small.shape == (3, SIDE, SIDE)

@@ -30,7 +30,7 @@ def some_batch(generator: random.Random, most: int = 12) -> list[Resolution | Wo
     return sorted(generator.choices((S, M, L), k=generator.randint(1, most)))
 
 
-def told(line: LearntLine, count: int, *, noise: float = 0.0, times: float = 1.0, seed: int = 0) -> None:
+def observe_steps(line: LearntLine, count: int, *, noise: float = 0.0, times: float = 1.0, seed: int = 0) -> None:
     """Observe steps of random batches, one in five of which is the first of its batch."""
     generator = random.Random(seed)
     for _ in range(count):
@@ -41,16 +41,16 @@ def told(line: LearntLine, count: int, *, noise: float = 0.0, times: float = 1.0
 
 
 @pytest.mark.parametrize("times", [1.0, 30.0])
-def test_finds_what_steps_cost(times: float) -> None:
+def test_line_recovers_the_cost_of_steps(times: float) -> None:
     line = LearntLine()
-    told(line, 600, noise=0.05, times=times)
+    observe_steps(line, 600, noise=0.05, times=times)
     generator = random.Random(1)
     for batch in [[S], [L], [S, M, L], [M] * 16, *(some_batch(generator, 16) for _ in range(20))]:
         # One in five steps is the first of its batch.
         assert line.step_latency_s(batch) == pytest.approx(times * (cost_s(batch) + 0.2 * FIRST_S), rel=0.06)
 
 
-def test_says_nothing_of_what_it_has_not_seen() -> None:
+def test_line_predicts_nothing_for_unseen_resolutions() -> None:
     line = LearntLine()
     assert line.step_latency_s([S]) is None
     for number in range(int(MIN_OBSERVATIONS) + 20):
@@ -68,7 +68,7 @@ def test_says_nothing_of_what_it_has_not_seen() -> None:
 
 
 @pytest.mark.parametrize("faded", [1e-30, 1e-308, 1e-322])
-def test_what_was_not_seen_for_hours_does_no_harm(faded: float) -> None:
+def test_resolutions_unseen_for_hours_do_not_distort_the_line(faded: float) -> None:
     line, generator = LearntLine(), random.Random(2)
     for _ in range(400):
         batch = generator.choices((S, M), k=generator.randint(1, 9))
@@ -84,7 +84,7 @@ def test_what_was_not_seen_for_hours_does_no_harm(faded: float) -> None:
     assert again.step_latency_s([S, L]) is None
 
 
-def test_follows_the_mean_of_steps_that_reuse_and_steps_that_do_not() -> None:
+def test_line_follows_the_mean_of_reusing_and_full_steps() -> None:
     """With a cache, a step takes a thirtieth of its time without, or all of it."""
     line, generator = LearntLine(), random.Random(0)
     for number in range(800):
@@ -94,7 +94,7 @@ def test_follows_the_mean_of_steps_that_reuse_and_steps_that_do_not() -> None:
         assert line.step_latency_s(batch) == pytest.approx(cost_s(batch) * (1 + 3 / 30) / 4, rel=0.2)
 
 
-def test_edits_count_by_what_they_compute() -> None:
+def test_edits_count_by_their_computed_share() -> None:
     line, generator = LearntLine(), random.Random(0)
     for _ in range(400):
         batch = [work_of(resolution_of(work), generator.choice([0.1, 0.4, 1.0])) for work in some_batch(generator)]
@@ -103,15 +103,15 @@ def test_edits_count_by_what_they_compute() -> None:
     assert line.step_latency_s(edit) == pytest.approx(cost_s(edit), rel=0.03)
 
 
-def test_goes_on_where_another_has_ended() -> None:
+def test_line_continues_from_saved_state() -> None:
     line = LearntLine()
-    told(line, 203)
+    observe_steps(line, 203)
     state = line.state
     kept = LineState(**json.loads(json.dumps(asdict(state))))
     again = LearntLine(kept)
     assert again.state == state
-    told(line, 5, seed=1)
-    told(again, 8, seed=1)
+    observe_steps(line, 5, seed=1)
+    observe_steps(again, 8, seed=1)
     assert LearntLine(line.state).step_latency_s([S, L]) == pytest.approx(again.step_latency_s([S, L]), rel=0.01)
     damages: list[tuple[Callable[[LineState], LineState], str]] = [
         (lambda state: replace(state, sizes=state.sizes[:1]), "what was learnt of 1 resolutions has other columns"),
@@ -167,7 +167,7 @@ def errors_of(kind: str, count: int = 500) -> tuple[list[float], OnlineCorrectio
 
 
 @pytest.mark.parametrize("kind", ["pure", "half", "double", "mixing", "noise", "another"])
-def test_a_wrong_table_is_mended_within_a_minute_of_steps(kind: str) -> None:
+def test_wrong_table_is_corrected_within_a_minute_of_steps(kind: str) -> None:
     right, _ = errors_of("right")
     wrong, correction = errors_of(kind)
     assert sum(wrong[:50]) > 1.2 * sum(right[:50]), "the table is not wrong"
@@ -179,14 +179,14 @@ def test_a_wrong_table_is_mended_within_a_minute_of_steps(kind: str) -> None:
     assert kind in ("half", "double") or drift.line_share > 0.9
 
 
-def test_a_right_table_stays_as_good_as_it_is() -> None:
+def test_correct_table_stays_accurate() -> None:
     right, correction = errors_of("right", 2000)
     noise = math.sqrt(2 / math.pi) * 0.1
     assert sum(right[500:]) / 1500 < 1.35 * noise
     assert correction.step_latency_s([S, L]) == pytest.approx(cost_s([S, L]) + 0.2 * FIRST_S, rel=0.1)
 
 
-def test_a_line_is_believed_only_near_the_table() -> None:
+def test_line_is_used_only_near_the_table() -> None:
     """A line may predict anything for batches far from those served."""
     correction = OnlineCorrection(Table("right"))
     for number in range(300):

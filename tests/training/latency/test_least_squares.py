@@ -10,12 +10,12 @@ EVERY_STEP = np.ones((4, 1))
 LAW = np.array([10.0, 30, 5])
 
 
-def test_a_line_is_found_again() -> None:
+def test_known_line_is_recovered() -> None:
     features = np.hstack([COUNTS, EVERY_STEP])
     assert relative_line(features, features @ LAW) == pytest.approx(LAW)
 
 
-def test_a_column_that_the_table_cannot_tell_from_another_has_no_weight() -> None:
+def test_indistinguishable_columns_get_no_weight() -> None:
     """In batches of one size each, the number of different sizes equals the constant of every step."""
     features = np.hstack([COUNTS, EVERY_STEP, EVERY_STEP])
     found = relative_line(features, np.hstack([COUNTS, EVERY_STEP]) @ LAW)

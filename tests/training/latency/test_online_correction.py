@@ -75,7 +75,7 @@ def test_the_steps_of_a_request_add_up(costs: tuple[float, ...]) -> None:
     assert correction.scale == pytest.approx(1.2 * sum(costs) / len(costs), rel=0.1)
 
 
-def test_time_between_steps_counts_for_who_plans_and_not_for_the_table() -> None:
+def test_time_between_steps_counts_for_planning_but_not_for_the_table() -> None:
     correction = OnlineCorrection(PixelLaw())
     for number, (batch, measured_s) in enumerate(steps(400, 1.0)):
         # Every fourth step is followed by a gap of 1.2 times the step.
@@ -94,7 +94,7 @@ def test_time_between_steps_counts_for_who_plans_and_not_for_the_table() -> None
         OnlineCorrection(PixelLaw(), pace=0.5)
 
 
-def test_a_freak_counts_as_a_long_step() -> None:
+def test_outlier_counts_as_a_long_step() -> None:
     correction = OnlineCorrection(PixelLaw())
     for number, (batch, measured_s) in enumerate(steps(400, 1.2)):
         correction.observe(batch, 60.0 if number == 200 else measured_s)
@@ -112,7 +112,7 @@ def test_a_slow_first_step_does_not_count_in_full() -> None:
 
 
 @pytest.mark.parametrize(("factor", "bound"), [(1000.0, MOST_SCALE), (1e-6, LEAST_SCALE)])
-def test_factor_is_bounded_and_comes_back(factor: float, bound: float) -> None:
+def test_factor_is_bounded_and_recovers(factor: float, bound: float) -> None:
     correction = OnlineCorrection(PixelLaw())
     for batch, measured_s in steps(500, factor):
         correction.observe(batch, measured_s)
@@ -124,7 +124,7 @@ def test_factor_is_bounded_and_comes_back(factor: float, bound: float) -> None:
     assert correction.scale == pytest.approx(1.0, rel=0.01)
 
 
-def test_drift_forgets_what_is_long_past() -> None:
+def test_drift_forgets_old_steps() -> None:
     correction = OnlineCorrection(PixelLaw())
     assert correction.drift().mean_error is None
     for factor, expected in ((2.0, 0.5), (1.0, 0.0)):
@@ -135,7 +135,7 @@ def test_drift_forgets_what_is_long_past() -> None:
 
 
 @pytest.mark.parametrize("measured_s", [0.0, -1.0, math.nan, math.inf])
-def test_impossible_times_are_our_fault(measured_s: float) -> None:
+def test_impossible_times_are_internal_errors(measured_s: float) -> None:
     correction = OnlineCorrection(PixelLaw())
     with pytest.raises(ValueError, match="took"):
         correction.observe([S], measured_s)
@@ -155,7 +155,7 @@ def test_learns_how_long_requests_take_after_their_last_step() -> None:
     assert correction.after_steps_s(L) is None
 
 
-def test_a_standstill_while_an_image_is_decoded_is_forgotten() -> None:
+def test_stall_during_decoding_is_forgotten() -> None:
     correction = OnlineCorrection(PixelLaw())
     for _ in range(20):
         correction.observe_end(S, 0.05)

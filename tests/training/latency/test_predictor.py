@@ -123,7 +123,7 @@ def test_held_out_rows_do_not_change_the_fit(rows: list[LatencyRow]) -> None:
     assert again.about.fit["errors"]["svr"]["mape"] > 0.8
 
 
-def test_corners_are_fitted_to(fitted: LatencyPredictor) -> None:
+def test_corner_combinations_are_in_the_training_set(fitted: LatencyPredictor) -> None:
     corners = {"128x128", "192x192", "256x256", "16*128x128", "16*192x192", "16*256x256"}
     assert not corners & set(fitted.about.fit["held_out"])
 
@@ -142,7 +142,7 @@ def test_equal_to_scikit_learn_on_every_row(rows: list[LatencyRow], fitted: Late
         np.testing.assert_allclose(np.exp(found), np.exp(pipeline.predict(features)), rtol=1e-9)
 
 
-def test_features_are_those_of_the_paper(fitted: LatencyPredictor) -> None:
+def test_features_equal_those_of_the_paper(fitted: LatencyPredictor) -> None:
     about = fitted.about
     assert about.feature_names == (
         *("requests_128x128", "requests_192x192", "requests_256x256"),
@@ -156,7 +156,7 @@ def test_features_are_those_of_the_paper(fitted: LatencyPredictor) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_seeded(rows: list[LatencyRow]) -> None:
+def test_fitting_is_seeded(rows: list[LatencyRow]) -> None:
     one, again, other = (fit_latency_predictor(rows, seed=seed) for seed in (3, 3, 4))
     assert again.about == one.about
     assert np.array_equal(vectors_of(again).dual, vectors_of(one).dual)
@@ -190,7 +190,7 @@ def test_more_pixels_take_longer(fitted: LatencyPredictor) -> None:
     assert predictor.step_latency_s([S] * 3) < predictor.step_latency_s([M] * 3) < predictor.step_latency_s([L] * 3)
 
 
-def test_larger_batches_are_extrapolated_warned_of_once_and_counted(fitted: LatencyPredictor) -> None:
+def test_larger_batches_are_extrapolated_counted_and_warned_of_once(fitted: LatencyPredictor) -> None:
     told: list[str] = []
     predictor = LatencyPredictor(fitted.model, fitted.about, told.append)
     assert predictor.step_latency_s([L] * 16) > 0
@@ -235,7 +235,7 @@ def test_resolutions_between_profiled_ones(fitted: LatencyPredictor) -> None:
     assert (len(told), predictor.num_too_large, predictor.num_between) == (2, 1, 6)
 
 
-def test_what_a_run_asked_beyond_the_profile(fitted: LatencyPredictor) -> None:
+def test_run_reports_what_it_asked_beyond_the_profile(fitted: LatencyPredictor) -> None:
     predictor = LatencyPredictor(fitted.model, fitted.about, lambda message: None)
     correction = OnlineCorrection(predictor)
     assert predictions_outside(correction) == {"too_large": 0, "between": 0}
@@ -259,9 +259,7 @@ def test_without_a_listener_python_warns_once(predictor: LatencyPredictor) -> No
 
 
 @pytest.mark.parametrize(("size", "word"), [(Resolution(64, 64), "smaller"), (Resolution(512, 512), "larger")])
-def test_resolutions_beyond_the_profiled_ones_are_refused(
-    predictor: LatencyPredictor, size: Resolution, word: str
-) -> None:
+def test_resolutions_beyond_the_profile_are_refused(predictor: LatencyPredictor, size: Resolution, word: str) -> None:
     message = f"{size} is {word} than all resolutions that the latency predictor knows .128x128, 192x192, 256x256."
     with pytest.raises(UsageError, match=message):
         predictor.step_latency_s([S, size])
@@ -295,14 +293,14 @@ def test_tables_that_cannot_be_fitted(rows: list[LatencyRow], message: str) -> N
 
 
 @pytest.mark.usefixtures("quick")
-def test_equal_times_have_no_r2() -> None:
+def test_constant_times_have_no_r2() -> None:
     rows = [replace(row, samples_ms=(5.0,)) for row in law_rows(40)]
     errors = fit_latency_predictor(rows).about.fit["errors"]
     assert errors["svr"]["r2"] is None
     assert errors["svr"]["mape"] < 0.01
 
 
-def test_saved_predictors_predict_the_same(fitted: LatencyPredictor, saved: Path) -> None:
+def test_saved_predictors_predict_equally(fitted: LatencyPredictor, saved: Path) -> None:
     loaded = LatencyPredictor.load(saved, expect=CIRCUMSTANCES)
     assert loaded.about == fitted.about
     for batch in ([S], [S, M, L], [L] * 16):
@@ -317,7 +315,7 @@ def test_saved_predictors_predict_the_same(fitted: LatencyPredictor, saved: Path
         ({"dtype": "bfloat16"}, "is for dtype float32, but bfloat16 is served"),
     ],
 )
-def test_predictors_for_something_else(saved: Path, change: dict[str, str], message: str) -> None:
+def test_predictors_of_other_models_are_refused(saved: Path, change: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         LatencyPredictor.load(saved, expect=replace(CIRCUMSTANCES, **change))
     assert str(caught.value).startswith(str(saved))
@@ -355,7 +353,7 @@ def test_damaged_files(saved: Path) -> None:
 
 
 @pytest.mark.slow
-def test_files_that_are_something_else(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_kinds_are_refused(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(load_file(saved), tmp_path / "other.safetensors")
     with pytest.raises(UsageError, match="is not a latency predictor"):
         LatencyPredictor.load(tmp_path / "other.safetensors")
@@ -396,7 +394,7 @@ def test_predicting_imports_neither_torch_nor_scikit_learn(saved: Path) -> None:
 
 
 @pytest.mark.slow
-def test_timing_is_of_single_predictions(fitted: LatencyPredictor, rows: list[LatencyRow]) -> None:
+def test_timing_measures_single_predictions(fitted: LatencyPredictor, rows: list[LatencyRow]) -> None:
     assert 0 < time_predictions(fitted, rows[:50]) < 1e6
 
 
