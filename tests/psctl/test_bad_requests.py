@@ -50,7 +50,7 @@ def http(server: HttpServer) -> Iterator[httpx.Client]:
         assert client.post(GENERATIONS, json=ASK).status_code == 200, "and the server still draws"
 
 
-def told(answer: httpx.Response) -> tuple[int, str | None, str]:
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
     error = answer.json()["error"]
     assert sorted(error) == ["code", "message", "param", "type"]
     assert answer.headers["content-type"] == "application/json"
@@ -59,7 +59,7 @@ def told(answer: httpx.Response) -> tuple[int, str | None, str]:
 
 
 @pytest.mark.exhaustive
-def test_wrong_fields(http: httpx.Client) -> None:
+def test_invalid_fields_are_refused(http: httpx.Client) -> None:
     count = 0
     for fields, param, code, status in WRONG:
         if any(isinstance(value, float) and not math.isfinite(value) for value in fields.values()):
@@ -69,12 +69,12 @@ def test_wrong_fields(http: httpx.Client) -> None:
         if "header_slo" in fields:
             headers["x-slo-seconds"] = fields.pop("header_slo")
         answer = http.post(GENERATIONS, content=json.dumps(fields).encode(), headers=headers)
-        assert told(answer) == (status, param, code), fields
+        assert error_of(answer) == (status, param, code), fields
         count += 1
     assert count >= 70
 
 
-def test_wrong_fields_of_edits(http: httpx.Client) -> None:
+def test_invalid_fields_of_edits_are_refused(http: httpx.Client) -> None:
     file = io.BytesIO()
     Image.new("RGBA", (128, 128)).save(file, "PNG")
     count = 0
@@ -90,7 +90,7 @@ def test_wrong_fields_of_edits(http: httpx.Client) -> None:
         headers = {"x-slo-seconds": form.pop("header_slo")} if "header_slo" in form else {}
         parts = {name: (None, _text(value)) for name, value in form.items() if value is not None}
         answer = http.post(EDITS, files={"image": file.getvalue(), **parts}, headers=headers)
-        assert told(answer) == (status, param, code), fields
+        assert error_of(answer) == (status, param, code), fields
         count += 1
     assert count >= 50
 
@@ -99,10 +99,10 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def test_bodies_that_are_no_json_object(http: httpx.Client) -> None:
+def test_non_object_json_bodies_are_refused(http: httpx.Client) -> None:
     for body in BODIES:
         answer = http.post(GENERATIONS, content=body, headers={"content-type": "application/json"})
-        assert told(answer) == (400, None, "invalid_json"), body[:60]
+        assert error_of(answer) == (400, None, "invalid_json"), body[:60]
 
 
 @pytest.mark.parametrize(
@@ -201,11 +201,11 @@ def test_bodies_that_are_no_json_object(http: httpx.Client) -> None:
         ("GET", "/v1/files?after=file-0", {}, (400, "invalid_value")),
     ],
 )
-def test_wrong_places_and_people(
+def test_wrong_paths_methods_and_keys_are_refused(
     http: httpx.Client, method: str, path: str, change: dict[str, Any], wanted: tuple[int, str]
 ) -> None:
     answer = http.request(method, path, **change)
-    status, _, code = told(answer)
+    status, _, code = error_of(answer)
     assert (status, code) == wanted, answer.text
 
 
@@ -223,13 +223,13 @@ def test_wrong_places_and_people(
         "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
 )
-def test_what_is_not_http(http: httpx.Client, server: HttpServer, sent: str) -> None:
-    head, body = spoken(server, sent)
+def test_invalid_http_is_refused(http: httpx.Client, server: HttpServer, sent: str) -> None:
+    head, body = send_raw(server, sent)
     assert head.startswith("HTTP/1.1 400 "), sent[:80]
     assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
-def spoken(server: HttpServer, sent: str) -> tuple[str, str]:
+def send_raw(server: HttpServer, sent: str) -> tuple[str, str]:
     """Send raw text; return head and body of what the server sends until it closes the connection."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=40) as raw:
         raw.sendall(sent.encode("latin-1"))
@@ -240,24 +240,24 @@ def spoken(server: HttpServer, sent: str) -> tuple[str, str]:
     return head, body
 
 
-def test_forms_may_be_larger_but_not_of_any_size(http: httpx.Client, server: HttpServer) -> None:
-    head, body = spoken(server, HEAD.replace(GENERATIONS, EDITS) + "Content-Length: 50000001\r\n\r\n")
+def test_forms_may_be_larger_but_are_bounded(http: httpx.Client, server: HttpServer) -> None:
+    head, body = send_raw(server, HEAD.replace(GENERATIONS, EDITS) + "Content-Length: 50000001\r\n\r\n")
     assert (head.split()[1], json.loads(body)["error"]["code"]) == ("413", "body_too_large")
 
 
 @pytest.mark.exhaustive
-def test_those_who_are_slow_are_let_go(http: httpx.Client, server: HttpServer) -> None:
+def test_slow_clients_are_disconnected(http: httpx.Client, server: HttpServer) -> None:
     start = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
-        no_end_of_the_body = pool.submit(spoken, server, HEAD + "Content-Length: 100\r\n\r\n{")
-        no_end_of_the_head = pool.submit(spoken, server, HEAD)
+        no_end_of_the_body = pool.submit(send_raw, server, HEAD + "Content-Length: 100\r\n\r\n{")
+        no_end_of_the_head = pool.submit(send_raw, server, HEAD)
     head, body = no_end_of_the_body.result()
     assert (head.split()[1], json.loads(body)["error"]["code"]) == ("408", "body_too_slow")
     assert no_end_of_the_head.result() == ("", ""), "closed without an answer"
     assert time.monotonic() - start < 25
 
 
-def test_ids_of_others_are_not_told(http: httpx.Client, server: HttpServer) -> None:
+def test_ids_of_other_clients_are_not_disclosed(http: httpx.Client, server: HttpServer) -> None:
     found = http.post(GENERATIONS, json=ASK).json()["id"]
     assert http.get(f"{GENERATIONS}/{found}").status_code == 200
     for _ in range(2):
@@ -274,7 +274,7 @@ def test_ids_of_others_are_not_told(http: httpx.Client, server: HttpServer) -> N
         assert http.get(path).status_code == 200
         for key in ("another", "schl\u00fcssel"):
             refused = http.get(path, headers={b"authorization": f"Bearer {key}".encode()})
-            assert told(refused)[::2] == (404, "not_found"), path
+            assert error_of(refused)[::2] == (404, "not_found"), path
     others = {"authorization": "Bearer another"}
     assert http.post(f"/v1/batches/{batch['id']}/cancel", headers=others).status_code == 404
     assert http.delete(f"/v1/files/{batch['input_file_id']}", headers=others).status_code == 404
@@ -295,14 +295,14 @@ def test_lists_have_pages(http: httpx.Client) -> None:
         http.delete(f"/v1/files/{name}").raise_for_status()
 
 
-def test_nobody_waits_for_one_body(http: httpx.Client) -> None:
+def test_one_large_body_does_not_block_the_server(http: httpx.Client) -> None:
     # As many keys as fit, the last of them twice.
     keys = [f'"{number:x}":1' for number in range(25_000)]
     body = ("{" + ",".join([*keys, keys[-1]]) + "}").encode()
     assert len(body) < 256 * 1024
     start = time.monotonic()
     answer = http.post(GENERATIONS, content=body, headers={"content-type": "application/json"})
-    assert told(answer) == (400, None, "invalid_json")
+    assert error_of(answer) == (400, None, "invalid_json")
     # Comparing every key with every other would take several seconds.
     assert time.monotonic() - start < 1
 
@@ -317,13 +317,13 @@ def test_nobody_waits_for_one_body(http: httpx.Client) -> None:
         (["no json"], "line 1: the body is not valid JSON"),
     ],
 )
-def test_files_that_are_no_batch(http: httpx.Client, lines: list[str], message: str) -> None:
+def test_invalid_batch_files_fail(http: httpx.Client, lines: list[str], message: str) -> None:
     batch = batch_of(http, lines)
     assert batch["status"] == "failed"
     assert message in batch["errors"]["data"][0]["message"]
 
 
-def test_one_bad_line_among_good_ones(http: httpx.Client) -> None:
+def test_one_bad_line_fails_alone(http: httpx.Client) -> None:
     bodies: list[dict[str, Any]] = [dict(ASK, seed=1), {"prompt": 3, "\ud800": 1}, dict(ASK, seed=2), {"\ud800": 1}]
     bodies[3]["prompt"] = "a cat"
     lines = [json.dumps({"custom_id": str(number), "body": body}) for number, body in enumerate(bodies)]

@@ -92,7 +92,7 @@ def ids_in(client: openai.OpenAI, *files: str | None) -> list[str]:
     return [json.loads(line)["custom_id"] for text in texts for line in text.splitlines()]
 
 
-def test_a_long_batch_is_in_nobodys_way(model: Path, tmp_path: Path) -> None:
+def test_long_batch_does_not_block_other_requests(model: Path, tmp_path: Path) -> None:
     bodies = [{"prompt": f"cat {number}", "size": "64x32", "num_inference_steps": 200} for number in range(64)]
     long = tmp_path / "long.jsonl"
     long.write_text(
@@ -113,7 +113,7 @@ def test_a_long_batch_is_in_nobodys_way(model: Path, tmp_path: Path) -> None:
         until(lambda: client.batches.retrieve(batch.id).status == "cancelled", 60)
 
 
-def test_a_full_disk_pauses_a_batch(model: Path, lines: Path, tmp_path: Path) -> None:
+def test_full_disk_pauses_a_batch(model: Path, lines: Path, tmp_path: Path) -> None:
     folder = Workspace(tmp_path).for_model(str(model), "cpu").root / "batches"
     with tiny_disk(folder, 2_000_000), HttpServer(model, tmp_path) as server:
         ballast = fill(folder, leave=120_000)
@@ -143,7 +143,7 @@ def test_a_full_disk_pauses_a_batch(model: Path, lines: Path, tmp_path: Path) ->
     assert any("the disk is full" in line for line in server.lines)
 
 
-def test_a_batch_that_fails_tells_what_was_drawn(model: Path, lines: Path, tmp_path: Path) -> None:
+def test_failed_batch_reports_completed_lines(model: Path, lines: Path, tmp_path: Path) -> None:
     """The server's file size limit keeps the output file from growing."""
     with HttpServer(model, tmp_path) as server:
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
@@ -158,7 +158,7 @@ def test_a_batch_that_fails_tells_what_was_drawn(model: Path, lines: Path, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_a_batch_goes_on_after_a_restart(model: Path, lines: Path, tmp_path: Path) -> None:
+def test_batch_resumes_after_a_restart(model: Path, lines: Path, tmp_path: Path) -> None:
     with HttpServer(model, tmp_path) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         file = client.files.create(file=lines, purpose="batch")
@@ -182,7 +182,7 @@ def test_a_batch_goes_on_after_a_restart(model: Path, lines: Path, tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_killed_at_random_every_line_is_drawn_once(
+def test_each_line_is_drawn_once_despite_random_kills(
     model: Path, lines: Path, run_psctl: RunPsctl, tmp_path: Path
 ) -> None:
     found = draw_and_kill(lines, tmp_path / "drawn", str(model), kills=3)
@@ -204,7 +204,7 @@ def test_killed_at_random_every_line_is_drawn_once(
     assert (refused.returncode, "another process draws into it" in refused.stderr) == (1, True)
 
 
-def test_wrong_files(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     (tmp_path / "twice.jsonl").write_text('{"custom_id": "a", "body": {}}\n{"custom_id": "a", "body": {}}\n')
     for name, message in (
         ("twice.jsonl", "line 2: custom_id 'a' is that of line 1"),

@@ -28,7 +28,7 @@ from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 SETTINGS = EditBenchSettings(parse_list("64,128"), (0.05, 0.9), 3, 3.0, 5, 2, 3, 1)
 
 
-def test_masks_have_the_wanted_area_and_pictures_come_again() -> None:
+def test_masks_have_the_requested_area_and_templates_repeat() -> None:
     requests = SETTINGS.requests(0.05)
     assert [str(request.resolution) for request in requests] == ["64x64", "64x64", "128x128", "128x128", "64x64"]
     images = [request.edit.image for request in requests if request.edit is not None]
@@ -43,7 +43,7 @@ def test_masks_have_the_wanted_area_and_pictures_come_again() -> None:
     assert all(masks)
 
 
-def test_a_crop_is_the_mask_with_its_context_in_whole_cells() -> None:
+def test_crop_is_the_mask_with_context_in_whole_cells() -> None:
     geometry = build_model(tiny_sdxl(), name="tiny").family.geometry
     grain = geometry.cell * geometry.latent_factor
     for request in SETTINGS.requests(0.05):
@@ -62,7 +62,7 @@ def test_a_crop_is_the_mask_with_its_context_in_whole_cells() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
-def test_every_way_draws_the_same_edits(make: Any, tmp_path: Path) -> None:
+def test_every_side_draws_the_same_edits(make: Any, tmp_path: Path) -> None:
     model = build_model(make(), name="tiny")
     place = Workspace(tmp_path).for_model("tiny", "cpu")
     started: list[float] = []
@@ -113,7 +113,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_command(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
+def test_bench_edit_from_the_command_line(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     few = ("--mask-ratios", "0.05", "--num-edits", "3", "--templates", "1", "--repeats", "1")
     done = run_psctl("bench", "edit", *few, "--json", "--output-file", str(tmp_path / "edit.json"), **environment)
     assert done.returncode == 0, done.stderr
@@ -133,7 +133,7 @@ def test_the_command(run_psctl: RunPsctl, environment: dict[str, str], tmp_path:
         (("--resolutions", "32"), "resolution 32x32 is a single cell of"),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage_gives_a_one_line_error(
     run_psctl: RunPsctl, environment: dict[str, str], arguments: tuple[str, ...], said: str
 ) -> None:
     done = run_psctl("bench", "edit", *arguments, "--quiet", **environment)

@@ -41,13 +41,13 @@ def require_sent(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0 or "too busy to send this load" in done.stderr, done.stderr
 
 
-def test_who_sends_too_late_measures_nothing() -> None:
+def test_late_sending_invalidates_the_measurement() -> None:
     assert LoadResult(send_lag_s=[0.001] * 99 + [0.2]).is_valid
     assert not LoadResult(send_lag_s=[0.001] * 9 + [0.2] * 3).is_valid
 
 
 @pytest.mark.exhaustive
-def test_what_is_counted_on_both_sides_is_the_same(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_client_and_server_counts_agree(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) -> None:
     before = metrics_of(server)
     load = (
         "--trace",
@@ -88,7 +88,7 @@ def test_what_is_counted_on_both_sides_is_the_same(server: HttpServer, run_psctl
     assert grown('psctl_http_requests_total{code="200",route="/v1/images/generations"}') >= found["by_code"]["200"]
 
 
-def test_a_stream_tells_its_first_image(server: HttpServer, run_psctl: RunPsctl) -> None:
+def test_streams_report_the_time_to_the_first_image(server: HttpServer, run_psctl: RunPsctl) -> None:
     config = '[{"width": 32, "height": 32, "num_inference_steps": 8, "weight": 3}, {"width": 64, "height": 32}]'
     done = run_psctl(
         "bench", "serve", "--base-url", f"{server.url}/v1", "--num-prompts", "10", "--request-rate", "20",
@@ -100,7 +100,7 @@ def test_a_stream_tells_its_first_image(server: HttpServer, run_psctl: RunPsctl)
     assert 0 < found["time_to_first_image_mean"] < found["latency_mean"]
 
 
-def test_gates_read_it(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_gates_read_the_results(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) -> None:
     done = run_psctl(
         "bench", "serve", "--base-url", f"{server.url}/v1", "--num-prompts", "5", "--request-rate", "10",
         "--output-file", "found.json",
@@ -112,7 +112,7 @@ def test_gates_read_it(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) 
 
 
 @pytest.mark.exhaustive
-def test_the_server_that_users_would_write(model: Path, run_psctl: RunPsctl) -> None:
+def test_plain_diffusers_server_can_be_measured(model: Path, run_psctl: RunPsctl) -> None:
     command = [sys.executable, str(REPOSITORY / "tests/benchmarks/plain_server.py"), str(model), "--port", "0"]
     process = subprocess.Popen([*command, "--dtype", "float32"], stderr=subprocess.PIPE, text=True)
     try:
@@ -130,7 +130,7 @@ def test_the_server_that_users_would_write(model: Path, run_psctl: RunPsctl) -> 
         process.wait()
 
 
-def test_wrong_use(run_psctl: RunPsctl, server: HttpServer) -> None:
+def test_bad_usage_is_refused(run_psctl: RunPsctl, server: HttpServer) -> None:
     for options, code, message in (
         (("--base-url", "localhost:8000"), 2, "must begin with http:// or https://"),
         (("--base-url", "http://127.0.0.1:9/v1"), 1, "does not answer"),

@@ -62,7 +62,7 @@ SIMULATED = ("--on", "simulator", "--latency", "table.csv", "--json", "--quiet")
 
 
 @pytest.mark.slow
-def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
+def test_figures_match_the_records(bench: Call, folder: Path) -> None:
     policies = ("bucketed", "patchedserve", "distrifusion-fcfs")
     options = ("--systems", ",".join(policies), "--num-seeds", "2", "--output-file", "r.json")
     result = result_of(bench(*SIMULATED, *FAST, *options))
@@ -133,7 +133,7 @@ def without_clock(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_sweep_gives_equal_results(bench: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (*SIMULATED, *FAST, "--systems", "bucketed,patchedserve")
     whole = result_of(bench(*options, "--num-seeds", "2"))
     first = result_of(bench(*options))
@@ -173,7 +173,7 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
         (("--max-batch-size", "8"), "was begun with settings max_batch_size 16"),
     ],
 )
-def test_another_sweep_is_not_continued(bench: Call, folder: Path, change: tuple[str, str], message: str) -> None:
+def test_different_sweep_is_not_resumed(bench: Call, folder: Path, change: tuple[str, str], message: str) -> None:
     (folder / "other.csv").write_text(TABLE.replace("20", "21", 1))
     base = (*SIMULATED, *FAST, "--systems", "diffusers-fcfs")
     run_dir = result_of(bench(*base))["run_dir"]
@@ -184,7 +184,7 @@ def test_another_sweep_is_not_continued(bench: Call, folder: Path, change: tuple
 
 
 @pytest.mark.slow
-def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Call) -> None:
+def test_sweep_of_another_engine_is_refused_before_loading_a_model(bench: Call) -> None:
     run_dir = result_of(bench(*SIMULATED, *FAST, "--systems", "diffusers-fcfs"))["run_dir"]
     code, out, err = bench(*FAST, "--systems", "diffusers-fcfs", "--resume", run_dir)
     assert (code, out) == (2, "")
@@ -228,7 +228,7 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
         (["--on", "engine"], "--latency belongs to --on simulator, not engine"),
     ],
 )
-def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], message: str) -> None:
+def test_bad_usage_gives_a_one_line_error(bench: Call, folder: Path, arguments: list[str], message: str) -> None:
     from ..support.latency_tables import CIRCUMSTANCES
 
     write_latencies(folder / "patched.parquet", LatencyTable(tuple(law_rows(20)), CIRCUMSTANCES, {}))
@@ -269,7 +269,7 @@ def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) ->
     assert bench(*options, "--systems", "diffusers-fcfs", "--max-batch-size", "4")[2] == ""
 
 
-def test_people_see_tables(bench: Call) -> None:
+def test_tables_are_printed_without_json(bench: Call) -> None:
     options = ("--on", "simulator", "--latency", "table.csv", *FAST, "--systems", "diffusers-fcfs,patchedserve")
     code, out, err = bench(*options)
     assert code == 0
@@ -279,7 +279,7 @@ def test_people_see_tables(bench: Call) -> None:
     assert "Report: " in err
 
 
-def test_a_schedule_is_simulated_by_its_steps(bench: Call) -> None:
+def test_step_schedule_is_simulated(bench: Call) -> None:
     options = ("--systems", "patched-slack,patched-schedule", "--rates", "2", "--num-prompts", "60")
     result = result_of(bench(*SIMULATED, *options, "--num-inference-steps", "30", "--resolutions", "128,256"))
     [exact, scheduled] = result["engines"]["simulator"]["points"]

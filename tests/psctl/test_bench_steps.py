@@ -42,7 +42,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--compile", "--breakdown"], "--breakdown times single modules"),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage_gives_a_one_line_error(
     run_psctl: RunPsctl, environment: dict[str, str], arguments: list[str], message: str
 ) -> None:
     done = run_psctl("bench", "steps", *arguments, "--quiet", "--json", **environment)
@@ -53,7 +53,7 @@ def test_bad_usage_is_one_line(
 
 
 @pytest.mark.parametrize("kind", [STEPS, BREAKDOWN], ids=lambda kind: kind.name)
-def test_what_does_not_fit_the_model_leaves_no_run(kind: BenchKind, tmp_path: Path) -> None:
+def test_sizes_that_do_not_fit_the_model_leave_no_run(kind: BenchKind, tmp_path: Path) -> None:
     workspace = ModelWorkspace(tmp_path)
     model = build_model(tiny_sd3(), name="tiny", options=EngineOptions(order="patch", patch_size=3))
     with pytest.raises(UsageError, match="patch size 3 does not fit"):
@@ -87,7 +87,7 @@ def test_breakdown_command_prints_only_its_json(
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_measured(environment: dict[str, str], tmp_path: Path) -> None:
+def test_ctrl_c_keeps_finished_measurements(environment: dict[str, str], tmp_path: Path) -> None:
     command = ["bench", "steps", "--combinations", ";".join(["1,1,1"] * 200), "--repeats", "3"]
     command += ["--workspace", str(tmp_path / "own"), "--output-file", "result.json"]
     process = start_psctl(*command, cwd=tmp_path, env=environment)

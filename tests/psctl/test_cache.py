@@ -126,7 +126,7 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
 
 
 @pytest.mark.slow
-def test_threshold_0_draws_the_same_images(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
+def test_threshold_0_is_exact(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     # Without a cache, the first request runs on plain diffusers until the second joins, in the memory format of the
     # given strategy.
     regroup = ("--strategy", "regroup")
@@ -149,7 +149,7 @@ def test_threshold_0_draws_the_same_images(run_psctl: RunPsctl, environment: dic
         (("--cache", "patch", "--cache-predictor", "no.safetensors"), "there is no cache predictor no.safetensors"),
     ],
 )
-def test_bad_options_are_one_line(
+def test_bad_options_give_a_one_line_error(
     run_psctl: RunPsctl, environment: dict[str, str], options: tuple[str, ...], message: str
 ) -> None:
     done = run_psctl("generate", "a", *options, **environment)
@@ -159,7 +159,7 @@ def test_bad_options_are_one_line(
 
 
 @pytest.mark.slow
-def test_an_interrupted_profile_goes_on(environment: dict[str, str], tmp_path: Path) -> None:
+def test_interrupted_profile_resumes(environment: dict[str, str], tmp_path: Path) -> None:
     whole = rows_of(profile_of(cached(environment), tmp_path / "whole"))
     calls = []
 
@@ -190,7 +190,7 @@ def test_an_interrupted_profile_goes_on(environment: dict[str, str], tmp_path: P
         assert (values == again[name]).all(), name
 
 
-def test_a_bounded_profile_is_an_even_share_of_the_whole_one(environment: dict[str, str], tmp_path: Path) -> None:
+def test_bounded_profile_samples_the_full_one_evenly(environment: dict[str, str], tmp_path: Path) -> None:
     whole = rows_of(profile_of(cached(environment), tmp_path / "whole"))
     total, wanted = len(whole["step"]), 600
     some = rows_of(profile_of(cached(environment), tmp_path / "some", max_rows=wanted))
@@ -212,7 +212,7 @@ def test_a_bounded_profile_is_an_even_share_of_the_whole_one(environment: dict[s
     assert all((some[name] == again[name]).all() for name in names)
 
 
-def test_rows_of_a_profile_say_how_tensors_have_changed(environment: dict[str, str], tmp_path: Path) -> None:
+def test_profile_rows_contain_the_changes_of_tensors(environment: dict[str, str], tmp_path: Path) -> None:
     model, size = cached(environment), parse_list("64")
     settings = BlockProfileSettings(num_prompts=1, batch_size=1, max_lag=LAGS)
     rows = rows_of(run_block_profile(model, ["a"], size, tmp_path, settings, num_inference_steps=3, guidance_scale=3.0))

@@ -283,7 +283,7 @@ def drawn_alone(steps: int, seed: int) -> Image.Image:
     return collector.images[0]
 
 
-def test_the_cascade_in_the_box_is_simulated(run_psctl: RunPsctl) -> None:
+def test_bundled_cascade_is_simulated(run_psctl: RunPsctl) -> None:
     """Without a profile, the bundled cascade is used to simulate and compare systems, but not to serve."""
     serve = ("simulate", "--cascade", DEFAULT_CASCADE, "--gpus", "4", "--request-rate", "4", "--num-prompts", "80")
     done = run_psctl(*serve, "--json")
@@ -333,7 +333,7 @@ def test_the_cascade_in_the_box_is_simulated(run_psctl: RunPsctl) -> None:
         (("simulate", "--rate-range", "1:2"), "belongs to --trace shape"),
     ],
 )
-def test_bad_requests_get_one_line(run_psctl: RunPsctl, arguments: tuple[str, ...], reason: str) -> None:
+def test_bad_requests_give_a_one_line_error(run_psctl: RunPsctl, arguments: tuple[str, ...], reason: str) -> None:
     done = run_psctl(*arguments)
     assert done.returncode == 2, done.stderr
     assert reason in done.stderr

@@ -11,7 +11,7 @@ from ..support.tiny_models import save_tiny, tiny_sdxl
 
 
 @pytest.mark.slow
-def test_one_trace_three_systems_one_page(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_demo_serves_one_trace_with_three_systems(run_psctl: RunPsctl, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "48"])
     arguments = ("demo", "--model", model, "--dtype", "float32", "--duration", "4", "--num-inference-steps", "3")
     done = run_psctl(*arguments, "--load", "0.5", "--output-dir", "shown", "--json")
@@ -38,7 +38,7 @@ def test_one_trace_three_systems_one_page(run_psctl: RunPsctl, tmp_path: Path) -
         assert len(list((tmp_path / "shown" / name).glob("*.png"))) == summary["completed_requests"]
 
 
-def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_unwritable_output_folder_is_reported_before_loading(run_psctl: RunPsctl, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run_psctl("demo", "--output-dir", "file/shown")
     assert done.returncode != 0

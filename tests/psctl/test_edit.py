@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_edit_is_that_of_diffusers_and_keeps_the_rest(run_psctl: RunPsctl, folder: Path) -> None:
+def test_edit_equals_diffusers_and_keeps_pixels_outside_the_mask(run_psctl: RunPsctl, folder: Path) -> None:
     request = edit_request(0, SIZE, num_steps=2)
     run = run_psctl(
         "edit", folder / "room.png", "a red hat", "--mask", folder / "mask.png", "-n", "2", "-o", folder / "hats",
@@ -49,7 +49,7 @@ def test_an_edit_is_that_of_diffusers_and_keeps_the_rest(run_psctl: RunPsctl, fo
 
 
 @pytest.mark.exhaustive
-def test_a_template_is_recorded_once_and_edits_read_it(run_psctl: RunPsctl, folder: Path) -> None:
+def test_template_is_recorded_once_and_read_by_edits(run_psctl: RunPsctl, folder: Path) -> None:
     where = {"PSCTL_MODEL": str(folder / "sdxl"), "PSCTL_WORKSPACE": str(folder / "space")}
     Image.fromarray(image_of(Resolution(64, 64))).save(folder / "room.png")
     mask = np.zeros((64, 64), bool)
@@ -107,7 +107,7 @@ def test_a_template_is_recorded_once_and_edits_read_it(run_psctl: RunPsctl, fold
     assert json.loads(run_psctl("templates", "list", "--json", **where).stdout) == []
 
 
-def test_an_image_leaves_a_record_for_edits_of_it(run_psctl: RunPsctl, folder: Path) -> None:
+def test_generated_image_leaves_a_record_for_its_edits(run_psctl: RunPsctl, folder: Path) -> None:
     where = {"PSCTL_MODEL": str(folder / "sdxl"), "PSCTL_WORKSPACE": str(folder / "space"), "PSCTL_DTYPE": "float32"}
     words = ("generate", "a room", "-r", "64", "--seed", "4", "--save-template", "--keep", "kv", "--json")
     run = run_psctl(*words, "-o", folder / "drawn.png", **where)
@@ -149,7 +149,7 @@ def test_an_image_leaves_a_record_for_edits_of_it(run_psctl: RunPsctl, folder: P
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_edits_that_are_killed_leave_whole_images_and_whole_records(folder: Path) -> None:
+def test_killed_edits_leave_complete_images_and_records(folder: Path) -> None:
     save_tiny(folder / "longer", tiny_sdxl(), num_inference_steps=8, guidance_scale=4.0)
     found = edit_and_kill(folder, folder / "longer", 5)
     assert (found.wrong_images, found.half_records, found.failed) == (0, 0, 0)
@@ -157,7 +157,9 @@ def test_edits_that_are_killed_leave_whole_images_and_whole_records(folder: Path
 
 
 @pytest.mark.parametrize("option", [["--engine", "plain"], ["--cache", "interval"], ["--compile"]])
-def test_reuse_is_refused_where_nothing_can_be_masked(run_psctl: RunPsctl, folder: Path, option: list[str]) -> None:
+def test_reuse_is_refused_for_models_without_masked_passes(
+    run_psctl: RunPsctl, folder: Path, option: list[str]
+) -> None:
     run = run_psctl(
         "edit", folder / "room.png", "a hat", "--mask", folder / "mask.png", "--reuse", *option,
         PSCTL_MODEL=str(folder / "sdxl"),
@@ -166,7 +168,7 @@ def test_reuse_is_refused_where_nothing_can_be_masked(run_psctl: RunPsctl, folde
     assert "--reuse computes parts of an image" in run.stderr
 
 
-def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run_psctl: RunPsctl, folder: Path) -> None:
+def test_invalid_edits_give_a_one_line_error_before_loading(run_psctl: RunPsctl, folder: Path) -> None:
     thin = np.zeros((SIZE.height, SIZE.width), bool)
     thin[3] = True
     Image.fromarray(thin).save(folder / "thin.png")
@@ -210,7 +212,7 @@ def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run
     assert "prompt is ' ', but it must say what to draw" in run.stderr
 
 
-def test_what_records_of_a_model_cannot_hold_is_said_before_it_is_loaded(run_psctl: RunPsctl, folder: Path) -> None:
+def test_unsupported_record_settings_are_refused_before_loading(run_psctl: RunPsctl, folder: Path) -> None:
     save_tiny(folder / "flux", tiny_flux())
     for weights in (folder / "flux").glob("*/*.safetensors"):
         weights.unlink()
@@ -229,6 +231,6 @@ def test_what_records_of_a_model_cannot_hold_is_said_before_it_is_loaded(run_psc
 
 
 @pytest.mark.parametrize("make", [tiny_sd, tiny_sdxl, tiny_sd3])
-def test_sizes_are_those_of_the_loaded_model(make: object, tmp_path: Path) -> None:
+def test_geometry_equals_that_of_the_loaded_model(make: object, tmp_path: Path) -> None:
     pipe = make()  # type: ignore[operator]
     assert read_geometry(save_tiny(tmp_path / "model", pipe)) == build_family(pipe).geometry

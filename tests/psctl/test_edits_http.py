@@ -153,7 +153,7 @@ def form(**fields: Any) -> dict[str, Any]:
     return {"files": parts}
 
 
-def test_the_client_of_openai_edits_as_diffusers_does(client: openai.OpenAI) -> None:
+def test_openai_client_edits_equal_diffusers(client: openai.OpenAI) -> None:
     [alone] = edited(client, **FILES)
     wanted = plain_edit(tiny_sdxl(), edit_request(0, SIZE, "ellipse", num_steps=4, seed=SEED), "pil")
     assert np.abs(alone.astype(int) - np.asarray(wanted))[MASK].max() <= 1
@@ -166,7 +166,7 @@ def test_the_client_of_openai_edits_as_diffusers_does(client: openai.OpenAI) -> 
     assert (decoded[~MASK] != IMAGE[~MASK]).any()
 
 
-def test_what_is_transparent_may_change(client: openai.OpenAI) -> None:
+def test_transparent_pixels_are_editable(client: openai.OpenAI) -> None:
     on_white = np.where(MASK[..., None], np.uint8(255), IMAGE)
     [wanted] = edited(client, image=file_of(on_white), mask=FILES["mask"])
     assert (wanted[~MASK] == IMAGE[~MASK]).all()
@@ -179,7 +179,7 @@ def test_what_is_transparent_may_change(client: openai.OpenAI) -> None:
         assert (drawn == wanted).all()
 
 
-def test_a_stream_of_an_edit(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_edit_is_streamed(client: openai.OpenAI, http: httpx.Client) -> None:
     of_us = {"num_inference_steps": 8, "strength": 0.5, "progress": True}
     stream = client.images.edit(
         **FILES, prompt="a red hat", input_fidelity="high", stream=True, partial_images=2, extra_body=ASK | of_us
@@ -198,7 +198,7 @@ def test_a_stream_of_an_edit(client: openai.OpenAI, http: httpx.Client) -> None:
     assert (status["status"], status["num_inference_steps"], status["steps_done"]) == ("completed", 4, [4])
 
 
-def test_more_edits_at_a_time_than_bodies_are_read(http: httpx.Client) -> None:
+def test_more_concurrent_edits_than_body_readers(http: httpx.Client) -> None:
     names = []
     with ExitStack() as streams:
         for _ in range(6):
@@ -212,7 +212,7 @@ def test_more_edits_at_a_time_than_bodies_are_read(http: httpx.Client) -> None:
         assert {http.get(f"{GENERATIONS}/{name}").json()["status"] for name in names} == {"cancelled"}
 
 
-def test_connections_that_send_nothing_block_no_edit(http: httpx.Client, server: HttpServer) -> None:
+def test_idle_connections_block_no_edit(http: httpx.Client, server: HttpServer) -> None:
     with ExitStack() as idle:
         for path in (EDITS, "/v1/files") * 12:
             raw = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=40)
@@ -223,7 +223,7 @@ def test_connections_that_send_nothing_block_no_edit(http: httpx.Client, server:
         assert http.post("/v1/files", files=files, timeout=25).status_code == 200
 
 
-def test_who_leaves_ends_the_decoding(http: httpx.Client, server: HttpServer) -> None:
+def test_client_disconnect_ends_image_decoding(http: httpx.Client, server: HttpServer) -> None:
     assert http.post(EDITS, **form()).status_code == 200
     decoders = [
         int(stat.parent.name)
@@ -243,7 +243,7 @@ def test_who_leaves_ends_the_decoding(http: httpx.Client, server: HttpServer) ->
     assert http.post(EDITS, **form()).status_code == 200
 
 
-def test_wrong_forms(http: httpx.Client) -> None:
+def test_invalid_forms_are_refused(http: httpx.Client) -> None:
     for fields, param, code, message in WRONG:
         answer = http.post(EDITS, **form(**fields))
         error = answer.json()["error"]

@@ -37,7 +37,7 @@ def test_error_is_one_line_and_an_exit_code(body: str, code: int, message: str) 
     assert done.stderr.count("\n") == (1 if message else 0)
 
 
-def test_a_bug_shows_where_it_is() -> None:
+def test_internal_error_shows_its_location() -> None:
     done = run_body("raise TypeError('oops')")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -59,7 +59,7 @@ def test_full_disk_behind_stdout_is_reported_once() -> None:
     assert (done.returncode, done.stderr) == (1, "Error: disk full\n")
 
 
-def test_reader_that_leaves_is_no_traceback() -> None:
+def test_broken_pipe_gives_no_traceback() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
@@ -69,7 +69,7 @@ def test_reader_that_leaves_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_interrupt_signal_ends_with_130() -> None:
+def test_interrupt_exits_with_130() -> None:
     body = "print('ready', flush=True)\nimport time\ntime.sleep(60)"
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.replace("BODY", body.replace("\n", "\n    "))],
@@ -99,7 +99,7 @@ def test_os_errors_name_the_file(code: int, line: str) -> None:
     assert describe_error(OSError(code, os.strerror(code), "a.png")) == (line, 1)
 
 
-def test_only_our_own_bugs_are_unknown() -> None:
+def test_only_internal_errors_have_no_description() -> None:
     assert describe_error(KeyError("a")) is None
     assert describe_error(ValueError("a")) is None
     assert describe_error(MissingExtraError("torchmetrics", "eval")) == (

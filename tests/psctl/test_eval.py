@@ -78,7 +78,7 @@ def test_all_metrics_then_a_comparison_and_a_gate(run_psctl: RunPsctl, model_dir
         (["eval", "lpips", "--lpips-weights", "bad.pt", "--num-prompts", "2"], 2, "have SHA-256"),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage_gives_a_one_line_error(
     run_psctl: RunPsctl, model_dir: Path, tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -89,7 +89,7 @@ def test_bad_usage_is_one_line(
     assert done.stderr.count("\n") == 1
 
 
-def test_folders_are_looked_at_before_anything_is_loaded(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_folders_are_checked_before_anything_is_loaded(run_psctl: RunPsctl, tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
     for generated, reference in (("nowhere", tmp_path), (tmp_path, "nowhere")):
         done = run_psctl("eval", "fid", "--generated", generated, "--reference", reference)

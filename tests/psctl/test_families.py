@@ -24,7 +24,7 @@ FAMILIES = (
 )
 
 
-def made(script: dict[str, Any], family: str, folder: Path) -> dict[str, str]:
+def write_model(script: dict[str, Any], family: str, folder: Path) -> dict[str, str]:
     """Write a model and return the environment for it."""
     torch.manual_seed(0)
     script["build"](family, script["TINY"]).to(torch.float32).save_pretrained(folder / "model")
@@ -41,14 +41,14 @@ def script(repository: Path) -> dict[str, Any]:
     return runpy.run_path(str(repository / "tests" / "benchmarks" / "make_random_model.py"))
 
 
-def test_the_script_makes_all_of_them(script: dict[str, Any]) -> None:
+def test_script_builds_all_families(script: dict[str, Any]) -> None:
     assert {*FAMILIES, "flux-dev", "sdxl"} == set(script["CONFIGS"]) == set(script["TINY"])
 
 
 @pytest.mark.product(most=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_and_serve(family: str, script: dict[str, Any], run_psctl: RunPsctl, tmp_path: Path) -> None:
-    common = made(script, family, tmp_path)
+    common = write_model(script, family, tmp_path)
     steps = ("--num-inference-steps", "2")
     drawn = run_psctl("generate", "a hat", "two cars", "-r", "64", "-r", "128x64", *steps, **common)
     assert drawn.returncode == 0, drawn.stderr
@@ -65,8 +65,8 @@ def test_generate_and_serve(family: str, script: dict[str, Any], run_psctl: RunP
 
 
 @pytest.mark.exhaustive
-def test_the_way_of_the_cache(script: dict[str, Any], run_psctl: RunPsctl, tmp_path: Path) -> None:
-    environment = made(script, "flux-dev", tmp_path) | {"PSCTL_CACHE_PATCH_SIZE": "4", "PSCTL_WARMUP_STEPS": "1"}
+def test_cache_workflow_from_profile_to_serving(script: dict[str, Any], run_psctl: RunPsctl, tmp_path: Path) -> None:
+    environment = write_model(script, "flux-dev", tmp_path) | {"PSCTL_CACHE_PATCH_SIZE": "4", "PSCTL_WARMUP_STEPS": "1"}
 
     def run(*arguments: Any) -> Any:
         done = run_psctl(*arguments, "--num-inference-steps", 6, "--json", **environment)

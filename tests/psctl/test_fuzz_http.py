@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.exhaustive
-def test_no_request_is_a_fault_of_the_server(tmp_path: Path) -> None:
+def test_no_fuzzed_request_causes_a_server_error(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["32"], num_inference_steps=2)
     options = ("--max-steps", "4", "--system", "patched-fcfs", "--max-pixels", "4096")
     with HttpServer(model, tmp_path / "workspace", *options) as server:

@@ -63,7 +63,7 @@ def test_exit_codes_and_reports(
     assert (tmp_path / "summary.md").read_text() == "# before\n" + markdown
 
 
-def test_people_see_a_table_and_a_bar_in_a_name_is_kept(run_psctl: RunPsctl, results: Path, tmp_path: Path) -> None:
+def test_table_is_printed_and_a_bar_in_a_name_is_kept(run_psctl: RunPsctl, results: Path, tmp_path: Path) -> None:
     file = _write_gates(tmp_path, "metric = 'clip'\nname = 'a|b [bold]'\nmin = 30")
     done = run_psctl("gate", file, "--markdown", "gates.md")
     assert done.returncode == 0, done.stderr
@@ -74,7 +74,7 @@ def test_people_see_a_table_and_a_bar_in_a_name_is_kept(run_psctl: RunPsctl, res
     assert row.replace("\\|", "").count("|") == 9
 
 
-def test_baseline_is_written_and_then_held(run_psctl: RunPsctl, results: Path, tmp_path: Path) -> None:
+def test_baseline_is_written_and_then_compared_with(run_psctl: RunPsctl, results: Path, tmp_path: Path) -> None:
     file = _write_gates(tmp_path, "metric = 'fid'\nmax_increase = 5", "metric = 'clip'\nmin = 20")
     done = run_psctl("gate", file)
     assert done.returncode == 2
@@ -98,7 +98,7 @@ def test_baseline_is_written_and_then_held(run_psctl: RunPsctl, results: Path, t
         ([], "Missing argument"),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage_gives_a_one_line_error(
     run_psctl: RunPsctl, results: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     head = 'results = ["results.json"]\n[[gate]]\n'

@@ -81,7 +81,7 @@ def test_prompts_from_a_file_and_sd3(run_psctl: RunPsctl, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_existing_images_are_kept_unless_told_otherwise(generate: RunPsctl, tmp_path: Path) -> None:
+def test_existing_images_are_kept_unless_overwrite_is_given(generate: RunPsctl, tmp_path: Path) -> None:
     (tmp_path / "hat.png").write_text("precious")
     run = generate("a hat", "-o", "hat.png", "-r", "32")
     assert run.returncode == 2
@@ -117,7 +117,9 @@ def test_existing_images_are_kept_unless_told_otherwise(generate: RunPsctl, tmp_
         (["a", "--device", "tpu"], "tpu"),
     ],
 )
-def test_bad_usage_is_one_line(generate: RunPsctl, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_bad_usage_gives_a_one_line_error(
+    generate: RunPsctl, tmp_path: Path, arguments: list[str], message: str
+) -> None:
     (tmp_path / "empty.txt").touch()
     run = generate(*arguments, "--quiet")
     assert run.returncode == 2, run.stderr
@@ -128,7 +130,7 @@ def test_bad_usage_is_one_line(generate: RunPsctl, tmp_path: Path, arguments: li
 
 
 @pytest.mark.slow
-def test_failed_image_is_reported_and_the_others_are_kept(generate: RunPsctl, tmp_path: Path) -> None:
+def test_failed_image_is_reported_and_others_are_kept(generate: RunPsctl, tmp_path: Path) -> None:
     # A folder with the name of the second image, which no file can replace.
     (tmp_path / "images" / "001.png").mkdir(parents=True)
     run = generate("a", "b", "-r", "32", "--overwrite", "--json", "-q")
@@ -141,7 +143,7 @@ def test_failed_image_is_reported_and_the_others_are_kept(generate: RunPsctl, tm
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
-def test_ranks_in_processes_draw_what_virtual_ranks_draw(
+def test_ranks_in_processes_equal_virtual_ranks(
     run_psctl: RunPsctl, tmp_path: Path, capfd: pytest.CaptureFixture[str], make: Any
 ) -> None:
     model = save_tiny(tmp_path / "model", make(), num_inference_steps=4, guidance_scale=3.0)
@@ -194,14 +196,14 @@ def test_ranks_in_processes_draw_what_virtual_ranks_draw(
         ("--parallel virtual:9", "9 ranks are too many for latents of 4 rows"),
     ],
 )
-def test_ranks_that_cannot_be(generate: RunPsctl, options: str, said: str) -> None:
+def test_invalid_numbers_of_ranks_are_refused(generate: RunPsctl, options: str, said: str) -> None:
     done = generate("a hat", "-r", "32", *options.split())
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"Error: {said}")
 
 
 @pytest.mark.parametrize("stages", ["threads", "processes"])
-def test_an_image_that_is_not_finite_is_no_image(run_psctl: RunPsctl, tmp_path: Path, stages: str) -> None:
+def test_non_finite_image_is_not_saved(run_psctl: RunPsctl, tmp_path: Path, stages: str) -> None:
     pipe = tiny_sd3()
     with torch.no_grad():
         pipe.vae.decoder.conv_norm_out.weight.mul_(3e38)

@@ -53,7 +53,7 @@ def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, 
         assert word in done.stdout
 
 
-def test_help_has_the_commands_as_a_day_goes(spawn_psctl: RunPsctl) -> None:
+def test_help_lists_commands_in_order_of_use(spawn_psctl: RunPsctl) -> None:
     shown = spawn_psctl("--help", COLUMNS="120").stdout
     names = [
         "serve",
@@ -76,7 +76,7 @@ def test_help_has_the_commands_as_a_day_goes(spawn_psctl: RunPsctl) -> None:
     assert commands == names
 
 
-def test_help_waits_for_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     heavy = "('torch', 'numpy', 'pandas', 'pyarrow', 'PIL', 'matplotlib', 'sklearn')"
     program = f"import sys, patchedserve.psctl.app; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -120,12 +120,12 @@ def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(given: dict[st
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "two", "", "1.5", "²"])
-def test_bad_threads_are_a_usage_error(threads: str) -> None:
+def test_invalid_threads_are_a_usage_error(threads: str) -> None:
     with pytest.raises(UsageError, match="must be a whole number of at least 1"):
         apply_thread_settings({"PSCTL_THREADS": threads})
 
 
-def test_bad_threads_exit_with_2(spawn_psctl: RunPsctl) -> None:
+def test_invalid_threads_exit_with_2(spawn_psctl: RunPsctl) -> None:
     done = spawn_psctl("doctor", PSCTL_THREADS="many")
     assert (done.returncode, done.stderr) == (
         2,
@@ -154,7 +154,7 @@ def test_doctor_reports_the_machine(run_psctl: RunPsctl, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_doctor_shows_people_the_same(run_psctl: RunPsctl) -> None:
+def test_doctor_prints_equal_values_without_json(run_psctl: RunPsctl) -> None:
     done = run_psctl("doctor", "--quiet")
     for word in ("libraries", "devices", "extras", "models", "workspace", "psctl[gpu]", "emoji-xl"):
         assert word in done.stdout

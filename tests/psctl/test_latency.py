@@ -87,7 +87,7 @@ def test_from_profile_to_predictor(run_psctl: RunPsctl, environment: dict[str, s
 
 
 @pytest.mark.slow
-def test_table_of_another_program(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_table_of_another_program_is_read(run_psctl: RunPsctl, tmp_path: Path) -> None:
     lines = [f"{row.label},{row.median_ms}" for row in law_rows(30)]
     (tmp_path / "h100.csv").write_text("\n".join(["combination,ms", *lines]))
     refused = run_psctl("train-predictor", "latency", "--table", "h100.csv", "--device", "cpu")
@@ -115,7 +115,7 @@ def test_table_of_another_program(run_psctl: RunPsctl, tmp_path: Path) -> None:
     assert not (tmp_path / "psctl-workspace").exists()
 
 
-def test_a_predictor_that_is_far_off_is_not_saved(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_inaccurate_predictor_is_not_saved(run_psctl: RunPsctl, tmp_path: Path) -> None:
     lines = [f"{row.label},{row.median_ms * (3 if index % 2 else 1)}" for index, row in enumerate(law_rows(40))]
     (tmp_path / "busy.csv").write_text("\n".join(["combination,ms", *lines]))
     command = ("train-predictor", "latency", "--table", "busy.csv", "--output-file", "p.safetensors")
@@ -150,7 +150,7 @@ def test_table_of_another_model_or_one_that_is_not_finished(run_psctl: RunPsctl,
         ("size,ms\n128,5\n", "t.csv: has the columns size, ms"),
     ],
 )
-def test_bad_tables_are_one_line(run_psctl: RunPsctl, tmp_path: Path, content: str, message: str) -> None:
+def test_bad_tables_give_a_one_line_error(run_psctl: RunPsctl, tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "t.csv").write_text(content)
     done = run_psctl("train-predictor", "latency", "--table", "t.csv", "--output-file", "p.safetensors", "--quiet")
     assert (done.returncode, done.stdout) == (2, "")
@@ -174,7 +174,7 @@ def test_bad_tables_are_one_line(run_psctl: RunPsctl, tmp_path: Path, content: s
         (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage_gives_a_one_line_error(
     run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     options = ("--workspace", tmp_path / "own", "--quiet", "--json")
@@ -187,7 +187,7 @@ def test_bad_usage_is_one_line(
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_ctrl_c_and_the_same_command_again(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
+def test_ctrl_c_then_the_same_command_resumes(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     options = ["--combinations", "14", "--max-batch-size", "4", "--workspace", str(tmp_path / "own")]
     command = ["profile", "latency", *options, "--repeats", "500"]
     process = start_psctl(*command, cwd=tmp_path, env=environment)
@@ -210,7 +210,7 @@ def test_ctrl_c_and_the_same_command_again(run_psctl: RunPsctl, environment: dic
     assert process.returncode == 130
 
 
-def test_rows_of_equal_combinations_are_one(tmp_path: Path) -> None:
+def test_duplicate_combinations_are_refused(tmp_path: Path) -> None:
     row = LatencyRow({SIZES[0]: 1}, (1.0,))
     write_latencies(tmp_path / "t.parquet", LatencyTable((row, row), CIRCUMSTANCES, {}))
     with pytest.raises(UsageError, match="occurs twice"):
@@ -219,7 +219,7 @@ def test_rows_of_equal_combinations_are_one(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_quick_profile_and_what_its_predictors_are_worth(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
+def test_quick_profile_and_accuracy_of_its_predictors(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     folder = Path(environment["PSCTL_MODEL"]).with_name("even")  # its latents can be cut into the cache's patches
     save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64"])
     environment = environment | {"PSCTL_MODEL": str(folder), "PSCTL_CACHE_PATCH_SIZE": "4"}

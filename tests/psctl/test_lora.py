@@ -50,7 +50,7 @@ def psctl(run_psctl: RunPsctl, model_dir: Path) -> Any:
     return run
 
 
-def test_a_sampler_that_is_not_batched_is_told(psctl: Any, model_dir: Path, tmp_path: Path) -> None:
+def test_unbatched_sampler_is_reported(psctl: Any, model_dir: Path, tmp_path: Path) -> None:
     done = psctl(*DRAW, "--sampler", "heun")
     assert done.returncode == 0, done.stderr
     note = "scheduler HeunDiscreteScheduler is not batched; batched are DDIMScheduler, "
@@ -77,7 +77,7 @@ def test_a_sampler_that_is_not_batched_is_told(psctl: Any, model_dir: Path, tmp_
         (("--sampler", "unipc", "--parallel", "virtual:2"), "do not work with --parallel yet"),
     ],
 )
-def test_bad_usage_is_one_line(psctl: Any, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_bad_usage_gives_a_one_line_error(psctl: Any, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     (tmp_path / "style.bin").write_bytes(b"pickle")
     done = psctl(*DRAW, *arguments, "--quiet")
     assert (done.returncode, done.stdout) == (2, "")
@@ -96,7 +96,7 @@ def test_reuse_needs_a_batched_sampler(psctl: Any, tmp_path: Path) -> None:
     assert psctl(*edit, "--sampler", "unipc", "--overwrite").returncode == 0
 
 
-def test_a_revision_is_a_part_of_the_models_name(spawn_psctl: RunPsctl) -> None:
+def test_revision_is_part_of_the_model_name(spawn_psctl: RunPsctl) -> None:
     # In a process of its own because the hub's client reads its environment once.
     done = spawn_psctl(*DRAW, "--model", "someone/tiny", "--revision", "v2", "--quiet", HF_HUB_OFFLINE="1")
     assert done.returncode == 1
@@ -117,7 +117,7 @@ def test_a_checkpoint_of_a_single_file_is_drawn(psctl: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive
-def test_text_encoders_leave_the_device(psctl: Any, tmp_path: Path) -> None:
+def test_text_encoders_are_offloaded(psctl: Any, tmp_path: Path) -> None:
     assert psctl(*DRAW).returncode == 0
     usual = pixels(Image.open(tmp_path / "hat.png"))
     done = psctl(*DRAW, "--offload", "text", "--json")
@@ -145,7 +145,7 @@ def test_text_encoders_leave_the_device(psctl: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_weights_in_eight_bits_are_told_as_inexact(spawn_psctl: RunPsctl, model_dir: Path) -> None:
+def test_eight_bit_weights_are_reported_as_inexact(spawn_psctl: RunPsctl, model_dir: Path) -> None:
     done = spawn_psctl(*DRAW, "--model", model_dir, "--quantize", "fp8")
     if importlib.util.find_spec("torchao") is None:
         assert done.returncode == 1
@@ -170,7 +170,7 @@ def lora(model_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_an_adapter_is_fused_by_every_command(psctl: Any, model_dir: Path, lora: Path, tmp_path: Path) -> None:
+def test_adapter_is_fused_by_every_command(psctl: Any, model_dir: Path, lora: Path, tmp_path: Path) -> None:
     from ..support.http_server import HttpServer
     from ..support.loras import fused
 

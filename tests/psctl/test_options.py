@@ -54,7 +54,7 @@ def test_every_field_has_an_option(kind: Flags, fields: set[str]) -> None:
     assert {each.name for each in dataclasses.fields(kind.kind)} - set(kind.options) == fields
 
 
-def test_a_command_gets_what_was_given_by_name() -> None:
+def test_command_receives_given_values_by_name() -> None:
     seen: list[Any] = []
 
     def command(
@@ -92,9 +92,7 @@ def test_a_command_gets_what_was_given_by_name() -> None:
         run(command, "--engine", "plain", "--order", "patch")
 
 
-def test_a_system_brings_its_cache_where_there_is_a_predictor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_system_enables_its_cache_if_there_is_a_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_index.json").touch()
     target = Target(str(tmp_path / "model"), device="cpu", workspace=tmp_path / "workspace")
@@ -135,7 +133,7 @@ def test_a_system_brings_its_cache_where_there_is_a_predictor(
     assert get_system("patched-schedule").overridden(engine="plain").cache == "schedule"
 
 
-def test_given_flags_are_those_of_the_command_line() -> None:
+def test_given_flags_are_detected() -> None:
     seen: list[Any] = []
 
     def command(*, context: typer.Context, target: Target, depth: Annotated[int, flag("--depth", "Deep.")] = 1) -> None:
@@ -145,7 +143,7 @@ def test_given_flags_are_those_of_the_command_line() -> None:
     assert seen == [{"--depth": 1}]
 
 
-def test_a_switch_gives_other_defaults() -> None:
+def test_preset_flag_changes_defaults() -> None:
     seen: list[tuple[int, int]] = []
 
     def command(

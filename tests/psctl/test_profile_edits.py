@@ -61,7 +61,7 @@ def profile(environment: dict[str, str]) -> dict[str, Any]:
     return found.to_json()
 
 
-def test_batches_are_drawn_over_the_whole_range() -> None:
+def test_batches_cover_the_whole_range() -> None:
     settings = EditProfileSettings(parse_list("128,192,256"), 200, 8)
     drawn = settings.drawn(0.6)
     assert drawn == settings.drawn(0.6)
@@ -81,7 +81,7 @@ def test_batches_are_drawn_over_the_whole_range() -> None:
 
 
 @pytest.mark.exhaustive
-def test_steps_and_loads_of_real_edits_are_told(profile: dict[str, Any]) -> None:
+def test_steps_and_loads_of_real_edits_are_recorded(profile: dict[str, Any]) -> None:
     rows, loads = profile["steps"], profile["loads"]
     assert (len(rows), len(loads)) == (13, 16)
     # Corners of each size: one edit and two, with few cells and with many; none of them is held out.
@@ -98,7 +98,7 @@ def test_steps_and_loads_of_real_edits_are_told(profile: dict[str, Any]) -> None
     assert profile["bytes_per_pixel_step"] == whole[1] / (128 * 128 * 8)
 
 
-def test_a_record_is_as_large_as_is_said(profile: dict[str, Any], tmp_path: Path) -> None:
+def test_record_has_the_stated_size(profile: dict[str, Any], tmp_path: Path) -> None:
     found = read(profile, tmp_path)
     model = build_model(tiny_sdxl(), name="tiny")
     edit = edit_request(0, SIZES[0], num_steps=3, template=TemplateSpec())
@@ -113,7 +113,7 @@ def read(content: dict[str, Any], folder: Path) -> EditProfile:
     return EditProfile.read(path)
 
 
-def test_a_profile_is_read_as_it_was_written(profile: dict[str, Any], tmp_path: Path) -> None:
+def test_profile_round_trips_through_a_file(profile: dict[str, Any], tmp_path: Path) -> None:
     found = read(profile, tmp_path)
     assert found.to_json() == json.loads(json.dumps(profile)) | {
         name: found.to_json()[name] for name in ("steps", "loads", "compute", "first", "load", "terms", "load_terms")
@@ -127,7 +127,7 @@ def test_a_profile_is_read_as_it_was_written(profile: dict[str, Any], tmp_path: 
     assert found.load_s(1e6) == pytest.approx(found.load.coefficients[0] + 1e6 * found.load.coefficients[1])
 
 
-def test_errors_are_those_of_what_was_held_out() -> None:
+def test_errors_are_measured_on_held_out_points() -> None:
     terms = [(1.0, float(number)) for number in range(10)]
     exact = Fit.of(terms, [2.0 + 0.5 * number for number in range(10)], [3, 7])
     assert exact.coefficients == pytest.approx((2.0, 0.5))
@@ -180,7 +180,7 @@ def test_the_command_leaves_a_profile_and_no_records(run_psctl: RunPsctl, enviro
 
 
 @pytest.mark.slow
-def test_a_transformer_is_profiled_too(tmp_path: Path) -> None:
+def test_transformer_is_profiled(tmp_path: Path) -> None:
     place = Workspace(tmp_path).for_model("tiny", "cpu")
     model = build_model(tiny_sd3(), name="tiny")
     found = profile_edits(
@@ -199,7 +199,7 @@ def test_a_transformer_is_profiled_too(tmp_path: Path) -> None:
         (("--resolutions", "32"), "resolution 32x32 is a single cell of"),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage_gives_a_one_line_error(
     run_psctl: RunPsctl, environment: dict[str, str], arguments: tuple[str, ...], said: str
 ) -> None:
     done = run_psctl("profile", "edits", "--max-batch-size", "2", *arguments, "--quiet", **environment)

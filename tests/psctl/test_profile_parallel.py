@@ -45,7 +45,7 @@ def test_result_as_json_and_in_a_file(run_psctl: RunPsctl, models: Path) -> None
             assert found["waiting_displaced_ms", size, ranks]["ours"] == pytest.approx(each["ours"] / 2)
 
 
-def test_a_table_for_people(run_psctl: RunPsctl, models: Path) -> None:
+def test_table_is_printed_without_json(run_psctl: RunPsctl, models: Path) -> None:
     config = models / "sdxl" / "unet" / "config.json"
     done = run_psctl("profile", "parallel", "--config", config, "--resolutions", "64", "--num-ranks", "2")
     assert done.returncode == 0, done.stderr
@@ -72,7 +72,9 @@ def test_a_table_for_people(run_psctl: RunPsctl, models: Path) -> None:
         (["--displaced-share", "2"], "--displaced-share is 2"),
     ],
 )
-def test_bad_usage_is_one_line(run_psctl: RunPsctl, models: Path, arguments: list[str], message: str) -> None:
+def test_bad_usage_gives_a_one_line_error(
+    run_psctl: RunPsctl, models: Path, arguments: list[str], message: str
+) -> None:
     given = (each.format(models=models) for each in arguments)
     done = run_psctl("profile", "parallel", *given, "--json", "--quiet")
     assert (done.returncode, done.stdout) == (1 if "corrupt" in message else 2, ""), done.stderr

@@ -91,7 +91,7 @@ LONG = {**body(0, 1000), "stream": True, "progress": True, "slo": 600}
 
 
 @pytest.mark.exhaustive
-def test_the_same_pixels_whoever_draws(server: HttpServer) -> None:
+def test_images_do_not_depend_on_the_replica(server: HttpServer) -> None:
     until(lambda: len(replicas_of(server)) == 2, 60)
     assert len({each["process_id"] for each in replicas_of(server)} - {server.process.pid}) == 2
     answers = asyncio.run(burst(server.url, [body(3)] * 6))
@@ -103,7 +103,7 @@ def test_the_same_pixels_whoever_draws(server: HttpServer) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
 
 
-def test_nobody_else_reaches_ray(server: HttpServer) -> None:
+def test_ray_is_reachable_only_locally_and_with_its_token(server: HttpServer) -> None:
     """Ray listens on this machine alone and accepts no call without its token."""
     import grpc
 
@@ -123,7 +123,7 @@ def test_nobody_else_reaches_ray(server: HttpServer) -> None:
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_partial_images_come_through(server: HttpServer) -> None:
+def test_partial_images_are_forwarded(server: HttpServer) -> None:
     asked = {**body(1), "stream": True, "partial_images": 2, "progress": True}
     with httpx.stream("POST", f"{server.url}{GENERATIONS}", json=asked, timeout=60) as stream:
         told = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
@@ -133,7 +133,7 @@ def test_partial_images_come_through(server: HttpServer) -> None:
     assert kinds[-1] == "completed"
 
 
-def test_edits_read_what_a_replica_has_recorded(server: HttpServer) -> None:
+def test_edits_read_records_of_replicas(server: HttpServer) -> None:
     size = Resolution(64, 32)
     files = {"image": file_of(image_of(size)), "mask": file_of(np.indices(size[::-1])[1] < 16)}
     fields = {"prompt": (None, "a red hat"), "n": (None, "4"), "slo": (None, "60")}
@@ -147,7 +147,7 @@ def test_edits_read_what_a_replica_has_recorded(server: HttpServer) -> None:
 
 
 @pytest.mark.exhaustive
-def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> None:
+def test_edits_are_routed_to_the_replica_with_their_record(server: HttpServer) -> None:
     until(lambda: len(replicas_of(server)) == 2, 60)
     size, names = Resolution(64, 32), sorted(each["name"] for each in replicas_of(server))
     pictures = {number: file_of(image_of(size, number)) for number in (7, 8)}
@@ -163,11 +163,11 @@ def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> No
         completed = server.metric('psctl_request_success_total{finished_reason="completed"}')
         found: dict[str, int] = {}
 
-        def have_told() -> bool:
+        def have_reported() -> bool:
             found.update((each["name"], each["drawn"]) for each in replicas_of(server))
             return sum(found.values()) == completed
 
-        until(have_told)
+        until(have_reported)
         return found
 
     # Of two idle replicas the first by name draws; the edit that arrives meanwhile goes to the other, as do later ones.
@@ -184,7 +184,7 @@ def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> No
         assert drawn() == {**before, name: before[name] + 4}
 
 
-def test_whoever_leaves_frees_the_replica(server: HttpServer) -> None:
+def test_client_disconnect_frees_the_replica(server: HttpServer) -> None:
     cancelled = 'psctl_request_success_total{finished_reason="cancelled"}'
     before = server.metric(cancelled)
     with httpx.stream("POST", f"{server.url}{GENERATIONS}", json=LONG, timeout=60) as stream:
@@ -197,7 +197,7 @@ def test_whoever_leaves_frees_the_replica(server: HttpServer) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_replica_that_stands_still_stops_nobody(server: HttpServer) -> None:
+def test_hanging_replica_blocks_no_request(server: HttpServer) -> None:
     def health() -> Any:
         return httpx.get(f"{server.url}/health", timeout=5).raise_for_status().json().get("replicas")
 
@@ -220,7 +220,7 @@ def test_a_replica_that_stands_still_stops_nobody(server: HttpServer) -> None:
     until(lambda: health() == {"ready": 2, "all": 2}, max(60, server.start_s))
 
 
-def test_a_killed_replica_loses_nothing(server: HttpServer) -> None:
+def test_killed_replica_loses_no_request(server: HttpServer) -> None:
     draws = random.Random(0)
     for number in range(3):
         until(lambda: len(replicas_of(server)) == 2, 60)
@@ -274,7 +274,7 @@ def test_sets_of_images_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, 
 
 
 @pytest.mark.exhaustive
-def test_replicas_come_and_go_with_the_load(model: Path, tmp_path: Path) -> None:
+def test_replicas_scale_with_the_load(model: Path, tmp_path: Path) -> None:
     options = ("--min-replicas", "1", "--max-replicas", "2", "--target-queue-time", "0.5", "--system", "patched-fcfs")
     options += ("--max-queue-time", "600", "--scale-down-delay", "5", "--max-queue", "400")
     with HttpServer(model, tmp_path, *options, start_s=_START_S) as server:

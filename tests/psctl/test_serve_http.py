@@ -56,7 +56,7 @@ def picture(b64_json: str | None) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(b64_json)))
 
 
-def test_the_client_of_openai_draws(client: openai.OpenAI, model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_openai_client_draws(client: openai.OpenAI, model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     def drawn(n: int) -> list[Image.Image]:
         found = client.images.generate(model="dall-e-3", prompt="a cat", n=n, size="32x32", extra_body=ASK)
         assert found.data is not None
@@ -76,7 +76,7 @@ def test_the_client_of_openai_draws(client: openai.OpenAI, model: Path, run_psct
             assert alone.tobytes() == wanted.tobytes()
 
 
-def test_one_image_is_exact_beside_the_cache_of_others(
+def test_request_without_cache_is_exact_beside_cached_ones(
     model: Path, workspace: Path, run_psctl: RunPsctl, tmp_path: Path
 ) -> None:
     body = {**ASK, "size": "32x32", "num_inference_steps": 8}
@@ -97,7 +97,7 @@ def test_one_image_is_exact_beside_the_cache_of_others(
     assert picture(exact["b64_json"]).tobytes() == wanted != picture(reusing["b64_json"]).tobytes()
 
 
-def test_a_stream_shows_partial_images_then_the_last(client: openai.OpenAI) -> None:
+def test_stream_sends_partial_images_then_the_final_one(client: openai.OpenAI) -> None:
     body = {**ASK, "num_inference_steps": 8, "progress": True}
     del body["prompt"]
     stream = client.images.generate(prompt="a cat", stream=True, partial_images=3, extra_body=body)
@@ -114,7 +114,7 @@ def test_a_stream_shows_partial_images_then_the_last(client: openai.OpenAI) -> N
     assert picture(alone.data[0].b64_json).tobytes() == last.tobytes()
 
 
-def test_images_by_their_address(http: httpx.Client) -> None:
+def test_images_by_url(http: httpx.Client) -> None:
     found = http.post(GENERATIONS, json={**ASK, "response_format": "url", "output_format": "webp", "n": 2}).json()
     urls = [each["url"] for each in found["data"]]
     assert len(set(urls)) == 2
@@ -144,7 +144,7 @@ def test_models_health_and_metrics(http: httpx.Client, server: HttpServer) -> No
     assert server.metric("psctl_batch_failures") == 0
 
 
-def test_head_is_get_without_a_body(http: httpx.Client) -> None:
+def test_head_equals_get_without_a_body(http: httpx.Client) -> None:
     named = [path for path, ways in http.get("/openapi.json").json()["paths"].items() if "get" in ways]
     paths = [path for path in named if "{" not in path]
     assert {"/livez", "/readyz", "/v1/models", "/v1/state/stream", "/v1/files"} <= set(paths)
@@ -156,7 +156,7 @@ def test_head_is_get_without_a_body(http: httpx.Client) -> None:
             assert head.headers["content-type"] == answer.headers["content-type"], path
 
 
-def test_the_dashboard_asks_for_what_there_is(http: httpx.Client) -> None:
+def test_dashboard_queries_existing_metrics(http: httpx.Client) -> None:
     dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
     asked = {
         name
@@ -170,7 +170,7 @@ def test_the_dashboard_asks_for_what_there_is(http: httpx.Client) -> None:
     assert len(asked) > 15
 
 
-def test_whether_to_ask_again_is_told(http: httpx.Client) -> None:
+def test_retry_headers_are_sent(http: httpx.Client) -> None:
     for change, status, code, header in (
         ({"n": 9}, 429, "queue_full", "retry-after"),
         ({"slo": 1e-6}, 503, "deadline_unreachable", "x-should-retry"),
@@ -198,7 +198,7 @@ def test_every_request_has_a_line_in_the_log(http: httpx.Client, server: HttpSer
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_a_log_that_nobody_reads_stops_nothing(model: Path, workspace: Path, is_closed: bool) -> None:
+def test_unread_log_does_not_block_the_server(model: Path, workspace: Path, is_closed: bool) -> None:
     with HttpServer(model, workspace, reads_log=False) as server, httpx.Client(base_url=server.url, timeout=20) as http:
         if is_closed:
             assert server.process.stderr is not None
@@ -213,7 +213,7 @@ def test_a_log_that_nobody_reads_stops_nothing(model: Path, workspace: Path, is_
         assert server.stop() == 0
 
 
-def test_an_id_is_open_once(http: httpx.Client) -> None:
+def test_id_of_an_open_request_is_refused(http: httpx.Client) -> None:
     long = {**LONG, "stream": True}
     with http.stream("POST", GENERATIONS, json=long, headers={"x-request-id": "mine"}):
         again = http.post(GENERATIONS, json=ASK, headers={"x-request-id": "mine"})
@@ -222,7 +222,7 @@ def test_an_id_is_open_once(http: httpx.Client) -> None:
     until(lambda: http.post(GENERATIONS, json=ASK, headers={"x-request-id": "mine"}).status_code == 200)
 
 
-def test_the_asynchronous_client_draws(server: HttpServer) -> None:
+def test_asynchronous_openai_client_draws(server: HttpServer) -> None:
     async def drawn() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             asked = [client.images.generate(prompt="a cat", size="32x32", extra_body=ASK) for _ in range(3)]
@@ -234,7 +234,7 @@ def test_the_asynchronous_client_draws(server: HttpServer) -> None:
     assert asyncio.run(drawn()) == ["image_generation.partial_image", "image_generation.completed"]
 
 
-def test_small_answers_are_sent_at_once(http: httpx.Client) -> None:
+def test_small_responses_are_sent_immediately(http: httpx.Client) -> None:
     times = []
     for _ in range(12):
         start = time.perf_counter()
@@ -244,7 +244,7 @@ def test_small_answers_are_sent_at_once(http: httpx.Client) -> None:
     assert sorted(times)[3] < 0.03, times
 
 
-def test_whoever_leaves_frees_the_place(http: httpx.Client, server: HttpServer) -> None:
+def test_client_disconnect_frees_its_places(http: httpx.Client, server: HttpServer) -> None:
     long = {**LONG, "n": 4}
     before = server.metric('psctl_request_success_total{finished_reason="cancelled"}')
     with pytest.raises(httpx.ReadTimeout):
@@ -267,7 +267,7 @@ def test_delete_cancels(http: httpx.Client, server: HttpServer) -> None:
     assert http.delete(f"{GENERATIONS}/{name}").status_code == 200
 
 
-def test_a_signal_drains(model: Path, workspace: Path) -> None:
+def test_signal_drains_the_server(model: Path, workspace: Path) -> None:
     with HttpServer(model, workspace) as server:
         found: list[httpx.Response] = []
         body = {**ASK, "num_inference_steps": 100, "slo": 600}
@@ -287,7 +287,7 @@ def test_a_signal_drains(model: Path, workspace: Path) -> None:
         assert server.process.wait(60) == 0
 
 
-def test_an_idle_connection_stays_longer_than_proxies_keep_it(model: Path, workspace: Path) -> None:
+def test_idle_connection_outlives_proxy_timeouts(model: Path, workspace: Path) -> None:
     assert HttpFlags().keep_alive == Address().keep_alive_s > 75
     with HttpServer(model, workspace, "--keep-alive", "0.5") as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -301,7 +301,7 @@ def test_an_idle_connection_stays_longer_than_proxies_keep_it(model: Path, works
             assert connection.recv(65536) == b"", "closed by the server, sooner than by default"
 
 
-def test_what_takes_too_long_is_given_up(model: Path, workspace: Path) -> None:
+def test_requests_beyond_the_timeout_are_cancelled(model: Path, workspace: Path) -> None:
     with HttpServer(model, workspace, "--request-timeout", "0.5", "--drain-timeout", "0.5", *MAX_STEPS) as server:
         given_up = httpx.post(f"{server.url}{GENERATIONS}", json=LONG, timeout=30)
         assert (given_up.status_code, given_up.json()["error"]["code"]) == (504, "timeout")
@@ -310,7 +310,7 @@ def test_what_takes_too_long_is_given_up(model: Path, workspace: Path) -> None:
         assert server.stop() == 0
 
 
-def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) -> None:
+def test_requests_open_after_draining_receive_an_error(model: Path, workspace: Path) -> None:
     # The clients' threads end with the server, also if the test fails.
     with ThreadPoolExecutor() as pool, HttpServer(model, workspace, "--drain-timeout", "0.5", *MAX_STEPS) as server:
         long = {**LONG, "n": 4}
@@ -325,7 +325,7 @@ def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) ->
         assert '"status": "draining"' in watching.result(), "the last that the page is told"
 
 
-def test_a_second_signal_ends_it_at_once(model: Path, workspace: Path) -> None:
+def test_second_signal_ends_the_server_immediately(model: Path, workspace: Path) -> None:
     with ThreadPoolExecutor() as pool, HttpServer(model, workspace, *MAX_STEPS) as server:
         long = {**LONG, "n": 8}
         pool.submit(lambda: httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=30))
@@ -344,7 +344,7 @@ def _errors_of(server: HttpServer, body: dict[str, Any]) -> list[str]:
     return [each["error"]["code"] for each in told if "error" in each]
 
 
-def test_keys(model: Path, workspace: Path) -> None:
+def test_api_keys(model: Path, workspace: Path) -> None:
     with HttpServer(model, workspace, "--log-prompts", env={"PSCTL_API_KEY": "secret"}) as server:
         for headers, status in (
             ({}, 401),
@@ -363,7 +363,7 @@ def test_keys(model: Path, workspace: Path) -> None:
         assert any('"prompt": "a cat"' in line for line in server.lines)
 
 
-def test_wrong_use(run_psctl: RunPsctl, model: Path, server: HttpServer) -> None:
+def test_bad_usage_is_refused(run_psctl: RunPsctl, model: Path, server: HttpServer) -> None:
     port = server.url.rpartition(":")[2]
     for options, message in (
         (("--request-rate", "3"), "--request-rate belongs to traces"),

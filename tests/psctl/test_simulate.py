@@ -51,7 +51,7 @@ def summary_of(call: Call) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_leaves_what_a_served_one_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulated_run_writes_the_files_of_a_served_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--latency", "table.csv", "--request-rate", "3", "--num-prompts", "60", "--num-inference-steps", "5")
     summary = summary_of(simulate(capsys, *options, "--json", "--postprocess-ms", "10", "--output-file", "s.json"))
     run_dir = Path(summary["run_dir"])
@@ -77,7 +77,7 @@ def test_a_run_leaves_what_a_served_one_does(folder: Path, capsys: pytest.Captur
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_differ_as_expected(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--request-rate", "9", "--num-prompts", "200", "--json", "--quiet")
 
     def run(policy: str, *more: str) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[
         (["--trace", "diurnal", "--amplitude", "2"], "amplitude is 2, but it must be from 0 to 1"),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage_gives_a_one_line_error(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (folder / "empty.jsonl").touch()
@@ -234,7 +234,7 @@ def test_bad_usage_is_one_line(
     assert not list(folder.rglob("summary.json"))
 
 
-def test_infeasible_target_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_infeasible_target_gives_a_one_line_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # An SLO below the standalone latency cannot be met at any rate.
     options = ("--latency", "table.csv", "--slo-scale", "0.5", "--num-prompts", "10", "--slo-target", "0.99")
     code, _, err = simulate(capsys, *options, "--quiet")
@@ -251,7 +251,7 @@ def deployment(folder: Path, system: str = "patchedserve", **fields: Any) -> Sim
 
 
 @pytest.mark.exhaustive
-def test_a_search_tells_how_far_it_may_be_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_reports_its_uncertainty(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = folder / "slo-1"
     (sweep / "tables" / "patched").mkdir(parents=True)
     rows = tuple(

@@ -58,7 +58,7 @@ def records_of(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_is_that_of_the_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_follows_the_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = ("--edits", "0.7", "--mask-ratios", "public", "--templates", "5", "--num-prompts", "60")
     served = (*drawn, "--request-rate", "6", "--gpus", "3", "--router", "mask-aware", "--max-batch-size", "4")
     summary = summary_of(capsys, *served, "--num-inference-steps", "8")
@@ -109,7 +109,7 @@ def test_first_steps_of_edits_take_longer() -> None:
 
 
 @pytest.mark.slow
-def test_a_slo_is_that_of_a_new_image(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slo_of_an_edit_equals_that_of_a_new_image(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--num-prompts", "8", "--slo-scale", "3", "--num-inference-steps", "4")
     edits, images = (records_of(summary_of(capsys, *base, *more)) for more in (("--edits", "1"), ()))
     assert [each["slo_s"] for each in edits] == [each["slo_s"] for each in images]
@@ -117,7 +117,7 @@ def test_a_slo_is_that_of_a_new_image(folder: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_a_profile_changes_nothing_without_edits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_has_no_effect_without_edits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--num-prompts", "40", "--request-rate", "5", "--gpus", "2")
     with_profile = records_of(summary_of(capsys, *arguments))
     next(folder.rglob("edits-0.json")).unlink()
@@ -158,7 +158,7 @@ def test_trace_files_with_edits_and_searches(folder: Path, capsys: pytest.Captur
         ),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage_gives_a_one_line_error(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
 ) -> None:
     other = replace(CIRCUMSTANCES, dtype="bfloat16")
@@ -170,7 +170,7 @@ def test_bad_usage_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_shares_are_those_that_the_engine_computes(tmp_path: Path) -> None:
+def test_shares_equal_those_of_the_engine(tmp_path: Path) -> None:
     geometry, size = model_geometry("emoji-xl"), Resolution(256, 256)
 
     def share(geometry: Geometry = geometry, size: Resolution = size, **of_edit: Any) -> float:

@@ -44,7 +44,7 @@ def stages_of(server: HttpServer) -> dict[str, int]:
 
 
 @pytest.mark.exhaustive
-def test_a_server_outlives_its_stages(model: Path, tmp_path: Path) -> None:
+def test_server_survives_killed_stages(model: Path, tmp_path: Path) -> None:
     with HttpServer(model, tmp_path, "--stages", "processes", start_s=120) as server:
         before = stages_of(server)
         assert before.keys() == {"prepare", "postprocess"}
@@ -65,7 +65,7 @@ def test_a_server_outlives_its_stages(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_no_stage_outlives_a_server_that_is_killed(model: Path, tmp_path: Path) -> None:
+def test_no_stage_outlives_a_killed_server(model: Path, tmp_path: Path) -> None:
     with HttpServer(model, tmp_path, "--stages", "processes", start_s=120) as server:
         stages = stages_of(server)
         assert len(stages) == 2
@@ -73,7 +73,7 @@ def test_no_stage_outlives_a_server_that_is_killed(model: Path, tmp_path: Path) 
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
 
 
-def test_a_stage_that_stands_still_does_not_hold_the_server(model: Path, tmp_path: Path) -> None:
+def test_hanging_stage_does_not_block_the_server(model: Path, tmp_path: Path) -> None:
     options = ("--stages", "processes", "--request-timeout", "1")
     with HttpServer(model, tmp_path, *options, start_s=120) as server:
         stages = stages_of(server)
@@ -86,7 +86,7 @@ def test_a_stage_that_stands_still_does_not_hold_the_server(model: Path, tmp_pat
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
 
 
-def test_a_second_signal_ends_a_server_that_drains_a_stage_that_stands_still(model: Path, tmp_path: Path) -> None:
+def test_second_signal_ends_a_server_draining_a_hanging_stage(model: Path, tmp_path: Path) -> None:
     options = ("--stages", "processes", "--drain-timeout", "600")
     with ThreadPoolExecutor() as pool, HttpServer(model, tmp_path, *options, start_s=120) as server:
         stages = stages_of(server)
@@ -105,7 +105,7 @@ def test_a_second_signal_ends_a_server_that_drains_a_stage_that_stands_still(mod
 @pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["prepare", "postprocess"])
-def test_one_signal_ends_a_server_whose_stage_stands_still(model: Path, tmp_path: Path, part: str) -> None:
+def test_one_signal_ends_a_server_with_a_hanging_stage(model: Path, tmp_path: Path, part: str) -> None:
     options = ("--stages", "processes", "--drain-timeout", "1")
     with ThreadPoolExecutor() as pool, HttpServer(model, tmp_path, *options, start_s=120) as server:
         stages = stages_of(server)
@@ -119,7 +119,7 @@ def test_one_signal_ends_a_server_whose_stage_stands_still(model: Path, tmp_path
 
 
 @pytest.mark.exhaustive
-def test_a_stage_that_stands_still_is_told(model: Path, tmp_path: Path) -> None:
+def test_hanging_stage_is_reported(model: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool, HttpServer(model, tmp_path, "--stages", "processes", start_s=120) as server:
         prepare = stages_of(server)["prepare"]
         os.kill(prepare, signal.SIGSTOP)
@@ -137,7 +137,7 @@ def test_a_stage_that_stands_still_is_told(model: Path, tmp_path: Path) -> None:
         assert asking.result().status_code in (200, 503)
 
 
-def test_images_are_the_same(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_images_are_equal_for_all_stage_options(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     common = ("generate", "a cat", "--model", model, "--seed", "3", "--resolution", "64x32", "--dtype", "float32")
     ways = ("threads", "processes", "inline", "auto")
     for stages in ways:

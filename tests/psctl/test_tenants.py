@@ -57,7 +57,7 @@ def metrics_of(server: HttpServer, key: str) -> str:
     return httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {key}"}).raise_for_status().text
 
 
-def test_names_keep_what_their_keys_had(model: Path, tmp_path: Path) -> None:
+def test_names_keep_the_data_of_their_keys(model: Path, tmp_path: Path) -> None:
     """A key without a name is given a name, and then the name gets another key."""
     with HttpServer(model, tmp_path, *keys_file(tmp_path / "keys", "sk-old\nsk-other\n")) as server:
         client = client_of(server, "sk-old")
@@ -93,7 +93,7 @@ def test_names_keep_what_their_keys_had(model: Path, tmp_path: Path) -> None:
         assert not any("sk-" in line for line in server.lines)
 
 
-def test_a_key_that_sends_a_lot_leaves_room_for_others(model: Path, tmp_path: Path) -> None:
+def test_busy_key_leaves_room_for_others(model: Path, tmp_path: Path) -> None:
     options = ("--max-queue", "8", "--max-steps", "1000", *keys_file(tmp_path / "keys", "red\nblue\n"))
     long = {"num_inference_steps": 1000, "slo": 600}
     with HttpServer(model, tmp_path, *options) as server:
@@ -123,7 +123,7 @@ keys = ["sk-blue"]
 """
 
 
-def test_limits_of_a_key_are_its_own(model: Path, tmp_path: Path) -> None:
+def test_limits_apply_per_key(model: Path, tmp_path: Path) -> None:
     bodies = [{**ASK, "seed": number} for number in range(40)]
     with HttpServer(model, tmp_path, *keys_file(tmp_path / "keys.toml", LIMITED)) as server:
         red, blue = client_of(server, "sk-red"), client_of(server, "sk-blue")
@@ -168,7 +168,7 @@ def test_limits_of_a_key_are_its_own(model: Path, tmp_path: Path) -> None:
         send(red, bodies[:5])
 
 
-def test_wrong_files_of_keys(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_invalid_key_files_are_refused(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     for text, message in (
         ("[red]\nkeys = ['sesame']\n[blue]\nkeys = ['sesame']\n", "key 1 of blue is one of red, too"),
         ("[red]\nkeys = 'sesame'\n", "red has no keys"),
@@ -181,7 +181,7 @@ def test_wrong_files_of_keys(model: Path, run_psctl: RunPsctl, tmp_path: Path) -
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_batches_of_other_keys_do_not_wait(model: Path, tmp_path: Path) -> None:
+def test_batches_of_other_keys_are_not_delayed(model: Path, tmp_path: Path) -> None:
     """Batches wait neither for another key's long lines nor for its full quota of the disk; expired ones have ended."""
     named = "[red]\nkeys = ['sk-red']\n[blue]\nkeys = ['sk-blue']\n[full]\nkeys = ['sk-full']\nmax_disk_mb = 0.02\n"
     options = keys_file(tmp_path / "keys.toml", named)
@@ -220,7 +220,7 @@ def test_batches_of_other_keys_do_not_wait(model: Path, tmp_path: Path) -> None:
         until(lambda: client_of(server, "sk-full").batches.retrieve(paused.id).status == "expired", 60)
 
 
-def test_what_one_key_has_edited_nobody_else_finds_out(tmp_path: Path) -> None:
+def test_edits_of_one_key_are_hidden_from_other_keys(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"guidance_scale": 4.0, "num_inference_steps": 4, "resolutions": ["64x64"]}
     save_tiny(tmp_path / "model", tiny_sdxl(), **settings)
     mask = np.zeros((64, 64), dtype=bool)

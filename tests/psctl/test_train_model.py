@@ -65,7 +65,7 @@ def assert_one_error_line(done: subprocess.CompletedProcess[str], code: int, *wo
 
 
 @pytest.mark.slow
-def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
+def test_train_text_prints_json_and_writes_folders(trained: Trained) -> None:
     assert trained.done.returncode == 0, trained.done.stderr
     result = json.loads(trained.done.stdout)
     assert list(result) == ["text"]
@@ -91,7 +91,7 @@ def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: Path) -> None:
+def test_finished_training_is_not_repeated(run_psctl: RunPsctl, workspace: Path) -> None:
     run = workspace / "training" / "text" / "large"
     weights = workspace / "training" / "text" / "large-model" / "model.safetensors"
     before = weights.read_bytes()
@@ -104,7 +104,7 @@ def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: P
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_more_steps_go_on_from_before_the_decay(run_psctl: RunPsctl, workspace: Path) -> None:
+def test_more_steps_resume_from_before_the_decay(run_psctl: RunPsctl, workspace: Path) -> None:
     done = run_psctl("models", "train", "text", "--steps", 45, "-w", workspace)
     assert done.returncode == 0, done.stderr
     for name in ("small", "large"):
@@ -123,7 +123,7 @@ def test_more_steps_go_on_from_before_the_decay(run_psctl: RunPsctl, workspace: 
         (["--steps", str(BASE_STEPS), "--seed", "3"], ["small/last.safetensors", "seed 1 -> 4"]),
     ],
 )
-def test_a_finished_training_is_not_spoilt(
+def test_invalid_options_keep_a_finished_training(
     run_psctl: RunPsctl, workspace: Path, options: list[str], words: list[str]
 ) -> None:
     before = {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()}
@@ -133,7 +133,7 @@ def test_a_finished_training_is_not_spoilt(
 
 
 @pytest.mark.slow
-def test_a_generator_names_the_part_it_lacks(run_psctl: RunPsctl, workspace: Path) -> None:
+def test_missing_part_of_a_generator_is_named(run_psctl: RunPsctl, workspace: Path) -> None:
     done = run_psctl("models", "train", "emoji-xl", "-w", "empty")
     assert_one_error_line(done, 2, "psctl models train text")
     done = run_psctl("models", "train", "emoji-3", "-w", workspace)
@@ -166,7 +166,7 @@ def test_a_truncated_checkpoint_is_named(run_psctl: RunPsctl, workspace: Path, n
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_whole_checkpoint_from_which_training_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_checkpoint_that_training_resumes_from(tmp_path: Path) -> None:
     run = tmp_path / "training" / "text" / "small"
     first = interrupt_when_logged(tmp_path, num_lines=1)
     assert first >= 20

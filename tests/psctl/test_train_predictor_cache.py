@@ -37,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return call
 
 
-def test_it_leaves_a_predictor_a_plot_and_figures(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_command_writes_a_predictor_a_plot_and_figures(run_psctl: RunPsctl, tmp_path: Path) -> None:
     write_profile(tmp_path / TABLE)
     done = run_psctl("train-predictor", "cache", "--device", "cpu", "--threshold", "0.02", "--json", "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
@@ -56,7 +56,7 @@ def test_it_leaves_a_predictor_a_plot_and_figures(run_psctl: RunPsctl, tmp_path:
     assert sorted(path.name for path in (tmp_path / PREDICTOR).parent.iterdir()) == ["cache.png", "cache.safetensors"]
 
 
-def test_people_see_a_table_and_where_it_is(run: Run, tmp_path: Path) -> None:
+def test_table_and_output_path_are_printed_without_json(run: Run, tmp_path: Path) -> None:
     table = write_profile(tmp_path / "mine.parquet", facts=replace(FACTS, model="a/b"))
     code, out, err = run("--table", str(table), "--output-file", "new/p.safetensors", "--trees", "3", "--depth", "4")
     assert code == 0
@@ -108,7 +108,7 @@ def test_defaults_are_those_of_the_settings() -> None:
         (("--threshold", "1e-9"), "0 of the "),
     ],
 )
-def test_wrong_usage_is_one_line(run: Run, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_bad_usage_gives_a_one_line_error(run: Run, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     write_profile(tmp_path / TABLE, num_requests=4, num_steps=6)
     code, out, err = run("--quiet", *arguments)
     assert (code, out) == (2, "")
@@ -130,7 +130,7 @@ def test_a_damaged_profile_keeps_the_old_predictor(run: Run, tmp_path: Path) -> 
     assert PREDICTOR.read_bytes() == before
 
 
-def test_a_folder_that_takes_no_files(run: Run, tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(run: Run, tmp_path: Path) -> None:
     write_profile(tmp_path / TABLE, num_requests=2, num_steps=3)
     (tmp_path / "file").write_text("")
     code, _, err = run("--quiet", "--output-file", "file/cache.safetensors")
