@@ -18,7 +18,7 @@ from ...support.cached_models import (
 from ...support.patched_models import draw_rows, relative_error
 
 
-def test_a_bound_of_memory_runs_blocks_uncached() -> None:
+def test_memory_limit_runs_blocks_uncached() -> None:
     rule = Switch(0.5)
     options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, memory_mb=1, full_above=1)
     model, patched, cache = cached_model("sdxl", "image", rule, options)
@@ -35,7 +35,7 @@ def test_a_bound_of_memory_runs_blocks_uncached() -> None:
     assert 0 < cache.stats.saved_share < 0.5
 
 
-def test_operators_keep_what_they_read_from_the_first_mask_on() -> None:
+def test_operators_store_inputs_from_the_first_mask_on() -> None:
     """Until then, or without room for those inputs, only outputs are kept and requests are computed whole."""
     rule = Switch(0.5)
     for memory_mb in (2048, 2):
@@ -58,7 +58,7 @@ def test_operators_keep_what_they_read_from_the_first_mask_on() -> None:
         assert not cache.stats.uncached
 
 
-def test_the_bound_holds_when_requests_join_those_that_are_reused() -> None:
+def test_memory_limit_holds_when_requests_join_reusing_ones() -> None:
     rule = Switch(1.0)
     options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=9, memory_mb=1)
     model, patched, cache = cached_model("sdxl", "image", rule, options)
@@ -75,7 +75,7 @@ def test_the_bound_holds_when_requests_join_those_that_are_reused() -> None:
     assert set(cache.stats.uncached) <= set(cache.names)
 
 
-def test_the_bound_counts_what_the_batch_needs_and_all_that_is_held() -> None:
+def test_memory_limit_includes_batch_and_stored_tensors() -> None:
     """If free slots were counted, a small batch after a large one would appear to need too much memory."""
     rule = Switch(0.5)
     model, patched, cache = cached_model("sdxl", "image", rule, OPTIONS)

@@ -19,14 +19,14 @@ from patchedserve.serving.cache.options import CacheOptions
         (CacheOptions("accumulated", 0.25), "accumulated, threshold 0.25"),
     ],
 )
-def test_what_decides_is_said(options: CacheOptions, words: str) -> None:
+def test_options_are_described_in_words(options: CacheOptions, words: str) -> None:
     assert options.in_words() == words
 
 
 @pytest.mark.parametrize(
     ("grain", "of_step", "of_block"), [("auto", None, 0.5), ("request", None, 0.0), ("patch", 0.5, 0.5)]
 )
-def test_a_grain_says_what_is_reused_as_one(grain: Any, of_step: float | None, of_block: float) -> None:
+def test_grain_sets_the_unit_of_reuse(grain: Any, of_step: float | None, of_block: float) -> None:
     asked, limited = CacheOptions("patch", grain=grain), CacheOptions("patch", 0.1, grain=grain)
     assert asked.resolve_full_above(reuses_whole_steps=True) == of_step
     assert limited.resolve_full_above(reuses_whole_steps=False) == of_block
@@ -36,7 +36,7 @@ def test_a_grain_says_what_is_reused_as_one(grain: Any, of_step: float | None, o
     assert CacheOptions(grain=grain).identity() == CacheOptions().identity()
 
 
-def test_a_grain_is_one_of_three_and_excludes_the_finer_number() -> None:
+def test_grain_is_validated_and_excludes_full_above() -> None:
     wrong: Any = "block"
     with pytest.raises(UsageError, match="cache grain is 'block', but it must be one of auto, request, patch"):
         CacheOptions("patch", grain=wrong)

@@ -33,11 +33,11 @@ from ...support.patched_models import Row, draw_rows, relative_error, run_patche
 from ...support.random_models import MODELS, TRANSFORMERS
 
 
-def test_every_family_has_the_cache() -> None:
+def test_every_family_supports_the_cache() -> None:
     assert not {name for name, entry in FAMILIES.items() if "--cache" in entry.lacks}
 
 
-def test_options_say_what_is_allowed() -> None:
+def test_invalid_options_list_what_is_allowed() -> None:
     for wrong, message in (
         ({"mode": "all"}, "must be one of off, schedule, patch, image, interval, accumulated"),
         ({"max_reuse": 0}, "max reuse is 0"),
@@ -109,7 +109,7 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
 @pytest.mark.product(most=4)
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
+def test_fully_computed_requests_equal_the_plain_model(name: str, order: Any) -> None:
     """A request whose blocks are all computed reads nothing from the cache, whatever else is in the batch."""
     model, patched, cache = cached_model(name, order, RequestRule())
     plain = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
@@ -133,7 +133,7 @@ def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any
 @pytest.mark.product(most=4)
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_computed_requests_equal_masked_ones(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same decisions give equal outputs as batches of their own and cell by cell, while requests join and leave."""
     found = []
     for is_masked in (False, True):
@@ -157,7 +157,7 @@ def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monke
 
 
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
-def test_masked_computation_uses_what_is_new(name: str) -> None:
+def test_masked_computation_uses_new_inputs(name: str) -> None:
     """The test above can fail: computed patches see the new input, and reused ones do not."""
     rule = Switch(0.5)
     model, patched, _ = cached_model(name, "image", rule)
@@ -179,7 +179,7 @@ def run_plain_patched(model: Any, rows: Sequence[Row]) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", "sd15", *TRANSFORMERS])
-def test_requests_that_join_and_leave_never_read_others_slots(name: str, order: Any) -> None:
+def test_joining_and_leaving_requests_never_read_other_slots(name: str, order: Any) -> None:
     """Every request's outputs in a changing batch equal those that it has when served alone."""
     options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=2, max_reuse=2, full_above=1)
     model, patched, cache = cached_model(name, order, PlaceRule(), options)
@@ -249,7 +249,7 @@ def test_reuse_is_bounded_and_first_and_last_steps_are_computed() -> None:
     assert computed == [done % 4 == 0 or done == STEPS - 1 for done in range(STEPS)]
 
 
-class Witness(ReuseRule):
+class RecordingRule(ReuseRule):
     """Rule that reuses nothing and records its observations of the steps."""
 
     observes = True
@@ -264,8 +264,8 @@ class Witness(ReuseRule):
         return np.zeros(len(view.request), bool)
 
 
-def test_any_rule_may_observe_how_the_input_of_a_step_has_changed() -> None:
-    rule = Witness()
+def test_any_rule_can_observe_input_changes_of_a_step() -> None:
+    rule = RecordingRule()
     model, patched, cache = cached_model("sdxl", "image", rule)
     rows = draw_rows(model, [(16, 16), (24, 24)])
     begin(patched, rows, [3, 8])
@@ -293,7 +293,7 @@ def observed_inputs(
     return found[0]
 
 
-def test_a_decision_says_which_of_three_things_is_done() -> None:
+def test_decision_selects_reuse_masked_or_full_computation() -> None:
     rule = FixedShare(0.0)
     model, patched, cache = cached_model("sd3", "image", rule)
     rows = draw_rows(model, SIZES)
@@ -316,11 +316,11 @@ def test_a_decision_says_which_of_three_things_is_done() -> None:
     # SDXL, Stable Diffusion 1.5, Stable Diffusion 3, emoji-xl, emoji-3, and models too small for four patches.
     [(128, 3, 1, 32), (64, 4, 1, 16), (128, 1, 2, 16), (32, 3, 1, 8), (32, 1, 2, 8), (8, 3, 1, 4), (12, 1, 2, 2)],
 )
-def test_patches_suit_the_model_by_default(model_side: int, num_levels: int, unit: int, size: int) -> None:
+def test_default_patch_size_suits_the_model(model_side: int, num_levels: int, unit: int, size: int) -> None:
     assert default_patch_size(model_side, num_levels, unit) == size
 
 
-def test_who_decided_is_counted() -> None:
+def test_refused_and_expired_decisions_are_counted() -> None:
     rule = Switch(1.0)
     model, patched, cache = cached_model("sdxl", "image", rule)
     rows = draw_rows(model, SIZES[:2])
@@ -338,7 +338,7 @@ def test_who_decided_is_counted() -> None:
     assert cache.stats.to_json()["patches_expired"] == patches * blocks
 
 
-def test_image_mode_skips_only_where_all_agree() -> None:
+def test_image_mode_skips_only_if_all_patches_agree() -> None:
     options = CacheOptions("image", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
     model, patched, cache = cached_model("sdxl", "image", PlaceRule(), options)
     rows = draw_rows(model, SIZES)
@@ -350,7 +350,7 @@ def test_image_mode_skips_only_where_all_agree() -> None:
 
 
 @pytest.mark.slow
-def test_guided_requests_decide_for_both_rows() -> None:
+def test_guided_requests_decide_jointly_for_both_rows() -> None:
     model, patched, cache = cached_model("sdxl", "image", Switch(0.5))
     cache.rule.is_on = True  # type: ignore[attr-defined]
     rows = draw_rows(model, [(16, 16), (24, 24)], num_each=2)
@@ -367,7 +367,7 @@ def test_guided_requests_decide_for_both_rows() -> None:
         assert reused.any()
 
 
-def test_sizes_that_cannot_be_cut_are_refused() -> None:
+def test_sizes_that_patches_do_not_divide_are_refused() -> None:
     _, _, cache = cached_model("sdxl", "image", NeverReuse())
     cache.check_sizes([(16, 24)])
     with pytest.raises(UsageError, match="latents of 20x16 cannot be cut into the cache's patches of 8"):

@@ -39,9 +39,7 @@ def votes(predictor: CachePredictor, view: PatchView) -> np.ndarray:
 
 
 @pytest.mark.parametrize("min_confidence", [0.2, 0.5, 0.8])
-def test_a_patch_goes_by_its_vote_and_a_request_by_the_mean_of_its_patches(
-    predictor: CachePredictor, min_confidence: float
-) -> None:
+def test_patches_follow_their_vote_and_requests_the_mean_vote(predictor: CachePredictor, min_confidence: float) -> None:
     cut = replace(predictor, min_confidence=min_confidence)
     rule, num_blocks = Predicted(cut), len(FACTS.blocks)
     for block in range(num_blocks):
@@ -54,7 +52,7 @@ def test_a_patch_goes_by_its_vote_and_a_request_by_the_mean_of_its_patches(
     assert len(set(expected)) == 2 or min_confidence != 0.5
 
 
-def test_nobody_asks_for_more_than_was_learnt(predictor: CachePredictor) -> None:
+def test_max_reuse_beyond_the_training_range_is_refused(predictor: CachePredictor) -> None:
     assert Predicted(predictor).max_reuse == predictor.max_lag
     with pytest.raises(UsageError, match=f"--max-reuse is {predictor.max_lag + 1}, but the predictor has learnt from"):
         Predicted(predictor, predictor.max_lag + 1)

@@ -19,7 +19,7 @@ from ...support.random_models import TRANSFORMERS
 
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", "sd35"])
-def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
+def test_changes_are_measured_on_a_fair_sample(name: str, order: Any) -> None:
     model, patched, cache = cached_model(name, order, NeverReuse())
     begin(patched, draw_rows(model, SIZES))
     tables, generator = cache.tables, torch.Generator().manual_seed(0)
@@ -35,7 +35,7 @@ def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
     assert tables.sample(0).shape[1] < tables.tokens(0).shape[1], "the finest level is worth sampling"
 
 
-class Spy(InputThreshold):
+class ChangeRecorder(InputThreshold):
     """Rule that reuses all it may, and from step 15 follows `PlaceRule`; records the changes it receives by block."""
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class Spy(InputThreshold):
 
 
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
-def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_inputs_need_no_comparison(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes derived from the blocks that have run equal those of all inputs, while requests join and leave."""
-    rule, ask, num_compared, looked = Spy(), PatchCache._apply_rule, 0, 0
+    rule, ask, num_compared, looked = ChangeRecorder(), PatchCache._apply_rule, 0, 0
 
     def compared(self: PatchCache, block: int, inputs: tuple[Tensor, ...], must: Booleans) -> Booleans:
         nonlocal num_compared

@@ -49,9 +49,7 @@ def whole_model(name: str, order: Any = "image", options: CacheOptions = WHOLE) 
 @pytest.mark.product(most=4)
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
-def test_requests_that_are_computed_get_what_they_get_alone_and_the_others_their_forecast(
-    name: str, order: Any
-) -> None:
+def test_computed_requests_equal_those_alone_and_others_their_forecast(name: str, order: Any) -> None:
     model, patched, rule = whole_model(name, order)
     plain = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
     # Requests join and leave in between. Keys identify them, and two of SIZES are equal.
@@ -104,7 +102,7 @@ def test_guided_requests_and_steps_that_all_skip(name: str) -> None:
     assert rule.changes == pytest.approx([0.0, 0.0], abs=1e-9)
 
 
-def test_little_is_kept() -> None:
+def test_whole_model_cache_needs_little_memory() -> None:
     """The cache keeps two outputs and the samples of one input, not the output of every block."""
     model, patched, _ = whole_model("sdxl")
     rows = draw_rows(model, SIZES)
@@ -119,7 +117,7 @@ def test_little_is_kept() -> None:
     )
 
 
-def test_without_room_all_are_computed() -> None:
+def test_without_memory_all_requests_are_computed() -> None:
     options = replace(WHOLE, memory_mb=1)
     model, patched, rule = whole_model("sdxl", options=options)
     rows = draw_rows(model, [(64, 64)] * 24)
@@ -132,7 +130,7 @@ def test_without_room_all_are_computed() -> None:
     assert patched.cache.stats.skipped == 0
 
 
-def test_a_share_of_patches_asks_block_by_block() -> None:
+def test_full_above_without_whole_steps_decides_block_by_block() -> None:
     model = MODELS["sdxl"]()
     cache = PatchedModel(model).use_cache(OPTIONS, Skips())
     assert not cache.is_whole

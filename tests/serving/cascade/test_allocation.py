@@ -85,7 +85,7 @@ def by_brute_force(problem: Problem, *, with_waiting: bool) -> float | None:
 
 
 @pytest.mark.slow
-def test_both_solvers_find_what_trying_everything_finds() -> None:
+def test_both_solvers_equal_brute_force() -> None:
     chance, milp, seen = random.Random(0), Milp(), Counter[str]()
     for _ in range(200):
         problem = random_problem(chance)
@@ -125,7 +125,7 @@ def check(problem: Problem, plan: AllocationPlan) -> None:
     assert problem.is_in_time(light, heavy, with_waiting=plan.status == "optimal")
 
 
-def test_the_threshold_never_rises_with_demand() -> None:
+def test_threshold_never_rises_with_demand() -> None:
     chance = random.Random(1)
     for _ in range(50):
         problem = replace(random_problem(chance), light_wait_s=0.0, heavy_wait_s=0.0)
@@ -134,7 +134,7 @@ def test_the_threshold_never_rises_with_demand() -> None:
         assert thresholds == sorted(thresholds, reverse=True)
 
 
-def test_going_by_what_thresholds_are_worth_finds_the_best_that_there_is_room_for() -> None:
+def test_improving_curve_finds_the_best_feasible_threshold() -> None:
     chance, seen = random.Random(3), Counter[bool]()
     for _ in range(60):
         problem = random_problem(chance)
@@ -152,7 +152,7 @@ def test_going_by_what_thresholds_are_worth_finds_the_best_that_there_is_room_fo
     assert min(seen[True], seen[False]) >= 5
 
 
-def test_a_worth_that_rises_leaves_every_threshold() -> None:
+def test_monotonic_worth_keeps_every_threshold() -> None:
     curve = example().curve
     assert curve.improving(lambda threshold: threshold) == curve
     assert curve.improving(lambda threshold: -threshold) == DeferralCurve((0.0,), (0.0,))
@@ -171,7 +171,7 @@ def example(**changes: object) -> Problem:
     return replace(Problem(8, 20.0, light, heavy, curve, {"a": 3.0}), **changes)  # type: ignore[arg-type]
 
 
-def test_by_hand() -> None:
+def test_plans_match_manual_values() -> None:
     # 21 requests a second need 2 light workers with batches of 2; 6 heavy ones draw 9 a second, or 42.8 %.
     assert enumerate_plan(example()) == AllocationPlan(2, 6, 2, 2, 0.75, 0.2)
     # With light batches of 1, 3 and 5 workers suffice as well; if 3 are light already, none has to switch.
@@ -199,7 +199,7 @@ def test_by_hand() -> None:
         ({"slos_s": {"b": 3.0}}, "the light model is profiled for a, but SLOs are given for b"),
     ],
 )
-def test_what_is_out_of_range_is_refused(changes: dict[str, object], message: str) -> None:
+def test_values_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         example(**changes)
 
@@ -224,14 +224,12 @@ def test_profiles_have_positive_numbers_only(numbers: tuple[float, ...]) -> None
         ((0.0, 0.5), (0.0, 1.5), "must not descend, and be 1 at most"),
     ],
 )
-def test_curves_that_are_none_are_refused(
-    thresholds: tuple[float, ...], shares: tuple[float, ...], message: str
-) -> None:
+def test_invalid_curves_are_refused(thresholds: tuple[float, ...], shares: tuple[float, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         DeferralCurve(thresholds, shares)
 
 
-def test_waiting_by_littles_law() -> None:
+def test_waiting_time_follows_littles_law() -> None:
     assert waiting_s(0, 0, 0) == 0
     assert waiting_s(6, 2, 100) == 3
     assert waiting_s(6, 0, 3) == 2
@@ -239,7 +237,7 @@ def test_waiting_by_littles_law() -> None:
 
 
 @pytest.mark.slow
-def test_plans_are_made_in_time() -> None:
+def test_planning_is_fast() -> None:
     """With 16 workers, 201 thresholds and all batch sizes, p95 on a core is < 50 ms (HiGHS), < 2 ms (enumeration)."""
     chance = random.Random(2)
     problems = []
@@ -267,7 +265,7 @@ def test_plans_are_made_in_time() -> None:
         assert np.percentile(taken_s, 95) < most_s
 
 
-def test_shared_workers_have_the_largest_threshold_that_there_is_room_for() -> None:
+def test_shared_workers_get_the_largest_feasible_threshold() -> None:
     chance, seen = random.Random(1), Counter[str]()
     for _ in range(600):
         problem = random_problem(chance)

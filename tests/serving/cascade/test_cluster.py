@@ -150,7 +150,7 @@ def check_images(template: WorkerSettings, requests: list[Request], leg: Leg) ->
 
 
 @pytest.mark.slow
-def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSettings) -> None:
+def test_workers_equal_the_engine_and_switch_models(template: WorkerSettings) -> None:
     requests = trace(36, 13.0)
     threshold, confidences = median_threshold(template, requests)
     plans = [AllocationPlan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, AllocationPlan(1, 1, 4, 2, threshold, 0.5)]
@@ -180,7 +180,7 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(template: WorkerSettings) -> None:
+def test_shared_worker_draws_light_and_heavy_images_in_one_batch(template: WorkerSettings) -> None:
     requests = [replace(request, arrival_s=0.0) for request in trace(16, 1.0)]
     threshold, _ = median_threshold(template, requests)
     sharing = dispatcher([AllocationPlan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
@@ -235,7 +235,7 @@ def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: WorkerSettings) -> None:
+def test_killed_worker_loses_no_request_and_restarts(template: WorkerSettings) -> None:
     requests = trace(60, 25.0)
     threshold, confidences = median_threshold(template, requests)
     notes: list[str] = []
@@ -262,7 +262,7 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
     assert {row.observed.num_workers for row in result.plans} == {None, 1, 2}
 
 
-def test_what_a_worker_is_told_waits_for_nobody(template: WorkerSettings) -> None:
+def test_messages_to_a_hanging_worker_do_not_block(template: WorkerSettings) -> None:
     worker = ProcessWorker(template, "light")
     os.kill(worker.process.pid or 0, signal.SIGSTOP)
 
@@ -283,7 +283,7 @@ def test_what_a_worker_is_told_waits_for_nobody(template: WorkerSettings) -> Non
     assert not worker._sender.is_alive()
 
 
-def test_a_worker_whose_step_stands_still_does_not_say_that_it_lives(
+def test_worker_with_a_hanging_step_sends_no_heartbeat(
     template: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_held, goes_on, step = threading.Event(), threading.Event(), PatchedStepper.step
@@ -321,9 +321,7 @@ def test_a_worker_whose_step_stands_still_does_not_say_that_it_lives(
 
 
 @pytest.mark.slow
-def test_workers_that_stand_still_hold_no_places_and_come_back(
-    template: WorkerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     names: dict[Leg, str] = {"light": "light", "heavy": "heavy"}
 
@@ -367,7 +365,7 @@ def test_workers_that_stand_still_hold_no_places_and_come_back(
 
 
 @pytest.mark.slow
-def test_models_that_cannot_be_loaded_are_told_in_one_line(template: WorkerSettings, tmp_path: Path) -> None:
+def test_model_load_failures_give_a_one_line_error(template: WorkerSettings, tmp_path: Path) -> None:
 
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     broken = replace(template, discriminator=tmp_path / "broken.safetensors")

@@ -10,7 +10,7 @@ from patchedserve.serving.cascade.deferral import OnlineDeferral, deferral_curve
 from patchedserve.serving.cascade.demand import MovingAverage
 
 
-def test_the_share_below_each_threshold() -> None:
+def test_curve_is_the_share_below_each_threshold() -> None:
     confidences = [0.1, 0.1, 0.5, 0.9]
     curve = deferral_curve(confidences, 0.25)
     for threshold, share in zip(curve.thresholds, curve.shares, strict=True):
@@ -19,13 +19,13 @@ def test_the_share_below_each_threshold() -> None:
     assert curve.share(0.6) == 0.5
 
 
-def test_what_is_no_number_is_deferred_at_any_threshold_but_none() -> None:
+def test_nan_confidence_is_deferred_at_any_positive_threshold() -> None:
     curve = deferral_curve([math.nan, 0.5], 0.1)
     assert curve.shares[:2] == (0.0, 0.5)
     assert not any(map(math.isnan, curve.thresholds))
 
 
-def test_with_costs_thresholds_differ_and_shares_are_of_the_heavy_work() -> None:
+def test_costs_change_thresholds_and_weight_shares_by_heavy_work() -> None:
     chance = np.random.default_rng(1)
     confidences, costs = chance.beta(3, 2, 400), chance.choice([0.4, 1.0, 2.5], 400)
     curve = deferral_curve(confidences, 0.05, costs)
@@ -43,7 +43,7 @@ def test_with_costs_thresholds_differ_and_shares_are_of_the_heavy_work() -> None
     assert (online.curve.share(0.7), online.curve.share(0.71)) == (0, 1)
 
 
-def test_equal_costs_are_none_and_dear_images_have_a_lower_threshold() -> None:
+def test_equal_costs_have_no_effect_and_costly_images_a_lower_threshold() -> None:
     confidences = list(np.random.default_rng(2).beta(3, 2, 100))
     assert deferral_curve(confidences, costs=[1.0] * 100) == deferral_curve(confidences)
     assert threshold_at(0.5, 2.0) < 0.5 < threshold_at(0.5, 0.5)
@@ -51,12 +51,12 @@ def test_equal_costs_are_none_and_dear_images_have_a_lower_threshold() -> None:
     assert score(math.nan, 2.0) == -1
 
 
-def test_no_confidences_are_no_curve() -> None:
+def test_empty_confidences_are_refused() -> None:
     with pytest.raises(UsageError, match="needs as many of both"):
         deferral_curve([])
 
 
-def test_after_500_requests_the_profile_is_forgotten_and_before_it_mixes_evenly() -> None:
+def test_profile_is_mixed_in_and_dropped_after_500_requests() -> None:
     """The curve is within 0.05 of the truth 500 requests after the mix has changed."""
     chance = np.random.default_rng(0)
     profiled, now = chance.beta(5, 2, 5000), chance.beta(2, 3, 2000)
@@ -76,7 +76,7 @@ def distance(online: OnlineDeferral, confidences: np.ndarray) -> float:
     return max(abs(online.curve.share(t) - np.mean(confidences < t)) for t in np.linspace(0.005, 1, 200))
 
 
-def test_few_profiled_confidences_are_as_good_as_they_are() -> None:
+def test_few_profiled_confidences_are_used_until_the_window_is_full() -> None:
     online = OnlineDeferral([0.2, 0.8], window=3)
     assert online.curve.share(0.5) == 0.5
     for confidence in (0.1, 0.2, 0.3):
@@ -84,7 +84,7 @@ def test_few_profiled_confidences_are_as_good_as_they_are() -> None:
     assert online.curve.share(0.5) == 1
 
 
-def test_averages_follow_what_comes() -> None:
+def test_averages_follow_observations() -> None:
     demand = MovingAverage()
     assert demand.value == demand.latest == 0
     demand.note(5.0)

@@ -19,17 +19,17 @@ def view(request_id: int, resolution: Resolution = SMALL, deadline_s: float | No
     return RequestView(request_id, resolution, float(request_id), deadline_s, 4)
 
 
-def test_the_first_of_the_queue_leads_and_others_of_its_size_go_with_it() -> None:
+def test_first_request_is_batched_with_others_of_its_size() -> None:
     queue = [view(0, LARGE), view(1), view(2, LARGE), view(3, LARGE)]
     assert CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 2)) == Decision((0, 2))
 
 
-def test_who_has_the_earliest_deadline_leads() -> None:
+def test_earliest_deadline_is_served_first() -> None:
     queue = [view(0, LARGE, 30.0), view(1, deadline_s=25.0), view(2), view(3, deadline_s=20.0)]
     assert CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 2)) == Decision((3, 1))
 
 
-def test_who_would_be_late_is_dropped_and_the_batch_is_formed_anew() -> None:
+def test_late_requests_are_dropped_and_the_batch_is_rebuilt() -> None:
     # Three small images end at 13 s: the second would be late, and without it the others take two seconds.
     queue = [view(0, deadline_s=20.0), view(1, deadline_s=12.5), view(2, deadline_s=20.0)]
     decision = CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 3))
@@ -42,7 +42,7 @@ def test_who_would_be_late_is_dropped_and_the_batch_is_formed_anew() -> None:
     assert CascadePolicy(batch_s).decide(Snapshot(10.0, queue, [], 2)) == Decision((0,))
 
 
-def test_a_batch_runs_to_completion_decoding_included() -> None:
+def test_batch_runs_to_completion_including_decoding() -> None:
     policy, queue = CascadePolicy(batch_s), [view(1, deadline_s=10.5)]
     assert policy.decide(Snapshot(10.0, queue, [view(0)], 4)) == Decision()
     for free_s in (10.2, math.inf):

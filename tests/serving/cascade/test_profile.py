@@ -18,7 +18,7 @@ from ...support.cascades import leg, profile
 from ...support.latency_tables import CIRCUMSTANCES
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_profile_round_trips_through_a_file(tmp_path: Path) -> None:
     written = profile()
     written.save(tmp_path / "cascade.json")
     assert read_profile(tmp_path / "cascade.json") == written
@@ -26,7 +26,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert written.standalone_s(Resolution(64, 64)) == pytest.approx(2.0)
 
 
-def test_heavy_images_that_start_from_light_ones_have_times_of_their_own(tmp_path: Path) -> None:
+def test_heavy_images_from_light_ones_have_separate_times(tmp_path: Path) -> None:
     whole = profile()
     with pytest.raises(UsageError, match="psctl profile cascade --reuse-light STRENGTH"):
         whole.serving(reuses_light=True)
@@ -43,7 +43,7 @@ def test_heavy_images_that_start_from_light_ones_have_times_of_their_own(tmp_pat
     assert (model.for_workers().num_steps, model.for_workers().strength) == (40, 0.6)
 
 
-def test_a_mix_draws_as_many_a_second_as_its_batches_take() -> None:
+def test_throughput_of_a_mix_follows_its_batch_times() -> None:
     leg = profile().legs["light"]
     alone = [leg.batches({name: 1.0}).throughput for name in ("64x64", "128x128")]
     # With two requests of the first size to one of the second, 3 requests take 2 / T_1 + 1 / T_2 seconds.
@@ -53,7 +53,7 @@ def test_a_mix_draws_as_many_a_second_as_its_batches_take() -> None:
     assert model.durations.steps.policy_latency.step_latency_s([Resolution(64, 64)]) == pytest.approx(0.05, rel=0.05)
 
 
-def test_all_stages_of_a_worker_on_a_cpu_share_its_core() -> None:
+def test_stages_of_a_cpu_worker_share_its_core() -> None:
     size, slow = Resolution(64, 64), SizeTimes((2.0,), (0.5,), (0.5,), 0.25, 0.75)
     requests = [Request(number, "", size, 1, 1.0, seed=0) for number in range(4)]
     for device, end_s in (
@@ -74,7 +74,7 @@ def test_all_stages_of_a_worker_on_a_cpu_share_its_core() -> None:
         assert max(record.finish_s or 0.0 for record in result.records) == pytest.approx(end_s), device
 
 
-def test_costs_are_relative_to_their_mean_and_of_what_was_profiled() -> None:
+def test_costs_are_relative_to_their_mean_and_need_a_profile() -> None:
     leg = profile().legs["heavy"]
     # Steps take 50 and 80 ms.
     assert leg.costs_of(["128x128", "64x64", "128x128"]) == pytest.approx([8 / 6.5, 5 / 6.5, 8 / 6.5])
@@ -83,7 +83,7 @@ def test_costs_are_relative_to_their_mean_and_of_what_was_profiled() -> None:
         leg.costs_of(["64x64", "256x256"])
 
 
-def test_a_resolution_that_only_one_model_has_is_told() -> None:
+def test_resolution_missing_from_one_model_is_reported() -> None:
     whole = profile()
     heavy = whole.legs["heavy"]
     part = LegProfile(4, 4.0, (1, 2, 4, 8), {"64x64": heavy.sizes["64x64"]}, 0.1, 1.0, 0.0, CIRCUMSTANCES)
@@ -108,7 +108,7 @@ def test_a_resolution_that_only_one_model_has_is_told() -> None:
         (lambda content: content.update(reused={}), "damaged"),
     ],
 )
-def test_what_is_damaged_is_told(tmp_path: Path, change: Any, reason: str) -> None:
+def test_damaged_profiles_are_reported(tmp_path: Path, change: Any, reason: str) -> None:
     path = tmp_path / "cascade.json"
     profile().save(path)
     content = json.loads(path.read_text())
@@ -123,7 +123,7 @@ def test_what_is_damaged_is_told(tmp_path: Path, change: Any, reason: str) -> No
         read_profile(tmp_path / "other.json")
 
 
-def test_numbers_that_are_missing_are_told() -> None:
+def test_missing_numbers_are_reported() -> None:
     with pytest.raises(UsageError, match="for throughput"):
         LegProfile(
             4, 4.0, (1, 2), {"64x64": SizeTimes((1.0, 2.0), (1.0,), (0.1, 0.2), 0.0, 0.0)}, 0.1, 1.0, 0.0, CIRCUMSTANCES

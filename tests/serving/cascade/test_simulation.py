@@ -93,7 +93,7 @@ def check(result: CascadeResult, requests: list[Request]) -> None:
         assert plan_row.plan.num_light + plan_row.plan.num_heavy == 6
 
 
-def test_thresholds_decide_and_everybody_ends_once() -> None:
+def test_thresholds_decide_and_every_request_ends_once() -> None:
     requests = trace(8.0, 600)
     result = run(requests, DiffServe(CLUSTER))
     check(result, requests)
@@ -105,7 +105,7 @@ def test_thresholds_decide_and_everybody_ends_once() -> None:
     assert result == run(requests, DiffServe(CLUSTER))
 
 
-def test_more_demand_means_less_heavy_and_the_plan_follows() -> None:
+def test_more_demand_reduces_the_heavy_share_and_the_plan_follows() -> None:
     calm, busy = (run(trace(rate, 400), DiffServe(CLUSTER)) for rate in (2.0, 30.0))
     share = [Counter(result.served_by().values())["heavy"] / len(result.records) for result in (calm, busy)]
     assert share[0] > share[1] + 0.2
@@ -113,7 +113,7 @@ def test_more_demand_means_less_heavy_and_the_plan_follows() -> None:
     assert busy.num_switches > 0
 
 
-def test_the_systems_that_it_is_compared_with() -> None:
+def test_baseline_systems() -> None:
     requests = trace(6.0, 300)
     light, heavy = (
         run(requests, clipper(CLUSTER, "light")),
@@ -139,7 +139,7 @@ def test_at_constant_demand_static_and_dynamic_plans_are_the_same() -> None:
     assert DiffServe(CLUSTER)(Observations(6.0, curve)) == plan
 
 
-def test_a_late_heavy_image_may_be_the_light_one() -> None:
+def test_late_heavy_image_may_be_replaced_by_the_light_one() -> None:
     plan = AllocationPlan(5, 1, 4, 1, 0.6, 0.5)
     requests = trace(10.0, 200)
     discarded, light = (run(requests, Fixed(plan), on_late=each) for each in ("discard", "light"))
@@ -159,7 +159,7 @@ def test_without_a_heavy_worker_deferred_requests_wait_and_then_are_refused() ->
     }
 
 
-def test_a_confidence_that_is_no_number_is_deferred() -> None:
+def test_nan_confidence_is_deferred() -> None:
     controller = Controller(DiffServe(CLUSTER), CONFIDENCES)
     result = simulate_cascade(trace(1.0, 20), MODELS, controller, lambda _: math.nan, num_workers=6)
     assert set(result.served_by().values()) == {"heavy"}
@@ -167,7 +167,7 @@ def test_a_confidence_that_is_no_number_is_deferred() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_hundred_thousand_requests_in_a_minute() -> None:
+def test_simulating_100000_requests_takes_under_a_minute() -> None:
     import time
 
     requests = trace(12.0, 100_000)
@@ -177,7 +177,7 @@ def test_a_hundred_thousand_requests_in_a_minute() -> None:
     check(result, requests)
 
 
-def test_replacing_a_plan_in_which_somebody_is_about_to_leave_keeps_him() -> None:
+def test_replacing_a_plan_keeps_workers_that_have_not_switched_yet() -> None:
     """Plans alternate every period: a worker that has not left its model yet keeps it, and no request is lost."""
     first, second = AllocationPlan(5, 1, 2, 2, 0.5, 0.4), AllocationPlan(2, 4, 2, 2, 0.5, 0.4)
     plans = iter([first, *([second, first] * 200)])

@@ -16,7 +16,7 @@ CLUSTER = Cluster(8, LIGHT, HEAVY, {"64x64": 6.0})
 CURVE = deferral_curve([number / 100 for number in range(100)])
 
 
-def test_the_names_that_the_command_line_knows_are_the_systems() -> None:
+def test_command_line_names_equal_the_systems() -> None:
     assert tuple(CASCADE_SYSTEMS) == CASCADE_SYSTEM_NAMES
     with pytest.raises(UsageError, match="must be one of diffserve, diffserve-shared"):
         get_cascade_system("clipper")
@@ -36,7 +36,7 @@ def test_every_system_plans_for_all_workers(name: str, solver: str) -> None:
             assert plan.threshold is None
 
 
-def test_a_static_threshold_is_the_one_given_or_that_of_the_peak() -> None:
+def test_static_threshold_is_the_given_one_or_that_of_the_peak() -> None:
     system = get_cascade_system("diffserve-static-threshold")
     given = system.allocator(CLUSTER, CURVE, 4.0, CascadeKnobs("enumerate", threshold=0.25))
     assert {given(Observations(demand, CURVE)).threshold for demand in (0.5, 2.0, 4.0)} == {0.25}
@@ -45,7 +45,7 @@ def test_a_static_threshold_is_the_one_given_or_that_of_the_peak() -> None:
     assert found(Observations(1.0, CURVE)).threshold == wanted(Observations(1.0, CURVE)).threshold
 
 
-def test_no_plan_can_keep_an_slo_below_one_light_image() -> None:
+def test_slo_below_one_light_image_is_infeasible() -> None:
     cluster = Cluster(8, LIGHT, HEAVY, {"64x64": 0.1})
     with pytest.raises(UsageError, match=r"the SLO of 64x64 is 0.1 s, but one light image takes 0.2 s"):
         get_cascade_system("diffserve").allocator(cluster, CURVE, 4.0, CascadeKnobs())
@@ -57,7 +57,7 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
         CascadeKnobs(**wrong)  # type: ignore[arg-type]
 
 
-def test_models_are_written_with_their_steps() -> None:
+def test_models_are_formatted_with_their_steps() -> None:
     specs = parse_cascade(" emoji-xl:4, some/dir:with:colons:50")
     assert specs == {"light": LegSpec("emoji-xl", 4), "heavy": LegSpec("some/dir:with:colons", 50)}
     assert cascade_name(specs) == "emoji-xl:4,some/dir:with:colons:50"
@@ -74,12 +74,12 @@ def test_models_are_written_with_their_steps() -> None:
         ("emoji-xl:0,emoji-xl", "from 1 to 1000"),
     ],
 )
-def test_what_is_no_cascade_is_refused(text: str, reason: str) -> None:
+def test_invalid_cascades_are_refused(text: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         parse_cascade(text)
 
 
-def test_batches_grow_with_every_one_in_time_and_halve_with_one_that_is_late() -> None:
+def test_batch_size_grows_when_in_time_and_halves_when_late() -> None:
     limit = Aimd((1, 2, 4, 8))
     sizes = []
     for number in range(7):

@@ -59,34 +59,34 @@ class Scripted:
             self.request, self.script = request, script
 
         async def __aiter__(self) -> AsyncIterator[ReplicaMessage]:
-            for told in self.script:
+            for events in self.script:
                 await asyncio.sleep(0)
-                if isinstance(told, BaseException):
-                    raise told
-                if told is STANDS_STILL:
+                if isinstance(events, BaseException):
+                    raise events
+                if events is STANDS_STILL:
                     await asyncio.Event().wait()
-                if isinstance(told, str):
+                if isinstance(events, str):
                     record = RequestRecord.of(self.request)
-                    record.close(told, 1.0, "as is said")
-                    told = Ended(record, None)
-                yield told
+                    record.close(events, 1.0, "as is said")
+                    events = Ended(record, None)
+                yield events
 
         def cancel(self) -> None:
             pass
 
 
-class Heard(Follower):
+class RecordingFollower(Follower):
     """Follower that records its notifications."""
 
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.events: list[object] = []
         self.ended: asyncio.Future[RequestRecord] = asyncio.get_running_loop().create_future()
 
     def on_step(self, request_id: int, steps_done: int) -> None:
-        self.told.append(steps_done)
+        self.events.append(steps_done)
 
     def on_partial(self, request_id: int, index: int, image: Any) -> None:
-        self.told.append(f"partial {index}")
+        self.events.append(f"partial {index}")
 
     def on_end(self, record: RequestRecord, image: Any) -> None:
         self.ended.set_result(record)
@@ -120,13 +120,13 @@ def died() -> BaseException:
     return exceptions.ActorDiedError()
 
 
-def test_whoever_draws_it_in_the_end_nothing_is_told_twice() -> None:
+def test_retried_request_sends_no_event_twice() -> None:
     async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
-        heard = Heard()
-        await backend.submit(request(), heard, num_partials=2, follows_steps=True)
-        record = await heard.ended
+        follower = RecordingFollower()
+        await backend.submit(request(), follower, num_partials=2, follows_steps=True)
+        record = await follower.ended
         assert record.status == "completed"
-        assert heard.told == [1, "partial 0", 2, 3, "partial 1", 4]
+        assert follower.events == [1, "partial 0", 2, 3, "partial 1", 4]
         assert deployment.num_asked == 3
 
     image: Any = None
@@ -136,19 +136,19 @@ def test_whoever_draws_it_in_the_end_nothing_is_told_twice() -> None:
     run(work, first, lost, [*last, Stepped(4), "completed"])
 
 
-def test_what_kills_replicas_is_drawn_by_two_at_most() -> None:
+def test_request_that_kills_replicas_is_tried_on_two_at_most() -> None:
     async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
         for num_asked in (2, 5, 8):
-            heard = Heard()
-            await backend.submit(request(), heard)
-            record = await heard.ended
+            follower = RecordingFollower()
+            await backend.submit(request(), follower)
+            record = await follower.ended
             assert deployment.num_asked == num_asked
             assert (record.status, record.reason) == ("failed", "2 replicas have died while they drew it")
             error = error_of(record)
             assert (error.status, error.code, error.headers) == (500, "generation_failed", {"x-should-retry": "false"})
             assert "2 replicas have died while they drew it" in error.message
         # The policy of the next replica decides whether it is too late.
-        late = Heard()
+        late = RecordingFollower()
         await backend.submit(request(slo_s=1e-9), late)
         assert (await late.ended).status == "completed"
 
@@ -159,11 +159,11 @@ def test_what_kills_replicas_is_drawn_by_two_at_most() -> None:
     run(work, *(script for each in runs for script in each), dies, [Accepted("b"), "completed"])
 
 
-def test_where_no_replica_has_it_it_may_be_sent_again() -> None:
+def test_request_that_no_replica_accepts_may_be_retried() -> None:
     async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
-        heard = Heard()
-        await backend.submit(request(), heard)
-        record = await heard.ended
+        follower = RecordingFollower()
+        await backend.submit(request(), follower)
+        record = await follower.ended
         # The request is cancelled, not failed, as it did not cause this.
         assert (record.status, deployment.num_asked) == ("cancelled", MAX_ATTEMPTS)
         assert record.reason == "none of 3 replicas in a row has drawn it"
@@ -173,7 +173,7 @@ def test_where_no_replica_has_it_it_may_be_sent_again() -> None:
     run(work, *[dead] * MAX_ATTEMPTS)
 
 
-def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_hanging_replica_are_rerouted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "_STATUS_EVERY_S", 0.01)
     monkeypatch.setattr(backend_module, "_REASSIGN_AFTER_S", 0.05)
 
@@ -185,12 +185,12 @@ def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest
         while len(backend.replicas) < 2:
             await asyncio.sleep(0.01)
         assert (backend.health, backend.load.rate, backend.trouble) == (Health.READY, 200.0, "")
-        heard = Heard()
-        await backend.submit(request(), heard, follows_steps=True)
+        follower = RecordingFollower()
+        await backend.submit(request(), follower, follows_steps=True)
         book.confirm(1, "a")
         deployment.answers = (status("b"),), 1
-        assert (await heard.ended).status == "completed"
-        assert (heard.told, deployment.num_asked) == ([1, 2], 2)
+        assert (await follower.ended).status == "completed"
+        assert (follower.events, deployment.num_asked) == ([1, 2], 2)
         assert {each.name: each.health for each in backend.replicas} == {"a": Health.STALLED, "b": Health.READY}
         assert (backend.health, backend.load.rate) == (Health.READY, 100.0)
         begun = RequestView.of(request(), None, 1.0)
@@ -211,15 +211,15 @@ def test_what_a_replica_that_stands_still_had_goes_elsewhere(monkeypatch: pytest
     run(work, [Accepted("a"), Stepped(1), STANDS_STILL], [Accepted("b"), Stepped(1), Stepped(2), "completed"])
 
 
-def test_a_busy_replica_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_replica_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patchedserve.serving.cluster.backend._BUSY_RETRY_S", 0.01)
 
     async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
-        heard = Heard()
-        await backend.submit(request(), heard)
-        assert (await heard.ended).status == "completed"
+        follower = RecordingFollower()
+        await backend.submit(request(), follower)
+        assert (await follower.ended).status == "completed"
         with pytest.raises(ApiError) as caught:
-            await backend.submit(request(), Heard())
+            await backend.submit(request(), RecordingFollower())
         assert (caught.value.status, caught.value.code) == (503, "not_ready")
 
     busy: Script = [Refused("the engine is restarting", is_busy=True)]
@@ -227,32 +227,32 @@ def test_a_busy_replica_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work, busy, crashed, [Accepted("b"), Stepped(4), "completed"], busy, busy, busy)
 
 
-def test_what_no_model_can_draw_is_refused_at_once() -> None:
+def test_unsupported_request_is_refused_immediately() -> None:
     async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
-        heard = Heard()
+        follower = RecordingFollower()
         with pytest.raises(UsageError, match="too large"):
-            await backend.submit(request(), heard)
+            await backend.submit(request(), follower)
         assert deployment.num_asked == 1
-        assert not heard.ended.done()
+        assert not follower.ended.done()
 
     run(work, [Refused("it is too large", is_busy=False)])
 
 
-def test_a_size_whose_steps_the_router_does_not_know_goes_to_nobody() -> None:
+def test_size_unknown_to_the_router_is_refused() -> None:
     async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
         with pytest.raises(UsageError, match="32x32"):
-            await backend.submit(request(), Heard())
+            await backend.submit(request(), RecordingFollower())
         assert (deployment.num_asked, backend.load.num_waiting) == (0, 0)
 
     run(work, router="mask-aware", predictor=TableLatency({(Resolution(64, 64),): 1.0}))
 
 
-def test_a_cancelled_one_is_not_drawn_again() -> None:
+def test_cancelled_request_is_not_retried() -> None:
     async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
-        heard = Heard()
-        await backend.submit(request(), heard)
+        follower = RecordingFollower()
+        await backend.submit(request(), follower)
         backend.cancel(1, "its client has left")
-        record = await heard.ended
+        record = await follower.ended
         assert (record.status, record.reason) == ("cancelled", "its client has left")
         assert deployment.num_asked == 1
 

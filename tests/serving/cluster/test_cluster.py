@@ -75,7 +75,7 @@ def begin(book: LoadBook, number: int, pixels: int, num_steps: int) -> None:
     book.begin(RequestView(number, Resolution(pixels, 1), 0.0, None, num_steps))
 
 
-def test_a_request_goes_where_the_least_is_pending() -> None:
+def test_request_is_routed_to_the_least_pending_work() -> None:
     book = LoadBook()
     for number, pixels, num_steps in ((1, 100, 10), (2, 10, 10), (3, 10, 10), (4, 1, 1)):
         begin(book, number, pixels, num_steps)
@@ -99,7 +99,7 @@ def test_a_request_goes_where_the_least_is_pending() -> None:
     assert (book.pending("a"), book.pending()) == (100, 300)
 
 
-def test_a_request_that_skips_steps_counts_for_those_that_are_computed() -> None:
+def test_request_counts_only_computed_steps() -> None:
     schedule = CacheSchedule(ProfiledModel("tiny", "", ""), {30: StepPlan(30, (0, 5, 9, 13, 17, 22))})
     book, pixels = LoadBook(computed_of=schedule.num_computed), SIZE.pixels
     request = Request(1, "", SIZE, 30)
@@ -111,7 +111,7 @@ def test_a_request_that_skips_steps_counts_for_those_that_are_computed() -> None
     assert book.pending() == 33 * pixels
 
 
-def test_what_a_dead_replica_had_goes_elsewhere() -> None:
+def test_requests_of_a_dead_replica_are_rerouted() -> None:
     book = LoadBook()
     for number in range(4):
         begin(book, number, 10, 1)
@@ -128,7 +128,7 @@ def test_what_a_dead_replica_had_goes_elsewhere() -> None:
     assert book.pending() == 50
 
 
-def test_the_books_balance_whatever_threads_do() -> None:
+def test_load_book_balances_under_concurrency() -> None:
     book, names = LoadBook(), ["a", "b", "c"]
 
     def work(seed: int) -> None:
@@ -155,7 +155,7 @@ def test_the_books_balance_whatever_threads_do() -> None:
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_the_book_chooses_as_its_router_does(name: str) -> None:
+def test_load_book_chooses_like_its_router(name: str) -> None:
     """The reference is the same router over plain lists of every replica's requests."""
     draws, names = random.Random(name), ["a", "b", "c"]
     book, router = LoadBook(name, Steps(), edits=COSTS, max_batch_size=3), make_router(name, Steps())
@@ -186,7 +186,7 @@ def test_the_book_chooses_as_its_router_does(name: str) -> None:
         assert [book.pending(each) for each in names] == [worker.pixel_steps for worker in workers]
 
 
-def test_an_edit_goes_where_its_record_is() -> None:
+def test_edit_is_routed_to_its_record() -> None:
     book, names, numbers = LoadBook("mask-aware", Steps(), edits=COSTS), ["a", "b", "c"], itertools.count()
 
     def sent(record: RecordId | None, *, replicas: Sequence[str] = names, steps: int = 2) -> tuple[int, str]:
@@ -226,7 +226,7 @@ def test_an_edit_goes_where_its_record_is() -> None:
     assert done(RECORDS[2]) == "c"
 
 
-def test_what_the_book_sees_of_requests() -> None:
+def test_load_book_views_of_requests() -> None:
     picture, mask = image_of(Resolution(64, 32)), np.indices((32, 64))[1] < 16
     geometry = Geometry.of_unet(8, 3)
     book = LoadBook("mask-aware", Steps(), share_of=MaskShares(geometry, 0.6), edits=COSTS)
@@ -261,7 +261,7 @@ def test_what_the_book_sees_of_requests() -> None:
         LoadBook("mask-aware")
 
 
-def test_how_many_replicas() -> None:
+def test_number_of_replicas_follows_the_load() -> None:
     bounds = {"least": 1, "most": 8}
     assert replicas_needed(0, 100, 10, **bounds) == 1
     assert replicas_needed(1000, 100, 10, **bounds) == 1
@@ -275,6 +275,6 @@ def test_how_many_replicas() -> None:
         replicas_needed(1, 1, 0)
 
 
-def test_what_ray_says_is_one_line_whatever_it_says() -> None:
+def test_ray_errors_are_reduced_to_one_line() -> None:
     assert last_line_of(RuntimeError("trace\n  of another process\nno room\n")) == "no room"
     assert last_line_of(RuntimeError("")) == "RuntimeError"

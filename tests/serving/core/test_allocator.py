@@ -35,7 +35,7 @@ print(min(faults() for _ in range(3)))
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
-def test_steps_find_the_memory_of_those_before() -> None:
+def test_steps_reuse_memory_of_earlier_ones() -> None:
     kept, given_back = (
         int(subprocess.run([sys.executable, "-c", SCRIPT, mode], check=True, capture_output=True, text=True).stdout)
         for mode in ("keep", "leave")

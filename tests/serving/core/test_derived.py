@@ -5,7 +5,7 @@ import torch
 from patchedserve.serving.core.derived import Derived
 
 
-def test_what_is_derived_is_made_again_for_another_dtype_or_device() -> None:
+def test_derived_tensors_are_rebuilt_for_another_dtype_or_device() -> None:
     made: list[int] = []
 
     def make() -> int:

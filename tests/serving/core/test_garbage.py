@@ -23,7 +23,7 @@ print(json.dumps([searches.count(2), gc.get_freeze_count(), len(gc.get_objects()
 
 
 @pytest.mark.exhaustive
-def test_the_packages_of_a_model_are_searched_never() -> None:
+def test_garbage_collection_skips_imported_packages() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     full_searches, left_out, searched = json.loads(done.stdout)
     assert "leaked" not in done.stderr
@@ -31,7 +31,7 @@ def test_the_packages_of_a_model_are_searched_never() -> None:
     assert left_out > 10 * searched, "what was imported is left out, and the model is not"
 
 
-def test_where_nothing_is_imported_garbage_is_found_as_ever() -> None:
+def test_garbage_is_collected_when_nothing_is_imported() -> None:
     left_out = gc.get_freeze_count()
     assert gc.isenabled()
     with imports_are_no_garbage():

@@ -50,7 +50,7 @@ def summary_of(records: list[RequestRecord], duration_s: float = 10.0) -> dict:
     return summarize(records, duration_s, slo_scale=5.0, model="emoji-xl", dataset="poisson")
 
 
-def test_a_run_by_hand() -> None:
+def test_metrics_of_a_run_match_manual_values() -> None:
     records = [
         ended(0, arrival_s=1, admitted_s=1.5, finish_s=3, slo_s=2),  # exactly in time
         ended(1, arrival_s=1, admitted_s=2.5, finish_s=5, slo_s=3),  # late
@@ -87,7 +87,7 @@ def test_a_run_by_hand() -> None:
     }
 
 
-def test_keys_of_the_convention_are_there() -> None:
+def test_conventional_keys_are_present() -> None:
     assert set(summary_of([])) >= FACTS_KEYS
 
 
@@ -125,7 +125,7 @@ def test_random_runs_agree_with_numpy_and_add_up() -> None:
 
 
 @pytest.mark.parametrize("records", [[], [ended(0, "failed")]], ids=["nothing", "nothing completed"])
-def test_what_cannot_be_measured_is_none(records: list[RequestRecord]) -> None:
+def test_unmeasurable_metrics_are_none(records: list[RequestRecord]) -> None:
     summary = summary_of(records)
     empty = ("latency_mean", "latency_median", "latency_p95", "latency_p99", "queueing_p95")
     assert [summary[key] for key in (*empty, "slo_attainment_rate", "goodput_qps")] == [None] * 7
@@ -145,7 +145,7 @@ def test_resolutions_are_sorted_by_size() -> None:
     assert list(summary["per_resolution"]) == ["128x128", "64x512", "512x64", "256x256"]
 
 
-def test_requests_that_have_not_ended_are_our_fault() -> None:
+def test_unfinished_requests_are_an_internal_error() -> None:
     record = RequestRecord.of(Request(7, "p", SMALL, slo_s=1.0))
     assert record.slo_met is None
     with pytest.raises(RuntimeError, match=r"requests \[7\] have not ended"):
@@ -159,7 +159,7 @@ def test_requests_that_have_not_ended_are_our_fault() -> None:
         record.close("failed", 2.0)
 
 
-def test_views_tell_progress_and_are_frozen() -> None:
+def test_views_show_progress_and_are_immutable() -> None:
     asked = Request(3, "p", LARGE, num_inference_steps=5, arrival_s=1.0, slo_s=2.0)
     state = RequestState.of(asked, RequestView.of(asked, 0.4))
     before = state.view_at(7)

@@ -38,7 +38,7 @@ def tell(connection: Connection) -> int:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.slow)])
-def test_from_a_script_without_a_guard(device: str, tmp_path: Path) -> None:
+def test_start_from_a_script_without_main_guard(device: str, tmp_path: Path) -> None:
     """With a CUDA device, the process is started fresh instead of forked; the test needs no GPU."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
@@ -54,13 +54,13 @@ def test_from_a_script_without_a_guard(device: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_exit_code_is_what_it_returns() -> None:
+def test_exit_code_is_the_return_value() -> None:
     process = start_process(f"{__name__}:code_of", 7, **_ANY)
     process.join(60)
     assert process.exitcode == 7
 
 
-def test_the_script_is_back_after_threads_have_started_some_at_once() -> None:
+def test_main_module_is_restored_after_concurrent_starts() -> None:
     script = sys.modules["__main__"]
     with ThreadPoolExecutor(8) as pool:
         processes = [*pool.map(lambda number: start_process(f"{__name__}:code_of", number, **_ANY), range(8))]

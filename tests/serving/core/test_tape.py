@@ -13,7 +13,7 @@ X = torch.arange(6.0).reshape(2, 3)
 
 
 @torch.inference_mode()
-def test_it_computes_anew_where_everything_lies() -> None:
+def test_replay_recomputes_in_place() -> None:
     x, weight, calls = X.clone(), torch.randn(3, 3), []
 
     def work() -> Tensor:
@@ -35,7 +35,7 @@ def test_it_computes_anew_where_everything_lies() -> None:
     assert (tape.recorded, tape.played, len(calls)) == (1, 2, 3)
 
 
-def test_numbers_are_those_of_the_recording() -> None:
+def test_numbers_are_constants_of_the_recording() -> None:
     settings = {"scale": 2.0}
     play, result = Tape()(lambda: X * settings["scale"])
     settings["scale"] = 3.0
@@ -43,7 +43,7 @@ def test_numbers_are_those_of_the_recording() -> None:
     assert torch.equal(result, X * 2)
 
 
-def test_tensors_made_outside_are_read_where_they_are_and_not_kept() -> None:
+def test_outside_tensors_are_read_in_place_and_not_retained() -> None:
     outside = {"x": X.clone()}
     play, result = Tape()(lambda: outside["x"] + 1)
     outside["x"].copy_(X * 5)
@@ -69,13 +69,13 @@ def test_tensors_made_outside_are_read_where_they_are_and_not_kept() -> None:
         lambda: torch.unique(X),
     ],
 )
-def test_what_the_host_reads_or_hands_over_is_refused(work: Callable[[], Tensor]) -> None:
+def test_transfers_with_the_host_are_refused(work: Callable[[], Tensor]) -> None:
     with pytest.raises(AssertionError, match="cannot be recorded"):
         Tape()(work)
     assert work().numel(), "and only there"
 
 
-def test_what_is_compiled_is_recorded_too() -> None:
+def test_compiled_functions_are_recorded() -> None:
     x = X.clone()
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
     compiled(x)
@@ -86,7 +86,7 @@ def test_what_is_compiled_is_recorded_too() -> None:
 
 
 @torch.inference_mode()
-def test_what_stays_on_the_host_is_computed_once() -> None:
+def test_host_computations_run_once() -> None:
     calls = []
 
     def work() -> Tensor:
