@@ -118,7 +118,7 @@ def test_samplers_of_sd_equal_plain(sampler: str) -> None:
         pytest.param(EngineOptions(order="patch", strategy="stitch"), marks=pytest.mark.slow),
     ],
 )
-def test_both_engines_and_orders_equal_plain(options: EngineOptions) -> None:
+def test_both_engines_and_all_orders_equal_plain(options: EngineOptions) -> None:
     pipe = pipeline("sdxl")
     assert_equal_to_plain(pipe, mixed(), drawn(pipe, mixed(), options))
 
@@ -139,7 +139,7 @@ def test_a_batch_whose_requests_call_their_own_schedulers_equals_plain(sampler: 
     assert_equal_to_plain(pipe, requests, drawn(pipe, requests, EngineOptions(engine)))
 
 
-def test_edits_with_a_scheduler_that_cannot_noise_images_are_refused() -> None:
+def test_edits_with_a_scheduler_without_add_noise_are_refused() -> None:
     pipe = pipeline("sd")
     pipe.scheduler = IPNDMScheduler()
     model = build_tiny(pipe)
@@ -148,7 +148,7 @@ def test_edits_with_a_scheduler_that_cannot_noise_images_are_refused() -> None:
     model.check_request(Request(0, "a car", SMALL, 5))
 
 
-def test_pixels_outside_the_mask_are_the_images_own() -> None:
+def test_pixels_outside_the_mask_equal_the_image() -> None:
     pipe = pipeline("sdxl")
     requests = [edit_request(0, LARGE), edit_request(1, LARGE, feather_px=4), edit_request(2, LARGE, paste=False)]
     result = drawn(pipe, requests)
@@ -167,7 +167,7 @@ def test_pixels_outside_the_mask_are_the_images_own() -> None:
     assert 0 < (apart[edit.mask] > 1).sum() < edit.mask.sum()
 
 
-def test_latents_outside_the_mask_end_as_the_images_own() -> None:
+def test_latents_outside_the_mask_end_as_those_of_the_image() -> None:
     pipe = pipeline("sd3")
     request = edit_request(0, LARGE)
     result, model = drawn(pipe, [request]), build_tiny(pipe)
@@ -177,14 +177,14 @@ def test_latents_outside_the_mask_end_as_the_images_own() -> None:
     assert torch.equal(result.latents[0][outside], known.clean[outside])
 
 
-def test_an_edit_takes_its_share_of_the_steps() -> None:
+def test_edit_runs_its_share_of_the_steps() -> None:
     result = drawn(pipeline("sdxl"), [edit_request(0, SMALL, strength=0.5, num_steps=9)])
     assert len(result.steps) == 4
     # Stable Diffusion 3's pipeline rounds up.
     assert len(drawn(pipeline("sd3"), [edit_request(0, SMALL, strength=0.5, num_steps=9)]).steps) == 5
 
 
-def test_what_cannot_be_edited_is_refused() -> None:
+def test_invalid_edits_are_refused() -> None:
     model = build_tiny(pipeline("sdxl"))
     with pytest.raises(UsageError, match=r"strength is 0.1, but with 5 steps it must be at least 0.2"):
         model.check_request(edit_request(0, SMALL, strength=0.1, num_steps=5))

@@ -12,7 +12,7 @@ from patchedserve.serving.editing.uploads import LoadedUnit
 
 
 @pytest.mark.parametrize("mbps", [None, 1e-9])
-def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
+def test_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
     before = set(threading.enumerate())
     link = RecordLink(mbps)
     (thread,) = set(threading.enumerate()) - before
@@ -31,7 +31,7 @@ def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
     assert not thread.is_alive()
 
 
-def test_who_reads_computes_alone() -> None:
+def test_reading_thread_uses_one_compute_thread() -> None:
     """The reading thread computes alone: a second OpenMP team would put the denoise loop's to sleep at barriers."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -38,7 +38,7 @@ def all_latencies(units: list[UnitTimes]) -> NDArray[np.float64]:
 
 
 @pytest.mark.exhaustive
-def test_the_optimal_plan_is_what_trying_all_choices_finds() -> None:
+def test_optimal_plan_equals_brute_force() -> None:
     for units in instances(NUM_INSTANCES):
         latencies, plan = all_latencies(units), optimal_plan(units)
         assert plan.latency_s == latencies.min()
@@ -46,7 +46,7 @@ def test_the_optimal_plan_is_what_trying_all_choices_finds() -> None:
         assert latencies[number] == plan.latency_s == latency_of(units, plan.reuses)
 
 
-def test_with_loads_begun_before_the_optimal_plan_is_what_trying_all_choices_finds() -> None:
+def test_optimal_plan_with_earlier_loads_equals_brute_force() -> None:
     for units in instances(2_000, most_units=10, seed=2):
         plan, choices = optimal_plan(units, is_ahead=True), []
         for number in range(1 << len(units)):
@@ -64,7 +64,7 @@ def test_with_loads_begun_before_the_optimal_plan_is_what_trying_all_choices_fin
         assert plan.latency_s <= optimal_plan(units).latency_s + 1e-9
 
 
-def test_what_is_not_recorded_is_never_returned_to() -> None:
+def test_unrecorded_layers_are_never_returned_to() -> None:
     """If records lack what a return to all tokens needs, units with all tokens precede those that reuse."""
     for units in instances(500, seed=3):
         for is_ahead in (False, True):
@@ -72,7 +72,7 @@ def test_what_is_not_recorded_is_never_returned_to() -> None:
             assert list(reuses) == sorted(reuses)
 
 
-def test_the_papers_greedy_plan_lets_a_load_delay_what_follows() -> None:
+def test_greedy_plan_of_the_paper_lets_loads_delay_later_layers() -> None:
     units = [UnitTimes(all_s=11, active_s=1, load_s=10)] * 2
     assert paper_plan(units).reuses == (True, True)
     assert paper_plan(units).latency_s == 21
@@ -80,7 +80,7 @@ def test_the_papers_greedy_plan_lets_a_load_delay_what_follows() -> None:
     assert optimal_plan(units).latency_s == 12
 
 
-def test_no_plan_is_faster_than_the_optimal_one_but_with_free_loads() -> None:
+def test_only_free_loads_are_faster_than_the_optimal_plan() -> None:
     is_better = dict.fromkeys(PLANS, 0)
     for units in instances(500, most_units=40, seed=1):
         found = {name: make(units).latency_s for name, make in PLANS.items()}
@@ -95,7 +95,7 @@ def test_no_plan_is_faster_than_the_optimal_one_but_with_free_loads() -> None:
     assert all(is_better[name] > 50 for name in ("paper", "strawman", "none"))
 
 
-def test_where_loads_are_free_or_endless_the_plan_is_plain() -> None:
+def test_plan_is_trivial_for_free_or_endless_loads() -> None:
     free = [UnitTimes(all_s=2.0, active_s=1.0, load_s=0.0)] * 20
     assert optimal_plan(free).reuses == (True,) * 20
     endless = [UnitTimes(all_s=2.0, active_s=1.0, load_s=1e6)] * 20
@@ -103,7 +103,7 @@ def test_where_loads_are_free_or_endless_the_plan_is_plain() -> None:
     assert optimal_plan([]).latency_s == 0.0
 
 
-def test_returning_to_all_tokens_has_its_price() -> None:
+def test_returning_to_all_tokens_has_a_cost() -> None:
     """Reuse does not pay in the middle unit, but computing all of its tokens requires loading the missing ones."""
     first, last = (UnitTimes(all_s=10.0, active_s=1.0, load_s=0.1) for _ in range(2))
     middle = [UnitTimes(all_s=2.0, active_s=2.5, load_s=0.1, return_s=each) for each in (0.1, 50.0)]

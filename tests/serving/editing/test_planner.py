@@ -44,9 +44,7 @@ def stepper_of(model: ServedModel) -> PatchedStepper:
 @pytest.mark.product(most=2)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("family", ["sdxl", "sd3"])
-def test_with_all_parts_an_edit_is_that_of_a_fast_link_and_with_none_it_is_the_twin(
-    family: str, keep: Keep, tmp_path: Path
-) -> None:
+def test_edit_with_all_parts_equals_a_fast_link_and_with_none_the_twin(family: str, keep: Keep, tmp_path: Path) -> None:
     fast = serve(model_with(pipeline(family), tmp_path / "records", [request()], keep), [request()]).latents[0]
     strawman = serve(planned(family, tmp_path, LoadOptions(1e6, "strawman"), keep), [request()]).latents[0]
     assert torch.equal(strawman, fast)
@@ -59,7 +57,7 @@ def test_with_all_parts_an_edit_is_that_of_a_fast_link_and_with_none_it_is_the_t
 
 
 @pytest.mark.parametrize("plan", LOAD_PLANS)
-def test_a_plan_is_made_for_each_batch(plan: LoadPlan, tmp_path: Path) -> None:
+def test_plan_is_computed_per_batch(plan: LoadPlan, tmp_path: Path) -> None:
     model = planned("sd3", tmp_path, LoadOptions(1.0, plan))
     stepper = stepper_of(model)
     first, second = (model.prepare(replace(request(), request_id=number, seed=number)) for number in range(2))
@@ -80,7 +78,7 @@ def test_a_plan_is_made_for_each_batch(plan: LoadPlan, tmp_path: Path) -> None:
 
 @pytest.mark.product(most=1)
 @pytest.mark.parametrize("keep", ["outputs", "all"])
-def test_the_link_decides_how_many_parts_are_read(keep: Keep, tmp_path: Path) -> None:
+def test_link_bandwidth_determines_the_number_of_parts_read(keep: Keep, tmp_path: Path) -> None:
     counts = []
     for mbps in (1e-6, 1e6):
         model = planned("sdxl", tmp_path, LoadOptions(mbps), keep)
@@ -90,7 +88,7 @@ def test_the_link_decides_how_many_parts_are_read(keep: Keep, tmp_path: Path) ->
     assert len(list((tmp_path / "tables").glob("parts-*.json"))) == 1  # measured once
 
 
-def test_what_passes_took_is_a_line_in_what_they_compute() -> None:
+def test_pass_times_are_fitted_by_a_line_in_computed_work() -> None:
     def passes(rows: int, share: float, size: int = 256) -> MeasuredPass:
         images = rows * size**2 / 256**2
         whole_s = [0.01 + 0.02 * images, 0.03 * images]

@@ -33,7 +33,9 @@ from .test_exact import pipeline
         *((family, None, keep) for family in ("sd", "sdxl", "sd3") for keep in ("outputs", "kv")),
     ],
 )
-def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None, keep: Keep, tmp_path: Path) -> None:
+def test_edit_of_the_whole_image_equals_its_exact_twin(
+    family: str, sampler: str | None, keep: Keep, tmp_path: Path
+) -> None:
     pipe, requests = pipeline(family, sampler), [edit_request(0, LARGE, "all", template=TEMPLATE, num_steps=5)]
     reused = serve(model_with(pipe, tmp_path, requests, keep), requests)
     twin = serve(build_tiny(pipe), requests)
@@ -51,7 +53,7 @@ def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None
         *((family, keep) for family in ("sdxl", "sd3") for keep in ("outputs", "kv")),
     ],
 )
-def test_edits_in_a_mixed_batch_are_those_alone(family: str, keep: Keep, tmp_path: Path) -> None:
+def test_edits_in_a_mixed_batch_equal_those_alone(family: str, keep: Keep, tmp_path: Path) -> None:
     pipe = pipeline(family)
     model = model_with(pipe, tmp_path, edits(), keep)
     shares = [model.family.geometry.active_share(request.edit) for request in edits() if request.edit]
@@ -66,7 +68,7 @@ def test_edits_in_a_mixed_batch_are_those_alone(family: str, keep: Keep, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["sdxl", "sd3", "flux"])
-def test_outside_the_mask_latents_end_as_the_images_and_inside_near_the_twins(family: str, tmp_path: Path) -> None:
+def test_latents_end_as_the_image_outside_the_mask_and_near_the_twin_inside(family: str, tmp_path: Path) -> None:
     pipe, request = pipeline(family), edit_request(0, LARGE, template=TEMPLATE)
     model = model_with(pipe, tmp_path, [request])
     prepared = model.prepare(request)
@@ -82,7 +84,7 @@ def test_outside_the_mask_latents_end_as_the_images_and_inside_near_the_twins(fa
     assert (1e-4 if family == "flux" else 1e-3) <= relative_error([reused], [twin]) <= 0.5
 
 
-def test_large_masks_are_not_worth_a_masked_pass(tmp_path: Path) -> None:
+def test_large_masks_use_no_masked_pass(tmp_path: Path) -> None:
     requests = [edit_request(index, LARGE, kind, template=TEMPLATE) for index, kind in enumerate(("box", "all"))]
     model = model_with(pipeline("sdxl"), tmp_path, requests[:1])
     model.reuse.masked_up_to = 0.9
@@ -91,7 +93,7 @@ def test_large_masks_are_not_worth_a_masked_pass(tmp_path: Path) -> None:
     assert [model.prepare(request).template is None for request in requests] == [False, True]
 
 
-def test_without_a_record_an_edit_is_as_without_a_template(tmp_path: Path) -> None:
+def test_edit_without_a_record_equals_one_without_template(tmp_path: Path) -> None:
     request, plain = edit_request(0, LARGE, template=TEMPLATE), edit_request(0, LARGE)
     model = model_with(pipeline("sdxl"), tmp_path)
     assert model.prepare(request).template is None
@@ -101,7 +103,7 @@ def test_without_a_record_an_edit_is_as_without_a_template(tmp_path: Path) -> No
     assert not torch.equal(serve(model, [request]).latents[0], serve(model, [plain]).latents[0])
 
 
-def test_a_record_is_for_one_image_schedule_prompt_seed_and_number_of_rows(tmp_path: Path) -> None:
+def test_record_is_bound_to_image_schedule_prompt_seed_and_rows(tmp_path: Path) -> None:
     request = edit_request(0, LARGE, template=TEMPLATE)
     model = model_with(pipeline("sdxl"), tmp_path, [request])
     edit = request.edit
@@ -127,7 +129,7 @@ def test_a_record_is_for_one_image_schedule_prompt_seed_and_number_of_rows(tmp_p
     assert [model.prepare(each).template is None for each in others[:-1]] == [True] * (len(others) - 1)
 
 
-def test_records_that_keep_something_else_are_others(tmp_path: Path) -> None:
+def test_records_with_other_contents_are_distinct(tmp_path: Path) -> None:
     pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
     sizes = {}
     for keep in KEEPS:
@@ -143,7 +145,7 @@ def test_records_that_keep_something_else_are_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", ["outputs", "kv"])
-def test_what_is_computed_of_all_pixels_is_nearer_to_the_twin(keep: Keep, tmp_path: Path) -> None:
+def test_computing_more_pixels_is_closer_to_the_twin(keep: Keep, tmp_path: Path) -> None:
     """Convolutions over all pixels see how an edit spreads outwards."""
     pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
     twin = serve(build_tiny(pipe), [request]).latents[0]
@@ -155,7 +157,7 @@ def test_what_is_computed_of_all_pixels_is_nearer_to_the_twin(keep: Keep, tmp_pa
 
 
 @pytest.mark.parametrize(("family", "sampler"), [("sdxl", "dpm++"), ("sd3", None)])
-def test_steps_that_are_computed_whole_are_the_twins(family: str, sampler: str | None, tmp_path: Path) -> None:
+def test_fully_computed_steps_equal_the_twin(family: str, sampler: str | None, tmp_path: Path) -> None:
     pipe, request = pipeline(family, sampler), edit_request(0, LARGE, template=TEMPLATE)
     twin = serve(build_tiny(pipe), [request]).latents[0]
     model, errors = model_with(pipe, tmp_path, [request]), []
@@ -172,7 +174,7 @@ def test_steps_that_are_computed_whole_are_the_twins(family: str, sampler: str |
         model.check_request(replace(request, edit=replace(some(request.edit), full_steps=7)))
 
 
-def test_cells_around_the_mask_are_computed_and_do_not_change(tmp_path: Path) -> None:
+def test_context_cells_are_computed_and_do_not_change(tmp_path: Path) -> None:
     pipe, request = pipeline("sd3"), edit_request(0, LARGE, "line", template=TEMPLATE)
     twin = serve(build_tiny(pipe), [request]).latents[0]
     model, shares, errors = model_with(pipe, tmp_path, [request]), [], []
@@ -198,7 +200,7 @@ def test_cells_around_the_mask_are_computed_and_do_not_change(tmp_path: Path) ->
         *((family, keep) for family in ("sdxl", "sd3") for keep in ("outputs", "kv")),
     ],
 )
-def test_masked_passes_that_are_played_back_are_the_same(family: str, keep: Keep, tmp_path: Path) -> None:
+def test_replayed_masked_passes_equal_eager_ones(family: str, keep: Keep, tmp_path: Path) -> None:
     requests = [replace(each, num_inference_steps=each.num_inference_steps + 6) for each in edits()]
     model = model_with(pipeline(family), tmp_path, requests, keep)
     # Two edits of one image at the same step; the batch changes whenever an edit joins or leaves.

@@ -31,7 +31,7 @@ def units_of(model: ServedModel) -> tuple[str, ...]:
     return model.stepper.masked.units
 
 
-def test_the_next_step_of_a_record_is_read_while_one_is_computed(tmp_path: Path) -> None:
+def test_next_step_of_a_record_is_read_during_computation(tmp_path: Path) -> None:
     request = edit_request(0, SMALL, num_steps=6, template=TEMPLATE)
     model = model_with(pipeline("sdxl"), tmp_path, [request])
     key = some(model.reuse.key_of(request))
@@ -56,7 +56,7 @@ def test_the_next_step_of_a_record_is_read_while_one_is_computed(tmp_path: Path)
     read(1)
 
 
-def test_steps_that_are_staged_stay_within_their_bound(tmp_path: Path) -> None:
+def test_staged_steps_are_bounded(tmp_path: Path) -> None:
     requests = [edit_request(number, SMALL, num_steps=6, template=TemplateSpec("", number)) for number in range(3)]
     model = model_with(pipeline("sdxl"), tmp_path, requests)
     units, device = units_of(model), model.device
@@ -84,7 +84,7 @@ def test_steps_that_are_staged_stay_within_their_bound(tmp_path: Path) -> None:
     assert {index for index, _ in staged()} == {0}
 
 
-def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
+def test_pass_waits_only_for_the_layers_it_needs(tmp_path: Path) -> None:
     request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
     model = model_with(pipeline("sdxl"), tmp_path, [request])
     names, units = names_of(model, request), units_of(model)

@@ -15,11 +15,11 @@ WHOLE = TableLatency({(S,): 0.02, (S, S): 0.03, (L,): 0.05})
 LINE = (0.01, 0.002, 0.003, 0.02, 0.004)
 
 
-def test_terms_by_hand() -> None:
+def test_terms_match_manual_values() -> None:
     assert terms_of([Work(256, 256, 0.5), Work(256, 512, 0.25)]) == (1.0, 2.0, 3.0, 1.0, 1.5)
 
 
-def test_a_line_is_found_again() -> None:
+def test_known_line_is_recovered() -> None:
     rng, truth = random.Random(0), EditStepLatency(WHOLE, LINE)
     batches = [
         tuple(Work(*rng.choice((S, L)), rng.uniform(0.05, 0.6)) for _ in range(rng.randint(1, 8))) for _ in range(60)
@@ -28,7 +28,7 @@ def test_a_line_is_found_again() -> None:
     assert found.coefficients == pytest.approx(LINE, rel=1e-6)
 
 
-def test_a_step_is_as_long_as_both_passes() -> None:
+def test_step_latency_is_the_sum_of_both_passes() -> None:
     latency, part = EditStepLatency(WHOLE, LINE), Work(256, 256, 0.5)
     alone_s = 0.01 + 0.002 + 0.003 + 0.01 + 0.002
     assert latency.step_latency_s([part]) == pytest.approx(alone_s)
@@ -37,6 +37,6 @@ def test_a_step_is_as_long_as_both_passes() -> None:
 
 
 @pytest.mark.parametrize("measured", [{}, {(): 0.1}, {(Work(256, 256, 0.5),): 0.0}])
-def test_steps_that_say_nothing_are_refused(measured: dict[tuple[Work, ...], float]) -> None:
+def test_uninformative_steps_are_refused(measured: dict[tuple[Work, ...], float]) -> None:
     with pytest.raises(UsageError, match="at least one, each of an edit and longer than 0 s"):
         EditStepLatency.fitted(WHOLE, measured)

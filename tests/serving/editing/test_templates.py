@@ -21,7 +21,7 @@ from .test_exact import pipeline
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "foreign", "manifest"])
-def test_a_damaged_record_is_put_aside_and_the_edit_is_exact(damage: str, tmp_path: Path) -> None:
+def test_damaged_record_is_quarantined_and_the_edit_is_exact(damage: str, tmp_path: Path) -> None:
     pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
     model = model_with(pipe, tmp_path, [request])
     (place,) = tmp_path.glob("*/" + MANIFEST)
@@ -47,7 +47,7 @@ def test_a_damaged_record_is_put_aside_and_the_edit_is_exact(damage: str, tmp_pa
     assert model.prepare(request).template is not None
 
 
-def test_memory_is_bounded_and_what_was_read_last_stays(tmp_path: Path) -> None:
+def test_memory_is_bounded_and_keeps_recently_read_records(tmp_path: Path) -> None:
     requests = [edit_request(0, SMALL, seed=seed, num_steps=2, template=TEMPLATE) for seed in range(3)]
     model = model_with(pipeline("sdxl"), tmp_path, requests)
     assert model.reuse.store is not None
@@ -63,7 +63,7 @@ def test_memory_is_bounded_and_what_was_read_last_stays(tmp_path: Path) -> None:
     assert [some(key).digest in store._in_memory for key in keys] == [True, False, True]
 
 
-def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path: Path) -> None:
+def test_folder_is_bounded_and_evicts_least_recently_read_records(tmp_path: Path) -> None:
     requests = [edit_request(0, SMALL, seed=seed, num_steps=2, template=TEMPLATE) for seed in range(3)]
     model = model_with(pipeline("sdxl"), tmp_path / "all", requests)
     keys = [key for request in requests if (key := model.reuse.key_of(request)) is not None]
@@ -82,7 +82,7 @@ def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path
     assert store.find(keys[1], model.device) is None
 
 
-def test_records_of_one_owner_do_not_push_out_those_of_another(tmp_path: Path) -> None:
+def test_records_of_one_owner_do_not_evict_those_of_another(tmp_path: Path) -> None:
     """This holds for memory and disk; other owners find only records that belong to no owner."""
     pipe, owners = pipeline("sdxl"), ("b", "a", "a", "a")
     edits = [
@@ -111,7 +111,7 @@ def test_records_of_one_owner_do_not_push_out_those_of_another(tmp_path: Path) -
     assert [model.prepare(each).template is None for each in (of_b, *others, everybodys)] == [False] * 4
 
 
-def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: Path) -> None:
+def test_record_larger_than_memory_is_read_step_by_step(tmp_path: Path) -> None:
     pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
     held = model_with(pipe, tmp_path, [request])
     streamed = model_with(pipe, tmp_path)
@@ -135,7 +135,7 @@ with lock_folder(Path(sys.argv[1]), is_shared=True) as is_held:
 """
 
 
-def test_a_record_that_another_process_reads_stays(tmp_path: Path) -> None:
+def test_record_that_another_process_reads_is_not_evicted(tmp_path: Path) -> None:
     """Replicas share a folder: none deletes a record that it or another one reads step by step."""
     requests = [edit_request(0, SMALL, num_steps=2, template=TemplateSpec("", seed)) for seed in range(3)]
     model = model_with(pipeline("sdxl"), tmp_path, requests[:2])
@@ -159,7 +159,7 @@ def test_a_record_that_another_process_reads_stays(tmp_path: Path) -> None:
     assert [each["id"] for each in store.list()] == [some(model.reuse.key_of(requests[2])).digest]
 
 
-def test_a_record_whose_steps_cannot_be_staged_is_not_read(tmp_path: Path) -> None:
+def test_record_with_steps_too_large_to_stage_is_not_read(tmp_path: Path) -> None:
     request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
     model = model_with(pipeline("sdxl"), tmp_path, [request])
     model.reuse.store = TemplateStore(tmp_path, TemplateTiers(memory_mb=0, staging_mb=0.001))
@@ -169,7 +169,7 @@ def test_a_record_whose_steps_cannot_be_staged_is_not_read(tmp_path: Path) -> No
         assert model.prepare(request).template is None
 
 
-def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_path: Path) -> None:
+def test_record_larger_than_the_folder_limit_is_refused_and_others_stay(tmp_path: Path) -> None:
     small, large = (edit_request(0, size, num_steps=2, template=TEMPLATE) for size in (SMALL, LARGE))
     model = model_with(pipeline("sdxl"), tmp_path, [small])
     assert model.reuse.store is not None
@@ -180,7 +180,7 @@ def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_p
     assert [each["id"] for each in model.reuse.store.list()] == [kept["id"]]
 
 
-def test_what_is_no_record_is_listed_as_damaged(tmp_path: Path) -> None:
+def test_invalid_records_are_listed_as_damaged(tmp_path: Path) -> None:
     for name, content in (("a", "{}"), ("b", "[]"), ("c", "no JSON"), (".hidden", "{}")):
         (tmp_path / name).mkdir()
         (tmp_path / name / MANIFEST).write_text(content)
@@ -195,13 +195,13 @@ def test_what_is_no_record_is_listed_as_damaged(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "a", "c"]
 
 
-def test_reuse_is_refused_where_records_have_no_such_step(tmp_path: Path) -> None:
+def test_reuse_is_refused_if_records_lack_the_step(tmp_path: Path) -> None:
     model = build_tiny(pipeline("sd3"))
     with pytest.raises(UsageError, match="which leaves out none of 6 steps"):
         model.reuse.use_template(edit_request(0, LARGE, strength=0.99, template=TEMPLATE), tmp_path, lambda count: None)
 
 
-def test_what_cannot_be_written_is_used_from_memory(tmp_path: Path) -> None:
+def test_unwritable_record_is_used_from_memory(tmp_path: Path) -> None:
     request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
     model = build_tiny(pipeline("sdxl"))
     model.reuse.masked_up_to = 1.0
@@ -212,7 +212,7 @@ def test_what_cannot_be_written_is_used_from_memory(tmp_path: Path) -> None:
     assert not model.reuse.use_template(request, tmp_path / "full", lambda count: None)
 
 
-def test_what_was_put_aside_counts_and_goes_first(tmp_path: Path) -> None:
+def test_quarantined_records_count_and_are_evicted_first(tmp_path: Path) -> None:
     requests = [edit_request(0, SMALL, num_steps=2, template=TemplateSpec("", seed)) for seed in range(3)]
     model = model_with(pipeline("sdxl"), tmp_path, requests[:1])
     (kept,) = some(model.reuse.store).list()

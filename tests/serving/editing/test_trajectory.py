@@ -57,7 +57,7 @@ def drawn_and_recorded(model: ServedModel, folder: Path, request: Request) -> tu
         ("sd3", None, "outputs"),
     ],
 )
-def test_an_edit_that_asks_for_what_was_drawn_is_the_image_itself(
+def test_edit_with_the_generated_prompt_equals_the_image(
     family: str, sampler: str | None, keep: Keep, tmp_path: Path
 ) -> None:
     pipe, request = pipeline(family, sampler), Request(0, "a red hat", LARGE, 20, 4.0, seed=3)
@@ -83,7 +83,7 @@ def test_an_edit_that_asks_for_what_was_drawn_is_the_image_itself(
         assert relative_error([result.latents[number]], [latents]) > 1e-2
 
 
-def test_a_generations_record_is_for_its_image_steps_and_guidance(tmp_path: Path) -> None:
+def test_record_of_a_generation_is_bound_to_image_steps_and_guidance(tmp_path: Path) -> None:
     model = build_tiny(pipeline("sdxl"))
     whole, _ = drawn_and_recorded(model, tmp_path, Request(0, "a red hat", LARGE, 4, 4.0, seed=3))
     edit = replace(some(whole.edit), mask=mask_of(LARGE))

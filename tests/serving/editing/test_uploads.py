@@ -7,7 +7,7 @@ from patchedserve.data.errors import RunError
 from patchedserve.serving.editing.uploads import LoadedUnit, PackedRows
 
 
-def test_packed_tensors_are_the_same() -> None:
+def test_packed_tensors_are_equal() -> None:
     rows = {
         0: {"a": torch.randn(3, 5), "b": torch.randn(2, 7, dtype=torch.float64).to(torch.bfloat16)},
         1: {"a": torch.randn(1, 5)[:, ::2], "c": torch.arange(4), "d": torch.empty(0, 3)},
@@ -23,11 +23,11 @@ def test_packed_tensors_are_the_same() -> None:
             assert found.data_ptr() % 16 == copied.rows[0]["a"].data_ptr() % 16
 
 
-def test_nothing_can_be_packed() -> None:
+def test_empty_record_can_be_packed() -> None:
     assert PackedRows({}, is_pinned=False).rows() == {}
 
 
-def test_memory_that_cannot_be_had_is_told_in_one_line() -> None:
+def test_allocation_failure_gives_a_one_line_error() -> None:
     huge = torch.zeros(1).expand(1 << 50)
     with pytest.raises(RunError, match=r"MB of a template's record find no memory that a GPU reads: .*"):
         PackedRows({0: {"a": huge}}, is_pinned=False)

@@ -36,13 +36,13 @@ def _drop_odd(now_s: float, waiting: Sequence[RequestView], active: Sequence[Req
     )
 
 
-def test_policy_may_drop(model: ServedModel) -> None:
+def test_policy_can_drop(model: ServedModel) -> None:
     result = serve(model, requests_of(5), FunctionPolicy(_drop_odd))
     assert [record.status for record in result.records] == ["completed", "discarded"] * 2 + ["completed"]
     assert result.records[1].reason == "odd"
 
 
-def test_a_policy_may_wait_for_the_decoder(model: ServedModel) -> None:
+def test_policy_can_wait_for_the_decoder(model: ServedModel) -> None:
     engine = Engine(model, CascadePolicy(lambda resolution, count: 0.0), max_batch_size=2, collector=InMemory())
     for request in requests_of(6):
         engine.submit(request)
@@ -75,7 +75,7 @@ class _Learning:
         self.seen.append((tuple(active), measured_s))
 
 
-def test_slack_asks_the_predictor_and_teaches_it(model: ServedModel) -> None:
+def test_slack_queries_the_predictor_and_trains_it(model: ServedModel) -> None:
     with pytest.raises(UsageError, match="policy slack looks ahead and needs step latencies"):
         Engine(model, get_policy("slack"))
     predictor = _Learning()
@@ -91,7 +91,7 @@ def test_slack_asks_the_predictor_and_teaches_it(model: ServedModel) -> None:
     assert sum(row.schedule_s for row in result.steps) == pytest.approx(sum(result.decision_times_s))
 
 
-def test_nirvana_draws_with_fewer_steps(model: ServedModel) -> None:
+def test_nirvana_runs_fewer_steps(model: ServedModel) -> None:
     nirvana = get_system("nirvana")
     requests = [nirvana.adapt(Request(0, "a", SMALL, 10, seed=3))]
     result = serve(model, requests, get_policy(nirvana.policy), collector=InMemory(keep_latents=True))
@@ -100,7 +100,7 @@ def test_nirvana_draws_with_fewer_steps(model: ServedModel) -> None:
     assert largest_error([result.latents[0][0]], [expected]) < 1e-3
 
 
-def test_what_is_checked_is_what_is_served() -> None:
+def test_checked_steps_are_the_requested_ones() -> None:
     """The engine changes no request, so the model checks the number of steps that it will take."""
     from diffusers import DDIMScheduler
 
@@ -116,7 +116,7 @@ def test_what_is_checked_is_what_is_served() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["continuous", "static", "edf"])
-def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> None:
+def test_number_of_prepared_requests_is_bounded(model: ServedModel, policy: str) -> None:
     # 30 requests arrive at once for 2 places.
     # Deadlines are further apart than the time to submit the next request.
     requests = [replace(request, slo_s=20.0 * (30 - i)) for i, request in enumerate(requests_of(30, steps=2))]
@@ -133,7 +133,7 @@ def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> 
         assert [row.active for row in result.steps] == [2] * 28 + [1, 1, 1, 1]
 
 
-def test_discarded_before_it_is_prepared_is_never_encoded(model: ServedModel) -> None:
+def test_request_discarded_before_preparation_is_never_encoded(model: ServedModel) -> None:
     result = serve(model, requests_of(12, steps=1), FunctionPolicy(_drop_odd), max_batch_size=16, max_prepared_ahead=1)
     odd = [record for record in result.records if record.request_id % 2]
     assert {record.status for record in odd} == {"discarded"}
@@ -142,7 +142,7 @@ def test_discarded_before_it_is_prepared_is_never_encoded(model: ServedModel) ->
 
 
 @pytest.mark.slow
-def test_the_simulator_admits_in_the_engines_order(model: ServedModel) -> None:
+def test_simulator_admits_in_the_order_of_the_engine(model: ServedModel) -> None:
     # All arrive at once or within the first step, so the policies determine the order, not the clock.
     requests = requests_of(9, steps=3)
     for name in ("fcfs", "static", "continuous"):

@@ -31,7 +31,7 @@ def model(pipe: Any, request: pytest.FixtureRequest) -> ServedModel:
     return build_model(pipe, name="tiny", options=EngineOptions(request.param, stages="threads"))
 
 
-class Held:
+class RunningEngine:
     """Engine that runs in a thread of its own."""
 
     def __init__(self, model: ServedModel, **options: Any) -> None:
@@ -58,9 +58,9 @@ class Held:
         return self._result[0]
 
 
-def test_an_active_request_leaves_the_batch_at_the_next_step(model: ServedModel) -> None:
+def test_cancelled_request_leaves_the_batch_at_the_next_step(model: ServedModel) -> None:
     done: list[int] = []
-    held = Held(model)
+    held = RunningEngine(model)
     held.engine.submit(Request(0, "stays", SMALL, 40))
     held.engine.submit(Request(1, "leaves", LARGE, 900), watch=Watch(on_step=done.append))
     held.wait(lambda: len(done) > 3)
@@ -81,9 +81,7 @@ def test_an_active_request_leaves_the_batch_at_the_next_step(model: ServedModel)
     ]
 
 
-def test_requests_that_wait_join_or_are_decoded_are_cancelled_as_well(
-    model: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_in_any_stage_can_be_cancelled(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     go, decode, prepare = threading.Event(), model.decode, model.prepare
     asked: list[str] = []
 
@@ -100,7 +98,7 @@ def test_requests_that_wait_join_or_are_decoded_are_cancelled_as_well(
 
     monkeypatch.setattr(model, "decode", slow_decode)
     monkeypatch.setattr(model, "prepare", slow_prepare)
-    held = Held(model, max_batch_size=2)
+    held = RunningEngine(model, max_batch_size=2)
     held.engine.submit(Request(0, "is decoded", SMALL, 2))
     held.engine.submit(Request(1, "waits for the decoder", SMALL, 3))
     held.wait(lambda: "decode" in asked)
@@ -116,8 +114,8 @@ def test_requests_that_wait_join_or_are_decoded_are_cancelled_as_well(
     assert len(asked) == 3, "what waited for the decoder is not decoded"
 
 
-def test_abort_ends_the_run_at_once(model: ServedModel) -> None:
-    held = Held(model, collector=InMemory(keep_images=True))
+def test_abort_ends_the_run_immediately(model: ServedModel) -> None:
+    held = RunningEngine(model, collector=InMemory(keep_images=True))
     for number in range(3):
         held.engine.submit(Request(number, "a cat", SMALL, (2, 900, 900)[number]))
     held.wait(lambda: 0 in held.finished)
@@ -131,7 +129,7 @@ def test_abort_ends_the_run_at_once(model: ServedModel) -> None:
 
 @pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
 @pytest.mark.parametrize("engine", ["patched", "plain"])
-def test_partial_images_come_closer_to_the_last(build: Callable[[], Any], engine: Any) -> None:
+def test_partial_images_approach_the_final_one(build: Callable[[], Any], engine: Any) -> None:
     model = build_model(build(), name="tiny", options=EngineOptions(engine))
     partials: dict[int, list[tuple[int, Image.Image]]] = {0: [], 1: []}
     steps: dict[int, list[int]] = {0: [], 1: []}

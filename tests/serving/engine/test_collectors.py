@@ -73,7 +73,7 @@ def test_counters_add_up() -> None:
     )
 
 
-def test_a_file_of_records_holds_whole_lines(tmp_path: Path) -> None:
+def test_record_file_contains_complete_lines(tmp_path: Path) -> None:
     file = tmp_path / "made" / "records.jsonl"
     records = [record(0), record(1, "failed", slo_s=0.5)]
     lines = JsonLines(file)
@@ -98,7 +98,7 @@ def test_a_file_of_records_holds_whole_lines(tmp_path: Path) -> None:
         JsonLines(tmp_path)
 
 
-def test_a_file_that_cannot_be_written_ends_the_run(model: ServedModel, tmp_path: Path) -> None:
+def test_unwritable_file_ends_the_run(model: ServedModel, tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "records.jsonl")
     lines.path.unlink()
     lines.path.mkdir()
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_written_ends_the_run(model: ServedModel, tmp_path
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
 
 
-def test_images_and_latents_are_kept_only_if_asked_for(model: ServedModel) -> None:
+def test_images_and_latents_are_kept_only_on_request(model: ServedModel) -> None:
     for keeps in (False, True):
         kept = InMemory(keep_images=keeps, keep_latents=keeps)
         engine = Engine(model, get_policy("fcfs"), collector=kept)
@@ -123,7 +123,7 @@ def test_images_and_latents_are_kept_only_if_asked_for(model: ServedModel) -> No
     assert result.latents[7].shape == (1, 4, 2, 2)
 
 
-def test_a_run_that_keeps_nothing_says_so(model: ServedModel) -> None:
+def test_run_without_results_says_so(model: ServedModel) -> None:
     engine = Engine(model, get_policy("continuous"), collector=Counters())
     for number in range(3):
         engine.submit(Request(number, "a", SMALL, 2))
@@ -138,7 +138,7 @@ def test_a_run_that_keeps_nothing_says_so(model: ServedModel) -> None:
         result.records  # noqa: B018
 
 
-class _Told(InMemory):
+class _RecordingCollector(InMemory):
     """Collector that also records the order of its calls and their threads."""
 
     def __init__(self) -> None:
@@ -157,8 +157,8 @@ class _Told(InMemory):
         self.threads.add(threading.current_thread().name)
 
 
-def test_one_thread_tells_in_order(model: ServedModel) -> None:
-    told = _Told()
+def test_collector_is_called_in_order_by_one_thread(model: ServedModel) -> None:
+    told = _RecordingCollector()
     late = FunctionPolicy(
         lambda now_s, waiting, active: Decision(
             admit=tuple(view.request_id for view in waiting if view.request_id != 2),
@@ -176,7 +176,7 @@ def test_one_thread_tells_in_order(model: ServedModel) -> None:
     assert told.order.index(1) > told.order.index(steps[-1])
 
 
-def test_an_image_that_ctrl_c_interrupts_is_finished(tmp_path: Path) -> None:
+def test_image_interrupted_by_ctrl_c_is_finished(tmp_path: Path) -> None:
     """Images are decoded between the steps here, so Ctrl-C may interrupt a decode."""
     model, asked = build_model(smallest_sd(), name="tiny", options=EngineOptions(stages="inline")), []
 
@@ -227,7 +227,7 @@ def _with_ctrl_c(original: Callable[..., Any], call: int, moment: str) -> Callab
         (RequestRecord, "close", 1),
     ],
 )
-def test_every_request_is_told_once_wherever_ctrl_c_comes(
+def test_every_request_is_reported_once_wherever_ctrl_c_occurs(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, moment: str
 ) -> None:
     """Several calls lie between the end of a request and the collector, and Ctrl-C may come between any two."""
@@ -258,7 +258,7 @@ def test_every_request_is_told_once_wherever_ctrl_c_comes(
     [lambda: os.kill(os.getpid(), signal.SIGINT), lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)],
     ids=["process", "another thread"],
 )
-def test_what_had_not_arrived_is_told_as_well(model: ServedModel, interrupt: Callable[[], None]) -> None:
+def test_requests_that_had_not_arrived_are_reported(model: ServedModel, interrupt: Callable[[], None]) -> None:
     """The system may deliver Ctrl-C to any thread, and then the waiting thread keeps sleeping."""
     counters = Counters()
     engine = Engine(model, get_policy("fcfs"), collector=counters, on_finish=lambda record: interrupt())
@@ -268,7 +268,7 @@ def test_what_had_not_arrived_is_told_as_well(model: ServedModel, interrupt: Cal
     assert counters.ended == {"completed": 1, "cancelled": 1}
 
 
-def test_an_id_is_free_when_its_request_has_ended(model: ServedModel) -> None:
+def test_id_is_free_after_its_request_has_ended(model: ServedModel) -> None:
     """The id is free within `on_finish`; a preparation for the ended request is not used for the new one."""
     engine: Engine
     request = Request(0, "first", SMALL, 1)
@@ -293,7 +293,7 @@ def test_an_id_is_free_when_its_request_has_ended(model: ServedModel) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("with_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_nothing_is_kept_of_requests_that_have_ended(with_cache: bool, tmp_path: Path) -> None:
+def test_nothing_is_retained_of_ended_requests(with_cache: bool, tmp_path: Path) -> None:
     """`tests/benchmarks/bench_records.py` does the same for 50,000 requests."""
     leak: list[RequestRecord] = []
     leaks = False

@@ -33,7 +33,7 @@ from ...support.tiny_models import largest_error, plain_latents, tiny_sd3, tiny_
 
 
 @pytest.mark.slow
-def test_records_tell_the_story_in_order(model: ServedModel, tmp_path: Path) -> None:
+def test_record_times_are_in_order(model: ServedModel, tmp_path: Path) -> None:
     finished: list[int] = []
     result = serve(
         model,
@@ -71,7 +71,7 @@ def test_steps_count_every_request_step(model: ServedModel) -> None:
     assert all(after.start_s >= row.start_s + row.duration_s for row, after in pairwise(result.steps))
 
 
-def test_requests_may_come_while_it_runs(model: ServedModel) -> None:
+def test_requests_can_be_submitted_during_a_run(model: ServedModel) -> None:
     engine = Engine(model, get_policy("continuous"))
     engine.submit(Request(0, "first", SMALL, 3))
 
@@ -118,7 +118,7 @@ class _FailingModel(ServedModel):
 
 
 @pytest.mark.parametrize("engine", ["patched", "plain"])
-def test_one_failing_request_takes_down_no_other(pipe: Any, engine: Any) -> None:
+def test_failing_request_fails_alone(pipe: Any, engine: Any) -> None:
     good = [Request(i, f"good {i}", SMALL, 4, seed=i) for i in range(2)]
     bad = {
         10: ("fail in prepare", SMALL, "preparing: RuntimeError: no words for it"),
@@ -145,7 +145,7 @@ def test_one_failing_request_takes_down_no_other(pipe: Any, engine: Any) -> None
             assert record.status == "completed"
 
 
-def test_image_that_cannot_be_saved_fails_alone(model: ServedModel, tmp_path: Path) -> None:
+def test_unsavable_image_fails_alone(model: ServedModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     folders = {0: tmp_path / "file" / "0.png", 1: tmp_path / "1.png"}
     result = serve(model, requests_of(2), image_path=lambda request: folders[request.request_id])
@@ -154,14 +154,14 @@ def test_image_that_cannot_be_saved_fails_alone(model: ServedModel, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.png", "file"]
 
 
-def test_a_faulty_policy_ends_the_run_with_its_error(model: ServedModel) -> None:
+def test_policy_error_ends_the_run(model: ServedModel) -> None:
     faulty = FunctionPolicy(lambda now_s, waiting, active: Decision(admit=(99,)))
     with pytest.raises(RuntimeError, match="99"):
         serve(model, requests_of(2), faulty)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
 
 
-def test_a_model_that_prepares_nothing_ends_the_run(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_prepares_nothing_ends_the_run(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
 
     def step(batch: Sequence[PreparedRequest]) -> dict[int, str]:
@@ -177,7 +177,7 @@ def test_a_model_that_prepares_nothing_ends_the_run(model: ServedModel, monkeypa
     assert steps == []
 
 
-def test_a_faulty_callback_ends_nothing(model: ServedModel, capfd: pytest.CaptureFixture[str]) -> None:
+def test_callback_error_does_not_end_the_run(model: ServedModel, capfd: pytest.CaptureFixture[str]) -> None:
     def fail(*given: Any) -> None:
         raise ZeroDivisionError("callback")
 
@@ -193,7 +193,7 @@ def test_a_faulty_callback_ends_nothing(model: ServedModel, capfd: pytest.Captur
     assert capfd.readouterr().err.count("Traceback") == 1
 
 
-def test_interrupt_keeps_what_is_finished(model: ServedModel, tmp_path: Path) -> None:
+def test_interrupt_keeps_finished_requests(model: ServedModel, tmp_path: Path) -> None:
     # Ctrl-C while the second request denoises: the first has its image, the second and third are cancelled.
     engine = Engine(
         model,
@@ -212,7 +212,7 @@ def test_interrupt_keeps_what_is_finished(model: ServedModel, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_stage_threads_leave_the_callers_threads_alone(model: ServedModel) -> None:
+def test_stage_threads_do_not_change_the_thread_count_of_the_caller(model: ServedModel) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -227,7 +227,7 @@ def test_stage_threads_leave_the_callers_threads_alone(model: ServedModel) -> No
         torch.set_num_threads(before)
 
 
-def test_stages_keep_to_one_thread(model: ServedModel) -> None:
+def test_stages_use_one_thread(model: ServedModel) -> None:
     """Stages use one thread: a second OpenMP team would put the denoise loop's threads to sleep at every barrier."""
     before, seen = torch.get_num_threads(), []
 
@@ -268,7 +268,7 @@ def test_forward_passes_of_the_plain_model(
     assert rows == expected  # guided requests have two rows; the patch engine runs its own copy of the model, once
 
 
-def test_wrong_use(model: ServedModel) -> None:
+def test_invalid_use_is_refused(model: ServedModel) -> None:
     with pytest.raises(UsageError, match="max batch size is 0"):
         Engine(model, get_policy("fcfs"), max_batch_size=0)
     engine = Engine(model, get_policy("fcfs"))
@@ -284,7 +284,7 @@ def test_wrong_use(model: ServedModel) -> None:
 
 
 @pytest.mark.slow
-def test_requests_that_the_model_cannot_serve(model: ServedModel) -> None:
+def test_unsupported_requests_are_refused(model: ServedModel) -> None:
     sd3 = build_model(tiny_sd3(), name="tiny-3")
     with pytest.raises(UsageError, match=r"40x32: .*multiples of 16 pixels"):
         sd3.check_request(Request(0, "a", Resolution(40, 32), 2))

@@ -115,7 +115,7 @@ def test_a_batch_whose_requests_call_their_own_schedulers_equals_plain(sampler: 
         assert max(len(step.resolutions) for step in result.steps) == 3
 
 
-def test_noise_of_requests_that_call_their_own_schedulers_is_plain_diffusers_in_bfloat16() -> None:
+def test_bfloat16_noise_of_unbatched_schedulers_equals_plain_diffusers() -> None:
     # Noise drawn in bfloat16 differs from noise drawn in float32, and so does the image.
     pipe = tiny_sd().to(torch.bfloat16)
     pipe.scheduler = OWN_SCHEDULERS["kdpm2-ancestral"](pipe.scheduler.config)
@@ -126,7 +126,7 @@ def test_noise_of_requests_that_call_their_own_schedulers_is_plain_diffusers_in_
         assert float((found[0].float() - expected).abs().mean()) <= 0.05 * float(expected.abs().mean())
 
 
-def test_noise_that_no_seed_decides_is_refused() -> None:
+def test_unseeded_noise_is_refused() -> None:
     pipe = tiny_sd3(stochastic_sampling=True)
     for engine in ("patched", "plain"):
         with pytest.raises(UsageError, match=r"FlowMatchEulerDiscreteScheduler draws noise .* passes it no generator"):
@@ -180,7 +180,7 @@ def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     ],
     ids=lambda cache: cache.mode,
 )
-def test_who_wants_no_cache_is_exact_beside_others_that_reuse(cache: CacheOptions) -> None:
+def test_request_without_cache_is_exact_beside_reusing_ones(cache: CacheOptions) -> None:
     pipe = tiny_sdxl()
     wanted = [request for request in mixed_requests() if request.num_inference_steps > 3 and request.guidance_scale]
     requests = [replace(request, cache=number % 2 == 0) for number, request in enumerate([*wanted, *wanted])]
@@ -281,7 +281,7 @@ def test_embedded_guidance_scale() -> None:
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
 
 
-def test_model_scheduler_is_left_alone() -> None:
+def test_model_scheduler_is_not_modified() -> None:
     pipe = tiny_sdxl()
     before = pipe.scheduler.timesteps.clone()
     serve(pipe, mixed_requests()[:2])
@@ -291,7 +291,7 @@ def test_model_scheduler_is_left_alone() -> None:
 @pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sampler"), [("emoji-xl", "euler"), ("emoji-xl", "ddim"), ("emoji-3", None)])
-def test_bundled_models_draw_what_plain_diffusers_draws(name: str, sampler: str | None) -> None:
+def test_bundled_models_equal_plain_diffusers(name: str, sampler: str | None) -> None:
     """This is the promise of the README, on trained weights that each project loads itself."""
     plain = DiffusionPipeline.from_pretrained(bundled_model_path(name))
     ours = load_model(name, "cpu", "float32").pipe

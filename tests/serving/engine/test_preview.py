@@ -35,7 +35,7 @@ def drawn(model: ServedModel, preview: Preview, num_steps: int) -> tuple[InMemor
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["emoji-xl", "emoji-3"])
-def test_draws_nearly_what_the_decoder_draws(name: str) -> None:
+def test_preview_is_close_to_the_decoded_image(name: str) -> None:
     model, warm, learnt = load_model(name, dtype="float32"), Preview(), Preview()
     drawn(model, warm, 4)
     found, partials = drawn(model, learnt, 12)
@@ -50,7 +50,7 @@ def test_draws_nearly_what_the_decoder_draws(name: str) -> None:
     assert {image.size for image in partials} == {(128, 128), (192, 128)}
 
 
-def test_says_so_where_it_knows_too_little() -> None:
+def test_preview_is_none_until_enough_images_are_known() -> None:
     preview, red = Preview(), Image.new("RGB", (128, 128), "red")
     for _ in range(4):
         assert preview.draw(torch.zeros(1, 4, 16, 16)) is None

@@ -51,7 +51,7 @@ def running(model: ServedModel, collector: InMemory) -> Iterator[Engine]:
         thread.join()
 
 
-def test_edits_are_exact_until_their_template_is_recorded_once_beside_others(tmp_path: Path) -> None:
+def test_edits_are_exact_until_their_template_is_recorded(tmp_path: Path) -> None:
     model, collector = model_in(tmp_path), InMemory(keep_latents=True)
     edit, busy = edit_request(0, SIZE, template=TEMPLATE), Request(100, "a car", SIZE, 20, 4.0)
 
@@ -97,7 +97,7 @@ def latents_of(model: ServedModel, request: Request) -> torch.Tensor:
     return engine.run().latents[request.request_id]
 
 
-def test_an_engine_that_ends_meanwhile_leaves_no_half_record(tmp_path: Path) -> None:
+def test_engine_that_ends_during_recording_leaves_no_partial_record(tmp_path: Path) -> None:
     model, collector = model_in(tmp_path), InMemory()
     long = edit_request(0, SIZE, num_steps=500, template=TEMPLATE)
     # It takes 2 of the steps, so it ends long before its template is recorded.
@@ -110,7 +110,7 @@ def test_an_engine_that_ends_meanwhile_leaves_no_half_record(tmp_path: Path) -> 
     assert model.reuse.store.num_added == 0
 
 
-def test_what_cannot_be_recorded_is_said_once_and_edits_stay_exact(tmp_path: Path) -> None:
+def test_recording_failure_is_reported_once_and_edits_stay_exact(tmp_path: Path) -> None:
     model, collector = model_in(tmp_path, memory_mb=0.001, disk_mb=0.001), InMemory()
     edit = edit_request(0, SIZE, num_steps=2, template=TEMPLATE)
     with warnings.catch_warnings(record=True) as caught, running(model, collector) as engine:
@@ -133,7 +133,9 @@ def test_what_cannot_be_recorded_is_said_once_and_edits_stay_exact(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("kind", "template"), [("all", TEMPLATE), ("box", None)])
-def test_what_no_edit_would_read_is_not_recorded(kind: str, template: TemplateSpec | None, tmp_path: Path) -> None:
+def test_templates_that_no_edit_would_read_are_not_recorded(
+    kind: str, template: TemplateSpec | None, tmp_path: Path
+) -> None:
     model, collector = model_in(tmp_path), InMemory()
     model.reuse.masked_up_to = 0.9
     with running(model, collector) as engine:

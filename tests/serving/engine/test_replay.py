@@ -17,7 +17,7 @@ SMALL = Resolution(32, 32)
 
 
 @pytest.mark.parametrize("stages", ["threads", "inline"])
-def test_idle_time_is_skipped_and_nothing_else(stages: StagesName, model: ServedModel) -> None:
+def test_only_idle_time_is_skipped(stages: StagesName, model: ServedModel) -> None:
     model = with_engine(model, EngineOptions(stages=stages))
     arrivals_s = [30.0, 600.0, 600.0, 600.05, 4000.0]
     trace = [Request(number, "a", SMALL, 20, arrival_s=arrival_s) for number, arrival_s in enumerate(arrivals_s)]

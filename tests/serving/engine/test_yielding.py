@@ -24,7 +24,7 @@ NUM_STEPS = 12
 @pytest.mark.product(most=4)
 @pytest.mark.parametrize("sampler", ["euler-ancestral", "dpm++", "unipc", "heun"])
 @pytest.mark.parametrize("engine", ["patched", "plain"])
-def test_lines_wait_between_their_steps_and_their_images_are_the_same(
+def test_yielding_requests_wait_between_steps_and_images_are_equal(
     engine: Any, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = tiny_sdxl()

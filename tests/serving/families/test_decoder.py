@@ -26,7 +26,7 @@ def loaded(folder: Path, dtype: str, part: str = "", weight: float = 1.0) -> Ser
 LATENTS = torch.randn(1, 4, 4, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_what_float16_does_not_hold_is_decoded_in_float32(tmp_path: Path) -> None:
+def test_float16_overflow_is_decoded_in_float32(tmp_path: Path) -> None:
     model = loaded(tmp_path, "float16", "conv_in", 3e5)
     assert model.pipe.vae.dtype == torch.float16
     given = LATENTS.half()
@@ -40,13 +40,13 @@ def test_what_float16_does_not_hold_is_decoded_in_float32(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "where"), [("float32", "in float32:"), ("bfloat16", "in bfloat16, nor in float32:")])
-def test_what_no_format_holds_is_an_error(dtype: str, where: str, tmp_path: Path) -> None:
+def test_overflow_in_every_format_is_an_error(dtype: str, where: str, tmp_path: Path) -> None:
     model = loaded(tmp_path, dtype, "conv_norm_out", 3e38)
     with pytest.raises(RunError, match=f"the image is not finite {where}"):
         model.decode(LATENTS)
 
 
-def test_latents_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
+def test_non_finite_latents_are_an_error(tmp_path: Path) -> None:
     model = loaded(tmp_path, "bfloat16")
     damaged = LATENTS.clone()
     damaged[0, 1, 2, 3] = torch.inf

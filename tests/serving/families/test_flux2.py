@@ -22,7 +22,7 @@ BUILDS = {"dev": tiny_flux2, "Klein": tiny_klein, "Klein base": tiny_klein_base}
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
-def test_images_become_the_latents_of_the_pipeline(build: Callable[[], Any]) -> None:
+def test_image_latents_equal_those_of_the_pipeline(build: Callable[[], Any]) -> None:
     pipe = build()
     pixels = torch.rand(1, 3, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
     model = build_model(pipe, name="tiny")
@@ -34,13 +34,13 @@ def test_images_become_the_latents_of_the_pipeline(build: Callable[[], Any]) -> 
 
 
 @pytest.mark.parametrize(("name", "settings"), [("dev", (50, 4.0)), ("Klein", (4, 1.0)), ("Klein base", (50, 4.0))])
-def test_settings_are_those_of_the_cards(name: str, settings: tuple[int, float], tmp_path: Path) -> None:
+def test_default_settings_equal_those_of_the_cards(name: str, settings: tuple[int, float], tmp_path: Path) -> None:
     defaults = read_defaults(save_tiny(tmp_path, BUILDS[name]()))
     assert (defaults.num_inference_steps, defaults.guidance_scale) == settings
     assert defaults.default_resolution == Resolution(1024, 1024)
 
 
-def test_the_published_tokenizer_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizer_requirement_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patchedserve.serving.models.checkpoint.find_spec", lambda name: None)
     index = save_tiny(tmp_path, tiny_flux2()) / "model_index.json"
     published = json.loads(index.read_text()) | {"tokenizer": ["transformers", "PixtralProcessor"]}

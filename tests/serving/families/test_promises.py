@@ -13,15 +13,15 @@ from ...support.family_kit import BUILDS, PROMISES, Build
 @pytest.mark.slow
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 @pytest.mark.parametrize("family", BUILDS)
-def test_promise(family: str, promise: Callable[[Build], None]) -> None:
+def test_family_check(family: str, promise: Callable[[Build], None]) -> None:
     promise(BUILDS[family])
 
 
-def test_every_family_is_checked() -> None:
+def test_all_families_are_covered() -> None:
     assert {type(build()).__name__ for build in BUILDS.values()} == set(FAMILIES)
 
 
-def test_the_support_matrix_is_the_table(repository: Path) -> None:
+def test_support_matrix_equals_the_documented_table(repository: Path) -> None:
     section = (repository / "docs" / "families.md").read_text().partition("## What is served")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ") and "`" in line][1:]
     says = {True: "no", False: "yes"}

@@ -38,7 +38,7 @@ def lengths_of(pipe: Any) -> list[int]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("prompt", ["", "a car", "b" * 40])
-def test_states_are_those_of_padded_text(pipe: Any, prompt: str) -> None:
+def test_text_states_equal_those_of_padded_text(pipe: Any, prompt: str) -> None:
     expected, mask = encoded(pipe, prompt)
     lengths = lengths_of(pipe)
     with own_length(pipe.text_encoder):
@@ -55,14 +55,14 @@ def test_states_are_those_of_padded_text(pipe: Any, prompt: str) -> None:
 
 
 @torch.inference_mode()
-def test_text_that_fills_its_places_is_encoded_whole(pipe: Any) -> None:
+def test_text_of_full_length_is_encoded_completely(pipe: Any) -> None:
     expected, mask = encoded(pipe, "c" * 1000)
     assert mask.all()
     with own_length(pipe.text_encoder):
         assert torch.equal(encoded(pipe, "c" * 1000)[0], expected)
 
 
-def test_requests_are_encoded_so(pipe: Any) -> None:
+def test_requests_use_unpadded_text(pipe: Any) -> None:
     model, lengths = served(pipe), lengths_of(pipe)
     for prompt in ("a car", "two red cars"):
         model.prepare(Request(0, prompt, Resolution(64, 64), 2, guidance_scale=3.0))
@@ -71,7 +71,7 @@ def test_requests_are_encoded_so(pipe: Any) -> None:
     assert len(set(lengths)) == 3
 
 
-def test_an_encoder_that_fails_is_left_as_it_was(pipe: Any) -> None:
+def test_failing_encoder_is_restored(pipe: Any) -> None:
     tokens = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(IndexError), own_length(pipe.text_encoder):
         pipe.text_encoder(tokens * 10**6, attention_mask=tokens)

@@ -16,7 +16,7 @@ from ...support.tiny_models import plain_latents
 SIZE = Resolution(64, 48)
 
 
-def test_scales_above_zero_guide() -> None:
+def test_guidance_scales_above_zero_take_effect() -> None:
     pipe = tiny_z_image()
     model = served(pipe)
     requests = [Request(n, "a hat", SIZE, 2, scale, seed=1) for n, scale in enumerate((0.0, 0.5, 1.0))]
@@ -34,6 +34,6 @@ def test_noise_is_drawn_in_float32() -> None:
     assert torch.equal(drawn, expected)
 
 
-def test_text_without_positions_is_refused() -> None:
+def test_text_longer_than_the_position_ids_is_refused() -> None:
     with pytest.raises(UsageError, match="max_sequence_length is 225, but ZImagePipeline takes 224 at most"):
         served(tiny_z_image(), max_sequence_length=225)

@@ -88,7 +88,7 @@ def test_unpack_is_the_inverse_of_pack(
     assert torch.equal(packing.unpack(patches.contiguous(), len(sizes) - 1), images[-1])
 
 
-def test_whole_images() -> None:
+def test_packing_of_whole_images() -> None:
     images = draw_images([(16, 8)] * 3)
     packing = WholeImages(3, torch.device("cpu"))
     packed = packing.pack(images)
@@ -100,7 +100,7 @@ def test_whole_images() -> None:
 
 
 @all_cases
-def test_levels(sizes: list[Size], order: Order, patch_size: int | None, unit: int, num_levels: int) -> None:
+def test_packing_levels(sizes: list[Size], order: Order, patch_size: int | None, unit: int, num_levels: int) -> None:
     packing = pack(sizes, order, patch_size, unit, num_levels)
     images = draw_images(sizes)
     assert packing.num_rows == len(sizes)
@@ -174,7 +174,7 @@ def test_tokens_and_patches_are_views_of_each_other() -> None:
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("sizes", [EVEN, ODD, [(1, 1)], [(9, 7)]], ids=["even", "odd", "pixel", "one"])
-def test_windows_are_those_of_unfold(sizes: list[Size], stride: int) -> None:
+def test_windows_equal_unfold(sizes: list[Size], stride: int) -> None:
     packing = pack(sizes, "image", None, 1, 2)
     images = draw_images(sizes)
     level = packing.levels[0]
@@ -189,7 +189,7 @@ def test_windows_are_those_of_unfold(sizes: list[Size], stride: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", [EVEN, ODD, [(1, 1)], [(9, 7)]], ids=["even", "odd", "pixel", "one"])
-def test_sources_are_those_of_interpolate(sizes: list[Size]) -> None:
+def test_interpolation_sources_equal_interpolate(sizes: list[Size]) -> None:
     packing = pack(sizes, "image", None, 1, 4)
     for finer, level in zip(packing.levels, packing.levels[1:], strict=False):
         images = halved(draw_images(sizes), level, 1)
@@ -203,7 +203,7 @@ def test_sources_are_those_of_interpolate(sizes: list[Size]) -> None:
         assert torch.equal(cut_tokens(images, level)[sources], cut_tokens(upsampled, finer))
 
 
-def test_recent_packings_are_kept() -> None:
+def test_recent_packings_are_cached() -> None:
     assert pack(EVEN, "image", None, 1, 3) is pack(list(EVEN), "image", None, 1, 3)
     assert pack(EVEN, "image", None, 1, 3) is not pack(EVEN, "patch", None, 1, 3)
     # The default is the largest patch that divides all sides.
@@ -224,7 +224,7 @@ def test_recent_packings_are_kept() -> None:
         ([(15, 18)], 4, 1, 3, "patch size 4 does not fit: .* allowed here: none; use --order image"),
     ],
 )
-def test_patch_size_that_does_not_fit(
+def test_patch_size_that_does_not_divide_is_refused(
     sizes: list[Size], patch_size: int | None, unit: int, num_levels: int, message: str
 ) -> None:
     pattern = ".*".join(re.escape(part) for part in message.split(".*"))
@@ -234,11 +234,11 @@ def test_patch_size_that_does_not_fit(
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-def test_no_rows(order: Order) -> None:
+def test_empty_batch_is_refused(order: Order) -> None:
     with pytest.raises(UsageError, match="latent sizes are empty"):
         pack([], order, None, 1, 3)
 
 
-def test_rows_that_are_not_sorted() -> None:
+def test_unsorted_rows_are_refused() -> None:
     with pytest.raises(AssertionError, match="sorted by resolution"):
         pack([(16, 16), (8, 8)], "image", None, 1, 3)

@@ -84,7 +84,7 @@ def test_random_mixes(seed: int) -> None:
     assert len(layout.resolutions) == len(set(sizes))
 
 
-def test_the_words_of_the_docstring() -> None:
+def test_example_of_the_docstring() -> None:
     layout = PatchLayout.build([(16, 16), (8, 24), (8, 8), (16, 16)], 8)
     assert layout.order.tolist() == [2, 1, 0, 3]
     assert layout.resolutions == ((8, 8), (8, 24), (16, 16))
@@ -95,7 +95,7 @@ def test_the_words_of_the_docstring() -> None:
     assert layout.neighbours[7].tolist() == [4, 5, -1, 6, -1, -1, -1, -1]
 
 
-def test_neighbours_do_not_depend_on_the_level() -> None:
+def test_neighbours_are_independent_of_the_level() -> None:
     sizes = [(32, 16), (16, 16), (32, 16)]
     full, half = PatchLayout.build(sizes, 8), PatchLayout.build([(h // 2, w // 2) for h, w in sizes], 4)
     assert np.array_equal(full.neighbours, half.neighbours)
@@ -128,7 +128,7 @@ def test_layout_is_read_only() -> None:
         ("neighbours", (1, 0), 0, "not -1 exactly at the image edge"),
     ],
 )
-def test_check_finds_every_contradiction(name: str, index: Any, value: int, message: str) -> None:
+def test_check_finds_every_inconsistency(name: str, index: Any, value: int, message: str) -> None:
     layout = PatchLayout.build([(8, 8), (4, 4)], 4)
     broken = getattr(layout, name).copy()
     broken[index] = value
@@ -147,7 +147,7 @@ def test_patch_size_is_the_greatest_common_divisor() -> None:
         patch_size_of([])
 
 
-def test_patch_size_that_does_not_divide() -> None:
+def test_patch_size_that_does_not_divide_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^patch size 8 does not divide the latent size 20x32 \(height x width\); "):
         PatchLayout.build([(16, 16), (20, 32)], 8)
     with pytest.raises(UsageError, match=r"allowed for these requests: 1, 2, 4$"):
@@ -155,13 +155,13 @@ def test_patch_size_that_does_not_divide() -> None:
 
 
 @pytest.mark.parametrize("patch_size", [0, -4, 4.0])
-def test_patch_size_that_is_none(patch_size: Any) -> None:
+def test_invalid_patch_size_is_refused(patch_size: Any) -> None:
     with pytest.raises(UsageError, match=f"patch size is {patch_size}, but it must be one of 1, 2, 4, 8$"):
         PatchLayout.build([(8, 8)], patch_size)
 
 
 @pytest.mark.parametrize("sizes", [[(8, 0)], [(-8, 8)], [(8.0, 8.0)], [(8, 8, 8)], [8, 8]])
-def test_sizes_that_are_none(sizes: Any) -> None:
+def test_invalid_sizes_are_refused(sizes: Any) -> None:
     with pytest.raises(UsageError, match=r"each must be \(height, width\), positive integers"):
         PatchLayout.build(sizes, 8)
 
@@ -176,7 +176,7 @@ def test_layout_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_tensors_hold_the_layout() -> None:
+def test_tensors_equal_the_layout() -> None:
     layout = PatchLayout.build([(8, 8), (4, 4), (8, 12)], 4)
     for name, tensor in zip(("request_index", "neighbours"), index_tensors(layout, "cpu"), strict=True):
         assert tensor.dtype == torch.int64
@@ -187,7 +187,7 @@ def test_tensors_hold_the_layout() -> None:
 CPU = torch.device("cpu")
 
 
-def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernels in ("auto", "torch"):
         check_kernels(kernels, CPU)
     with pytest.raises(UsageError, match="kernels is 'cuda', but it must be one of auto, torch, triton"):
