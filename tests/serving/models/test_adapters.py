@@ -60,7 +60,7 @@ _NAMES = [name for name in BUILDS if name not in ("pixart", "z-image")]
 
 @pytest.mark.product(most=2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FAST else pytest.mark.slow) for n in _NAMES])
-def test_a_batch_mixes_adapters(name: str, tmp_path: Path) -> None:
+def test_batch_can_mix_adapters(name: str, tmp_path: Path) -> None:
     pipe, loras, folder = saved(name, tmp_path)
     one, few = adapted([1] * 4), adapted([6, 2, 3, 4])
     expected, expected_few = alone(pipe, loras, one), alone(pipe, {}, few)
@@ -76,7 +76,7 @@ def test_a_batch_mixes_adapters(name: str, tmp_path: Path) -> None:
         assert relative_error(denoised(model, few, joins=[0, 1, 2, 2]), expected_few) <= STEPS, options
 
 
-def test_adapters_go_on_top_of_fused_ones(tmp_path: Path) -> None:
+def test_adapters_are_added_to_fused_ones(tmp_path: Path) -> None:
     pipe, loras, folder = saved("sd3", tmp_path)
     requests = adapted([2] * 4, [(), (("toy", 0.5),), (), (("toy", 2.0),)])
     model = load_model(
@@ -91,7 +91,7 @@ def test_adapters_go_on_top_of_fused_ones(tmp_path: Path) -> None:
     assert serving(folder, loras).fingerprint == load_model(str(folder)).fingerprint, "weights are as they are"
 
 
-def test_kept_texts_are_those_of_their_adapters(tmp_path: Path) -> None:
+def test_cached_texts_are_bound_to_their_adapters(tmp_path: Path) -> None:
     pipe, loras, folder = saved("sd", tmp_path)
     model = serving(folder, loras, prompt_cache_mb=1)
     first = mixed([2] * 4)[0]
@@ -133,7 +133,7 @@ def test_bfloat16_is_as_accurate_as_the_pipeline(name: str, tmp_path: Path) -> N
     assert relative_error(patched, exact) <= 1.5 * relative_error(alone_too, exact)
 
 
-def test_what_cannot_be_applied_by_request_is_refused(tmp_path: Path) -> None:
+def test_adapters_unsupported_per_request_are_refused(tmp_path: Path) -> None:
     pipe, loras, folder = saved("sd3", tmp_path)
     embedding = save_lora(tmp_path / "embedding.safetensors", pipe, "transformer", layers=r"pos_embed\.proj")
     with pytest.raises(UsageError, match=r"--adapter a=.*embedding.safetensors changes the convolution pos_embed.proj"):
@@ -156,7 +156,7 @@ def test_what_cannot_be_applied_by_request_is_refused(tmp_path: Path) -> None:
         load_model(str(folder)).check_request(request)
 
 
-def test_an_adapter_with_norms_is_refused(tmp_path: Path) -> None:
+def test_adapter_with_norms_is_refused(tmp_path: Path) -> None:
     _, loras, folder = saved("flux", tmp_path)
     norm = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     name = "transformer_blocks.0.attn.norm_q.weight"

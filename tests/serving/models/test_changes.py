@@ -49,7 +49,7 @@ def sd_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.product(most=2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "unipc" else pytest.mark.slow) for n in SCHEDULERS])
-def test_another_sampler_is_that_of_diffusers(name: Any, sd_dir: Path) -> None:
+def test_replaced_sampler_equals_diffusers(name: Any, sd_dir: Path) -> None:
     import diffusers
 
     pipe: Any = diffusers.StableDiffusionPipeline.from_pretrained(sd_dir)
@@ -93,7 +93,7 @@ def test_adapters_equal_the_fused_pipeline(
     assert errors(model, fused(pipe, [(first, 0.5), (second, 1.0)])) <= TOLERANCE
 
 
-def test_a_dora_is_that_of_the_fused_pipeline(sd_dir: Path, tmp_path: Path) -> None:
+def test_dora_equals_the_fused_pipeline(sd_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.loras import fused, save_lora
 
@@ -125,7 +125,7 @@ def of_kohya(lora: Path, path: Path, *, is_dora: bool) -> Path:
     return path
 
 
-def test_a_dora_of_kohya_is_refused(sd_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_kohya_dora_is_refused(sd_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.loras import save_lora
 
@@ -162,7 +162,7 @@ def test_layers_that_the_model_lacks_are_counted(
         save_file(state, tmp_path / "some.safetensors")
 
 
-def test_what_is_kept_of_a_model_is_not_that_of_the_model_with_an_adapter(sd_dir: Path, tmp_path: Path) -> None:
+def test_cached_data_of_a_model_is_not_used_with_an_adapter(sd_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.loras import save_lora
 
@@ -175,7 +175,7 @@ def test_what_is_kept_of_a_model_is_not_that_of_the_model_with_an_adapter(sd_dir
     assert load_model(str(sd_dir)).fingerprint == marks[0]
 
 
-def test_an_adapter_of_another_model_is_refused(sd_dir: Path, tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_refused(sd_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.loras import save_lora
 
@@ -211,7 +211,7 @@ def test_bad_adapters_are_named(
     assert "\n" not in str(caught.value)
 
 
-def test_ranks_of_their_own_files_are_refused() -> None:
+def test_model_changes_with_parallel_ranks_are_refused() -> None:
     for options in (ModelOptions(sampler="unipc"), ModelOptions(lora=["a.safetensors"])):
         with pytest.raises(UsageError, match="--sampler, --lora and --quantize do not work with --parallel yet"):
             EngineOptions("parallel", parallel=ParallelOptions("virtual:2"), model=options)
@@ -220,9 +220,7 @@ def test_ranks_of_their_own_files_are_refused() -> None:
 @pytest.mark.product(most=2)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize(("build", "part"), [(tiny_sd, "unet"), (tiny_sd3, "transformer"), (tiny_flux, "transformer")])
-def test_weights_in_eight_bits_are_those_of_diffusers(
-    build: Callable[[], Any], part: str, name: Any, tmp_path: Path
-) -> None:
+def test_eight_bit_weights_equal_diffusers(build: Callable[[], Any], part: str, name: Any, tmp_path: Path) -> None:
     torchao = pytest.importorskip("torchao.quantization", reason="the extra quantize is not installed")
     import diffusers
 
@@ -249,7 +247,7 @@ def quantised_keys(weights: dict[str, Any]) -> list[str]:
     return [key for key, weight in weights.items() if type(weight).__name__ in ("Int8Tensor", "Float8Tensor")]
 
 
-def test_an_adapter_and_eight_bits(tmp_path: Path) -> None:
+def test_adapter_with_eight_bit_weights(tmp_path: Path) -> None:
     """Adapters are fused into the weights before these are quantised."""
     pytest.importorskip("torchao", reason="the extra quantize is not installed")
     pytest.importorskip("peft", reason="the extra lora is not installed")
@@ -262,7 +260,7 @@ def test_an_adapter_and_eight_bits(tmp_path: Path) -> None:
         assert relative_error([both[key].dequantize()], [fused[key]]) < 0.01
 
 
-def test_what_does_not_go_with_eight_bits(sd_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_incompatible_with_eight_bits_are_refused(sd_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"quantize is 'int4', but it must be one of int8, fp8"):
         ModelOptions(quantize="int4")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"--compile does not work with --quantize yet"):

@@ -57,7 +57,7 @@ def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_revisions_come_from_the_cache_while_offline(hub_cache: Path) -> None:
+def test_revisions_are_loaded_from_the_cache_while_offline(hub_cache: Path) -> None:
     offline = {"HF_HOME": str(hub_cache), "HF_HUB_OFFLINE": "1"}
     run = load(ID, f"{ID}@main", f"{ID}@v2", f"{ID}@{'b' * 40}", **offline)
     marks = run.stdout.split()
@@ -66,7 +66,7 @@ def test_revisions_come_from_the_cache_while_offline(hub_cache: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_half_a_download_is_named(hub_cache: Path, tmp_path: Path) -> None:
+def test_incomplete_download_is_named(hub_cache: Path, tmp_path: Path) -> None:
     home = Path(shutil.copytree(hub_cache, tmp_path / "hub"))
     file = next(home.glob(f"hub/*/snapshots/{'a' * 40}/unet/*.safetensors"))
     file.write_bytes(file.read_bytes()[:10_000])
@@ -110,7 +110,7 @@ def refusing_hub(request: pytest.FixtureRequest) -> Iterator[str]:
     ],
     indirect=["refusing_hub"],
 )
-def test_what_the_hub_refuses_is_one_line(refusing_hub: str, spec: str, message: str, tmp_path: Path) -> None:
+def test_hub_refusals_give_a_one_line_error(refusing_hub: str, spec: str, message: str, tmp_path: Path) -> None:
     run = load(spec, HF_ENDPOINT=refusing_hub, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
     assert run.stdout.startswith(message), run.stdout + run.stderr
     assert len(run.stdout.splitlines()) == 1
@@ -130,7 +130,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_variant_that_is_wanted_is_downloaded(repositories: dict[str, Path], tmp_path: Path) -> None:
+def test_requested_variant_is_downloaded(repositories: dict[str, Path], tmp_path: Path) -> None:
     both, half = repositories["someone/both"], repositories["someone/half"]
     wanted = {
         "someone/whole": (both, "bfloat16", ""),
@@ -152,7 +152,7 @@ def test_the_variant_that_is_wanted_is_downloaded(repositories: dict[str, Path],
     assert again.stdout.split() == marks * 2, again.stderr
 
 
-def test_settings_are_known_before_weights_are_downloaded(repositories: dict[str, Path], tmp_path: Path) -> None:
+def test_settings_are_validated_before_weights_are_downloaded(repositories: dict[str, Path], tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from patchedserve.serving.models.loading import model_defaults, model_geometry\n"
@@ -171,7 +171,7 @@ def test_settings_are_known_before_weights_are_downloaded(repositories: dict[str
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_the_configuration_of_a_file_comes_from_the_hub(tmp_path: Path) -> None:
+def test_configuration_of_a_single_file_comes_from_the_hub(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the extra single-file is not installed")
     pipe, published = tiny_sd(), "stable-diffusion-v1-5/stable-diffusion-v1-5"
     file = save_original(pipe, tmp_path / "finetuned.safetensors")

@@ -37,7 +37,7 @@ def broken_dir(sdxl_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_sd, tiny_sdxl, tiny_sd3])
-def test_loaded_model_is_the_saved_one(build: Callable, tmp_path: Path) -> None:
+def test_loaded_model_equals_the_saved_one(build: Callable, tmp_path: Path) -> None:
     pipe = build()
     request = Request(0, "a car", Resolution(32, 32), 2, seed=1)
     expected = plain_latents(pipe, request)
@@ -51,7 +51,7 @@ def test_loaded_model_is_the_saved_one(build: Callable, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
-def test_dtype_holds_for_every_component(build: Callable, tmp_path: Path, dtype: str) -> None:
+def test_dtype_applies_to_every_component(build: Callable, tmp_path: Path, dtype: str) -> None:
     model = load_model(str(save_tiny(tmp_path / "model", build())), device="cpu", dtype=dtype)
     wanted = getattr(torch, dtype)
     assert {model.dtype, model.denoiser.dtype, model.pipe.text_encoder_2.dtype} == {wanted}
@@ -78,7 +78,7 @@ def test_flux_has_the_settings_of_its_cards(build: Callable, settings: tuple[int
     assert model_defaults(str(tmp_path / "its")).num_inference_steps == 9
 
 
-def test_flux_text_that_is_too_long(tmp_path: Path) -> None:
+def test_too_long_flux_text_is_refused(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "flux", tiny_flux(), max_sequence_length=513)
     with pytest.raises(UsageError, match="max_sequence_length is 513, but FluxPipeline takes 512 at most"):
         load_model(str(folder), "cpu", "float32")
@@ -165,9 +165,7 @@ def test_variants_and_shards_load(tmp_path: Path, variant: str | None, *, shards
 
 
 @pytest.mark.parametrize(("dtype", "variant"), [("float32", None), ("bfloat16", None), ("float16", "fp16")])
-def test_of_two_variants_the_one_with_the_wanted_bits_is_loaded(
-    tmp_path: Path, dtype: str, variant: str | None
-) -> None:
+def test_variant_of_the_requested_dtype_is_loaded(tmp_path: Path, dtype: str, variant: str | None) -> None:
     pipes: dict[str | None, Any] = {None: tiny_sdxl(0), "fp16": tiny_sdxl(1)}  # other weights, to tell them apart
     for mark, pipe in pipes.items():
         pipe.save_pretrained(tmp_path, variant=mark, max_shard_size="60KB" if mark is None else "1GB")
@@ -178,7 +176,7 @@ def test_of_two_variants_the_one_with_the_wanted_bits_is_loaded(
         assert all(torch.equal(found[key], expected[key]) for key in expected), part
 
 
-def test_half_a_download_names_the_shard_that_is_missing(tmp_path: Path) -> None:
+def test_incomplete_download_names_the_missing_shard(tmp_path: Path) -> None:
     tiny_sdxl().save_pretrained(tmp_path, variant="fp16", max_shard_size="60KB")
     last = sorted((tmp_path / "unet").glob("*.safetensors"))[-1]
     last.unlink()
@@ -198,7 +196,7 @@ def test_half_a_download_names_the_shard_that_is_missing(tmp_path: Path) -> None
         ),
     ],
 )
-def test_files_are_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_weight_files_are_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name.partition("@")[0]).write_bytes(b"weights")
     with pytest.raises(UsageError, match=message) as caught:
         load_model(str(tmp_path / name))
@@ -255,7 +253,7 @@ def test_unknown_device_and_dtype(sdxl_dir: Path, options: dict[str, Any], named
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_where_there_is_none(sdxl_dir: Path) -> None:
+def test_unavailable_cuda_is_refused(sdxl_dir: Path) -> None:
     with pytest.raises(UsageError, match="cuda is not there"):
         load_model(str(sdxl_dir), device="cuda")
 
@@ -274,7 +272,7 @@ def test_text_length_of_a_model_without_a_third_encoder(broken_dir: Path) -> Non
 
 
 @pytest.mark.slow
-def test_hub_id_while_offline_says_what_to_do() -> None:
+def test_hub_id_while_offline_gives_advice() -> None:
     # A process of its own, because the hub client reads HF_HUB_OFFLINE once.
     code = (
         "import os; os.environ['HF_HUB_OFFLINE'] = '1'\n"
@@ -289,7 +287,7 @@ def test_hub_id_while_offline_says_what_to_do() -> None:
     assert run.stderr == ""
 
 
-def test_a_bad_name_is_refused_before_torch_is_imported() -> None:
+def test_invalid_name_is_refused_before_importing_torch() -> None:
     code = (
         "import sys\n"
         "from patchedserve.data.errors import UsageError\n"

@@ -35,7 +35,7 @@ def num_bytes(modules: list[torch.nn.Module]) -> int:
 
 @pytest.mark.product(most=4)
 @pytest.mark.parametrize("build", BUILDS)
-def test_texts_are_the_same_to_the_bit(build: Callable[[], Any], tmp_path: Path) -> None:
+def test_texts_are_bit_equal(build: Callable[[], Any], tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, build())
     usual, offloaded = (load_model(str(folder), "cpu", "float32", options) for options in (None, OFFLOAD))
     for request in (REQUEST, REQUEST):
@@ -53,7 +53,7 @@ def test_texts_are_the_same_to_the_bit(build: Callable[[], Any], tmp_path: Path)
     assert facts["num_moves"] >= 2 * len(encoders)
 
 
-def test_the_pipeline_and_the_baseline_draw_as_ever(tmp_path: Path) -> None:
+def test_offload_does_not_change_pipeline_and_baseline(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     model = load_model(str(save_tiny(tmp_path, pipe)), "cpu", "float32", OFFLOAD)
     assert torch.equal(plain_latents(model.pipe, REQUEST), plain_latents(pipe, REQUEST))
@@ -62,7 +62,7 @@ def test_the_pipeline_and_the_baseline_draw_as_ever(tmp_path: Path) -> None:
     )
 
 
-def test_weights_that_were_kept_on_the_host_come_back_as_they_were(tmp_path: Path) -> None:
+def test_weights_return_unchanged_from_the_host(tmp_path: Path) -> None:
     """As on a GPU, here on the CPU, weights are not read again from files, so changed weights stay changed."""
     pipe, usual = tiny_sdxl(), tiny_sdxl()
     for each in (pipe, usual):
@@ -73,7 +73,7 @@ def test_weights_that_were_kept_on_the_host_come_back_as_they_were(tmp_path: Pat
     assert num_bytes(encoders_of(pipe)) == 0
 
 
-def test_a_text_that_fails_leaves_no_weights_behind(tmp_path: Path) -> None:
+def test_failing_text_leaves_no_weights_on_the_device(tmp_path: Path) -> None:
     model = load_model(str(save_tiny(tmp_path, tiny_sd())), "cpu", "float32", OFFLOAD)
     with pytest.raises(IndexError):
         model.pipe.text_encoder(torch.full((1, 4), 10**6))
@@ -86,7 +86,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-def test_memory_is_free_between_texts(tmp_path: Path) -> None:
+def test_memory_is_released_between_texts(tmp_path: Path) -> None:
     pipe, megabytes = tiny_sd(), 1 << 20
     config = pipe.text_encoder.config
     wide = {**config.to_dict(), "intermediate_size": 1 << 19}  # two matrices of 64 MB a layer
@@ -103,7 +103,7 @@ def test_memory_is_free_between_texts(tmp_path: Path) -> None:
     assert resident_bytes() - before > 300 * megabytes
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_invalid_uses_are_refused(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sd())
     (tmp_path / "style.safetensors").write_bytes((folder / "vae/diffusion_pytorch_model.safetensors").read_bytes())
     changed = EngineOptions(offload="text", model=ModelOptions(lora=[str(tmp_path / "style.safetensors")]))

@@ -17,11 +17,11 @@ def test_transformers_on_a_gpu_are_in_bfloat16(pipeline: str) -> None:
 
 
 @pytest.mark.parametrize("pipeline", FAMILIES)
-def test_what_was_asked_for_is_taken(pipeline: str) -> None:
+def test_requested_dtype_is_used(pipeline: str) -> None:
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         assert resolve_dtype("float16", device, pipeline) == torch.float16
 
 
-def test_an_unknown_format_is_refused() -> None:
+def test_unknown_dtype_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown dtype 'half': allowed are auto, float32, bfloat16, float16"):
         resolve_dtype("half", torch.device("cpu"), "FluxPipeline")

@@ -31,7 +31,7 @@ REQUESTS = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_flux])
-def test_images_are_those_of_diffusers_with_and_without(make: Any) -> None:
+def test_images_equal_diffusers_with_and_without_the_cache(make: Any) -> None:
     pipe = make()
     model = build_model(pipe, name="tiny", options=EngineOptions(prompt_cache_mb=1))
     found, failures = run_joining(model, REQUESTS)
@@ -44,7 +44,7 @@ def test_images_are_those_of_diffusers_with_and_without(make: Any) -> None:
     assert said["hit_rate"] == 2 / 7
 
 
-def test_the_bound_holds_and_the_longest_unused_goes_first() -> None:
+def test_cache_is_bounded_and_evicts_least_recently_used() -> None:
     calls: list[str] = []
 
     def encode(request: Request, is_guided: bool) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def test_the_bound_holds_and_the_longest_unused_goes_first() -> None:
     assert nothing.to_json()["kept_bytes"] == nothing.to_json()["hits"] == 0
 
 
-def test_it_is_off_unless_asked_for_and_never_in_baselines() -> None:
+def test_cache_is_off_by_default_and_in_baselines() -> None:
     pipe = tiny_sdxl()
     assert build_model(pipe, name="tiny").prompts is None
     for engine in ("patched", "plain"):

@@ -81,7 +81,7 @@ def forecasting(pipe: Any, plan: StepPlan) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3, tiny_flux], ids=lambda make: make.__name__)
-def test_images_are_those_of_diffusers_with_forecasts(make: Any, tmp_path: Path) -> None:
+def test_images_equal_diffusers_with_forecasts(make: Any, tmp_path: Path) -> None:
     pipe = make()
     requests = requests_of()
     expected = {}
@@ -102,7 +102,7 @@ def test_images_are_those_of_diffusers_with_forecasts(make: Any, tmp_path: Path)
             assert float((latents[request_id] - own).abs().max()) <= 1e-3 * largest, name
 
 
-def test_a_request_without_cache_is_exact_beside_others(tmp_path: Path) -> None:
+def test_request_without_cache_is_exact_beside_others(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     model = scheduled(pipe, tmp_path)
     exact = Request(9, "exact", SIZES[0], 20, 3.0, seed=5, cache=False)
@@ -122,7 +122,7 @@ def test_ranks_that_share_images_skip_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [tiny_pixart, tiny_z_image], ids=lambda make: make.__name__)
-def test_families_whose_blocks_are_not_cached_skip_steps(make: Any, tmp_path: Path) -> None:
+def test_families_without_block_cache_skip_steps(make: Any, tmp_path: Path) -> None:
     pipe = make()
     model = scheduled(pipe, tmp_path)
     latents, failures = run_joining(model, requests_of())
@@ -130,7 +130,7 @@ def test_families_whose_blocks_are_not_cached_skip_steps(make: Any, tmp_path: Pa
     assert all(bool(each.isfinite().all()) for each in latents.values())
 
 
-def test_who_is_served_takes_as_many_iterations_as_are_computed(tmp_path: Path) -> None:
+def test_served_request_takes_one_iteration_per_computed_step(tmp_path: Path) -> None:
     model = scheduled(tiny_sdxl(), tmp_path)
     request = requests_of()[0]
     collector = InMemory()
@@ -146,7 +146,7 @@ def test_who_is_served_takes_as_many_iterations_as_are_computed(tmp_path: Path) 
     assert model.cache_stats.patches == 0
 
 
-def test_an_edit_skips_steps_and_keeps_what_is_outside_its_mask(tmp_path: Path) -> None:
+def test_edit_skips_steps_and_keeps_pixels_outside_its_mask(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     model = scheduled(pipe, tmp_path)
     mask = np.zeros((64, 64), bool)
@@ -162,7 +162,7 @@ def test_an_edit_skips_steps_and_keeps_what_is_outside_its_mask(tmp_path: Path) 
         assert bool(latents.isfinite().all())
 
 
-def test_edits_over_a_record_compute_every_step_beside_drawings_that_skip(tmp_path: Path) -> None:
+def test_edits_with_a_record_compute_every_step_beside_skipping_requests(tmp_path: Path) -> None:
     pipe, requests = tiny_sdxl(), [edit_request(number, SIZES[0], "line", template=TEMPLATE) for number in range(2)]
     exact = with_records(build_model(pipe, name="tiny"), TemplateStore(tmp_path / "exact"), requests)
     model = with_records(scheduled(pipe, tmp_path), TemplateStore(tmp_path / "records"), requests)
@@ -178,7 +178,7 @@ def test_edits_over_a_record_compute_every_step_beside_drawings_that_skip(tmp_pa
     assert model.checked(drawing).num_computed == model.prepare(drawing).state.num_steps == 20
 
 
-def test_passes_that_are_played_back_are_those_of_the_computed_steps(tmp_path: Path) -> None:
+def test_replayed_passes_are_those_of_computed_steps(tmp_path: Path) -> None:
     """A tape stands in for CUDA graphs."""
     pipe = tiny_sdxl()
     eager, recorded = scheduled(pipe, tmp_path), scheduled(pipe, tmp_path)
@@ -196,7 +196,7 @@ def test_passes_that_are_played_back_are_those_of_the_computed_steps(tmp_path: P
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_compiled_blocks_take_the_computed_steps(tmp_path: Path) -> None:
+def test_compiled_blocks_run_the_computed_steps(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     requests = requests_of()
     expected = run_joining(scheduled(pipe, tmp_path), requests)[0]
@@ -206,7 +206,7 @@ def test_compiled_blocks_take_the_computed_steps(tmp_path: Path) -> None:
         assert float((found[request_id] - own).abs().max()) <= 1e-3 * float(own.abs().max())
 
 
-def test_adapters_of_requests_are_theirs_where_steps_are_skipped(tmp_path: Path) -> None:
+def test_adapters_of_requests_apply_with_skipped_steps(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.loras import save_lora
 
@@ -245,7 +245,7 @@ def test_the_baseline_computes_every_step(tmp_path: Path) -> None:
     assert without_cache(model).prepare(request).state.num_steps == 20
 
 
-def test_what_does_not_go_with_it(tmp_path: Path) -> None:
+def test_incompatible_options_are_refused(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     file = tmp_path / "schedule.json"
     CacheSchedule(ProfiledModel("other", "", "EulerDiscreteScheduler"), {20: StepPlan(20, (0, 1))}).save(file)

@@ -50,7 +50,7 @@ def assert_same(loaded: Any, pipe: Any, *parts: str) -> None:
 
 
 @pytest.mark.parametrize("build", [tiny_sd, sdxl])
-def test_a_file_draws_what_the_folder_draws(build: Callable[[], Any], tmp_path: Path) -> None:
+def test_single_file_equals_the_folder(build: Callable[[], Any], tmp_path: Path) -> None:
     file, config, pipe = saved(build, tmp_path)
     model = load_model(f"{file}@{config}", "cpu", "float32")
     assert model.defaults.num_inference_steps == 7
@@ -59,13 +59,13 @@ def test_a_file_draws_what_the_folder_draws(build: Callable[[], Any], tmp_path: 
     assert model.fingerprint == fingerprint_of(f"{file}@{config}")
 
 
-def test_dtype_holds_for_a_file(tmp_path: Path) -> None:
+def test_dtype_applies_to_a_single_file(tmp_path: Path) -> None:
     file, config, _ = saved(tiny_sd, tmp_path)
     pipe = load_model(f"{file}@{config}", "cpu", "bfloat16").pipe
     assert {pipe.unet.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {torch.bfloat16}
 
 
-def test_what_a_file_has_not_comes_from_the_folder(tmp_path: Path) -> None:
+def test_missing_parts_come_from_the_folder(tmp_path: Path) -> None:
     """For FLUX, published files mostly hold the transformer only."""
     pipe, other = tiny_flux(0), tiny_flux(1)
     config, file = save_tiny(tmp_path / "config", pipe), tmp_path / "finetuned.safetensors"
@@ -77,7 +77,7 @@ def test_what_a_file_has_not_comes_from_the_folder(tmp_path: Path) -> None:
         load_model(f"{file}@{config}", "cpu", "float32")
 
 
-def test_the_fingerprint_is_of_the_file(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_file(tmp_path: Path) -> None:
     file, config, _ = saved(tiny_sd, tmp_path)
     before = fingerprint_of(f"{file}@{config}")
     file.rename(tmp_path / "renamed.safetensors")
@@ -101,7 +101,7 @@ def test_the_fingerprint_is_of_the_file(tmp_path: Path) -> None:
         ("first_stage_model.", r"missing weights: no .safetensors file in .*vae"),
     ],
 )
-def test_a_file_that_lacks_tensors(tmp_path: Path, prefix: str, message: str) -> None:
+def test_file_without_required_tensors_is_refused(tmp_path: Path, prefix: str, message: str) -> None:
     file, config, _ = saved(tiny_sd, tmp_path)
     save_file({name: value for name, value in load_file(file).items() if not name.startswith(prefix)}, file)
     with pytest.raises(RunError, match=message) as caught:
@@ -109,7 +109,7 @@ def test_a_file_that_lacks_tensors(tmp_path: Path, prefix: str, message: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_another_architecture_and_half_a_file(tmp_path: Path) -> None:
+def test_other_architecture_and_truncated_file_are_refused(tmp_path: Path) -> None:
     file, config, _ = saved(tiny_sd, tmp_path)
     other = save_tiny(tmp_path / "other", tiny_flux())
     with pytest.raises(RunError, match=r"lacks tensors of the FluxPipeline that .*other describes") as caught:
@@ -120,7 +120,7 @@ def test_another_architecture_and_half_a_file(tmp_path: Path) -> None:
         load_model(f"{file}@{config}", "cpu", "float32")
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_uses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, config, _ = saved(tiny_sd, tmp_path)
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(RunError, match=r"tensors of stable-diffusion-v1-5/.*cannot be fetched.*: give --config DIR"):

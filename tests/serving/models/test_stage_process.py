@@ -89,7 +89,7 @@ def same_images(one: InMemory, other: InMemory) -> bool:
     return all(np.abs(ours - theirs).max() <= 1 for ours, theirs in pairs)
 
 
-def test_processes_prepare_and_decode_the_same_to_the_bit(model: ServedModel) -> None:
+def test_processes_prepare_and_decode_bit_equal(model: ServedModel) -> None:
     threads = with_engine(model, replace(model.options, stages="threads"))
     assert threads.stages is None
     for request in mixed():
@@ -101,7 +101,7 @@ def test_processes_prepare_and_decode_the_same_to_the_bit(model: ServedModel) ->
         assert np.array_equal(np.asarray(model.decode(found.latents)), np.asarray(threads.decode(found.latents)))
 
 
-def test_images_of_all_stages_are_the_same(model: ServedModel) -> None:
+def test_images_are_equal_for_all_stage_options(model: ServedModel) -> None:
     usual = serve_in_memory(with_engine(model, replace(model.options, stages="threads")), mixed())
     assert same_images(serve_in_memory(model, mixed()), usual)
     assert same_images(serve_in_memory(with_engine(model, replace(model.options, stages="inline")), mixed()), usual)
@@ -109,7 +109,7 @@ def test_images_of_all_stages_are_the_same(model: ServedModel) -> None:
 
 @pytest.mark.product(most=4)
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_part_of_a_pipeline_does_what_the_whole_does(build: Callable[[], Any], tmp_path: Path) -> None:
+def test_part_of_a_pipeline_equals_the_whole(build: Callable[[], Any], tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, build())
     whole = load_model(str(folder), "cpu", "float32")
     family = build_family(whole.pipe)
@@ -142,7 +142,7 @@ def test_a_part_of_a_pipeline_does_what_the_whole_does(build: Callable[[], Any],
         assert (part.text_encoder is not None) is is_there
 
 
-def test_others_of_the_same_weights_share_the_processes_or_have_none(model: ServedModel) -> None:
+def test_models_of_the_same_weights_share_processes_or_have_none(model: ServedModel) -> None:
     assert as_plain(model).stages is None
     assert with_engine(model, replace(model.options, order="patch")).stages is model.stages
 
@@ -157,7 +157,7 @@ def reason_of_the_failed(found: InMemory, stage: str) -> str:
 
 
 @pytest.mark.parametrize(("part", "stage"), [("prepare", "preparing"), ("postprocess", "postprocessing")])
-def test_a_killed_process_fails_its_request_and_another_takes_over(model: ServedModel, part: Any, stage: str) -> None:
+def test_killed_process_fails_its_request_and_is_replaced(model: ServedModel, part: Any, stage: str) -> None:
     assert model.stages is not None
     process = model.stages.of[part]
     before = process.process_id
@@ -171,7 +171,7 @@ def test_a_killed_process_fails_its_request_and_another_takes_over(model: Served
 
 
 @pytest.mark.parametrize(("part", "stage"), [("prepare", "preparing"), ("postprocess", "postprocessing")])
-def test_a_process_that_stands_still_fails_its_request_and_another_takes_over(
+def test_hanging_process_fails_its_request_and_is_replaced(
     model: ServedModel, part: Any, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert model.stages is not None
@@ -186,7 +186,7 @@ def test_a_process_that_stands_still_fails_its_request_and_another_takes_over(
     assert {record.status for record in serve_in_memory(model, mixed()).records} == {"completed"}
 
 
-def test_who_waits_for_a_process_that_is_ended_waits_no_longer(folder: Path) -> None:
+def test_aborting_a_hanging_process_fails_pending_calls(folder: Path) -> None:
     process = StageProcess(StageSettings(str(folder), "cpu", "float32"))
     with closing(process):
         process.wait()
@@ -199,7 +199,7 @@ def test_who_waits_for_a_process_that_is_ended_waits_no_longer(folder: Path) -> 
         assert process.call("condition", REQUEST, True)["text"].shape[0] == 2
 
 
-def test_a_large_call_may_take_longer_than_a_small_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_grows_with_the_size_of_a_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float | None] = []
     monkeypatch.setattr(Channel, "limit", lambda channel, seconds: limits.append(seconds))
     monkeypatch.setattr(stage_process, "CALL_S", 0.0)
@@ -215,7 +215,7 @@ def test_a_large_call_may_take_longer_than_a_small_one(folder: Path, monkeypatch
     assert large_s >= 4 * small_s > 0
 
 
-def test_what_fails_is_told_and_the_process_goes_on(model: ServedModel) -> None:
+def test_errors_are_reported_and_the_process_continues(model: ServedModel) -> None:
     assert model.stages is not None
     process = model.stages.of["prepare"]
     before = process.process_id
@@ -225,7 +225,7 @@ def test_what_fails_is_told_and_the_process_goes_on(model: ServedModel) -> None:
     assert process.process_id == before
 
 
-def test_what_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+def test_load_failure_is_reported(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, tiny_sdxl())
     weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -251,7 +251,7 @@ def test_no_process_outlives_the_engine(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("stages", "is_main"), [("threads", False), ("inline", True)])
-def test_who_prepares_and_decodes(folder: Path, stages: Any, is_main: bool) -> None:
+def test_stages_run_in_the_expected_threads(folder: Path, stages: Any, is_main: bool) -> None:
     model = load_model(str(folder), "cpu", "float32", EngineOptions(stages=stages))
     threads = []
 
@@ -267,7 +267,7 @@ def test_who_prepares_and_decodes(folder: Path, stages: Any, is_main: bool) -> N
     assert set(threads) == {is_main}
 
 
-def test_values_arrive_as_they_were() -> None:
+def test_values_arrive_unchanged() -> None:
     here, there = map(Channel, socket.socketpair())
     values = {
         "half": torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16(),
@@ -306,12 +306,12 @@ def test_values_arrive_as_they_were() -> None:
         ({"engine": "parallel", "parallel": ParallelOptions("2", decode="strips")}, "--parallel-decode strips"),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(options: Any, named: str) -> None:
+def test_incompatible_options_are_refused(options: Any, named: str) -> None:
     with pytest.raises(UsageError, match=f"--stages processes does not work with {named} yet"):
         EngineOptions(stages="processes", **options)
 
 
-def test_a_single_file_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_single_file_is_refused(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes((folder / "unet" / "diffusion_pytorch_model.safetensors").read_bytes())
     with pytest.raises(UsageError, match="--stages processes: processes load a diffusers directory"):

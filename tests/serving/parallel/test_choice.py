@@ -16,7 +16,7 @@ from ...support.random_models import sdxl_unet
 
 
 @pytest.mark.parametrize(("sync_s", "mode"), [(0.0, "sync"), (0.05, "sync"), (0.12, "displaced")])
-def test_displaced_where_it_saves_more_than_a_tenth(sync_s: float, mode: str) -> None:
+def test_displaced_is_chosen_if_it_saves_over_10_percent(sync_s: float, mode: str) -> None:
     """Two ranks compute for half a second, and displaced calls hide 55 % of the waiting."""
     found = choose(ParallelLatency(0.0, 1.0, Link(sync_s, 1e15, 0.45)), 2, 1000)
     assert found.mode == mode
@@ -24,7 +24,7 @@ def test_displaced_where_it_saves_more_than_a_tenth(sync_s: float, mode: str) ->
     assert f"save {saved:.0%} of" in found.reason
 
 
-def test_a_link_is_measured_and_bytes_are_those_of_the_rank_that_receives_most() -> None:
+def test_link_is_measured_with_the_bytes_of_the_busiest_rank() -> None:
     with closing(VirtualRanks(sdxl_unet(), ParallelOptions("virtual:3"))) as virtual, virtual.end:
         ranks, model = virtual.ranks, virtual.ranks._model
         link = ranks.measure_link(torch.device("cpu"))

@@ -38,7 +38,7 @@ def even(call: Call, count: int, place: int) -> Share:
     return Share(Strips.of(call.height, 4, (1.0,) * count), place)
 
 
-def test_macs_are_those_of_the_paper() -> None:
+def test_macs_equal_those_of_the_paper() -> None:
     step = SDXL.macs(sdxl(1024))
     assert step == pytest.approx(6763e9, rel=BAR)
     assert 50 * step == pytest.approx(338e12, rel=BAR)
@@ -53,7 +53,7 @@ def test_macs_are_those_of_the_paper() -> None:
         assert device == pytest.approx([227e12] * 4, rel=BAR)
 
 
-def test_strips_compute_what_the_image_takes() -> None:
+def test_strips_compute_as_many_macs_as_the_image() -> None:
     # The exceptions are the text, which is computed once a request, and the timestep's layers, which every rank runs.
     call = sdxl(1024)
     for count in (2, 3, 8):
@@ -68,7 +68,7 @@ def test_strips_compute_what_the_image_takes() -> None:
     # The paper prints 0.42, 1.48 and 5.38: the figure for neighbours' halos at 2048, for gathered ones elsewhere.
     [(1024, 0.424, 0.375), (2048, 1.58, 1.484), (3840, 5.38, 5.191)],
 )
-def test_elements_received_are_those_of_the_paper(side: int, gathered: float, neighbours: float) -> None:
+def test_received_elements_equal_those_of_the_paper(side: int, gathered: float, neighbours: float) -> None:
     call = sdxl(side)
     for halos, wanted in (("all", gathered), ("neighbours", neighbours)):
         received = SDXL.received(call, even(call, 8, 3), halos)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_elements_received_are_those_of_the_paper(side: int, gathered: float, ne
     assert max(ends) < middle == sum(ends)
 
 
-def test_slots_are_halved_where_guidance_is_split() -> None:
+def test_slots_are_halved_with_split_guidance() -> None:
     for side, wanted in ((1024, 0.84), (2048, 3.36), (3840, 11.8)):
         assert 2 * SDXL.slots(sdxl(side)) == pytest.approx(wanted * 1e9, rel=BAR)
         assert 2 * SDXL.slots(sdxl(side, rows=1)) == SDXL.slots(sdxl(side))
@@ -120,7 +120,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Ran:
+class RankWork:
     """Transfers and work of a rank, by call."""
 
     sent: list[Counter[int]]
@@ -129,14 +129,14 @@ class Ran:
     text_macs: int
 
 
-def run(model: Any, call: Call, strips: Strips, passes: Sequence[Mapping[str, Any]]) -> list[Ran]:
+def run(model: Any, call: Call, strips: Strips, passes: Sequence[Mapping[str, Any]]) -> list[RankWork]:
     """Run calls of a model in bfloat16 for guided requests, one rank per strip; return what each rank did."""
     rows = [to_dtype(row, torch.bfloat16) for row in draw_rows(model, [(call.height, call.width)], num_each=call.rows)]
     names = tuple((0, index) for index in range(call.rows))
     model = model.to(torch.bfloat16)
     latents, timesteps = torch.stack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
 
-    def on_rank(end: VirtualEnd) -> Ran:
+    def on_rank(end: VirtualEnd) -> RankWork:
         sent, received, macs = [], [], []
         strip_model = StripModel(model)
         with Macs() as text:
@@ -152,7 +152,7 @@ def run(model: Any, call: Call, strips: Strips, passes: Sequence[Mapping[str, An
             sent.append(recorded.sent)
             received.append(recorded.received)
             macs.append(counted.total)
-        return Ran(sent, received, macs, text.total)
+        return RankWork(sent, received, macs, text.total)
 
     # With this backend, attention is two products, which are counted.
     with sdpa_kernel(SDPBackend.MATH):
@@ -172,7 +172,7 @@ TEXT = 7
 @pytest.mark.product
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("height", "shares"), [(30, (3, 1)), (29, (1, 3, 2))])
-def test_leaves_compute_and_send_what_is_counted(name: str, height: int, shares: tuple[int, ...]) -> None:
+def test_leaves_compute_and_send_the_counted_amounts(name: str, height: int, shares: tuple[int, ...]) -> None:
     model = MODELS[name]()
     cost = Cost.of(model.config)
     is_sd3 = name.startswith("sd3")
@@ -188,7 +188,7 @@ def test_leaves_compute_and_send_what_is_counted(name: str, height: int, shares:
         assert one.text_macs == cost.text_macs(call)
 
 
-def test_a_split_text_stream_is_sent_and_computed_in_parts() -> None:
+def test_split_text_stream_is_sent_and_computed_in_parts() -> None:
     call, model = Call(12, 10, TEXT), sd3_transformer()
     cost = Cost.of(model.config)
     strips, text_starts = Strips.of(12, 2, (2, 1, 1)), (0, 3, 5, 7)
@@ -198,7 +198,7 @@ def test_a_split_text_stream_is_sent_and_computed_in_parts() -> None:
         assert one.macs == [cost.strip_macs(call, share)]
 
 
-def test_a_displaced_request_receives_the_same_but_nothing_in_its_last_call() -> None:
+def test_displaced_request_receives_nothing_in_its_last_call() -> None:
     call, model = Call(12, 8, TEXT), tiny_sdxl().unet
     cost, strips = Cost.of(model.config), Strips.of(12, 4, (1, 1))
     more, displaced, end = {"is_last": (False, False)}, {"is_displaced": (True, True)}, {"is_last": (True, True)}

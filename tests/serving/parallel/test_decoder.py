@@ -25,7 +25,7 @@ def latents_of(autoencoder: Any, height: int) -> Tensor:
 
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
 @pytest.mark.parametrize(("height", "shares"), [(7, (1,)), (7, (1, 1)), (9, (1, 2, 1)), (5, (1, 1, 1, 1, 1))])
-def test_strips_give_what_the_whole_gives(make: Callable[[], Any], height: int, shares: tuple[int, ...]) -> None:
+def test_strips_equal_the_whole_image(make: Callable[[], Any], height: int, shares: tuple[int, ...]) -> None:
     autoencoder = make().vae
     latents = latents_of(autoencoder, height)
     with torch.inference_mode():
@@ -44,7 +44,7 @@ def test_strips_give_what_the_whole_gives(make: Callable[[], Any], height: int, 
     assert relative(found, whole) <= 1e-5
 
 
-def test_an_image_has_as_many_strips_as_rows_at_most_and_uneven_ones_where_asked() -> None:
+def test_strips_are_at_most_the_rows_and_may_be_uneven() -> None:
     pipe = tiny_sdxl()
     options = ParallelOptions("virtual:4", shares="1,3,1,1")
     with closing(VirtualRanks(pipe.unet, options, pipe.vae)) as ranks, torch.inference_mode():
@@ -54,7 +54,7 @@ def test_an_image_has_as_many_strips_as_rows_at_most_and_uneven_ones_where_asked
             assert relative(ranks.decoder(latents), pipe.vae.decode(latents, return_dict=False)[0]) <= 1e-5
 
 
-def test_rank_0_decodes_alone_while_others_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_can_decode_alone(capsys: pytest.CaptureFixture[str]) -> None:
     pipe = tiny_sdxl()
     latents = latents_of(pipe.vae, 4)
     with closing(VirtualRanks(pipe.unet, ParallelOptions("virtual:2"), pipe.vae)) as ranks, torch.inference_mode():
@@ -73,7 +73,7 @@ def test_rank_0_decodes_alone_while_others_do_not(capsys: pytest.CaptureFixture[
         assert not capsys.readouterr().err
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_images_that_cannot_be_split_are_refused() -> None:
     decoder = StripDecoder(tiny_sdxl().vae)
     with pytest.raises(UsageError, match="3 ranks are too many for latents of 2 rows"):
         decoder.strips(2, (1, 1, 1))

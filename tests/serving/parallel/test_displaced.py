@@ -31,7 +31,7 @@ def images(count: int, height: int = 11) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stale", [(0, 1), (1,), (0,)])
-def test_convolution_reads_the_neighbours_rows_of_the_call_before(stale: tuple[int, ...]) -> None:
+def test_convolution_reads_neighbour_rows_of_the_previous_call(stale: tuple[int, ...]) -> None:
     conv = nn.Conv2d(8, 3, 3, padding=1)
     before, now = images(2)
     found = in_calls([before, now], HEIGHTS, lambda context: StripConv(conv, context), [(), stale])
@@ -47,7 +47,7 @@ def test_convolution_reads_the_neighbours_rows_of_the_call_before(stale: tuple[i
 
 
 @pytest.mark.parametrize("stale", [(0, 1), (1,)])
-def test_nothing_older_than_the_call_before_is_read(stale: tuple[int, ...]) -> None:
+def test_nothing_older_than_the_previous_call_is_read(stale: tuple[int, ...]) -> None:
     conv = nn.Conv2d(8, 3, 3, padding=1)
     first, second, third = images(3)
     calls = [(), stale, stale]
@@ -68,7 +68,7 @@ def group_statistics(x: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
 @pytest.mark.parametrize(
     ("mode", "guard"), [("corrected", 0.0), ("corrected", 0.25), ("sync", 0.25), ("stale", 0.25), ("separate", 0.25)]
 )
-def test_group_norm(mode: str, guard: float, stale: tuple[int, ...]) -> None:
+def test_group_norm_of_strips(mode: str, guard: float, stale: tuple[int, ...]) -> None:
     norm = nn.GroupNorm(4, 8)
     nn.init.normal_(norm.weight)
     before, now = images(2)
@@ -115,7 +115,7 @@ def test_group_norm(mode: str, guard: float, stale: tuple[int, ...]) -> None:
     assert guarded or not guard or mode != "corrected", "the guard has something to do"
 
 
-def test_a_negative_variance_is_replaced_by_the_strip_s_own() -> None:
+def test_negative_variance_is_replaced_by_that_of_the_strip() -> None:
     norm = nn.GroupNorm(1, 8)
     strips = Strips.of(4, 2, [1, 1])
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def run(model: Any, rows: list[Any], steps: list[int], count: int = 2, **options
 @pytest.mark.product(most=2)
 @pytest.mark.parametrize("make", [sdxl_unet, sd3_transformer])
 @pytest.mark.parametrize("norms", ["corrected", "sync", "stale", "separate"])
-def test_a_row_does_not_depend_on_who_shares_the_batch(make: Any, norms: str) -> None:
+def test_rows_are_independent_of_their_batch(make: Any, norms: str) -> None:
     model = make()
     options = {"mode": "displaced", "warmup": 1, "norms": NormOptions(norms)}  # type: ignore[arg-type]
     rows = draw_rows(model, [(16, 12)] * 3, num_each=2)
@@ -170,7 +170,7 @@ def test_a_row_does_not_depend_on_who_shares_the_batch(make: Any, norms: str) ->
 
 
 @pytest.mark.parametrize("make", [sdxl_unet, sd3_transformer])
-def test_warm_up_calls_are_exact_bit_by_bit_and_later_ones_are_not(make: Any) -> None:
+def test_only_warm_up_calls_are_bit_exact(make: Any) -> None:
     model = make()
     rows = draw_rows(model, [(16, 12)], num_each=2)
     [sync], [long], [short] = (
@@ -182,7 +182,7 @@ def test_warm_up_calls_are_exact_bit_by_bit_and_later_ones_are_not(make: Any) ->
 
 
 @pytest.mark.exhaustive
-def test_what_there_is_no_memory_for_is_exact() -> None:
+def test_requests_beyond_the_memory_limit_are_exact() -> None:
     model: Any = sdxl_unet()
     rows = draw_rows(model, [(64, 64)] * 2, num_each=2)
     options: dict[str, Any] = {"mode": "displaced", "warmup": 0}
@@ -196,7 +196,7 @@ def test_what_there_is_no_memory_for_is_exact() -> None:
     assert relative(displaced[1][1], sync[1][1]) > 1e-5
 
 
-def test_attention_reads_keys_of_the_call_before() -> None:
+def test_attention_reads_keys_of_the_previous_call() -> None:
     model: Any = sdxl_unet()
     attention = model.down_blocks[1].attentions[0].transformer_blocks[0].attn1
     width = attention.to_q.in_features

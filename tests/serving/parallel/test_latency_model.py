@@ -63,7 +63,7 @@ def test_split_guidance_is_held_out(num_ranks: int) -> None:
     assert found == pytest.approx(PRINTED["speedup_split_x", 3840, num_ranks], rel=0.07)
 
 
-def test_waiting_is_what_the_link_takes() -> None:
+def test_waiting_time_follows_the_link() -> None:
     link = Link(sync_s=0.02, bytes_per_s=1e9, displaced_share=0.5)
     on_two = ParallelLatency(1.0, 4.0, link)
     assert [on_two.step_s(waiting, 2, 10**8) for waiting in ("nocomm", "sync", "displaced")] == [3.0, 3.12, 3.06]
@@ -89,6 +89,6 @@ def test_more_than_two_measurements_are_fitted_by_least_squares() -> None:
         ({"sync_s": float("nan")}, "--sync-ms is nan"),
     ],
 )
-def test_links_that_cannot_be_are_refused(given: dict[str, float], message: str) -> None:
+def test_invalid_links_are_refused(given: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Link(**given)

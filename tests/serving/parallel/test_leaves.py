@@ -38,7 +38,7 @@ def test_convolution(count: int, height: int) -> None:
 
 @pytest.mark.parametrize("count", RANKS)
 @pytest.mark.parametrize("height", [16, 17, 30])
-def test_convolution_that_halves(count: int, height: int) -> None:
+def test_strided_convolution(count: int, height: int) -> None:
     conv = nn.Conv2d(8, 5, 3, padding=1, stride=2)
     whole, strips = image(height, width=7), Strips.of(height, 2, [1] * count)
     found = on_strips(whole, strips, lambda context: StripConv(conv, context))
@@ -46,7 +46,7 @@ def test_convolution_that_halves(count: int, height: int) -> None:
 
 
 @pytest.mark.parametrize("count", RANKS)
-def test_a_first_layer_gets_the_rows_around_its_strip(count: int) -> None:
+def test_first_layer_receives_the_rows_around_its_strip(count: int) -> None:
     conv = nn.Conv2d(8, 5, 3, padding=1)
     whole, strips = image(17), Strips.of(17, 2, [1] * count)
     found = on_strips(whole, strips, lambda context: StripConv(conv, context, has_halo=True), halo=int(count > 1))
@@ -94,7 +94,7 @@ def _on_strips(block: ResnetBlock2D, num_fed: int) -> Callable[[StripContext], L
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_statistics_travel_with_the_rows_around_a_strip(
+def test_statistics_are_sent_with_the_rows_around_a_strip(
     count: int, dtype: torch.dtype, memory_format: torch.memory_format
 ) -> None:
     block = _block().to(dtype)
@@ -108,7 +108,7 @@ def test_statistics_travel_with_the_rows_around_a_strip(
 @pytest.mark.parametrize(
     ("settings", "num_fed"), [({}, 2), ({"time_embedding_norm": "scale_shift"}, 1), ({"down": True}, 1)]
 )
-def test_calls_that_keep_something_and_those_that_do_not_give_the_same(settings: dict[str, Any], num_fed: int) -> None:
+def test_calls_with_and_without_stored_state_are_equal(settings: dict[str, Any], num_fed: int) -> None:
     """The first call keeps slots for the second, so its norms and convolutions send separately."""
     block = _block(**settings)
     kept, last = in_calls([image(16)] * 2, Strips.of(16, 2, [1, 1]), _on_strips(block, num_fed), [(), ()])

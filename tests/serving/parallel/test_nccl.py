@@ -43,7 +43,7 @@ def pending() -> Callable[..., tuple[NcclSwap, threading.Event]]:
     return begin
 
 
-def test_who_does_not_answer_in_time_is_named(pending: Callable[..., tuple[NcclSwap, threading.Event]]) -> None:
+def test_unresponsive_rank_is_named(pending: Callable[..., tuple[NcclSwap, threading.Event]]) -> None:
     swap, _ = pending()
     start_s = time.monotonic()
     with pytest.raises(GroupError, match=r"GPUs of ranks 1, 3 do not answer within 0\.3 s"):
@@ -51,7 +51,7 @@ def test_who_does_not_answer_in_time_is_named(pending: Callable[..., tuple[NcclS
     assert 0.3 <= time.monotonic() - start_s < 5
 
 
-def test_a_rank_that_has_gone_is_noticed_while_waiting(
+def test_lost_rank_is_detected_while_waiting(
     pending: Callable[..., tuple[NcclSwap, threading.Event]],
 ) -> None:
     until_s, seen = time.monotonic() + 0.1, set[int]()
@@ -68,7 +68,7 @@ def test_a_rank_that_has_gone_is_noticed_while_waiting(
     assert time.monotonic() - until_s < 5
 
 
-def test_whoever_waits_learns_that_it_is_over(pending: Callable[..., tuple[NcclSwap, threading.Event]]) -> None:
+def test_pending_transfers_fail_on_disconnect(pending: Callable[..., tuple[NcclSwap, threading.Event]]) -> None:
     swap, over = pending()
     timer = threading.Timer(0.1, over.set)
     timer.start()
@@ -85,12 +85,12 @@ def test_whoever_waits_learns_that_it_is_over(pending: Callable[..., tuple[NcclS
         ("cuda:0", "cuda,cuda:0", "but they are on cuda, cuda:0"),
     ],
 )
-def test_each_rank_needs_a_gpu_of_its_own(device: str, named: str | None, said: str) -> None:
+def test_each_rank_needs_its_own_gpu(device: str, named: str | None, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         devices_of(torch.device(device), ParallelOptions("2", backend="nccl", devices=named))
 
 
-def test_devices_of_other_machines_are_not_known() -> None:
+def test_devices_of_other_machines_are_not_compared() -> None:
     assert devices_of(GPU, ParallelOptions("3"), is_here=False) == ["cuda:0"] * 3
     same = ParallelOptions("2", backend="nccl", devices="cuda:0,cuda:0")
     different = ParallelOptions("2", backend="nccl", devices="cuda:0,cuda:1")

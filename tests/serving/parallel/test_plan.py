@@ -23,7 +23,7 @@ def random_works(chance: random.Random) -> list[StripWork]:
     return works
 
 
-def test_no_step_takes_longer_than_all_whole_or_all_in_strips() -> None:
+def test_plan_is_no_slower_than_all_whole_or_all_strips() -> None:
     chance, won = random.Random(0), 0
     for _ in range(2000):
         works, speeds = random_works(chance), [1.0] * chance.randint(2, 8)
@@ -34,7 +34,7 @@ def test_no_step_takes_longer_than_all_whole_or_all_in_strips() -> None:
     assert won > 200
 
 
-def test_one_large_image_among_small_ones_is_drawn_in_strips() -> None:
+def test_large_image_among_small_ones_is_split() -> None:
     large, small = StripWork(1, 400.0, 250.0), StripWork(1, 100.0, 90.0)
     assert in_strips([small, large, small], [1.0, 1.0]) == [False, True, False]
     # With two of them, each rank draws one.
@@ -43,14 +43,14 @@ def test_one_large_image_among_small_ones_is_drawn_in_strips() -> None:
     assert in_strips([StripWork(2, 400.0, 500.0)], [1.0, 1.0]) == [False]
 
 
-def test_what_cannot_be_cut_stays_whole_and_nothing_is_nothing() -> None:
+def test_unsplittable_images_stay_whole_and_empty_plans_are_empty() -> None:
     assert in_strips([StripWork(1, 10.0, math.inf), StripWork(1, 10.0, 2.0)], [1.0, 1.0]) == [False, False]
     assert in_strips([StripWork(1, 10.0, math.inf)], [1.0, 1.0]) == [False]
     assert in_strips([], [1.0, 1.0]) == []
 
 
 @pytest.mark.parametrize(("speeds", "most"), [([1.0, 1.0], 7 / 6), ([1.0, 3.0], 2.0), ([1.0, 0.5, 2.0], 2.0)])
-def test_sharing_out_is_near_the_best_that_there_is(speeds: list[float], most: float) -> None:
+def test_assignment_is_close_to_optimal(speeds: list[float], most: float) -> None:
     """Longest first takes at most 4/3 - 1/(3n) of the best time for n equal ranks (Graham 1969), and at most twice the
     best time for unequal ones (Gonzalez, Ibarra and Sahni 1977)."""
     chance = random.Random(1)
@@ -68,7 +68,7 @@ def test_sharing_out_is_near_the_best_that_there_is(speeds: list[float], most: f
         assert best <= end(shared_out(costs, speeds)) * (1 + 1e-12) <= most * best * (1 + 1e-9)
 
 
-def test_sizes_that_were_not_measured_go_by_the_nearest() -> None:
+def test_unmeasured_sizes_use_the_nearest_measurement() -> None:
     times = CallTimeTable(
         [CallTimes(32, 32, 2, 100.0, 80.0), CallTimes(64, 64, 2, 400.0, 200.0), CallTimes(8, 8, 1, 9, None)]
     )

@@ -121,7 +121,7 @@ def test_ranks_of_one_machine_listen_on_loopback_only(backend: str, tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
+def test_processes_are_bit_equal_to_virtual_ranks(folder: Path) -> None:
     """This holds in every mode and GroupNorm mode: four ranks with uneven shares, then three and two after losses."""
     model = rank_models(folder).denoiser
     size = (34, 20) if hasattr(model, "conv_in") else (22, 12)
@@ -147,9 +147,7 @@ def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["sync", "displaced"])
-def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
-    tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_work_of_a_lost_rank_is_taken_over(tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     """One rank is killed while idle and another stops answering; the results stay those of plain diffusers."""
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
     model = rank_models(folder).denoiser
@@ -175,7 +173,7 @@ def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
         assert relative(predict_together(ranks, rows), wanted) <= 1e-5
 
 
-def test_a_rank_that_is_killed_in_a_call(tmp_path: Path) -> None:
+def test_rank_killed_during_a_call(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
     model = rank_models(folder).denoiser
     rows = draw_rows(model, [(256, 128)], num_each=2)
@@ -196,7 +194,7 @@ def test_a_rank_that_is_killed_in_a_call(tmp_path: Path) -> None:
             assert relative(found, wanted) <= 1e-5
 
 
-def test_what_fails_on_a_rank_is_told_and_the_group_stands_again(tmp_path: Path) -> None:
+def test_rank_error_is_reported_and_the_group_recovers(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
     model = rank_models(folder).denoiser
     rows = draw_rows(model, [(20, 12)], num_each=2)
@@ -236,7 +234,7 @@ def test_no_rank_outlives_rank_0(tmp_path: Path) -> None:
     assert len(kill_parent(_RANK_0, str(folder))) == 2
 
 
-def test_what_differs_is_named(tmp_path: Path) -> None:
+def test_differing_settings_are_named(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
     models = rank_models(folder)
     with pytest.raises(UsageError, match=r"rank 1 has model \w+, but rank 0 has another"):
@@ -246,14 +244,14 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
         ProcessRanks(other, models.fingerprint, str(folder), ParallelOptions("2"))
 
 
-def test_a_rank_that_does_not_come_up_is_told(tmp_path: Path) -> None:
+def test_rank_that_does_not_start_is_reported(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
     models = rank_models(folder)
     with pytest.raises(RunError, match=r"rank 1: .*model_index\.json"):
         ProcessRanks(models.denoiser, models.fingerprint, str(tmp_path / "nowhere"), ParallelOptions("2"))
 
 
-def test_images_are_decoded_by_those_that_are_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_images_are_decoded_by_the_remaining_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = str(save_tiny(tmp_path / "model", tiny_sdxl()))
     request = Request(0, "a hat", Resolution(48, 64), 2, guidance_scale=3.0)
     parallel = ParallelOptions("3", decode="strips", may_use_fewer=True)
@@ -327,7 +325,7 @@ for _ in range(3):
 
 
 @pytest.mark.exhaustive
-def test_a_rank_ends_well_while_its_watch_looks() -> None:
+def test_rank_ends_cleanly_during_a_watch_check() -> None:
     """Its process belongs to torchrun and ends like any Python process, which kills threads wherever they are."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     done = subprocess.run([sys.executable, "-c", _ENDS, str(store.port)], capture_output=True, text=True, check=True)

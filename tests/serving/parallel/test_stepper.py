@@ -60,13 +60,13 @@ def run(model: ServedModel) -> list[torch.Tensor]:
     ],
 )
 @pytest.mark.parametrize("cfg_split", ["off", "on"])
-def test_who_joins_and_leaves_gets_what_diffusers_gives_alone(make: Any, scheduler: Any, cfg_split: str) -> None:
+def test_joining_and_leaving_requests_equal_diffusers_alone(make: Any, scheduler: Any, cfg_split: str) -> None:
     model = served(make, 2, scheduler, cfg_split=cfg_split)
     expected = [plain_latents(model.pipe, request) for request in REQUESTS]
     assert largest_error(run(model), expected) <= 1e-3
 
 
-def test_displaced_requests_are_near_and_exact_while_they_warm_up() -> None:
+def test_displaced_requests_are_close_and_exact_during_warm_up() -> None:
     expected = run(served(tiny_sdxl, 2, cfg_split="off"))
     assert all(map(torch.equal, run(served(tiny_sdxl, 2, cfg_split="off", mode="displaced", warmup=9)), expected))
     error = largest_error(run(served(tiny_sdxl, 2, cfg_split="off", mode="displaced", warmup=1)), expected)
@@ -79,14 +79,14 @@ def test_displaced_requests_are_near_and_exact_while_they_warm_up() -> None:
     ("make", "scheduler"),
     [(tiny_sdxl, None), (tiny_sdxl, DPMSolverMultistepScheduler), (tiny_sdxl, HeunDiscreteScheduler), (tiny_sd3, None)],
 )
-def test_images_that_ranks_draw_whole_are_those_of_diffusers(make: Any, scheduler: Any, from_pixels: str) -> None:
+def test_images_drawn_whole_by_ranks_equal_diffusers(make: Any, scheduler: Any, from_pixels: str) -> None:
     """This holds if all images are whole or only the small ones, also for schedulers that each request calls itself."""
     model = served(make, 3, scheduler, from_pixels=from_pixels, cfg_split="off", may_use_fewer=True)
     expected = [plain_latents(model.pipe, request) for request in REQUESTS]
     assert largest_error(run(model), expected) <= 1e-3
 
 
-def test_each_step_is_divided_by_what_was_measured(tmp_path: Path) -> None:
+def test_steps_are_divided_by_measured_times(tmp_path: Path) -> None:
     model = served(tiny_sdxl, 2, from_pixels="auto", cfg_split="off")
     expected = [plain_latents(model.pipe, request) for request in REQUESTS]
     model.tune([LOW, HIGH], tmp_path)
@@ -110,14 +110,14 @@ def test_each_step_is_divided_by_what_was_measured(tmp_path: Path) -> None:
     assert {0 < whole < all_of_them for whole, all_of_them in drawn} == {True, False}
 
 
-def test_an_image_that_is_too_low_is_refused() -> None:
+def test_image_with_too_few_rows_is_refused() -> None:
     model = served(tiny_sdxl, 3)
     with pytest.raises(UsageError, match="at most 2 can share them"):
         model.check_request(REQUESTS[0])
     model.check_request(REQUESTS[1])
 
 
-def test_a_failure_while_ranks_forget_ends_no_step() -> None:
+def test_failure_while_releasing_state_ends_no_step() -> None:
     model = served(tiny_sdxl, 2)
     expected = plain_latents(model.pipe, REQUESTS[0])
     first, other = model.prepare(REQUESTS[0]), model.prepare(REQUESTS[2])
@@ -134,7 +134,7 @@ def test_a_failure_while_ranks_forget_ends_no_step() -> None:
     model.close()
 
 
-def test_ranks_that_hide_nothing_wait_for_each_other() -> None:
+def test_synchronous_ranks_wait_for_each_other() -> None:
     model = served(tiny_sdxl, 2)
     model.tune([LOW, HIGH], Path("nowhere"))
     assert isinstance(model.stepper, ParallelStepper)

@@ -8,7 +8,7 @@ from patchedserve.serving.parallel.strips import Strips
 
 @pytest.mark.parametrize("height", range(1, 70))
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
-def test_every_height_is_shared_out(height: int, unit: int) -> None:
+def test_every_height_is_fully_divided(height: int, unit: int) -> None:
     most = -(-height // unit)
     for count in range(1, min(most, 8) + 1):
         strips = Strips.of(height, unit, [1] * count)

@@ -45,7 +45,7 @@ def together(*tasks: Callable[[], Any]) -> list[Any]:
         return [task.result(60) for task in [pool.submit(task) for task in tasks]]
 
 
-def test_every_kind_of_tensor_comes_as_it_was(connected: Callable[[int], list[Transport]]) -> None:
+def test_every_kind_of_tensor_arrives_unchanged(connected: Callable[[int], list[Transport]]) -> None:
     one, other = connected(2)
     tensors = [
         torch.randn(3, 5).to(torch.bfloat16),
@@ -68,7 +68,7 @@ def test_every_kind_of_tensor_comes_as_it_was(connected: Callable[[int], list[Tr
     assert all(map(torch.equal, found, tensors))
 
 
-def test_what_is_sent_may_be_changed_and_tags_come_in_any_order(connected: Callable[[int], list[Transport]]) -> None:
+def test_sent_tensors_may_change_and_tags_arrive_in_any_order(connected: Callable[[int], list[Transport]]) -> None:
     one, other = connected(2)
 
     def send() -> None:
@@ -84,7 +84,7 @@ def test_what_is_sent_may_be_changed_and_tags_come_in_any_order(connected: Calla
     assert together(send, receive)[1] == [float(tag) for tag in reversed(range(20))]
 
 
-def test_all_send_much_before_any_reads(connected: Callable[[int], list[Transport]]) -> None:
+def test_large_sends_before_any_receive_do_not_deadlock(connected: Callable[[int], list[Transport]]) -> None:
     """Ranks send more messages and bytes than a socket buffers, and none waits indefinitely for the others to read."""
     ends = connected(3)
     count, size = 600, 40_000
@@ -105,7 +105,7 @@ def test_all_send_much_before_any_reads(connected: Callable[[int], list[Transpor
     assert all(together(*(lambda rank=rank: swap(rank) for rank in range(3))))
 
 
-def test_calls_and_what_is_between_them_have_the_same_tensors(connected: Callable[[int], list[Transport]]) -> None:
+def test_transfers_work_across_inference_mode(connected: Callable[[int], list[Transport]]) -> None:
     """A transfer that starts in inference mode may be awaited outside of it, and the other way round."""
     one, other = connected(2)
 
@@ -122,7 +122,7 @@ def test_calls_and_what_is_between_them_have_the_same_tensors(connected: Callabl
     assert together(lambda: swap(one, 1), lambda: swap(other, 0)) == [[3, 3], [3, 3]]
 
 
-def test_who_does_not_answer_in_time_is_named(connected: Callable[[int], list[Transport]]) -> None:
+def test_unresponsive_rank_is_named(connected: Callable[[int], list[Transport]]) -> None:
     one, other = connected(2)
     start_s = time.monotonic()
     with pytest.raises(GroupError, match="rank 1 does not answer"):
@@ -131,7 +131,7 @@ def test_who_does_not_answer_in_time_is_named(connected: Callable[[int], list[Tr
     del other
 
 
-def test_whoever_waits_learns_at_once_that_it_is_over(connected: Callable[[int], list[Transport]]) -> None:
+def test_pending_receives_fail_immediately_on_disconnect(connected: Callable[[int], list[Transport]]) -> None:
     ends = connected(3)
     timer = threading.Timer(0.3, ends[0].disconnect)
     timer.start()
@@ -143,7 +143,7 @@ def test_whoever_waits_learns_at_once_that_it_is_over(connected: Callable[[int],
     timer.join()
 
 
-def test_what_was_sent_before_the_end_is_still_read() -> None:
+def test_data_sent_before_disconnect_is_still_received() -> None:
     store = dist.HashStore()
     one, other = together(lambda: shared_memory(store, 0, 2), lambda: shared_memory(store, 1, 2))
     one.send(1, torch.arange(3), 1)
@@ -153,7 +153,7 @@ def test_what_was_sent_before_the_end_is_still_read() -> None:
         other.receive(0, (3,), torch.int64, 2).wait(SOON)
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_reused() -> None:
     store = dist.HashStore()
     one, other = together(lambda: shared_memory(store, 0, 2), lambda: shared_memory(store, 1, 2))
     assert isinstance(one, SharedMemory)
@@ -166,7 +166,7 @@ def test_memory_is_used_again() -> None:
     assert not other._peers[0].arrived
 
 
-def test_who_has_gone_is_seen_without_waiting() -> None:
+def test_disconnected_rank_is_detected_without_waiting() -> None:
     store = dist.HashStore()
     one, other = together(lambda: shared_memory(store, 0, 2), lambda: shared_memory(store, 1, 2))
     one.send(1, torch.arange(3), 1)
@@ -186,13 +186,13 @@ def test_who_has_gone_is_seen_without_waiting() -> None:
         ("localhost", "auto", Gloo),
     ],
 )
-def test_ranks_of_one_machine_share_memory_and_others_do_not(host: str, backend: Backend, kind: type) -> None:
+def test_only_ranks_of_one_machine_share_memory(host: str, backend: Backend, kind: type) -> None:
     come = partial(connect_ranks, dist.HashStore(), size=2, timeout=SOON, host=host, backend=backend)
     ends = together(partial(come, rank=0), partial(come, rank=1))
     assert all(isinstance(end, kind) for end in ends)
 
 
-def test_a_rank_that_does_not_come_is_told() -> None:
+def test_rank_that_does_not_connect_is_reported() -> None:
     with pytest.raises(GroupError, match="ranks do not meet: rank 0 does not come"):
         SharedMemory(dist.HashStore(), 1, 2, timedelta(seconds=0.2))
     with pytest.raises(GroupError, match="ranks do not meet"):

@@ -44,7 +44,7 @@ def error(found: Tensor, wanted: Sequence[Tensor]) -> float:
 @pytest.mark.product(most=4)
 @pytest.mark.parametrize("count", range(1, 9))
 @pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
-def test_any_number_of_ranks_gives_what_one_gives(name: str, count: int) -> None:
+def test_any_number_of_ranks_equals_one(name: str, count: int) -> None:
     model = MODELS[name]()
     # A U-Net of 4 levels keeps 8 rows together; with 61 rows, the last strip has an odd end at every level.
     size = (36, 14) if name.startswith("sd3") else (61, 13)
@@ -81,7 +81,7 @@ def test_ranks_wait_for_each_other_as_often_as_the_latency_model_takes(
     assert exchanges == norms + convolutions - 1 + attentions - (fed_per_resnet * resnets + 1)
 
 
-def test_one_rank_is_plain_diffusers_bit_by_bit() -> None:
+def test_one_rank_is_bit_equal_to_plain_diffusers() -> None:
     for model in (sdxl_unet(), sd3_transformer()):
         rows = draw_rows(model, [(16, 16)], num_each=2)
         plain = denoise(
@@ -105,7 +105,7 @@ def test_uneven_shares(shares: str) -> None:
         )
 
 
-def test_rows_come_and_go() -> None:
+def test_rows_join_and_leave() -> None:
     model = sdxl_unet()
     rows = draw_rows(model, [(16, 12)] * 3, num_each=1)
     wanted = run_plain(model, rows)
@@ -119,7 +119,7 @@ def test_rows_come_and_go() -> None:
             assert error(found, [wanted[number] for number in order]) <= EXACT
 
 
-def test_an_image_that_is_too_low_is_refused() -> None:
+def test_image_with_too_few_rows_is_refused() -> None:
     with closing(VirtualRanks(sdxl_unet(), ParallelOptions("virtual:4"))) as virtual, virtual.end:
         assert virtual.ranks.count_for(13, 8) == 4
         with pytest.raises(UsageError, match="4 ranks are too many for latents of 12 rows, of which 4 stay together"):
@@ -136,7 +136,7 @@ def test_smaller_images_are_drawn_by_fewer_ranks() -> None:
     assert error(predict(model, rows, 4, may_use_fewer=True), run_plain(model, rows)) <= EXACT
 
 
-def test_naive_parts_are_images_of_their_own() -> None:
+def test_naive_parts_are_independent_images() -> None:
     """Calls split images by rows and by columns in turn, and each part equals the plain model's (DistriFusion 5.1)."""
     for model in (sdxl_unet(), sd3_transformer()):
         rows = draw_rows(model, [(16, 24)], num_each=2)
@@ -150,14 +150,14 @@ def test_naive_parts_are_images_of_their_own() -> None:
                 assert torch.equal(virtual.ranks.predict(names, latents, timesteps), torch.cat(parts, axis))
 
 
-def test_naive_parts_need_enough_columns_too() -> None:
+def test_naive_parts_need_enough_columns() -> None:
     with closing(VirtualRanks(sdxl_unet(), ParallelOptions("virtual:4", mode="naive"))) as virtual, virtual.end:
         assert virtual.ranks.count_for(16, 16) == 4
         with pytest.raises(UsageError, match="4 ranks are too many for latents of 12 rows"):
             virtual.ranks.count_for(16, 12)
 
 
-def test_what_fails_on_a_rank_is_told_and_the_group_stands_again() -> None:
+def test_rank_error_is_reported_and_the_group_recovers() -> None:
     model = sdxl_unet()
     rows = draw_rows(model, [(16, 12)], num_each=2)
     names, conditions = [(0, 0), (0, 1)], flat(stack_conditions(rows))

@@ -50,7 +50,7 @@ THREE = [[(8, 8), (8, 16), (16, 16)], [(8, 8), (16, 16), (16, 16), (24, 16)]]
     ],
     ids=str,
 )
-def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) -> None:
+def test_graph_is_shared_by_batches_with_equal_numbers_of_resolutions(name: str, way: Way) -> None:
     graphs = graphs_after(name, way, [*TWO, *THREE])
     first, after_two, after_three = graphs[0], graphs[len(TWO) - 1], graphs[len(TWO)]
     assert first == after_two, "another batch of two resolutions needed another graph"
@@ -105,7 +105,7 @@ def graphs_after(name: str, way: Way, batches: Sequence[Sequence[tuple[int, int]
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_kernels_give_the_images_of_plain_diffusers(tmp_path: Path) -> None:
+def test_compiled_kernels_equal_plain_diffusers(tmp_path: Path) -> None:
     """Compiled by inductor, batches of one resolution (the plain model) and of two (patches) equal plain diffusers."""
     need_tools("g++")
     pipe = tiny_sd3()
@@ -140,7 +140,7 @@ def _alone(pipe: Any, requests: list[Request]) -> list[Tensor]:
 @pytest.mark.parametrize(
     "name", ["sdxl", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image"]
 )
-def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
+def test_recorded_passes_read_new_inputs(name: str, way: Way) -> None:
     model = model_of(name)
     patched, recorder = way.build(model), Tape()
     patched.use_graphs(recorder, patience=1)
@@ -156,7 +156,7 @@ def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
     assert (recorder.recorded, recorder.played) == (2, 10)
 
 
-def test_other_text_lengths_and_repeats_are_recorded_apart() -> None:
+def test_text_lengths_and_repeats_are_recorded_separately() -> None:
     model = model_of("sd3")
     patched, recorder = IMAGE.build(model), Tape()
     patched.use_graphs(recorder, patience=1)
@@ -176,7 +176,7 @@ def passes_of(passes: CapturedPasses, key: str, count: int) -> float:
     return float(found)
 
 
-def test_the_pass_unused_for_longest_is_let_go() -> None:
+def test_least_recently_used_pass_is_released() -> None:
     recorder = Tape()
     passes = CapturedPasses(recorder, patience=1, memory_bytes=16)  # two of one float in and one out
     assert [passes_of(passes, key, 2) for key in "abab"] == [2.0] * 4
@@ -191,7 +191,7 @@ def test_the_pass_unused_for_longest_is_let_go() -> None:
     assert recorder.recorded == 5
 
 
-def test_a_pass_that_was_let_go_waits_again() -> None:
+def test_released_pass_must_recur_before_it_is_recorded_again() -> None:
     recorder = Tape()
     passes = CapturedPasses(recorder, patience=2, memory_bytes=8)  # one float in and one out
     for key in "abab":
@@ -203,7 +203,7 @@ def test_a_pass_that_was_let_go_waits_again() -> None:
     assert recorder.recorded == 3
 
 
-def test_batches_that_stay_or_come_back_are_recorded() -> None:
+def test_recurring_batches_are_recorded() -> None:
     recorder = Tape()
     passes = CapturedPasses(recorder, patience=3)
     assert passes_of(passes, "stays", 5) == 5.0
@@ -222,7 +222,7 @@ class NotOnThisDevice(Tape):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
-def test_a_pass_that_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
+def test_unrecordable_pass_runs_eagerly_with_a_warning() -> None:
     pipe = tiny_sdxl()
     recorded = build_model(pipe, name="tiny")
     assert isinstance(recorded.stepper, PatchedStepper)
@@ -237,7 +237,7 @@ def test_a_pass_that_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
-def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> None:
+def test_served_images_equal_those_of_eager_passes(make: Callable[[], Any]) -> None:
     """This uses CUDA graphs if there is a GPU."""
     has_gpu = torch.cuda.is_available()
     pipe = make().to("cuda" if has_gpu else "cpu")
@@ -261,7 +261,7 @@ def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> Non
         ({"cuda_graphs": True, "cache": "patch"}, "--cuda-graphs records whole passes"),
     ],
 )
-def test_options_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
+def test_incompatible_options_are_refused(given: dict[str, Any], message: str) -> None:
     from patchedserve.serving.cache.options import CacheOptions
 
     if "cache" in given:

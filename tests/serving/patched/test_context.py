@@ -18,7 +18,7 @@ def context_of(sizes: list[tuple[int, int]]) -> PatchContext:
     return context
 
 
-def test_the_work_of_a_norm_is_taken_once() -> None:
+def test_work_of_a_norm_is_consumed_once() -> None:
     context = context_of([(4, 4)])
     assert not context.consume_fused("activation")
     context.record_fused("activation", "stitching")
@@ -32,7 +32,7 @@ def test_the_work_of_a_norm_is_taken_once() -> None:
     assert not context.consume_fused("activation")
 
 
-def test_a_norm_follows_its_weights_to_another_dtype() -> None:
+def test_norm_follows_its_weights_to_another_dtype() -> None:
     """In bfloat16 on a CPU, a norm multiplies by float32 copies of its weights, which must follow the new weights."""
     generator = torch.Generator().manual_seed(0)
     norm = nn.GroupNorm(4, 16)

@@ -64,7 +64,7 @@ def error(found: Tensor, expected: Tensor, where: Tensor) -> float:
 
 @pytest.mark.product(most=8)
 @pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
-def test_a_masked_pass_over_the_same_input_is_the_whole_pass(name: str, keep: Keep) -> None:
+def test_masked_pass_over_the_same_input_equals_the_full_pass(name: str, keep: Keep) -> None:
     model = model_of(name)
     passes = MaskedPasses(WAY.build(model), keep)
     rows = draw_rows(model, [(16, 16), (32, 16), (24, 24), (32, 32)], num_each=2, seed=3)
@@ -80,7 +80,7 @@ def test_a_masked_pass_over_the_same_input_is_the_whole_pass(name: str, keep: Ke
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
-def test_with_all_cells_computed_the_record_does_not_matter(name: str, keep: Keep) -> None:
+def test_record_has_no_effect_if_all_cells_are_computed(name: str, keep: Keep) -> None:
     model = model_of(name)
     passes = MaskedPasses(WAY.build(model), keep)
     rows, others = (draw_rows(model, [(16, 16), (32, 16)], seed=seed) for seed in (4, 5))
@@ -93,7 +93,7 @@ def test_with_all_cells_computed_the_record_does_not_matter(name: str, keep: Kee
 
 
 @pytest.mark.parametrize(("name", "matters"), [("sdxl", True), ("sd3", False)])
-def test_norms_that_are_frozen_have_the_statistics_of_the_record(name: str, matters: bool) -> None:
+def test_frozen_norms_use_the_statistics_of_the_record(name: str, matters: bool) -> None:
     model = model_of(name)
     passes = MaskedPasses(WAY.build(model))
     rows, others = (draw_rows(model, [(16, 16), (32, 16)], seed=seed) for seed in (4, 5))
@@ -118,7 +118,7 @@ def plans_of(passes: MaskedPasses) -> list[list[bool]]:
 
 @pytest.mark.product(most=4)
 @pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
-def test_whatever_the_plan_the_template_itself_gives_the_whole_pass(name: str, keep: Keep) -> None:
+def test_template_input_equals_the_full_pass_for_any_plan(name: str, keep: Keep) -> None:
     model = model_of(name)
     passes = MaskedPasses(WAY.build(model), keep)
     rows = draw_rows(model, [(16, 16), (32, 16)], num_each=2, seed=11)
@@ -135,7 +135,7 @@ def test_whatever_the_plan_the_template_itself_gives_the_whole_pass(name: str, k
 @pytest.mark.product
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
-def test_what_computes_all_tokens_does_not_read_the_record(name: str, keep: Keep) -> None:
+def test_full_layers_do_not_read_the_record(name: str, keep: Keep) -> None:
     """With a full mask or no part that reuses, an edit is exact whatever was recorded; with other plans it is not."""
     model = model_of(name)
     passes = MaskedPasses(WAY.build(model), keep)
@@ -157,7 +157,7 @@ def test_what_computes_all_tokens_does_not_read_the_record(name: str, keep: Keep
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
-def test_a_row_does_not_depend_on_the_others(name: str, keep: Keep) -> None:
+def test_rows_are_independent_of_their_batch(name: str, keep: Keep) -> None:
     model = model_of(name)
     passes = MaskedPasses(WAY.build(model), keep)
     rows, edited = (draw_rows(model, [(16, 16), (32, 16), (32, 32)], seed=seed) for seed in (6, 7))
@@ -169,7 +169,7 @@ def test_a_row_does_not_depend_on_the_others(name: str, keep: Keep) -> None:
 
 
 @pytest.mark.parametrize("keep", KEEPS)
-def test_nothing_is_kept_between_passes(keep: Keep) -> None:
+def test_nothing_is_retained_between_passes(keep: Keep) -> None:
     model = model_of("sdxl")
     patched = WAY.build(model)
     passes = MaskedPasses(patched, keep)
@@ -189,7 +189,7 @@ def test_nothing_is_kept_between_passes(keep: Keep) -> None:
 
 @pytest.mark.product
 @pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
-def test_units_of_a_record_are_in_the_order_in_which_a_pass_reads_them(name: str, keep: Keep) -> None:
+def test_record_units_are_in_reading_order(name: str, keep: Keep) -> None:
     model, asked = model_of(name), list[str]()
 
     class Noted(dict[str, Tensor]):
@@ -206,7 +206,7 @@ def test_units_of_a_record_are_in_the_order_in_which_a_pass_reads_them(name: str
     assert set(asked) == set(map(unit_of, seen[0]))
 
 
-def test_a_plan_may_begin_to_read_at_any_layer_of_a_unet() -> None:
+def test_plan_may_start_reading_at_any_unet_layer() -> None:
     model = model_of("sdxl")
     kinds = [type(module).__name__ for module in model.modules()]
     layers = sum(map(kinds.count, ("ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D")))
@@ -222,7 +222,7 @@ def tokens_at(name: str, row: Row) -> int:
     return row.size[0] * row.size[1] >> (2 * level)
 
 
-def test_records_are_as_large_as_the_papers_figures_have_it() -> None:
+def test_record_sizes_equal_those_of_the_paper() -> None:
     """Records hold Y of every block, or K and V of its self attention and Y of each stack: float32 [tokens, width]."""
     model = model_of("sdxl")
     rows = draw_rows(model, [(16, 24)], seed=9)
@@ -245,6 +245,6 @@ def test_records_are_as_large_as_the_papers_figures_have_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["flux", "aura", "chroma", "pixart"])
-def test_outputs_of_blocks_that_are_not_known_are_refused(name: str) -> None:
+def test_outputs_of_unknown_blocks_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="--keep outputs knows the transformer blocks of Stable Diffusion"):
         MaskedPasses(WAY.build(model_of(name)), "outputs")

@@ -50,7 +50,7 @@ def rms_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return (error / sum(float(other.square().sum()) for other in expected)) ** 0.5
 
 
-def told_exactly(rows: Sequence[Row]) -> list[Row]:
+def exact_in_bfloat16(rows: Sequence[Row]) -> list[Row]:
     """Replace timesteps and guidance scales by values that are exact in bfloat16, also divided and multiplied by 1000.
 
     FLUX takes timesteps divided and guidance scales multiplied by 1000.
@@ -88,7 +88,7 @@ def test_mixed_batch_equals_plain(name: str, batch: str) -> None:
     assert max(errors.values()) <= TOLERANCE, errors
 
 
-def test_every_way_is_tried() -> None:
+def test_every_way_is_covered() -> None:
     """The test above silently skips a way that no batch of a model allows."""
     for name in [*UNETS, *TRANSFORMERS]:
         tried = {way for sizes, _ in BATCHES.values() for way in ways_for(name, sizes)}
@@ -114,7 +114,7 @@ def test_bundled_model_equals_plain(name: str, batch: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_input_matters(name: str) -> None:
+def test_every_input_affects_the_output(name: str) -> None:
     """Otherwise equality with plain would not reveal mixed-up rows."""
     model = model_of(name)
     row = draw_rows(model, [(16, 16)], seed=4)[0]
@@ -140,7 +140,7 @@ def test_every_input_matters(name: str) -> None:
 @pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
-def test_row_does_not_depend_on_its_company(name: str) -> None:
+def test_rows_are_independent_of_their_batch(name: str) -> None:
     rows = draw_rows(model_of(name), MIXED, seed=6)
     for way in ways_for(name, MIXED, FEW_WAYS):
         patched = way.build(model_of(name))
@@ -156,7 +156,7 @@ def test_row_does_not_depend_on_its_company(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", SOME)
-def test_row_that_is_not_finite_spoils_no_other(name: str, value: float) -> None:
+def test_non_finite_row_does_not_affect_others(name: str, value: float) -> None:
     rows = draw_rows(model_of(name), MIXED, seed=7)
     spoilt = list(rows)
     # Spoilt are the first row, which patches at an edge read in place of a missing neighbour, a row between two of the
@@ -187,7 +187,7 @@ def test_bfloat16_is_as_accurate_as_plain(name: str) -> None:
     low = nn.Module.to(copy.deepcopy(model_of(name)), torch.bfloat16)
     # Weights and inputs are the same, so errors come from the arithmetic alone.
     high = copy.deepcopy(low).float()
-    rows = [to_dtype(row, torch.bfloat16) for row in told_exactly(draw_rows(low, MIXED, seed=19))]
+    rows = [to_dtype(row, torch.bfloat16) for row in exact_in_bfloat16(draw_rows(low, MIXED, seed=19))]
     exact = run_plain(high, [to_dtype(row, torch.float32) for row in rows])
     allowed = 1.5 * rms_error(run_plain(low, rows), exact)
     assert 0.001 < allowed < 0.1

@@ -145,7 +145,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", REFUSALS)
-def test_model_that_patches_cannot_run_is_refused(problem: str) -> None:
+def test_unsupported_models_are_refused(problem: str) -> None:
     build, pattern = REFUSALS[problem]
     model = build()
     modules = modules_of(model)
@@ -168,7 +168,7 @@ def test_model_that_patches_cannot_run_is_refused(problem: str) -> None:
         (small_unet, ("enable_freeu", 0.9, 0.2, 1.2, 1.4), "disable_freeu"),
     ],
 )
-def test_advice_of_a_refusal_helps(build: Callable[..., Any], on: tuple[Any, ...], off: str) -> None:
+def test_advice_of_a_refusal_works(build: Callable[..., Any], on: tuple[Any, ...], off: str) -> None:
     model = build()
     rows = draw_rows(model, MIXED, seed=20)
     getattr(model, on[0])(*on[1:])
@@ -188,7 +188,7 @@ def test_advice_of_a_refusal_helps(build: Callable[..., Any], on: tuple[Any, ...
         (sd3_transformer, 1, r"patch size 1 does not fit: .*multiple of 2 for this model; allowed here: 2, 4, 8"),
     ],
 )
-def test_patch_size_that_does_not_fit_is_refused(build: Callable[..., Any], patch_size: int, message: str) -> None:
+def test_patch_size_that_does_not_divide_is_refused(build: Callable[..., Any], patch_size: int, message: str) -> None:
     patched = PatchedModel(build(), order="patch", patch_size=patch_size)
     with pytest.raises(UsageError, match=message) as refusal:
         patched.pack([(16, 16), (24, 24)])

@@ -51,7 +51,7 @@ def with_text(row: Row, text: Tensor) -> Row:
 
 
 @pytest.mark.parametrize("way", FEW_WAYS, ids=str)
-def test_text_keys_and_values_last_until_the_next_batch(way: Way) -> None:
+def test_text_keys_and_values_are_cached_until_the_next_batch(way: Way) -> None:
     model = model_of("sdxl")
     patched = way.build(model)
     count = 0
@@ -88,7 +88,7 @@ def test_batches_of_other_shapes_follow_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("way", FEW_WAYS, ids=str)
-def test_pass_that_fails_half_way_leaves_no_trace(way: Way) -> None:
+def test_failing_pass_leaves_no_state(way: Way) -> None:
     model = model_of("sdxl")
     rows = draw_rows(model, MIXED, seed=12)
     patched = way.build(model)
@@ -127,7 +127,7 @@ def test_repeated_text_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_POSITIONS)
-def test_equal_text_tokens_with_places_of_their_own_stay(name: str) -> None:
+def test_equal_text_tokens_with_distinct_positions_are_kept(name: str) -> None:
     model = model_of(name)
     rows = draw_rows(model, MIXED, seed=13)
     rows = [with_text(row, row.conditions["encoder_hidden_states"][-1:].expand(9, -1)) for row in rows]
@@ -163,7 +163,7 @@ def test_swap_can_be_undone(name: str) -> None:
 @pytest.mark.product(most=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
-def test_given_model_is_left_alone_and_its_weights_are_shared(name: str) -> None:
+def test_given_model_is_unmodified_and_its_weights_are_shared(name: str) -> None:
     model = MODELS[name](seed=15)
     rows = draw_rows(model, MIXED, seed=15)
     modules, expected = modules_of(model), run_plain(model, rows)
@@ -187,7 +187,7 @@ def test_given_model_is_left_alone_and_its_weights_are_shared(name: str) -> None
         ("sd3", ["pos_embed.proj.weight", "transformer_blocks.1.attn.to_out.0.bias", "norm_out.linear.weight"]),
     ],
 )
-def test_changed_weights_are_seen(name: str, changed: list[str]) -> None:
+def test_changed_weights_take_effect(name: str, changed: list[str]) -> None:
     """Exempt are weights of 3 x 3 convolutions and of queries, keys and values, which are copied at first use."""
     model = MODELS[name](seed=16)
     rows = draw_rows(model, MIXED, seed=16)
@@ -202,7 +202,7 @@ def test_changed_weights_are_seen(name: str, changed: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", UNETS)
-def test_level_of_a_convolution_is_known_by_its_name(name: str) -> None:
+def test_level_of_a_convolution_follows_its_name(name: str) -> None:
     model = model_of(name)
     for way in ways_for(name, MIXED, [Way("image", None, "mixed"), Way("patch", 8, "mixed")]):
         patched = way.build(model)
@@ -218,7 +218,7 @@ def test_level_of_a_convolution_is_known_by_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("build", "num_per_resnet", "num_outside"), [(sdxl_unet, 2, 1), (scale_shift_unet, 1, 1), (gelu_unet, 0, 0)]
 )
-def test_norms_are_fused_where_nothing_but_silu_follows(
+def test_norms_are_fused_only_if_silu_follows(
     build: Callable[..., Any], num_per_resnet: int, num_outside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results are the same with and without fusion, so the test counts the calls."""

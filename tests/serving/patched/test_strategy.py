@@ -37,7 +37,7 @@ def place(groups: int, tokens: int) -> Any:
     return SimpleNamespace(groups=(None,) * groups, num_tokens=tokens, side=1)
 
 
-def test_the_nearest_measurement_decides(model: PatchedModel) -> None:
+def test_nearest_measurement_decides(model: PatchedModel) -> None:
     conv, _ = model.convolutions[0]
     shape = conv.shape_key(1)
     table = StrategyTable([StrategyTiming(shape, 2, 100, 5.0, 9.0), StrategyTiming(shape, 2, 10_000, 50.0, 9.0)])
@@ -46,19 +46,19 @@ def test_the_nearest_measurement_decides(model: PatchedModel) -> None:
     ]
 
 
-def test_more_resolutions_count_as_much_as_more_tokens(model: PatchedModel) -> None:
+def test_resolutions_and_tokens_have_equal_weight(model: PatchedModel) -> None:
     conv, _ = model.convolutions[0]
     shape = conv.shape_key(1)
     table = StrategyTable([StrategyTiming(shape, 1, 800, 9.0, 5.0), StrategyTiming(shape, 8, 100, 5.0, 9.0)])
     assert table.choose(conv, place(7, 400), place(7, 400)) == "stitch"
 
 
-def test_what_was_never_measured_regroups(model: PatchedModel) -> None:
+def test_unmeasured_batches_regroup(model: PatchedModel) -> None:
     conv, _ = model.convolutions[0]
     assert StrategyTable().choose(conv, place(3, 10), place(3, 10)) == "regroup"
 
 
-def test_every_convolution_shape_is_measured_both_ways(model: PatchedModel) -> None:
+def test_every_convolution_shape_is_measured_with_both_strategies(model: PatchedModel) -> None:
     points = tuning.measure(model, SIZES)
     counts = Counter(point.shape for point in points)
     assert counts.keys() == {conv.shape_key(1) for conv, _ in model.convolutions}
@@ -67,7 +67,7 @@ def test_every_convolution_shape_is_measured_both_ways(model: PatchedModel) -> N
     assert tuning.measure(model, [(8, 8), (8, 8)]) == []  # one resolution needs no patches
 
 
-def test_measurements_are_kept_for_the_same_circumstances_only(
+def test_measurements_are_reused_only_in_the_same_circumstances(
     model: PatchedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def target(fingerprint: str, sizes: list[tuple[int, int]] = SIZES) -> Tuning:
@@ -90,7 +90,7 @@ def test_measurements_are_kept_for_the_same_circumstances_only(
 
 
 @pytest.mark.slow
-def test_tuning_refuses_a_patch_size_that_does_not_fit(tmp_path: Path) -> None:
+def test_tuning_refuses_a_patch_size_that_does_not_divide(tmp_path: Path) -> None:
     for options in (EngineOptions(patch_size=3), EngineOptions(order="patch", patch_size=2)):
         served = build_model(tiny_sdxl(), name="tiny", options=options)
         with pytest.raises(UsageError, match=f"patch size {options.patch_size} does not"):
@@ -106,12 +106,12 @@ def test_tuning_refuses_a_patch_size_that_does_not_fit(tmp_path: Path) -> None:
         ({"engine": "plain", "order": "image"}, "only for --engine patched"),
     ],
 )
-def test_wrong_options(given: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EngineOptions(**given)
 
 
-def test_equal_text_tokens_at_the_end_are_left_out_only_if_all_rows_have_them() -> None:
+def test_trailing_equal_text_tokens_are_dropped_only_if_in_all_rows() -> None:
     text = torch.randn(2, 6, 4)
     text[0, 2:] = 0
     text[1, 3:] = 7
@@ -123,7 +123,7 @@ def test_equal_text_tokens_at_the_end_are_left_out_only_if_all_rows_have_them() 
     assert (shorter.shape[1], repeats) == (6, 1)
 
 
-def test_a_fault_of_the_patched_model_is_not_hidden_by_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_patched_model_is_not_hidden_by_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     served = build_model(tiny_sdxl(), name="tiny")
 
     def fail(self: PatchedModel, *_: Any, **__: Any) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_a_fault_of_the_patched_model_is_not_hidden_by_the_plain_one(monkeypatch
     assert failures == dict.fromkeys((0, 1), "denoising: RuntimeError: no patches today")
 
 
-def test_a_batch_too_large_goes_on_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_batch_continues_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     served = build_model(tiny_sdxl(), name="tiny")
     original, tried = PatchedModel.__call__, []
 
@@ -159,7 +159,7 @@ def test_a_batch_too_large_goes_on_in_halves(monkeypatch: pytest.MonkeyPatch) ->
     assert served.stepper.batch_failures == Failures(1, "denoising: OutOfMemoryError: too large")
 
 
-def test_norm_and_stitching_are_measured_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_and_stitching_are_measured_as_executed(monkeypatch: pytest.MonkeyPatch) -> None:
     patched = PatchedModel(tiny_sdxl().unet, order="patch", patch_size=4)
     choose, channels = patched.context.choose, set()
     original = leaves.group_norm_silu_stitch
@@ -178,7 +178,7 @@ def test_norm_and_stitching_are_measured_as_they_run(monkeypatch: pytest.MonkeyP
     assert not context.consume_fused("stitching")
 
 
-def test_sizes_that_no_patch_fits_are_refused_before_they_are_served() -> None:
+def test_sizes_that_patches_do_not_divide_are_refused_before_serving() -> None:
     options = EngineOptions(order="patch")
     served = build_model(tiny_sdxl(), name="tiny", options=options)
     served.check_request(Request(0, "a car", Resolution(64, 32), 2))

@@ -17,7 +17,7 @@ UNETS = [name for name in WITH_ALL_OPTIONS if not name.startswith("sd3")]
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", UNETS)
-def test_layers_come_in_the_order_of_a_pass_and_know_what_passes_them_by(name: str) -> None:
+def test_layers_are_in_pass_order_with_their_skip_connections(name: str) -> None:
     unet = model_of(name)
     layers = layers_of(unet)
     place = {layer.module: number for number, layer in enumerate(layers)}

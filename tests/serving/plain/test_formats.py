@@ -40,7 +40,7 @@ def stepper_of(model: ServedModel) -> PatchedStepper:
     return model.stepper
 
 
-def test_the_copy_shares_all_but_weights_of_convolutions() -> None:
+def test_copy_shares_all_but_convolution_weights() -> None:
     model = model_of("sdxl")
     copied = channels_last_copy(model)
     given = dict(model.named_parameters())
@@ -53,7 +53,7 @@ def test_the_copy_shares_all_but_weights_of_convolutions() -> None:
     assert not model.conv_in.weight.is_contiguous(memory_format=torch.channels_last), "the model itself has changed"
 
 
-def test_the_patch_engine_keeps_no_weights_for_it(served: ServedModel) -> None:
+def test_patch_engine_keeps_no_converted_weights(served: ServedModel) -> None:
     stepper = stepper_of(served)
     weights = stepper.model.channels_last_weights
     copied = dict(channels_last_copy(served.denoiser, weights).named_modules())
@@ -62,7 +62,7 @@ def test_the_patch_engine_keeps_no_weights_for_it(served: ServedModel) -> None:
         assert copied[name].weight.data_ptr() == weight.data_ptr()  # type: ignore[union-attr]
 
 
-def test_the_format_that_was_faster_for_such_batches_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_measured_format_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("sdxl")
     models, used = PlainModels(model), []
     forms = {id(model): "default", id(models._in_channels_last()): "channels-last"}
@@ -79,7 +79,7 @@ def test_the_format_that_was_faster_for_such_batches_runs(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_both_formats_denoise_alike(served: ServedModel, count: int) -> None:
+def test_both_formats_give_equal_latents(served: ServedModel, count: int) -> None:
     stepper = stepper_of(served)
     results = []
     for times in ((1.0, 2.0), (2.0, 1.0)):
@@ -94,7 +94,7 @@ def test_both_formats_denoise_alike(served: ServedModel, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_measured_once_for_the_same_circumstances(
+def test_formats_are_measured_once_per_circumstances(
     served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepper = stepper_of(served)
@@ -119,7 +119,7 @@ def test_it_is_measured_once_for_the_same_circumstances(
     assert json.loads(path.read_text())["rows"]
 
 
-def test_a_transformer_has_one_format(tmp_path: Path) -> None:
+def test_transformer_has_one_format(tmp_path: Path) -> None:
     options: dict[str, Any] = {"name": "tiny", "fingerprint": "b"}
     build_model(tiny_sd3(), **options).tune(SIZES, tmp_path)
     assert list(tmp_path.glob("plain-*.json")) == []
@@ -150,7 +150,7 @@ def recorded_plain(pipe: Any, recorder: Tape) -> ServedModel:
 @pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
-def test_recorded_passes_of_all_families_are_the_eager_ones(name: str) -> None:
+def test_recorded_passes_of_all_families_equal_eager_ones(name: str) -> None:
     """Batches have two resolutions, with and without guidance; requests leave, and a batch returns after another."""
     pipe, recorder = BUILDS[name](), Tape()
     first, second = mixed([6, 2, 3, 4]), mixed([3, 5, 2, 6])
@@ -166,7 +166,7 @@ def test_recorded_passes_of_all_families_are_the_eager_ones(name: str) -> None:
     assert recorder.played > recorder.recorded > 0
 
 
-def test_a_batch_that_comes_back_needs_no_eager_pass() -> None:
+def test_recurring_batch_needs_no_eager_pass() -> None:
     """The first pass of a patched batch must run eagerly, as it computes text keys and values; a plain one need not."""
     pipe, recorder = tiny_sd3(), Tape()
     recorded = recorded_plain(pipe, recorder)
@@ -181,7 +181,7 @@ def test_a_batch_that_comes_back_needs_no_eager_pass() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
-def test_compiled_blocks_give_the_same_and_leave_the_model_eager(make: Any) -> None:
+def test_compiled_blocks_equal_eager_ones_and_leave_the_model_eager(make: Any) -> None:
     pipe = make()
     requests = [Request(n, f"a cat {n}", Resolution(32, 32 + 32 * (n % 2)), 3, seed=n) for n in range(3)]
     compiled, eager = plain_of(pipe, compile=True), plain_of(pipe)
@@ -198,7 +198,7 @@ def pipe_modules(pipe: Any) -> list[torch.nn.Module]:
     return list(denoiser_of(pipe).modules())
 
 
-def test_nothing_is_measured_where_the_strategy_is_given(tmp_path: Path) -> None:
+def test_nothing_is_measured_if_the_strategy_is_given(tmp_path: Path) -> None:
     model = build_model(tiny_sdxl(), name="tiny", fingerprint="a", options=EngineOptions(strategy="regroup"))
     model.tune(SIZES, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -59,7 +59,7 @@ def served(scheduler: Any = None, *, make: Any = tiny_sdxl, **config: Any) -> Se
         (UniPCMultistepScheduler, {"solver_order": 3}, False),
     ],
 )
-def test_who_joins_and_leaves_gets_what_diffusers_gives_alone(
+def test_joining_and_leaving_requests_equal_diffusers_alone(
     scheduler: Any, config: dict[str, Any], is_batched: bool
 ) -> None:
     model = served(scheduler, **config)
@@ -70,7 +70,7 @@ def test_who_joins_and_leaves_gets_what_diffusers_gives_alone(
     assert (model.prepare(REQUESTS[0]).state.coefficients is not None) == is_batched
 
 
-def test_transformers_and_bfloat16_too() -> None:
+def test_joining_and_leaving_with_transformers_and_bfloat16() -> None:
     model = served(make=tiny_sd3)
     found, _ = run_joining(model, REQUESTS)
     assert (
@@ -84,7 +84,7 @@ def test_transformers_and_bfloat16_too() -> None:
         assert float((found[request.request_id] - expected).abs().mean()) <= 0.05 * float(expected.abs().mean())
 
 
-def test_text_is_put_together_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_concatenated_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, joined = served(), []
     join = plain_stepper.join_conditioning
     monkeypatch.setattr(plain_stepper, "join_conditioning", lambda group: joined.append(len(group)) or join(group))
@@ -97,7 +97,7 @@ def test_text_is_put_together_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) 
     assert joined == [3, 2, 1]
 
 
-def test_a_scheduler_that_fails_takes_only_its_own_request_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_scheduler_fails_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     model = served(HeunDiscreteScheduler)
     update = PerRequestSampler.update
 
@@ -114,7 +114,7 @@ def test_a_scheduler_that_fails_takes_only_its_own_request_down(monkeypatch: pyt
         assert largest_error([found[name]], [expected[name]]) <= 1e-4
 
 
-def test_a_failing_batch_is_repeated_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_batch_is_retried_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     model = served()
     expected, _ = run_joining(model, REQUESTS)
     assert isinstance(model.stepper, PlainStepper)
