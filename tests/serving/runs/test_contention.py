@@ -13,7 +13,7 @@ from patchedserve.serving.runs.contention import Contention, contention_now
 from ...support.tools import skip_reason
 
 
-def test_other_work_is_seen() -> None:
+def test_other_work_is_measured() -> None:
     if not Path("/proc/self/schedstat").exists():
         pytest.skip(skip_reason("this test is for Linux that tells how long threads wait (/proc/self/schedstat)"))
     busy = [
@@ -34,7 +34,7 @@ def test_other_work_is_seen() -> None:
 
 
 @pytest.mark.parametrize("told", [None, "", "no numbers"])
-def test_a_system_that_does_not_tell(told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_schedstat_gives_no_share(told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contention, "_TASKS", tmp_path / "task")
     if told is not None:
         (tmp_path / "task" / "1").mkdir(parents=True)

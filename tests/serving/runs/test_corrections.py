@@ -27,7 +27,7 @@ class OneSecond:
         return 1.0
 
 
-def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
+def test_next_run_starts_with_the_last_correction(tmp_path: Path) -> None:
     model = load_model(str(save_tiny(tmp_path / "tiny", tiny_sdxl())), "cpu", "float32")
     cached = with_engine(model, replace(model.options, cache=CacheOptions("interval", patch_size=4)))
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")
@@ -63,7 +63,7 @@ def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("measured_s", "told"), [(0.5, "100%"), (0.9, None)])
-def test_a_profile_that_was_far_off_is_told_of_once(measured_s: float, told: str | None, tmp_path: Path) -> None:
+def test_inaccurate_profile_is_reported_once(measured_s: float, told: str | None, tmp_path: Path) -> None:
     model = load_model(str(save_tiny(tmp_path / "tiny", tiny_sdxl())), "cpu", "float32")
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")
     notes: list[str] = []
@@ -79,7 +79,7 @@ def test_a_profile_that_was_far_off_is_told_of_once(measured_s: float, told: str
         assert note.startswith(f"Step latencies were off by {told}. What this run has learnt corrects them from now on")
 
 
-def test_nothing_known_is_learnt_first(tmp_path: Path) -> None:
+def test_unknown_correction_is_learnt_before_serving(tmp_path: Path) -> None:
     model = load_model(str(save_tiny(tmp_path / "tiny", tiny_sdxl())), "cpu", "float32")
     cached = with_engine(model, replace(model.options, cache=CacheOptions("interval", patch_size=4)))
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")

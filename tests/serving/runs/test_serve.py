@@ -48,7 +48,7 @@ def served(model: ServedModel, requests: Sequence[Request], folder: Path) -> Ser
     return run_serve(model, requests, HALF, place, dataset="test", config={}, write_report=one_line, save_dir=save_dir)
 
 
-def test_each_request_is_checked_once_with_the_steps_of_the_system(
+def test_requests_are_checked_once_with_the_steps_of_the_system(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check, checked = ServedModel.check_request, list[tuple[int, int]]()
@@ -69,9 +69,7 @@ def test_each_request_is_checked_once_with_the_steps_of_the_system(
     assert (outcome.correction, outcome.was_interrupted) == (None, False)
 
 
-def test_slos_derive_from_the_requested_steps_and_not_from_those_of_the_system(
-    model: ServedModel, tmp_path: Path
-) -> None:
+def test_slos_derive_from_requested_steps_not_those_of_the_system(model: ServedModel, tmp_path: Path) -> None:
     outcome = served(model, [Request(0, "a hat", SIZE, 4)], tmp_path)
     [(shape, alone_s)] = outcome.summary["standalone_latency"].items()
     assert shape == "32x32, 4 steps"
@@ -80,9 +78,7 @@ def test_slos_derive_from_the_requested_steps_and_not_from_those_of_the_system(
     assert record.slo_s == pytest.approx(5 * alone_s)
 
 
-def test_a_request_that_cannot_be_served_stops_the_run_before_anything_is_measured(
-    model: ServedModel, tmp_path: Path
-) -> None:
+def test_unsupported_request_stops_the_run_before_measurements(model: ServedModel, tmp_path: Path) -> None:
     requests = [Request(0, "a hat", SIZE, 4), Request(1, "a hat", SIZE, 4, adapters=(("sketch", 1.0),))]
     with pytest.raises(UsageError, match="sketch"):
         served(model, requests, tmp_path)

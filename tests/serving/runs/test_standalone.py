@@ -64,7 +64,7 @@ def num_measured(model: ServedModel, tables: Path) -> int:
 
 
 @pytest.mark.slow
-def test_whatever_serves_it_is_plain_diffusers_that_is_measured(
+def test_standalone_latency_is_always_measured_with_plain_diffusers(
     pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steppers: list[str] = []
@@ -92,7 +92,7 @@ def test_whatever_serves_it_is_plain_diffusers_that_is_measured(
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_threads_count(pipe: Any, tmp_path: Path) -> None:
+def test_standalone_latency_depends_on_the_thread_count(pipe: Any, tmp_path: Path) -> None:
     model, threads = served(pipe, EngineOptions("plain")), torch.get_num_threads()
     assert num_measured(model, tmp_path) == 1
     torch.set_num_threads(threads + 1)
@@ -103,7 +103,7 @@ def test_threads_count(pipe: Any, tmp_path: Path) -> None:
     assert num_measured(model, tmp_path) == 0
 
 
-def test_a_table_of_before_is_measured_anew_and_a_later_one_is_put_aside(pipe: Any, tmp_path: Path) -> None:
+def test_older_table_is_remeasured_and_newer_one_is_quarantined(pipe: Any, tmp_path: Path) -> None:
     model, table = served(pipe, EngineOptions("plain")), tmp_path / TABLE_FILE
     for version in (1, 2, 3):
         old = {"version": version, "rows": [{"key": {}, "latency_s": 1.0, "samples_s": [1.0], "is_doubted": False}]}
@@ -137,7 +137,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *samples_s: float) -> Callable[[],
         ([1.0 + number for number in range(MAX_SAMPLES)], MAX_SAMPLES, 2.0, "it took 1 to 9 s"),
     ],
 )
-def test_a_request_is_measured_until_samples_agree(
+def test_measurement_repeats_until_samples_agree(
     pipe: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -156,7 +156,7 @@ def test_a_request_is_measured_until_samples_agree(
     assert doubts == told
 
 
-def test_what_was_measured_beside_other_work_is_measured_again_when_the_machine_is_quiet(
+def test_contended_measurements_are_repeated_on_a_quiet_machine(
     pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contention: _Share
 ) -> None:
     model, doubts = served(pipe, EngineOptions("plain")), list[str]()
@@ -181,7 +181,7 @@ def test_what_was_measured_beside_other_work_is_measured_again_when_the_machine_
     assert standalone_latencies(model, [REQUEST], tmp_path, remeasure=True) == {SHAPE: 0.4}
 
 
-def test_what_a_run_has_served_in_much_less_is_measured_again_once(
+def test_latencies_far_above_served_times_are_remeasured_once(
     pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contention: _Share
 ) -> None:
     contention.now = 0.0

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 @pytest.mark.slow
-def test_a_coarse_table_is_measured_once_and_kept(model: ServedModel, tmp_path: Path) -> None:
+def test_coarse_table_is_measured_once_and_saved(model: ServedModel, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")
     notes: list[str] = []
     warnings: list[str] = []
@@ -52,7 +52,7 @@ def test_a_coarse_table_is_measured_once_and_kept(model: ServedModel, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_predictor_that_does_not_fit_is_told_and_passed_over(model: ServedModel, tmp_path: Path) -> None:
+def test_mismatched_predictor_is_reported_and_skipped(model: ServedModel, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")
     (workspace.predictors / "latency.safetensors").write_bytes(b"no predictor")
     notes: list[str] = []
@@ -64,7 +64,7 @@ def test_a_predictor_that_does_not_fit_is_told_and_passed_over(model: ServedMode
 
 
 @pytest.mark.slow
-def test_a_budget_ends_the_profile_after_the_least_that_is_needed(model: ServedModel, tmp_path: Path) -> None:
+def test_time_budget_ends_the_profile_after_the_required_minimum(model: ServedModel, tmp_path: Path) -> None:
     from patchedserve.profiling.measure.latency import profile_latency
 
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")
@@ -73,7 +73,7 @@ def test_a_budget_ends_the_profile_after_the_least_that_is_needed(model: ServedM
     assert [row.counts for row in table.rows] == [{SIZES[0]: 1}, {SIZES[1]: 1}, {SIZES[0]: 4}]
 
 
-def test_simulations_take_the_newest_table_of_the_workspace_that_has_all_sizes(tmp_path: Path) -> None:
+def test_simulations_use_the_newest_table_with_all_sizes(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
     small, large = SIZES
     notes: list[str] = []

@@ -54,7 +54,7 @@ def misses(load: float, count: int, runs: int = 250) -> dict[str, tuple[float, f
 
 
 @pytest.mark.slow
-def test_long_runs_hold_the_truth_95_times_in_100() -> None:
+def test_intervals_of_long_runs_have_95_percent_coverage() -> None:
     found = misses(0.6, 10_000)
     assert found["wilson"][0] > 0.5
     for name in ("mean", "p95", "share", "rate"):
@@ -63,7 +63,7 @@ def test_long_runs_hold_the_truth_95_times_in_100() -> None:
 
 
 @pytest.mark.parametrize(("load", "count"), [(0.3, 300), (0.6, 300), (0.6, 3000), (0.8, 300), (0.8, 3000)])
-def test_shorter_runs_miss_no_more_often_but_say_that_they_cannot_tell(load: float, count: int) -> None:
+def test_shorter_runs_keep_coverage_or_give_no_interval(load: float, count: int) -> None:
     found = misses(load, count)
     assert found["wilson"][0] > 0.15
     for name in ("mean", "p95", "share", "rate"):
@@ -83,7 +83,7 @@ def test_independent_values_have_the_usual_intervals() -> None:
     assert share_interval(np.ones(5000, dtype=bool), 1.0) == wilson_interval(5000, 5000)
 
 
-def test_too_little_gives_no_interval() -> None:
+def test_too_few_values_give_no_interval() -> None:
     values = np.random.default_rng(2).normal(10, 2, 199)
     assert mean_interval(values) is None
     assert mean_interval(np.empty(0)) is None
@@ -94,7 +94,7 @@ def test_too_little_gives_no_interval() -> None:
     assert percentile_interval(np.random.default_rng(3).normal(size=1000), 99.9, 1.0) is None
 
 
-def test_autocorrelation_time_is_that_of_an_autoregressive_series() -> None:
+def test_autocorrelation_time_of_an_autoregressive_series() -> None:
     noise = np.random.default_rng(4).normal(size=200_000)
     for share in (0.0, 0.5, 0.9):
         series = np.array(_filtered(noise, share))
@@ -112,7 +112,7 @@ def _filtered(noise: np.ndarray, share: float) -> list[float]:
     return found
 
 
-def test_a_hundred_thousand_requests_take_little_memory() -> None:
+def test_intervals_of_100000_requests_need_little_memory() -> None:
     _, latencies = queue(np.random.default_rng(5), 100_000, 0.5)
     tracemalloc.start()
     assert percentile_interval(latencies, 95, autocorrelation_time(latencies)) is not None

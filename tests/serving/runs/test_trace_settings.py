@@ -20,12 +20,12 @@ def test_slos_in_seconds_by_resolution() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "inf", "nan", "128=", "128=1,2", "1,2", "128=1,256=0"])
-def test_what_is_no_slo_is_told(text: str) -> None:
+def test_invalid_slos_are_reported(text: str) -> None:
     with pytest.raises(UsageError, match=r"--slo is .*, but it must be seconds above 0"):
         parse_slo(text)
 
 
-def test_requests_that_bring_an_slo_keep_it(tmp_path: Path) -> None:
+def test_requests_with_an_slo_keep_it(tmp_path: Path) -> None:
     lines = [{"prompt": "a hat", "resolution": "128x128", "arrival_s": 0.0, "slo_s": 9.0}]
     lines += [{"prompt": "a hat", "resolution": size, "arrival_s": 1.0} for size in ("128x128", "256x256")]
     file = tmp_path / "trace.jsonl"

@@ -72,7 +72,7 @@ def test_every_step_equals_scheduler_step(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH)
-def test_requests_that_join_mid_way_get_what_they_get_alone(case: str) -> None:
+def test_requests_that_join_mid_way_equal_those_alone(case: str) -> None:
     # A request that joins brings NaN as its history; the others bring the history of the previous batch.
     arrivals = {0: 0, 1: 4, 2: 2, 3: 0, 4: 7, 5: 1}
     together = serve_to_the_end(case, arrivals)
@@ -96,7 +96,7 @@ def test_whole_run_equals_diffusers(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "clip" not in case])
-def test_predicted_clean_latents_are_those_of_diffusers(case: str) -> None:
+def test_predicted_clean_latents_equal_diffusers(case: str) -> None:
     sampler = BatchedSampler(make_scheduler(case), pass_step_kwargs=True)
     served = [start(case, 0), start(case, 2)]
     batch, of_first = pack(sampler, served), served[0].num_patches
@@ -135,7 +135,7 @@ def _clean_latents_of_diffusers(one: ServedRequest) -> Any:
     return result.pred_original_sample
 
 
-def test_fewest_terms() -> None:
+def test_updates_use_the_fewest_terms() -> None:
     terms = {case: BatchedSampler(make_scheduler(case), pass_step_kwargs=True).terms for case in CASES}
     assert terms["flow"] == ("output",)
     assert terms["euler"] == ("scale", "output")
@@ -145,7 +145,7 @@ def test_fewest_terms() -> None:
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH)
-def test_memory_format_is_kept_and_nothing_given_is_written_to(case: str) -> None:
+def test_memory_format_is_preserved_and_inputs_are_not_modified(case: str) -> None:
     served = [start(case, 0), start(case, 2)]
     batch = pack(BatchedSampler(make_scheduler(case), pass_step_kwargs=True), served)
     before = batch.latents = batch.latents.to(memory_format=torch.channels_last)
@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_refusal(case: str) -> None:
+def test_unsupported_schedulers_are_refused(case: str) -> None:
     name, options, given = REFUSED[case]
     with pytest.raises(UsageError) as caught:
         BatchedSampler(getattr(diffusers, name)(**options), pass_step_kwargs=True)

@@ -19,7 +19,7 @@ LINEAR = ["ddim", "ddim-v", "euler", "euler-karras", "euler-v", "dpm", "dpm-heun
 SHAPE = (1, 4, 4, 4)
 
 
-def begun(case: str, plan: StepPlan | None = None) -> SamplerState:
+def start_state(case: str, plan: StepPlan | None = None) -> SamplerState:
     plain = PerRequestSampler(make_scheduler(case), pass_step_kwargs=True)
     dynamic = {"mu": 0.7} if case == "flow-dynamic" else {}
     state = plain.start(NUM_STEPS, device=torch.device("cpu"), schedule_kwargs=dynamic)
@@ -35,12 +35,12 @@ def outputs_of(count: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("steps", PLANS, ids=str)
 @pytest.mark.parametrize("case", LINEAR)
-def test_skipping_equals_forecasts_step_by_step(case: str, steps: tuple[int, ...]) -> None:
+def test_skipping_equals_stepwise_forecasts(case: str, steps: tuple[int, ...]) -> None:
     plan, where = StepPlan(NUM_STEPS, steps), torch.zeros(1, dtype=torch.int64)
     skipping = SkippingSampler(make_scheduler(case), pass_step_kwargs=True)
     latents, said = 10 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)), outputs_of(len(steps))
 
-    state = begun(case, plan)
+    state = start_state(case, plan)
     batch = SamplerBatch(skipping, [state], latents, where)
     for output in said:
         batch.model_input()
@@ -48,7 +48,7 @@ def test_skipping_equals_forecasts_step_by_step(case: str, steps: tuple[int, ...
     assert state.is_finished
     assert state.num_passed == state.num_requested == NUM_STEPS
 
-    whole = begun(case)
+    whole = start_state(case)
     plain = BatchedSampler(make_scheduler(case), pass_step_kwargs=True)
     reference = SamplerBatch(plain, [whole], latents, where)
     for number, gap in enumerate(plan.gaps()):
@@ -60,12 +60,12 @@ def test_skipping_equals_forecasts_step_by_step(case: str, steps: tuple[int, ...
 
 
 @pytest.mark.parametrize("case", LINEAR)
-def test_requests_that_skip_and_that_do_not_share_batches(case: str) -> None:
+def test_skipping_and_full_requests_share_batches(case: str) -> None:
     skipping = SkippingSampler(make_scheduler(case), pass_step_kwargs=True)
     plans = [StepPlan(NUM_STEPS, (0, 1, 4, 8)), None]
     patch_request = torch.tensor([0, 1])
     latents, said = torch.cat(outputs_of(2)), outputs_of(NUM_STEPS)
-    states = [begun(case, plan) for plan in plans]
+    states = [start_state(case, plan) for plan in plans]
     together = SamplerBatch(skipping, states, latents, patch_request)
     for output in said[:4]:
         together.step(output.expand(2, -1, -1, -1))
@@ -76,26 +76,28 @@ def test_requests_that_skip_and_that_do_not_share_batches(case: str) -> None:
         last.step(output)
 
     for number, found in ((0, together.latents[:1]), (1, last.latents)):
-        alone = SamplerBatch(skipping, [begun(case, plans[number])], latents[number : number + 1], patch_request[:1])
+        alone = SamplerBatch(
+            skipping, [start_state(case, plans[number])], latents[number : number + 1], patch_request[:1]
+        )
         for output in said[: 4 if number == 0 else NUM_STEPS]:
             alone.step(output)
         torch.testing.assert_close(found, alone.latents, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_of_outputs_are_what_they_change() -> None:
+def test_output_weights_equal_their_effect() -> None:
     for case in ("euler", "unipc"):
         skipping = SkippingSampler(make_scheduler(case), pass_step_kwargs=True)
-        weights, said = skipping.output_weights(begun(case)), outputs_of(NUM_STEPS)
+        weights, said = skipping.output_weights(start_state(case)), outputs_of(NUM_STEPS)
         ends = []
         for changed in (None, 5):
-            batch = SamplerBatch(skipping, [begun(case)], torch.zeros(SHAPE), torch.zeros(1, dtype=torch.int64))
+            batch = SamplerBatch(skipping, [start_state(case)], torch.zeros(SHAPE), torch.zeros(1, dtype=torch.int64))
             for step, output in enumerate(said):
                 batch.step(output + (step == changed))
             ends.append(batch.latents)
         torch.testing.assert_close(ends[1] - ends[0], torch.full(SHAPE, weights[5]), rtol=1e-3, atol=1e-5)
 
 
-def test_noise_of_skipped_steps_is_drawn_at_once() -> None:
+def test_noise_of_skipped_steps_is_drawn_together() -> None:
     """The standard deviation of latents is the same as when each step draws its own noise."""
     skipping = SkippingSampler(make_scheduler("ancestral"), pass_step_kwargs=True)
     plain = BatchedSampler(make_scheduler("ancestral"), pass_step_kwargs=True)
@@ -103,7 +105,7 @@ def test_noise_of_skipped_steps_is_drawn_at_once() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def spread(sampler: BatchedSampler, plan: StepPlan | None, num_steps: int) -> float:
-        batch = SamplerBatch(sampler, [begun("ancestral", plan)], torch.zeros(shape), where)
+        batch = SamplerBatch(sampler, [start_state("ancestral", plan)], torch.zeros(shape), where)
         for _ in range(num_steps):
             batch.step(torch.zeros(shape), lambda: torch.randn(shape, generator=generator))
         return float(batch.latents.std())
@@ -112,7 +114,7 @@ def test_noise_of_skipped_steps_is_drawn_at_once() -> None:
     assert spread(skipping, StepPlan(NUM_STEPS, (0, 1, 6)), 3) == pytest.approx(spread(plain, None, 12), rel=0.01)
 
 
-def test_what_cannot_skip() -> None:
+def test_samplers_that_cannot_skip_are_refused() -> None:
     with pytest.raises(UsageError, match="--cache schedule: steps of DDIMScheduler with clip_sample=True"):
         choose_sampler(make_scheduler("ddim-clip"), pass_step_kwargs=True, skips=True)
     with pytest.raises(UsageError, match="HeunDiscreteScheduler is not batched"):

@@ -21,43 +21,43 @@ def record(
     return closed
 
 
-def noted(tracker: AttainmentTracker, *records: RequestRecord) -> RecentAttainment:
+def attainment_after(tracker: AttainmentTracker, *records: RequestRecord) -> RecentAttainment:
     for each in records:
         tracker.note(each)
     return tracker.attainment
 
 
-def test_at_first_all_are_in_time_and_what_says_nothing_does_not_count() -> None:
+def test_initial_attainment_is_full_and_uninformative_ends_do_not_count() -> None:
     tracker = AttainmentTracker()
     assert tracker.attainment == ALL_IN_TIME
     nothing = [record(S, "cancelled"), record(S, "failed"), record(S, slo_s=None), record(S, late=True, slo_s=None)]
-    assert noted(tracker, *nothing) == ALL_IN_TIME
-    after = noted(tracker, *[record(S)] * 50)
+    assert attainment_after(tracker, *nothing) == ALL_IN_TIME
+    after = attainment_after(tracker, *[record(S)] * 50)
     assert (after.in_time, after.behind, after.count) == (pytest.approx(1), frozenset(), pytest.approx(100))
 
 
-def test_a_few_that_are_lost_do_not_make_an_overload_but_many_do_and_they_are_forgotten() -> None:
+def test_many_late_requests_signal_overload_until_forgotten() -> None:
     tracker = AttainmentTracker()
-    assert noted(tracker, *[record(S, "discarded")] * 5).in_time > 0.95
-    assert noted(tracker, *[record(S, late=True)] * 5).in_time < 0.95
-    assert noted(tracker, *[record(S)] * 300).in_time > 0.95
+    assert attainment_after(tracker, *[record(S, "discarded")] * 5).in_time > 0.95
+    assert attainment_after(tracker, *[record(S, late=True)] * 5).in_time < 0.95
+    assert attainment_after(tracker, *[record(S)] * 300).in_time > 0.95
 
 
-def test_a_resolution_of_which_clearly_fewer_are_in_time_is_behind_until_it_has_caught_up() -> None:
+def test_resolution_with_clearly_lower_attainment_is_behind_until_recovery() -> None:
     tracker = AttainmentTracker()
     both = [record(S), record(L)]
-    assert noted(tracker, *both * 20).behind == frozenset()
-    assert noted(tracker, record(L, "discarded")).behind == frozenset(), "one is chance"
-    attainment = noted(tracker, *[record(S), record(L, "discarded")] * 10)
+    assert attainment_after(tracker, *both * 20).behind == frozenset()
+    assert attainment_after(tracker, record(L, "discarded")).behind == frozenset(), "one is chance"
+    attainment = attainment_after(tracker, *[record(S), record(L, "discarded")] * 10)
     assert attainment.behind == {L}
     # 41 + 1 + 20 have ended, of which 11 of L were lost. The tracker starts with all in time, so the loss shows less.
     assert attainment.in_time == pytest.approx(1 - 11 / 100, abs=0.02)
-    assert noted(tracker, *both * 100).behind == frozenset()
+    assert attainment_after(tracker, *both * 100).behind == frozenset()
     # Where both resolutions lose all their requests, neither is behind.
-    assert noted(tracker, *[record(S, late=True), record(L, "discarded")] * 100).behind == frozenset()
+    assert attainment_after(tracker, *[record(S, late=True), record(L, "discarded")] * 100).behind == frozenset()
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_tracker_memory_is_bounded() -> None:
     tracker = AttainmentTracker()
     for side in range(1, 2000):
         tracker.note(record(Resolution(8 * side, 8)))

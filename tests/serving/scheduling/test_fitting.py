@@ -57,7 +57,7 @@ def decide(
     return policy.decide(Snapshot(now_s, waiting, active, places, Steps(), 0.0, attainment))
 
 
-def test_who_would_make_an_active_request_late_is_passed_over() -> None:
+def test_requests_that_would_delay_active_ones_are_skipped() -> None:
     # The active small one has 5 steps left. Each takes 5 s if the large one joins, 3 s if a small one does.
     waiting = [view(1, L, deadline_s=100.0), view(2, deadline_s=1000.0)]
     assert decide(waiting, [active_view(24.9)]) == Decision(admit=(2,))
@@ -66,7 +66,7 @@ def test_who_would_make_an_active_request_late_is_passed_over() -> None:
     assert decide(waiting, [active_view(5.0)]).admit == (1, 2)
 
 
-def test_who_would_be_late_in_the_batch_waits_and_who_would_be_late_alone_is_discarded() -> None:
+def test_late_in_the_batch_waits_and_late_alone_is_discarded() -> None:
     # A small request takes 20 s alone and 50 s beside the active large one.
     active = [active_view(None, L)]
     waiting = [view(1, deadline_s=30.0), view(2, deadline_s=19.0), view(3, deadline_s=50.0, arrival_s=-1000.0)]
@@ -77,7 +77,7 @@ def test_who_would_be_late_in_the_batch_waits_and_who_would_be_late_alone_is_dis
     assert decide([view(1, deadline_s=30.0)]).admit == (1,)
 
 
-def test_while_nearly_all_are_in_time_nobody_is_discarded_but_drawn_after_the_others() -> None:
+def test_late_requests_are_served_last_without_overload() -> None:
     waiting = [view(i, deadline_s=due_s, arrival_s=-15.0) for i, due_s in ((1, 19.0), (2, 10.0), (3, 500.0))]
     assert decide(waiting, places=2) == Decision(admit=(3, 2))
     assert decide(waiting) == Decision(admit=(3, 2, 1))
@@ -93,14 +93,14 @@ def test_while_nearly_all_are_in_time_nobody_is_discarded_but_drawn_after_the_ot
     assert decide([waiting[0], *passed_over], [active_view(1e4)]) == Decision(admit=(4,))
 
 
-def test_of_those_who_fit_the_first_to_be_due_is_first_and_each_sees_the_batch_with_those_before() -> None:
+def test_fitting_requests_are_admitted_by_deadline_and_cumulatively() -> None:
     # A step of both takes 5 s.
     waiting = [view(0, deadline_s=50.0), view(1, L, deadline_s=70.0)]
     assert decide(waiting).admit == (0, 1)
     assert decide([view(0, deadline_s=49.0), view(1, L, deadline_s=70.0)]).admit == (0,)
 
 
-def test_steps_of_a_batch_have_a_margin_and_those_of_one_alone_have_none() -> None:
+def test_only_steps_of_shared_batches_have_a_margin() -> None:
     # A step of both takes 5 s, ten of them 50 s; with a margin of 5 %, 52.5 s.
     careful = EdfFittingPolicy()
     active = [view(0, L, deadline_s=None)]
@@ -111,7 +111,7 @@ def test_steps_of_a_batch_have_a_margin_and_those_of_one_alone_have_none() -> No
     assert decide([view(1, deadline_s=120.0)], **old).admit == (1,)
 
 
-def test_a_step_is_no_longer_than_the_tightest_kind_can_bear() -> None:
+def test_step_latency_is_limited_by_the_tightest_deadline() -> None:
     # The large ones have plenty of time, but the small one has 30 s for 10 steps, so no step may exceed 3 s.
     small = view(1, deadline_s=30.0)
     large = [view(2, L, deadline_s=1e4), view(3, L, deadline_s=1e4)]
@@ -130,7 +130,7 @@ def test_a_step_is_no_longer_than_the_tightest_kind_can_bear() -> None:
     assert decide(large, [view(4, deadline_s=15.0, done=1)], policy=careful).admit == (2, 3), "nor while it runs"
 
 
-def test_a_resolution_that_is_behind_goes_first_and_is_waited_for() -> None:
+def test_resolution_that_is_behind_is_admitted_first() -> None:
     fair = ExactAndFair()
     behind = RecentAttainment(0.5, frozenset({L}))
     waiting = [view(1, deadline_s=500.0), view(2, L, deadline_s=600.0)]
@@ -145,7 +145,7 @@ def test_a_resolution_that_is_behind_goes_first_and_is_waited_for() -> None:
     assert decide(waiting[:1], active, policy=fair, attainment=behind).admit == (1,)
 
 
-def test_without_a_deadline_a_request_comes_last_but_not_for_ever() -> None:
+def test_request_without_deadline_is_last_but_does_not_starve() -> None:
     waiting = [view(1, L, deadline_s=None), view(2, deadline_s=1000.0)]
     assert decide(waiting, places=1).admit == (2,)
     # The large one has waited for more than 20 times its 40 s: none precedes it, and it joins once it makes none late.
@@ -157,12 +157,12 @@ def test_without_a_deadline_a_request_comes_last_but_not_for_ever() -> None:
 
 
 @pytest.mark.parametrize("name", ["continuous-drop", "edf-drop", "edf-fitting"])
-def test_it_needs_a_predictor(name: str) -> None:
+def test_policy_needs_a_predictor(name: str) -> None:
     with pytest.raises(UsageError, match=f"policy {name} looks ahead and needs step latencies, but none are given"):
         get_policy(name).decide(Snapshot(0.0, [], [], 16))
 
 
-def test_simple_policies_discard_who_is_too_late_and_keep_their_order() -> None:
+def test_simple_policies_discard_late_requests_and_keep_their_order() -> None:
     waiting = [view(0, deadline_s=90.0), view(1, deadline_s=19.0), view(2, deadline_s=50.0), view(3, deadline_s=None)]
     late = ((1, TOO_LATE),)
     assert get_policy("continuous-drop").decide(Snapshot(0.0, waiting, [], 2, Steps())) == Decision((0, 2), late)
@@ -171,7 +171,7 @@ def test_simple_policies_discard_who_is_too_late_and_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["slack", "fair-fitting"])
-def test_a_decision_with_a_thousand_waiting_takes_a_millisecond(name: str) -> None:
+def test_decision_with_1000_waiting_takes_a_millisecond(name: str) -> None:
     """The batch holds 15 requests; the time is divided by the machine's current slowdown."""
     sizes = (Resolution(128, 128), Resolution(192, 192), L)
     waiting = WaitingQueue([view(i, sizes[i % 3], deadline_s=300.0 + i, arrival_s=i / 1000) for i in range(1000)])

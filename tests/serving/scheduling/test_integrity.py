@@ -30,7 +30,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", POLICIES)
-def test_any_order_of_events_keeps_it_whole(name: str, seed: int) -> None:
+def test_random_event_orders_keep_the_scheduler_consistent(name: str, seed: int) -> None:
     """Arrivals, completed preparations, failures and cancellations come at random, also during a step."""
     rng = random.Random(f"{name} {seed}")
     scheduler = Scheduler(POLICIES[name](), Learning(), max_batch_size=6, max_prepared_ahead=rng.randint(1, 8))
@@ -129,7 +129,7 @@ DAMAGE: dict[str, Callable[[Scheduler], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_integrity_check_finds_damage(damage: str) -> None:
+def test_integrity_check_finds_damage(damage: str) -> None:
     scheduler = whole_scheduler()
     check_scheduler(scheduler)
     DAMAGE[damage](scheduler)

@@ -87,7 +87,7 @@ def run(policy: Policy, trace: Sequence[RequestView], max_batch_size: int) -> tu
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_random_queues_keep_the_contract(name: str) -> None:
+def test_decisions_for_random_queues_satisfy_the_contract(name: str) -> None:
     rng = random.Random(name)
     policy = get_policy(name)
     assert policy.name == name
@@ -113,7 +113,7 @@ def test_random_queues_keep_the_contract(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_nobody_starves(name: str) -> None:
+def test_no_request_starves(name: str) -> None:
     rng = random.Random(name)
     for _ in range(30):
         trace = random_views(rng, rng.randint(1, 40))
@@ -124,7 +124,7 @@ def test_nobody_starves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fcfs", "continuous"])
-def test_order_of_arrival_is_kept_over_a_run(name: str) -> None:
+def test_arrival_order_is_kept_over_a_run(name: str) -> None:
     rng = random.Random(1)
     for _ in range(20):
         trace = random_views(rng, 30)
@@ -146,14 +146,14 @@ def test_static_keeps_the_order_within_a_kind_and_bounds_the_wait() -> None:
             assert joined_at[request.request_id] < 4 * (position + 1)
 
 
-def test_fcfs_is_one_by_one() -> None:
+def test_fcfs_serves_one_at_a_time() -> None:
     policy = get_policy("fcfs")
     assert policy.decide(Snapshot(9, [view(0), view(1)], [], 16)) == Decision(admit=(0,))
     assert policy.decide(Snapshot(9, [view(1)], [view(0, steps_done=1)], 16)) == Decision()
     assert policy.decide(Snapshot(9, [], [], 16)) == Decision()
 
 
-def test_static_takes_all_that_match_the_head() -> None:
+def test_static_admits_all_that_match_the_head() -> None:
     policy = get_policy("static")
     waiting = [view(0), view(1, side=192), view(2), view(3, num_steps=9), view(4), view(5)]
     assert policy.decide(Snapshot(9, waiting, [], 16)).admit == (0, 2, 4, 5)
@@ -181,7 +181,7 @@ def test_bad_batch_sizes(name: str) -> None:
         get_policy(name).decide(Snapshot(0, [], [view(0), view(1)], 1, StepTimes()))
 
 
-def test_names() -> None:
+def test_policy_names() -> None:
     assert POLICY_NAMES == (
         "fcfs", "static", "continuous", "continuous-drop", "edf", "edf-drop", "slack", "edf-fitting", "fair-fitting",
     )  # fmt: skip
@@ -189,7 +189,7 @@ def test_names() -> None:
         get_policy("slck")
 
 
-def test_systems_are_presets_of_what_serves() -> None:
+def test_systems_are_presets_of_engine_and_policy() -> None:
     parts = {name: (each.engine, each.policy, each.cache) for name, each in SYSTEMS.items()}
     assert parts == {
         "diffusers": ("plain", "static", "off"),
@@ -217,7 +217,7 @@ def test_single_choices_override_a_system() -> None:
         ours.overridden(policy="bucketed")
 
 
-def test_a_system_is_named_with_another_policy() -> None:
+def test_system_with_another_policy_has_its_own_name() -> None:
     other = get_system("patchedserve:edf-drop")
     assert other == replace(SYSTEMS["patchedserve"], name="patchedserve:edf-drop", policy="edf-drop")
     with pytest.raises(UsageError, match="policy is 'none', but it must be one of fcfs, "):
@@ -226,7 +226,7 @@ def test_a_system_is_named_with_another_policy() -> None:
         get_system("none:edf")
 
 
-def test_unknown_systems_are_told() -> None:
+def test_unknown_systems_are_reported() -> None:
     with pytest.raises(UsageError, match="system is 'patched', but it must be one of diffusers, diffusers-fcfs"):
         get_system("patched")
     with pytest.raises(UsageError, match=r"'distrifusion-fcfs' \(only in the simulator\), but it must be one of"):
@@ -234,7 +234,7 @@ def test_unknown_systems_are_told() -> None:
     assert get_system("distrifusion-fcfs", is_simulated=True).spans_gpus
 
 
-def test_edf_takes_the_earliest_deadline_whatever_came_first() -> None:
+def test_edf_admits_the_earliest_deadline() -> None:
     waiting = [
         view(0)._replace(deadline_s=9.0),
         view(1),
@@ -249,13 +249,13 @@ def test_edf_takes_the_earliest_deadline_whatever_came_first() -> None:
 
 
 @pytest.mark.parametrize(("asked", "given"), [(1, 1), (2, 2), (10, 8), (30, 24), (50, 40), (100, 79)])
-def test_nirvana_takes_79_of_100_steps(asked: int, given: int) -> None:
+def test_nirvana_runs_79_of_100_steps(asked: int, given: int) -> None:
     request = Request(0, "a", SIZES[0], asked)
     assert get_system("nirvana").adapt(request) == replace(request, num_inference_steps=given)
     assert get_system("bucketed").adapt(request) is request
 
 
-def test_distrifusion_speedups_are_those_of_the_paper() -> None:
+def test_distrifusion_speedups_equal_those_of_the_paper() -> None:
     square, wide, huge = Resolution(1024, 1024), Resolution(1280, 1920), Resolution(3840, 3840)
     assert [round(PUBLISHED.of(square, gpus), 1) for gpus in (1, 2, 4, 8)] == [1.0, 1.5, 2.2, 2.8]
     assert round(PUBLISHED.of(wide, 4), 1) == 3.0
@@ -308,13 +308,13 @@ def test_waiting_queue_keeps_its_orders_as_requests_come_and_go() -> None:
         (Decision(admit=(0, 1)), "mixed resolutions"),
     ],
 )
-def test_broken_decisions_are_found(decision: Decision, message: str) -> None:
+def test_invalid_decisions_are_detected(decision: Decision, message: str) -> None:
     waiting = [view(0), view(1, side=192), view(2)]
     with pytest.raises(RuntimeError, match=message):
         check_decision(decision, Snapshot(0, waiting, [view(7)], 3), requires_one_resolution=True)
 
 
-def test_standing_still_is_found() -> None:
+def test_stalled_decisions_are_detected() -> None:
     waiting = [view(0), view(1)]
     with pytest.raises(RuntimeError, match="admitted none of 2 waiting requests although nothing is active"):
         check_decision(Decision(), Snapshot(0, waiting, [], 3))

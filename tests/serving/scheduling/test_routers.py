@@ -59,7 +59,7 @@ def test_round_robin_takes_turns() -> None:
     assert router.choose(view(99), workers[:2]) == 0
 
 
-def test_each_router_counts_what_its_name_says() -> None:
+def test_each_router_uses_the_load_in_its_name() -> None:
     one_large = Worker([view(0, steps=2, size=L)])
     two_parts = Worker([view(1, steps=6, size=L, share=0.2), view(2, steps=6, size=L, share=0.25)])
     three_short = Worker([view(number, steps=3, size=S, done=2) for number in (3, 4, 5)])
@@ -72,11 +72,11 @@ def test_each_router_counts_what_its_name_says() -> None:
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_the_first_of_equals(name: str) -> None:
+def test_ties_go_to_the_first_worker(name: str) -> None:
     assert choice(name, [Worker([view(0)]), Worker(), Worker()]) in ((0,) if name == "round-robin" else (1,))
 
 
-def test_mask_aware_asks_for_ends_and_the_paper_for_a_step() -> None:
+def test_mask_aware_compares_end_times_and_the_paper_step_times() -> None:
     long_part, short_whole = Worker([view(0, steps=100, share=0.5)]), Worker([view(1, steps=2)])
     # The next step is shorter beside the part: 2.5 s against 3 s.
     assert choice("mask-aware-step", [short_whole, long_part]) == 1
@@ -87,7 +87,7 @@ def test_mask_aware_asks_for_ends_and_the_paper_for_a_step() -> None:
     assert choice("mask-aware", [short_whole, long_part], view(99, steps=1)) == 1
 
 
-def test_mask_aware_counts_who_waits() -> None:
+def test_mask_aware_counts_waiting_requests() -> None:
     full = Worker([view(0, steps=2), view(1, steps=2), view(2, steps=1)])
     # On the full worker the request joins after 2 x 3 s, takes a step of 3 s with the third and 3 x 2 s alone, and
     # delays the third by 1 s: 16 s. Beside one of 9 steps, if there is room, it takes 4 x 3 s and delays that one by
@@ -108,7 +108,7 @@ def test_mask_aware_counts_records_that_are_read_first() -> None:
     assert choice("mask-aware", [beside, Worker([view(1, share=0.5)], 1, {1: 6.0})], request) == 1
 
 
-def test_the_papers_cost_prefers_workers_with_room() -> None:
+def test_cost_of_the_paper_prefers_workers_with_free_places() -> None:
     full, free = Worker([view(0, share=0.1), view(1, share=0.1)]), Worker([view(2, size=L)])
     assert choice("mask-aware-step", [full, free]) == 1
     assert choice("mask-aware-step", [full, Worker([view(2, size=L), view(3)])]) == 0
@@ -148,7 +148,7 @@ def _ends_s(worker: Worker, views: Sequence[RequestView]) -> float:
     return sum_s
 
 
-def test_an_unknown_router_is_refused() -> None:
+def test_unknown_router_is_refused() -> None:
     with pytest.raises(
         UsageError, match="router is 'best', but it must be one of round-robin, least-requests, least-to"
     ):

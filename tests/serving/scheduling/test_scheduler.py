@@ -21,7 +21,7 @@ def next_id(scheduler: Scheduler, now_s: float = 0.0) -> int | None:
     return None if state is None else state.request.request_id
 
 
-def test_the_life_of_a_request() -> None:
+def test_request_life_cycle() -> None:
     scheduler = Scheduler(get_policy("fcfs"))
     assert (scheduler.is_idle, scheduler.is_due, scheduler.can_step) == (True, False, False)
     asked = request(3, steps=2, arrival_s=1.0)
@@ -51,7 +51,7 @@ def test_the_life_of_a_request() -> None:
     check_scheduler(scheduler)
 
 
-def test_which_request_is_prepared_next() -> None:
+def test_preparation_order() -> None:
     scheduler = Scheduler(admitting([3], [0], []), max_prepared_ahead=2)
     for request_id in range(5):
         scheduler.add(request(request_id))
@@ -73,7 +73,7 @@ def test_which_request_is_prepared_next() -> None:
     check_scheduler(scheduler)
 
 
-def test_requests_become_active_in_the_order_in_which_they_were_prepared() -> None:
+def test_requests_become_active_in_order_of_preparation() -> None:
     scheduler = Scheduler(admitting([1, 0]), max_prepared_ahead=1)
     for request_id in range(2):
         scheduler.add(request(request_id))
@@ -85,7 +85,7 @@ def test_requests_become_active_in_the_order_in_which_they_were_prepared() -> No
     assert ids(scheduler.active) == [0, 1]
 
 
-def test_a_batch_of_one_resolution_takes_its_first_step_together() -> None:
+def test_uniform_batch_takes_its_first_step_together() -> None:
     scheduler = Scheduler(get_policy("static"), max_prepared_ahead=1)
     for request_id in range(2):
         scheduler.add(request(request_id))
@@ -101,7 +101,7 @@ def test_a_batch_of_one_resolution_takes_its_first_step_together() -> None:
     check_scheduler(scheduler)
 
 
-def test_failures_in_a_step_end_those_alone() -> None:
+def test_step_failures_end_only_the_affected_requests() -> None:
     predictor = Learning()
     scheduler = Scheduler(admitting([0, 1, 2]), predictor)
     for request_id, steps in enumerate((1, 5, 2)):
@@ -125,7 +125,7 @@ def test_failures_in_a_step_end_those_alone() -> None:
     assert predictor.seen[1:] == [((S,), 0.5)]
 
 
-def test_what_requests_wait_for_between_their_steps_is_told() -> None:
+def test_waiting_time_between_steps_is_reported() -> None:
     predictor = Learning()
     scheduler = Scheduler(admitting([0], [1]), predictor)
     scheduler.add(request(0, 3))
@@ -142,7 +142,7 @@ def test_what_requests_wait_for_between_their_steps_is_told() -> None:
     assert predictor.between_s[3:] == [0.0]
 
 
-def test_a_sampler_may_take_other_steps_than_were_asked_for() -> None:
+def test_sampler_may_take_another_number_of_steps() -> None:
     seen: list[list[int]] = []
 
     def choose(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
@@ -165,7 +165,7 @@ def test_a_sampler_may_take_other_steps_than_were_asked_for() -> None:
     assert seen == [[], [0], [1], [1], [2]]  # counted in requested steps
 
 
-def test_what_was_prepared_in_vain_is_told() -> None:
+def test_unused_preparations_are_reported() -> None:
     drop = FunctionPolicy(lambda now_s, waiting, active: Decision(drop=((0, "late"),)))
     scheduler = Scheduler(drop)
     scheduler.add(request(0, slo_s=0.5))
@@ -178,7 +178,7 @@ def test_what_was_prepared_in_vain_is_told() -> None:
     check_scheduler(scheduler)
 
 
-def test_an_idle_engine_draws_one_of_those_that_would_be_dropped() -> None:
+def test_idle_engine_serves_one_request_instead_of_dropping_it() -> None:
     # The predictions may be wrong, and only requests that are served correct them.
     drop_all = FunctionPolicy(
         lambda now_s, waiting, active: Decision(drop=tuple((view.request_id, "late") for view in waiting))
@@ -198,7 +198,7 @@ def test_an_idle_engine_draws_one_of_those_that_would_be_dropped() -> None:
     assert ids(scheduler.decide(5.0)) == [0], "its deadline is over"
 
 
-def test_what_is_prepared_for_a_request_that_has_ended_is_not_for_the_next_of_its_id() -> None:
+def test_late_preparation_is_not_used_for_a_new_request_of_the_same_id() -> None:
     scheduler = Scheduler(get_policy("fcfs"))
     first = scheduler.add(request(0))
     assert scheduler.next_to_prepare(0.0) is first
@@ -213,7 +213,7 @@ def test_what_is_prepared_for_a_request_that_has_ended_is_not_for_the_next_of_it
     check_scheduler(scheduler)
 
 
-def test_wrong_use() -> None:
+def test_invalid_use_is_refused() -> None:
     with pytest.raises(UsageError, match="max batch size is 0"):
         Scheduler(get_policy("fcfs"), max_batch_size=0)
     with pytest.raises(UsageError, match="requests prepared ahead is 0"):
@@ -231,7 +231,7 @@ def test_wrong_use() -> None:
     assert ids(scheduler.end_all("cancelled", 1.0, "stopped")) == [0]
 
 
-def test_a_request_without_latents_never_becomes_active() -> None:
+def test_request_without_latents_never_becomes_active() -> None:
     # It would stay in the batch permanently, as no step could complete it.
     scheduler = whole_scheduler()
     scheduler._ready.append(scheduler._open[5])
@@ -240,7 +240,7 @@ def test_a_request_without_latents_never_becomes_active() -> None:
     assert 5 not in ids(scheduler.active)
 
 
-def test_decisions_are_timed() -> None:
+def test_decision_times_are_recorded() -> None:
     times_s: list[float] = []
     scheduler = Scheduler(get_policy("fcfs"), on_decision=times_s.append)
     scheduler.decide(0.0)
@@ -251,7 +251,7 @@ def test_decisions_are_timed() -> None:
     assert times_s[0] > 0
 
 
-def test_a_smaller_batch_lets_those_stay_who_are_there() -> None:
+def test_reduced_batch_size_keeps_active_requests() -> None:
     scheduler = Scheduler(get_policy("continuous"), max_batch_size=4)
     for number in range(6):
         scheduler.add(Request(number, "", Resolution(64, 64), 2))
@@ -271,7 +271,7 @@ def test_a_smaller_batch_lets_those_stay_who_are_there() -> None:
         scheduler.max_batch_size = 0
 
 
-def test_what_waits_can_be_taken_back() -> None:
+def test_waiting_requests_can_be_withdrawn() -> None:
     scheduler = Scheduler(get_policy("fcfs"), max_batch_size=1)
     for number in range(3):
         scheduler.add(Request(number, "", Resolution(64, 64), 2))
@@ -309,7 +309,7 @@ def drive(scheduler: Scheduler, now_s: float) -> list[int]:
     return batch
 
 
-def test_those_who_yield_wait_while_others_do_and_go_on_where_they_were() -> None:
+def test_yielding_requests_pause_for_others_and_resume() -> None:
     scheduler = Scheduler(get_policy("continuous"), max_batch_size=3)
     records = [scheduler.add(request(number, 3, yields=True)).record for number in range(3)]
     assert drive(scheduler, 1.0) == [0, 1, 2]
@@ -329,7 +329,7 @@ def test_those_who_yield_wait_while_others_do_and_go_on_where_they_were() -> Non
     assert [record.admitted_s for record in records] == [1.0, 1.0, 1.0]
 
 
-def test_those_who_yield_are_prepared_when_nobody_else_is_there() -> None:
+def test_yielding_requests_are_prepared_only_without_others() -> None:
     scheduler = Scheduler(get_policy("continuous"), max_batch_size=2)
     scheduler.add(request(0, 2, yields=True))
     scheduler.decide(0.0)
@@ -347,7 +347,7 @@ def test_those_who_yield_are_prepared_when_nobody_else_is_there() -> None:
     assert drive(scheduler, 2.0) == [0]
 
 
-def test_one_that_yields_can_be_cancelled_or_taken_back_at_any_time() -> None:
+def test_yielding_request_can_be_cancelled_or_withdrawn_at_any_time() -> None:
     for end in ("cancel", "take back"):
         scheduler = Scheduler(get_policy("continuous"), max_batch_size=2)
         scheduler.add(request(0, 5, yields=True))

@@ -61,7 +61,7 @@ def test_least_slack_first_not_earliest_deadline() -> None:
     assert decide(waiting) == Decision(admit=(1, 0))
 
 
-def test_schedulability_stops_before_an_active_request_would_miss() -> None:
+def test_admission_stops_before_an_active_request_would_miss() -> None:
     # The active small one has 5 steps left. If the large one joins, each takes 5 s: 25 s.
     waiting = [view(1, L, deadline_s=1000.0)]
     assert decide(waiting, [view(0, deadline_s=25.0, done=5)]).admit == (1,)
@@ -82,7 +82,7 @@ class StepsAndEnds(Steps):
         raise AssertionError("a policy learns nothing")
 
 
-def test_what_comes_after_the_steps_is_what_others_have_taken() -> None:
+def test_time_after_the_steps_is_learnt_from_other_requests() -> None:
     # Ten steps take 2 s each. A slower engine measured the standalone latency of 50 s, 30 s beyond the steps; requests
     # that have ended took only 4 s.
     waiting = [view(0, deadline_s=24.0, alone_s=50.0)]
@@ -96,7 +96,7 @@ def test_what_comes_after_the_steps_is_what_others_have_taken() -> None:
     assert policy.decide(Snapshot(0.1, large, [], 16, StepsAndEnds())).drop == ((0, TOO_LATE),)
 
 
-def test_a_request_waits_for_those_that_the_decoder_has_before_it() -> None:
+def test_slack_includes_the_decoder_queue() -> None:
     # The decoder takes 4 s for each small one. Four have 10 steps left, of 5 s each in the batch of four: the steps end
     # at 50 s, and the images are decoded by 54, 58, 62 and 66 s. The fourth, admitted last, is decoded last.
     active = [view(i, deadline_s=None) for i in range(3)]
@@ -116,7 +116,7 @@ def test_a_request_waits_for_those_that_the_decoder_has_before_it() -> None:
     assert decide_at(24.0, [], decoder_free_s=20.1).drop == ((9, TOO_LATE),)
 
 
-def test_an_active_request_is_late_by_the_candidate_that_is_decoded_before_it() -> None:
+def test_candidate_decoded_before_an_active_request_can_delay_it() -> None:
     # Together a step takes 3 s: the active one takes its last step after 30 s and is decoded by 34 s. A candidate of
     # 8 steps is decoded before it, by 28 s; one of 9 by 31 s, which makes it late; one of 10 comes after it.
     active, policy = [view(0, deadline_s=34.0)], SlackPolicy()
@@ -125,14 +125,14 @@ def test_an_active_request_is_late_by_the_candidate_that_is_decoded_before_it() 
         assert policy.decide(Snapshot(0.0, waiting, active, 16, StepsAndEnds())).admit == admitted, steps
 
 
-def test_a_candidate_admitted_now_protects_itself_from_the_next() -> None:
+def test_admitted_candidate_is_protected_from_later_ones() -> None:
     # Alone, the first needs 20 s of its 30. Two small ones together take 3 s a step, 30 s: exactly in time. With a
     # third, a step takes 4 s: 40 s.
     waiting = [view(i, deadline_s=30.0 + 1000 * (i > 0)) for i in range(3)]
     assert decide(waiting).admit == (0, 1)
 
 
-def test_too_late_even_at_once_is_discarded_and_the_next_is_tried() -> None:
+def test_hopeless_candidate_is_discarded_and_the_next_is_tried() -> None:
     # 10 steps of 2 s cannot end by 19.9 s; by 20 s they can. The discarded one is the most urgent, so it comes first.
     waiting = [view(0, deadline_s=19.9), view(1, deadline_s=45.0)]
     assert decide(waiting) == Decision(admit=(1,), drop=((0, TOO_LATE),))
@@ -145,7 +145,7 @@ def test_too_late_even_at_once_is_discarded_and_the_next_is_tried() -> None:
     assert decide([view(0, deadline_s=40.0)], active, now_s=1.0) == Decision(drop=((0, TOO_LATE),))
 
 
-def test_the_stages_after_the_steps_count() -> None:
+def test_slack_includes_stages_after_the_steps() -> None:
     # Served alone, it takes 26 s: 20 s of steps and 6 s in the other stages.
     assert decide([view(0, deadline_s=25.9, alone_s=26.0)]) == Decision(drop=((0, TOO_LATE),))
     assert decide([view(0, deadline_s=26.0, alone_s=26.0)]) == Decision(admit=(0,))
@@ -155,7 +155,7 @@ def test_the_stages_after_the_steps_count() -> None:
     assert decide(waiting, [view(0, deadline_s=21.0, done=5, alone_s=26.0)]).admit == (1,)
 
 
-def test_merging_must_pay() -> None:
+def test_merging_requires_a_benefit() -> None:
     # With a base of 1 s, steps in turns take 2 + 2 = 4 s and a merged one 3 s: benefit 4 / 3. With a base of -0.5 s
     # (merging costs more), 0.5 + 0.5 = 1 s in turns and 1.5 s merged: 2 / 3.
     waiting, active = [view(1, deadline_s=1000.0)], [view(0, deadline_s=1000.0)]
@@ -168,7 +168,7 @@ def test_merging_must_pay() -> None:
     assert decide(waiting, base_s=-0.5, policy=SlackPolicy(min_benefit=99)).admit == (1,)
 
 
-def test_an_active_request_that_is_lost_anyway_halts_nobody() -> None:
+def test_late_active_request_blocks_no_candidate() -> None:
     # 10 steps of 2 s until 15 s: it is late with or without the candidate.
     assert decide([view(1, deadline_s=100.0)], [view(0, deadline_s=15.0)]).admit == (1,)
     # Another active one that the candidate would make late does hold it back: 7 steps by 25 s, of 3 s now, 4 s with it.
@@ -176,13 +176,13 @@ def test_an_active_request_that_is_lost_anyway_halts_nobody() -> None:
     assert decide([view(1, deadline_s=100.0)], active) == Decision()
 
 
-def test_no_deadline_comes_last_and_is_never_discarded() -> None:
+def test_request_without_deadline_is_last_and_never_discarded() -> None:
     waiting = [view(0, deadline_s=None), view(1, deadline_s=1000.0, arrival_s=1.0), view(2, deadline_s=None)]
     assert decide(waiting, now_s=2.0).admit == (1, 0, 2)
     assert decide(waiting[:1], now_s=1e9).admit == (0,)
 
 
-def test_no_standalone_latency_means_its_steps() -> None:
+def test_missing_standalone_latency_is_estimated_from_steps() -> None:
     # Both have the same deadline and steps; the standalone latency of one was measured as 6 s more than its steps.
     plain = view(0, deadline_s=26.0)._replace(standalone_s=None)
     assert decide([plain]).admit == (0,)
@@ -191,25 +191,25 @@ def test_no_standalone_latency_means_its_steps() -> None:
     assert decide([plain, view(1, deadline_s=26.0, alone_s=26.0)], places=1).admit == (1,)
 
 
-def test_no_free_place_decides_nothing() -> None:
+def test_no_free_place_gives_an_empty_decision() -> None:
     active = [view(7, deadline_s=None), view(8, deadline_s=None)]
     waiting = [view(0, deadline_s=1.0), view(1, deadline_s=1000.0)]
     assert decide(waiting, active, places=2) == Decision()
     assert decide(waiting, active, places=3) == Decision(admit=(1,), drop=((0, TOO_LATE),))
 
 
-def test_equal_slack_goes_by_arrival_then_id() -> None:
+def test_equal_slack_is_ordered_by_arrival_then_id() -> None:
     waiting = [view(5, deadline_s=500.0), view(6, deadline_s=500.0), view(2, deadline_s=500.0, arrival_s=1.0)]
     assert decide(waiting, now_s=1.0).admit == (5, 6, 2)
 
 
-def test_it_needs_a_predictor() -> None:
+def test_policy_needs_a_predictor() -> None:
     with pytest.raises(UsageError, match="policy slack looks ahead and needs step latencies, but none are given"):
         get_policy("slack").decide(Snapshot(0.0, [], [], 16))
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_thousand_waiting_requests_cost_little(kept: bool) -> None:
+def test_decision_with_1000_waiting_is_fast(kept: bool) -> None:
     # The bounds are on work, not on time: the predictor is called a few times for each request that is admitted or
     # dropped, and not for those that keep waiting. The time is printed (`pytest -s`).
     class Counting(Steps):

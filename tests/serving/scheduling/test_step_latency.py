@@ -22,7 +22,7 @@ def random_batch(rng: random.Random) -> tuple[Resolution, ...]:
     return tuple(rng.choice((S, M, L)) for _ in range(rng.randint(1, 16)))
 
 
-def test_measured_batches_have_their_own_latency() -> None:
+def test_measured_batches_use_their_measured_latency() -> None:
     table = TableLatency({(S,): 0.02, (L, S): 0.05, (S, S, L): 0.04})
     assert table.step_latency_s([S]) == 0.02
     assert table.step_latency_s([S, L]) == table.step_latency_s((L, S)) == 0.05
@@ -30,7 +30,7 @@ def test_measured_batches_have_their_own_latency() -> None:
     assert (table.resolutions, table.max_batch_size) == ((S, L), 3)
 
 
-def test_a_line_is_found_again() -> None:
+def test_known_line_is_recovered() -> None:
     def line_s(batch: Sequence[Resolution]) -> float:
         return 0.01 + 0.003 * len(set(batch)) + sum({S: 0.002, M: 0.005, L: 0.009}[size] for size in batch)
 
@@ -79,7 +79,7 @@ def test_bad_tables(latencies: dict[tuple[Resolution, ...], float], message: str
         TableLatency(latencies)
 
 
-def test_what_a_table_does_not_know() -> None:
+def test_sizes_missing_from_a_table_are_refused() -> None:
     table = TableLatency({(S,): 0.02, (L, L): 0.05})
     with pytest.raises(UsageError, match="knows nothing of 192x192, but only of 128x128, 256x256"):
         table.step_latency_s([S, M])
@@ -93,7 +93,7 @@ def test_the_plain_engine_takes_a_pass_for_each_resolution() -> None:
     assert PerResolutionLatency(table).step_latency_s([S, L, S]) == pytest.approx(0.07)
 
 
-def test_memory_asks_once_for_each_batch() -> None:
+def test_cached_latency_is_predicted_once_per_batch() -> None:
     asked: list[tuple[Resolution, ...]] = []
 
     class Counting:

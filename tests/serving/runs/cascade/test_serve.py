@@ -44,7 +44,7 @@ def discriminator(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_profile_of_these_files_is_taken(discriminator: Path) -> None:
+def test_profile_of_the_same_files_is_used(discriminator: Path) -> None:
     files_with(discriminator).require_profiled(profile_of_here(discriminator))
 
 
@@ -55,7 +55,7 @@ def test_a_profile_of_these_files_is_taken(discriminator: Path) -> None:
         (lambda facts: replace(facts, device_name="another processor"), "is for device another processor, but"),
     ],
 )
-def test_a_profile_of_something_else_is_refused(
+def test_profile_of_other_files_is_refused(
     discriminator: Path, change: Callable[[RunFacts], RunFacts], reason: str
 ) -> None:
     known = profile_of_here(discriminator)
@@ -65,7 +65,7 @@ def test_a_profile_of_something_else_is_refused(
         files_with(discriminator).require_profiled(other)
 
 
-def test_another_discriminator_is_refused(discriminator: Path) -> None:
+def test_different_discriminator_is_refused(discriminator: Path) -> None:
     known = profile_of_here(discriminator)
     discriminator.write_bytes(b"other weights")
     with pytest.raises(UsageError, match="is another discriminator than the profile was measured with"):

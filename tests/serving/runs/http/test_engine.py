@@ -20,7 +20,7 @@ from ....support.http_server import small_model
     "templates",
     [TemplateOptions("first", "kv"), TemplateOptions("never"), TemplateOptions(loads=LoadOptions(10.0, "paper")), None],
 )
-def test_whether_templates_are_read_and_who_records_them(templates: TemplateOptions | None, tmp_path: Path) -> None:
+def test_template_options_control_reading_and_recording(templates: TemplateOptions | None, tmp_path: Path) -> None:
     place = ModelWorkspace(tmp_path / "workspace")
     built = build_engine(
         EngineRecipe(

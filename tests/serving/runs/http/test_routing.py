@@ -44,7 +44,7 @@ def recipe_of(
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_every_router_sees_what_edits_compute(name: str, model: Path, place: ModelWorkspace) -> None:
+def test_every_router_uses_the_computed_share_of_edits(name: str, model: Path, place: ModelWorkspace) -> None:
     size, notes = parse("64x32"), list[str]()
     template, narrow = TemplateSpec(), mask_of(size, "all")
     narrow[:, 16:] = False
@@ -58,7 +58,7 @@ def test_every_router_sees_what_edits_compute(name: str, model: Path, place: Mod
     assert (view.active_share, view.record) == (1.0, None)
 
 
-def test_step_times_are_those_of_the_engine_and_of_what_records_hold(model: Path, place: ModelWorkspace) -> None:
+def test_step_times_follow_the_engine_and_record_contents(model: Path, place: ModelWorkspace) -> None:
     def loaded(*, keep: str = "all", system: str = "patched-fcfs", file: Path | None = None) -> list[str]:
         notes = list[str]()
         templates = None if keep == "none" else TemplateOptions("never", keep)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_step_times_are_those_of_the_engine_and_of_what_records_hold(model: Path
         (("--router", "mask-aware", "--edit-profile", "f.json"), "add --reuse-templates, or leave it out"),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_invalid_options_give_a_one_line_error(
     options: tuple[str, ...], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = ("--model", str(model), "--workspace", str(tmp_path), "--device", "cpu", "--port", "0", "--quiet")
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_one_line(
     assert "is for servers: add --http" in capsys.readouterr().err
 
 
-def test_a_table_but_no_profile_of_edits(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_without_a_profile_of_edits(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables = Workspace(tmp_path).for_model(str(model), "cpu").tables
     write_profiles(tables)
     (tables / "edits-0.json").unlink()

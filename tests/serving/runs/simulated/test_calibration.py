@@ -60,7 +60,7 @@ def serve(
     return simulate(requests, get_policy("continuous"), Steps(), times=times, durations=durations, keep_steps=True)
 
 
-def test_scales_are_on_straight_lines_between_batch_sizes() -> None:
+def test_scales_are_interpolated_linearly_between_batch_sizes() -> None:
     durations = StepDurations(UNIT, {2: 1.0, 6: 2.0})
     assert [durations.undisturbed_s((S,) * count) for count in (1, 2, 3, 6, 9)] == [1.0, 1.0, 1.25, 2.0, 2.0]
 
@@ -76,32 +76,32 @@ def test_scales_are_on_straight_lines_between_batch_sizes() -> None:
         ({"slowdown": ((0, 99, 0), (0, 0, 0), (0, 0, 0))}, "slowdown is 99"),
     ],
 )
-def test_durations_are_checked(fields: dict[str, Any], message: str) -> None:
+def test_durations_are_validated(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         StepDurations(UNIT, **fields)
 
 
-def test_first_steps_and_gaps_by_hand() -> None:
+def test_first_steps_and_gaps_match_manual_values() -> None:
     # Alone, a first step takes 3 s, others 1 s. The second arrives at 0.5 and joins at 3.25: again a first step, with
     # which the first request ends. This changes the batch, so the second's last step is a first one, too.
-    durations = StepDurations(ProfiledSteps(Unit(), _Three()), between_s=0.25)
+    durations = StepDurations(ProfiledSteps(Unit(), _ConstantSteps()), between_s=0.25)
     result = simulate(
         [request(0), request(1, 0.5)], get_policy("continuous"), Unit(), durations=durations, keep_steps=True
     )
     assert [(row.start_s, row.duration_s) for row in result.steps] == [(0.0, 3.0), (3.25, 3.0), (6.5, 3.0)]
     assert [record.denoise_end_s for record in result.records] == [6.25, 9.5]
     # No request joins or leaves, so the second and third steps are steady ones; all steps take twice as long.
-    slow = StepDurations(ProfiledSteps(Unit(), _Three()), {1: 2.0}, first_scale=2.0)
+    slow = StepDurations(ProfiledSteps(Unit(), _ConstantSteps()), {1: 2.0}, first_scale=2.0)
     alone = simulate([request(0, steps=3)], get_policy("fcfs"), Unit(), durations=slow, keep_steps=True)
     assert [row.duration_s for row in alone.steps] == [6.0, 2.0, 2.0]
 
 
-class _Three:
+class _ConstantSteps:
     def step_latency_s(self, active: Sequence[Any]) -> float:
         return 3.0
 
 
-def test_stages_share_the_processor_by_hand() -> None:
+def test_stages_sharing_the_processor_match_manual_values() -> None:
     requests = [request(0), request(1, 0.5, steps=3)]
 
     def ends(prepare_s: float, slowdown: Slowdown) -> tuple[list[float], list[float | None]]:
@@ -131,7 +131,7 @@ def test_stages_share_the_processor_by_hand() -> None:
     assert result.records[2].prepare_end_s == pytest.approx(3.0 + 1.5 * (3.0 - 2.0 / 1.5 - 1.0 / 1.75))
 
 
-def test_deployments_know_first_steps(tmp_path: Path) -> None:
+def test_deployments_include_first_steps(tmp_path: Path) -> None:
     rows = (LatencyRow({S: 1}, (10.0,), (30.0,)), LatencyRow({S: 2}, (14.0,), (40.0,)))
     write_latencies(tmp_path / "own.parquet", LatencyTable(rows))
     (tmp_path / "foreign.csv").write_text("combination,ms\n128x128,10\n2*128x128,14\n")
@@ -156,7 +156,7 @@ def check_means(truth: StepDurations, found: Calibration, rates: Sequence[float]
 
 
 @pytest.mark.parametrize("by_resolution", [False, True])
-def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
+def test_calibration_recovers_known_parameters(by_resolution: bool) -> None:
     # The plain engine takes a pass for each resolution, and the constant counts for each pass.
     steps = ProfiledSteps(Steps(), Steps(1.5), by_resolution=by_resolution)
     slowdown: Slowdown = ((0.0, 0.6, 0.0), (0.5, 0.0, 0.8), (0.0, 0.7, 0.0))
@@ -189,7 +189,7 @@ def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
     assert blind.durations(steps).scale_of(4) > 1.03 * truth.scale_of(4)
 
 
-def test_calibration_of_stages_between_the_steps_finds_what_was_put_in() -> None:
+def test_calibration_recovers_known_stage_times_between_steps() -> None:
     steps = ProfiledSteps(Steps(), Steps(1.5))
     truth = StepDurations(steps, {1: 1.1, 16: 1.4}, 0.6, 0.002, is_inline=True)
     results = [serve(truth, rate, count) for rate, count in ((0.7, 40), (2.0, 80), (20.0, 120))]
@@ -203,7 +203,7 @@ def test_calibration_of_stages_between_the_steps_finds_what_was_put_in() -> None
     check_means(truth, found, (1.0, 3.0, 6.0))
 
 
-def test_calibration_finds_how_often_the_cache_computes() -> None:
+def test_calibration_finds_the_computed_share_of_the_cache() -> None:
     steps = ProfiledSteps(Steps(), Steps(1.5))
     truth = StepDurations(steps, {1: 1.1, 8: 1.3}, 0.6, 0.001, reuse=Reuse(3, 3.0, 0.002))
     results = [serve(truth, rate, count) for rate, count in ((2.0, 40), (6.0, 80), (40.0, 120))]
@@ -218,7 +218,7 @@ def test_calibration_finds_how_often_the_cache_computes() -> None:
     check_means(truth, found, (2.0, 8.0, 16.0))
 
 
-def test_which_steps_are_computed() -> None:
+def test_computed_steps_are_identified() -> None:
     every = [Reuse(2, 3.0).is_computed(done, 12) for done in range(12)]
     assert every == [done in {0, 1, 4, 7, 10, 11} for done in range(12)]
     assert all(Reuse(0, 1.0).is_computed(done, 5) for done in range(5))
@@ -227,7 +227,7 @@ def test_which_steps_are_computed() -> None:
             replace(Reuse(1, 2.0), **wrong)
 
 
-def test_only_a_resolution_that_changed_takes_a_first_pass() -> None:
+def test_only_changed_resolutions_take_a_first_pass() -> None:
     # When L joins the running S, only the pass of L is a first one. When S leaves, the pass of L stays a steady one.
     steps = ProfiledSteps(Steps(), Steps(1.5), by_resolution=True)
     small, large = Steps().step_latency_s((S,)), Steps().step_latency_s((L,))
@@ -244,7 +244,7 @@ def test_only_a_resolution_that_changed_takes_a_first_pass() -> None:
     assert [row.duration_s for row in result.steps] == pytest.approx(seconds)
 
 
-def test_calibration_where_stages_were_never_alone() -> None:
+def test_calibration_with_stages_that_never_ran_alone() -> None:
     # Steps run without a pause, with little else: even if effects cannot be told apart, mean latencies stay.
     steps = ProfiledSteps(Steps(), Steps(1.5))
     truth = StepDurations(steps, slowdown=((0.0, 1.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
@@ -264,7 +264,7 @@ def test_calibration_where_stages_were_never_alone() -> None:
     assert means[1] == pytest.approx(means[0], rel=0.05)
 
 
-def test_calibration_of_next_to_nothing() -> None:
+def test_calibration_with_very_few_measurements() -> None:
     result = simulate([request(0)], get_policy("fcfs"), Steps(), keep_steps=True)
     with pytest.raises(RunError, match="took 2 steps, but at least 20"):
         calibrate([ServedRun(result.records, result.steps)], ProfiledSteps(Steps()))
@@ -272,7 +272,7 @@ def test_calibration_of_next_to_nothing() -> None:
         calibrate([], ProfiledSteps(Steps()))
 
 
-def test_a_learning_predictor_is_told_every_step() -> None:
+def test_learning_predictor_observes_every_step() -> None:
     durations = StepDurations(ProfiledSteps(Steps()), {1: 2.0})
     config = TraceConfig(request_rate=2.0, num_prompts=80, num_inference_steps=10, resolutions=(S, L))
     requests = assign_slos(generate_trace(config, ["a"]), lambda request: 0.5, 3.0)
@@ -288,7 +288,7 @@ def test_a_learning_predictor_is_told_every_step() -> None:
         OnlineCorrection(Steps(), scale=9.0)
 
 
-def test_plain_and_patch_engine_have_latencies_of_their_own() -> None:
+def test_plain_and_patch_engine_have_separate_latencies() -> None:
     table = LatencyTable(
         (
             LatencyRow({S: 1}, (10.0,), (30.0,)),
@@ -323,7 +323,7 @@ def test_plain_and_patch_engine_have_latencies_of_their_own() -> None:
         (json.dumps({"plain": asdict(Calibration({}, {})) | {"error": "x"}}), "error is 'x', but it must be a number"),
     ],
 )
-def test_damaged_calibrations_are_one_line(tmp_path: Path, content: str, message: str) -> None:
+def test_damaged_calibrations_give_a_one_line_error(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(content)
     with pytest.raises(UsageError, match=message) as caught:
