@@ -19,7 +19,7 @@ print("once", flush=True)
 from patchedserve.serving.core.processes import start_process
 
 ours, theirs = multiprocessing.Pipe()
-entry = "patchedserve.tests.serving.core.test_processes:tell"
+entry = "patchedserve.tests.serving.core.test_processes:send_state"
 process = start_process(entry, theirs, device=sys.argv[1], name="psctl-one")
 print(process.pid, *ours.recv(), flush=True)
 process.join()
@@ -29,7 +29,7 @@ process.join()
 _ANY = {"device": "cpu", "name": "psctl-code"}
 
 
-def tell(connection: Connection) -> int:
+def send_state(connection: Connection) -> int:
     """Send the process's name and whether it has its own session and a live parent; return when the parent ends."""
     connection.send((Path("/proc/self/comm").read_text().strip(), os.getsid(0) == os.getpid(), is_parent_alive()))
     until(lambda: not is_parent_alive())

@@ -37,7 +37,7 @@ def pipe() -> Any:
     return tiny_sdxl()
 
 
-class _Share:
+class _FakeContention:
     """Shares that `Contention` reports, set by the tests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +48,9 @@ class _Share:
 
 
 @pytest.fixture(autouse=True)
-def contention(monkeypatch: pytest.MonkeyPatch) -> _Share:
+def contention(monkeypatch: pytest.MonkeyPatch) -> _FakeContention:
     """No thread waited for a core, but the machine is busy now, so doubted values are not measured again."""
-    return _Share(monkeypatch)
+    return _FakeContention(monkeypatch)
 
 
 def served(pipe: Any, options: EngineOptions, name: str = "tiny", fingerprint: str = "f") -> ServedModel:
@@ -157,7 +157,7 @@ def test_measurement_repeats_until_samples_agree(
 
 
 def test_contended_measurements_are_repeated_on_a_quiet_machine(
-    pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contention: _Share
+    pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contention: _FakeContention
 ) -> None:
     model, doubts = served(pipe, EngineOptions("plain")), list[str]()
 
@@ -182,7 +182,7 @@ def test_contended_measurements_are_repeated_on_a_quiet_machine(
 
 
 def test_latencies_far_above_served_times_are_remeasured_once(
-    pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contention: _Share
+    pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contention: _FakeContention
 ) -> None:
     contention.now = 0.0
     model = served(pipe, EngineOptions(cache=CacheOptions("interval", patch_size=4)))

@@ -79,7 +79,7 @@ def test_bad_tables(latencies: dict[tuple[Resolution, ...], float], message: str
         TableLatency(latencies)
 
 
-def test_sizes_missing_from_a_table_are_refused() -> None:
+def test_unknown_sizes_and_empty_batches_are_refused() -> None:
     table = TableLatency({(S,): 0.02, (L, L): 0.05})
     with pytest.raises(UsageError, match="knows nothing of 192x192, but only of 128x128, 256x256"):
         table.step_latency_s([S, M])

@@ -31,7 +31,7 @@ def refused(room: Admission, count: int = 1, key: str = "", pixel_steps: float =
     return caught.value
 
 
-def test_n_images_take_n_places_and_give_them_back_once() -> None:
+def test_n_images_take_n_places_and_release_them_once() -> None:
     room = admission(Work(), max_queue=5)
     first, second = room.reserve(3, "a"), room.reserve(2, "b")
     assert refused(room).code == "queue_full"
@@ -45,7 +45,7 @@ def test_n_images_take_n_places_and_give_them_back_once() -> None:
     assert not room._of_key, "keys of nobody are not kept"
 
 
-def test_a_key_has_a_share_of_its_own() -> None:
+def test_each_key_has_its_own_share() -> None:
     room = admission(Work(), max_per_key=2)
     room.reserve(2, "a")
     assert refused(room, key="a").code == "too_many_in_flight"
@@ -63,7 +63,7 @@ def taken(room: Admission, key: str) -> int:
 
 @pytest.mark.parametrize("num_owners", [2, 3, 7, 32, 64, 200])
 @pytest.mark.parametrize("max_queue", [1, 2, 8, 64])
-def test_every_key_finds_room_whatever_the_others_send(max_queue: int, num_owners: int) -> None:
+def test_every_key_finds_room_despite_load_of_others(max_queue: int, num_owners: int) -> None:
     owners = [f"key-{number}" for number in range(num_owners)]
     room, share = (
         admission(Work(), max_queue=max_queue, keys=dict.fromkeys(owners, KeyLimits())),
@@ -79,7 +79,7 @@ def test_every_key_finds_room_whatever_the_others_send(max_queue: int, num_owner
     assert room.num_images <= max_queue
 
 
-def test_the_whole_queue_is_for_one_key_or_for_whom_it_is_given() -> None:
+def test_single_or_privileged_key_may_use_the_whole_queue() -> None:
     for limits in ({}, {"keys": {"a": KeyLimits()}}, {"keys": TWO, "max_per_key": 64}):
         assert taken(admission(Work(), **limits), "a") == 64
     room = admission(Work(), keys=TWO)
@@ -90,7 +90,7 @@ def test_the_whole_queue_is_for_one_key_or_for_whom_it_is_given() -> None:
     assert taken(room, "b") == 6
 
 
-def test_a_long_queue_of_one_key_does_not_keep_others_out() -> None:
+def test_long_queue_of_one_key_does_not_block_others() -> None:
     work = Work()
     room = admission(work, keys=TWO)
     work.rate, work.pending, work.of_key = 1e7, 1e9, {"a": 1e9}
@@ -100,7 +100,7 @@ def test_a_long_queue_of_one_key_does_not_keep_others_out() -> None:
     assert refused(room, key="b").code == "queue_too_long", "16 s of its own wait, of 60 s for both"
 
 
-def test_what_a_key_asks_for_in_time_is_limited() -> None:
+def test_request_rate_of_a_key_is_limited() -> None:
     now_s = 100.0
     limits = {"a": KeyLimits(requests_per_minute=3), "b": KeyLimits(pixel_steps_per_second=10), "c": KeyLimits()}
     room = Admission(Limits(keys=limits), lambda: None, lambda key: 0.0, clock=lambda: now_s)
@@ -131,7 +131,7 @@ def test_what_a_key_asks_for_in_time_is_limited() -> None:
     assert not room.num_images
 
 
-def test_what_is_refused_for_lack_of_room_uses_up_nothing() -> None:
+def test_refusal_for_lack_of_room_consumes_no_quota() -> None:
     room = admission(Work(), max_queue=1, keys={"a": KeyLimits(requests_per_minute=1), "b": KeyLimits()})
     place = room.reserve(1, "b")
     assert refused(room, key="a").code == "queue_full"
@@ -139,13 +139,13 @@ def test_what_is_refused_for_lack_of_room_uses_up_nothing() -> None:
     room.reserve(1, "a")
 
 
-def test_images_of_a_key_that_may_be_open() -> None:
+def test_open_images_of_a_key_are_limited() -> None:
     room = admission(Work(), keys={"a": KeyLimits(max_open=3), "b": KeyLimits(max_open=60), "c": KeyLimits()})
     assert taken(room, "a") == 3
     assert taken(room, "b") == 64 - 3 - 7 - 10, "7 places are left of the share of a, and 10 of that of c"
 
 
-def test_what_takes_too_long_waits_outside() -> None:
+def test_requests_beyond_the_queue_time_are_refused() -> None:
     work = Work()
     room = admission(work, max_queue_time_s=60.0)
     work.pending = 1e9

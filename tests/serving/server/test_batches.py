@@ -51,7 +51,7 @@ def test_lines_are_read_in_order(tmp_path: Path) -> None:
     assert found[1].image_name(0, "png") == "00003-b_..__-0.png"
 
 
-def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     found = read_lines(written(tmp_path, "\ufeff" + line("a"), "\ufeff" + line("b"), "\ufeff"))
     assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (2, "b")]
 
@@ -73,21 +73,21 @@ def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
         ((line(colour="red"),), "line 1: the field 'colour' is unknown"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
+def test_invalid_lines_are_reported_with_line_number(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=r"batch\.jsonl") as caught:
         read_lines(written(tmp_path, *lines))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_too_many_lines(tmp_path: Path) -> None:
+def test_too_many_lines_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="more than 50,000 lines"):
         read_lines(written(tmp_path, *(line(str(number)) for number in range(MAX_LINES + 1))))
     with pytest.raises(UsageError, match="cannot be read"):
         read_lines(tmp_path / "missing.jsonl")
 
 
-def test_what_is_done_stays_done(tmp_path: Path) -> None:
+def test_completed_lines_stay_completed(tmp_path: Path) -> None:
     lines = read_lines(written(tmp_path, line("a"), line("b"), line("c")))
     output = BatchOutput(tmp_path / "out")
     output.write_completed(lines[0], {"data": []}, "one")
@@ -104,8 +104,8 @@ def test_what_is_done_stays_done(tmp_path: Path) -> None:
     assert not left.exists()
     assert again.done == {"a": True, "b": False}
     again.write_completed(lines[2], {"data": []}, "three")
-    told = [json.loads(each) for each in (tmp_path / "out" / "output.jsonl").read_text().splitlines()]
-    assert [each["custom_id"] for each in told] == ["a", "c"]
+    progress_of = [json.loads(each) for each in (tmp_path / "out" / "output.jsonl").read_text().splitlines()]
+    assert [each["custom_id"] for each in progress_of] == ["a", "c"]
     errors = json.loads((tmp_path / "out" / "errors.jsonl").read_text())
     assert (errors["response"]["status_code"], errors["error"]["code"]) == (400, "invalid_value")
     again.close()
@@ -139,7 +139,7 @@ output.write_failed(lines[2], invalid("no"), "three")
 """
 
 
-def test_a_line_that_finds_no_room_is_not_there_at_all(tmp_path: Path) -> None:
+def test_line_without_disk_space_is_not_written_partially(tmp_path: Path) -> None:
     """The process has a file size limit of 5,000 bytes for a while, so the system writes only part of a line."""
     batch = written(tmp_path, line("a"), line("b"), line("c"))
     done = subprocess.run(
@@ -152,7 +152,7 @@ def test_a_line_that_finds_no_room_is_not_there_at_all(tmp_path: Path) -> None:
         assert [json.loads(each)["custom_id"] for each in lines] == ids
 
 
-def test_a_half_line_is_cut_off_however_long_it_is(tmp_path: Path) -> None:
+def test_partial_line_of_any_length_is_truncated(tmp_path: Path) -> None:
     whole = b'{"id": "batch_req_1", "custom_id": "a", "response": {}, "error": null}\n'
     for content, wanted in (
         (b"", b""),
@@ -166,7 +166,7 @@ def test_a_half_line_is_cut_off_however_long_it_is(tmp_path: Path) -> None:
         assert (tmp_path / "output.jsonl").read_bytes() == wanted
 
 
-def test_lines_of_any_length_are_read_in_little_memory(tmp_path: Path) -> None:
+def test_long_lines_are_read_in_bounded_memory(tmp_path: Path) -> None:
     """Lines may be whole, torn and followed by another, or have a head or an end that spans two chunks."""
     start, end = b'{"id": "batch_req_1", "custom_id": "', b'"}\n'
     head = start + b'a", "response": "'
@@ -203,7 +203,7 @@ def opened_below(folder: Path, work: Callable[[], Any]) -> tuple[Any, list[str]]
         is_over = True
 
 
-def test_a_page_costs_what_it_shows(tmp_path: Path) -> None:
+def test_page_cost_depends_only_on_its_size(tmp_path: Path) -> None:
     """A page reads only the entries that it shows, and shows what other servers of the workspace add and remove."""
     ours, theirs, third = (Batches(tmp_path, cast(Any, None)) for _ in range(3))
 
@@ -241,7 +241,7 @@ def test_a_page_costs_what_it_shows(tmp_path: Path) -> None:
     assert ours.files.page("nobody", None, 1) == ([], False)
 
 
-def test_a_batch_that_is_not_whole_yet_is_listed_later(tmp_path: Path) -> None:
+def test_incomplete_batch_is_listed_later(tmp_path: Path) -> None:
     ours, folder = Batches(tmp_path, cast(Any, None)), BatchFolder(tmp_path)
     folder.batch("batch_1").mkdir()
     os.utime(tmp_path / "batches", (1e9, 1e9))
@@ -252,7 +252,7 @@ def test_a_batch_that_is_not_whole_yet_is_listed_later(tmp_path: Path) -> None:
     assert ours.batch_page("", None, 10) == (["batch_1"], False)
 
 
-def test_the_event_loop_reads_nothing_that_grows(tmp_path: Path) -> None:
+def test_event_loop_reads_only_files_of_bounded_size(tmp_path: Path) -> None:
     """This holds for resuming a batch and for listing; a repeated listing reads only the entries of its page."""
     files, num_files = Batches(tmp_path, cast(Any, None)), 30
     content = written(tmp_path, line("a"), line("b")).read_bytes()
@@ -317,56 +317,56 @@ def process_over(folder: Path, work: Callable[[Process], Coroutine[Any, Any, Non
     asyncio.run(asyncio.wait_for(whole(), 60))
 
 
-def begun(process: Process, *lines: str) -> str:
+def create_batch(process: Process, *lines: str) -> str:
     """Create a batch of these lines and return its id."""
     file = process.batches.files.add("batch.jsonl", io.BytesIO("\n".join(lines).encode()), "batch", "")
     body = {"input_file_id": file["id"], "endpoint": "/v1/images/generations", "completion_window": "24h"}
     return process.batches.create(body, "")["id"]
 
 
-def told(process: Process, batch_id: str) -> tuple[str, int]:
+def progress_of(process: Process, batch_id: str) -> tuple[str, int]:
     """Return the status of a batch and its number of completed lines."""
     batch = process.batches.batch(batch_id, "")
     return batch["status"], batch["request_counts"]["completed"]
 
 
-async def until_told(process: Process, batch_id: str, *wanted: str) -> dict[str, Any]:
+async def wait_for_status(process: Process, batch_id: str, *wanted: str) -> dict[str, Any]:
     while (batch := process.batches.batch(batch_id, ""))["status"] not in wanted:
         await asyncio.sleep(0.01)
     return batch
 
 
-def test_a_batch_that_a_drain_ends_goes_on(tmp_path: Path) -> None:
+def test_batch_interrupted_by_a_drain_resumes(tmp_path: Path) -> None:
     """The batch resumes in the next process, even if all of its lines had started."""
     known: list[str] = []
 
     async def begin(process: Process) -> None:
         process.batches.at_once = 2
-        known.append(begun(process, line("a"), line("b")))
+        known.append(create_batch(process, line("a"), line("b")))
         while not process.front_end.open:
             await asyncio.sleep(0.01)
 
     async def go_on(process: Process) -> None:
-        await until_told(process, known[0], "completed", "failed")
-        assert told(process, known[0]) == ("completed", 2)
+        await wait_for_status(process, known[0], "completed", "failed")
+        assert progress_of(process, known[0]) == ("completed", 2)
 
     process_over(tmp_path, begin)
     assert BatchFolder(tmp_path).read_batch(known[0])["status"] == "in_progress"  # type: ignore[index]
     process_over(tmp_path, go_on)
 
 
-def test_a_batch_that_is_cancelled_before_its_turn_tells_what_was_drawn(tmp_path: Path) -> None:
+def test_batch_cancelled_before_its_turn_reports_completed_lines(tmp_path: Path) -> None:
     known: list[str] = []
 
     async def begin(process: Process) -> None:
         process.batches.at_once = 1
-        known.append(begun(process, *(line(str(number)) for number in range(20))))
-        while told(process, known[0])[1] == 0:
+        known.append(create_batch(process, *(line(str(number)) for number in range(20))))
+        while progress_of(process, known[0])[1] == 0:
             await asyncio.sleep(0.01)
 
     async def cancel(process: Process) -> None:
         assert process.batches.cancel(known[0], "")["status"] == "cancelling"
-        batch = await until_told(process, known[0], "cancelled")
+        batch = await wait_for_status(process, known[0], "cancelled")
         assert batch["output_file_id"] is not None
         content = process.batches.files.content(batch["output_file_id"], "").read_bytes()
         assert batch["request_counts"]["completed"] == content.count(b"\n") > 0
@@ -375,7 +375,7 @@ def test_a_batch_that_is_cancelled_before_its_turn_tells_what_was_drawn(tmp_path
     process_over(tmp_path, cancel, has_turns=False)
 
 
-def test_a_batch_that_cannot_be_kept_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsavable_batch_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = os.fsync
 
     def fsync(file: int) -> None:
@@ -386,19 +386,19 @@ def test_a_batch_that_cannot_be_kept_is_not_there(tmp_path: Path, monkeypatch: p
     async def create(process: Process) -> None:
         monkeypatch.setattr(os, "fsync", fsync)
         with pytest.raises(OSError, match="Input/output error"):
-            begun(process, line())
+            create_batch(process, line())
         assert process.batches.batch_page("", None, 10) == ([], False)
 
     process_over(tmp_path, create)
 
 
-def test_the_end_of_a_batch_is_written_when_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_end_is_written_once_the_disk_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_END_RETRY_S", 0.1)
     replace, num_failed = os.replace, 0
 
     async def create(process: Process) -> None:
         nonlocal num_failed
-        batch_id = begun(process, line("a"))
+        batch_id = create_batch(process, line("a"))
 
         def fails(source: Any, target: Any) -> None:
             nonlocal num_failed
@@ -408,7 +408,7 @@ def test_the_end_of_a_batch_is_written_when_that_can_be(tmp_path: Path, monkeypa
             replace(source, target)
 
         monkeypatch.setattr(os, "replace", fails)
-        batch = await until_told(process, batch_id, "completed", "failed")
+        batch = await wait_for_status(process, batch_id, "completed", "failed")
         assert (batch["status"], num_failed) == ("failed", 4)
         assert "Input/output error" in batch["errors"]["data"][0]["message"]
 

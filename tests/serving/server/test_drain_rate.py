@@ -5,7 +5,7 @@ import pytest
 from patchedserve.serving.server.drain_rate import DrainRate
 
 
-def test_a_quiet_hour_does_not_slow_down_what_full_batches_take() -> None:
+def test_idle_hour_does_not_change_the_rate_of_full_batches() -> None:
     rate = DrainRate()
     assert rate.value is None
     for _ in range(5):
@@ -20,14 +20,14 @@ def test_a_quiet_hour_does_not_slow_down_what_full_batches_take() -> None:
     assert rate.value == full
 
 
-def test_it_follows_a_machine_that_slows_down() -> None:
+def test_drain_rate_follows_a_slowing_machine() -> None:
     rate = DrainRate()
     for seconds in (*[0.1] * 100, *[0.2] * 20):
         rate.note(10**6, seconds)
     assert rate.value == pytest.approx(10**6 / 0.2)
 
 
-def test_single_steps_say_nothing() -> None:
+def test_single_steps_give_no_rate() -> None:
     """Neither the first steps of a size nor two steps of a minute, as of a paused process, change the rate."""
     rate = DrainRate()
     for _ in range(4):

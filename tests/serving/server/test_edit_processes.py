@@ -69,7 +69,7 @@ def webp_with_chunks(number: int) -> bytes:
     return content[:4] + struct.pack("<I", len(content) - 8) + content[8:]
 
 
-def test_pieces_are_counted_before_anything_is_decoded() -> None:
+def test_chunks_are_counted_before_decoding() -> None:
     for content, what in (
         (progressive(SIZE, 200_000), "more than 100 scans"),
         (b"\xff\xd8" + b"\xff\xfe\0\x02" * 60_000 + progressive(SIZE, 1)[2:], "more than 50,000 segments"),
@@ -81,7 +81,7 @@ def test_pieces_are_counted_before_anything_is_decoded() -> None:
                 parsed(**{name: content})
 
 
-def test_usual_files_have_few_pieces() -> None:
+def test_usual_files_have_few_chunks() -> None:
     photo = file_of(PIXELS, "JPEG", progressive=True, quality=95, exif=b"Exif\0\0" + b"\xff\xda" * 5_000)
     # Phones append a video to the image.
     for content in (photo + b"\xff\xda\0\x02" * 1_000, with_chunks(200), webp_with_chunks(200)):
@@ -105,7 +105,7 @@ async def ended(processes: set[int]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_process_does_the_same() -> None:
+def test_process_equals_decoding_in_place() -> None:
     async def work() -> None:
         processes, before = EditProcesses(MODEL, LIMITS), pids()
         await processes.start()
@@ -136,7 +136,7 @@ def test_time_and_memory_have_limits() -> None:
     run(work())
 
 
-def test_nobody_waits_for_a_slow_form_and_it_ends_with_its_client() -> None:
+def test_slow_form_blocks_no_other_and_ends_with_its_client() -> None:
     async def work() -> None:
         processes, before = EditProcesses(MODEL, LIMITS, decode_s=600), pids()
         slow = asyncio.ensure_future(answered(processes, **SLOW))
@@ -151,7 +151,7 @@ def test_nobody_waits_for_a_slow_form_and_it_ends_with_its_client() -> None:
     run(work())
 
 
-def test_a_process_that_ends_or_stands_still_is_one_forms_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_or_hanging_process_affects_only_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         processes, before = EditProcesses(MODEL, LIMITS), pids()
         await answered(processes)
@@ -176,7 +176,7 @@ def test_a_process_that_ends_or_stands_still_is_one_forms_matter(monkeypatch: py
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGKILL, 503), (signal.SIGTERM, 503), (signal.SIGSEGV, 400), (signal.SIGABRT, 400)]
 )
-def test_a_client_is_to_blame_for_faults_of_its_image_alone(number: signal.Signals, status: int) -> None:
+def test_client_errors_are_only_those_of_its_image(number: signal.Signals, status: int) -> None:
     async def work() -> None:
         processes, before = EditProcesses(MODEL, LIMITS, decode_s=600), pids()
         slow = asyncio.ensure_future(answered(processes, **SLOW))

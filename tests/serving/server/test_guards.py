@@ -35,9 +35,7 @@ from ...support.waits import until
         (Address("0.0.0.0", keys=Keys(["key"])), ("evil.example", "10.0.0.1"), ()),
     ],
 )
-def test_names_that_a_server_may_be_asked_by(
-    address: Address, allowed: tuple[str, ...], refused: tuple[str, ...]
-) -> None:
+def test_allowed_host_names(address: Address, allowed: tuple[str, ...], refused: tuple[str, ...]) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
@@ -61,7 +59,7 @@ def test_names_that_a_server_may_be_asked_by(
     assert [status(host) for host in refused] == [403] * len(refused)
 
 
-def test_who_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_do_not_read_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "READ_WITHIN_S", 0.3)
     # More than the kernel buffers for a client that reads nothing.
     body = bytes(40_000_000)
@@ -122,20 +120,20 @@ def guarded(app: App, *keys: str) -> Iterator[int]:
         serving.join()
 
 
-async def says_how_much(scope: Scope, receive: Receive, send: Send) -> None:
+async def body_size_app(scope: Scope, receive: Receive, send: Send) -> None:
     body = str(len((await receive())["body"])).encode()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
     await send({"type": "http.response.body", "body": body})
 
 
-def begun(port: int, length: int) -> socket.socket:
+def open_request(port: int, length: int) -> socket.socket:
     """Open a connection, and send the head of a large request and one byte of its body."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=20)
     connection.sendall(b"POST /large HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\nx" % length)
     return connection
 
 
-def said(connection: socket.socket) -> tuple[int, bytes]:
+def read_response(connection: socket.socket) -> tuple[int, bytes]:
     """Read until the connection is closed; return the status and the body."""
     parts = []
     while part := connection.recv(65_536):
@@ -144,9 +142,9 @@ def said(connection: socket.socket) -> tuple[int, bytes]:
     return int(head.split()[1]), body
 
 
-def test_those_who_send_nothing_are_in_nobodys_way() -> None:
-    with ExitStack() as idle, guarded(says_how_much) as port:
-        connections = [idle.enter_context(begun(port, 900_000)) for _ in range(24)]
+def test_idle_clients_do_not_block_others() -> None:
+    with ExitStack() as idle, guarded(body_size_app) as port:
+        connections = [idle.enter_context(open_request(port, 900_000)) for _ in range(24)]
         for _ in range(3):
             answer = httpx.post(f"http://127.0.0.1:{port}/large", content=bytes(800_000), timeout=20)
             assert (answer.status_code, answer.text) == (200, "800000")
@@ -155,11 +153,11 @@ def test_those_who_send_nothing_are_in_nobodys_way() -> None:
         assert connections[5].recv(65_536).startswith(b"HTTP/1.1 200")
 
 
-def test_those_who_send_slowly_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_senders_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "SENT_WITHIN_S", 1.0)
     monkeypatch.setattr(guards, "LEAST_SENT", 100)
-    with guarded(says_how_much) as port, begun(port, 1_000) as idle, begun(port, 100_000) as slow:
-        with begun(port, 1_001) as steady:
+    with guarded(body_size_app) as port, open_request(port, 1_000) as idle, open_request(port, 100_000) as slow:
+        with open_request(port, 1_001) as steady:
             start = time.monotonic()
             for part in range(100):
                 # A later write would go to a closed connection.
@@ -169,11 +167,11 @@ def test_those_who_send_slowly_are_let_go(monkeypatch: pytest.MonkeyPatch) -> No
             assert time.monotonic() - start > 1.5, "or nothing was slow"
             assert steady.recv(65_536).startswith(b"HTTP/1.1 200")
         for connection in (idle, slow):
-            status, body = said(connection)
+            status, body = read_response(connection)
             assert (status, json.loads(body)["error"]["code"]) == (408, "body_too_slow")
 
 
-def test_a_key_waits_for_its_own_bodies_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_waits_only_for_its_own_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_bodies, "ROOM_WITHIN_S", 0.2)
     waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -203,7 +201,7 @@ def test_a_key_waits_for_its_own_bodies_only(monkeypatch: pytest.MonkeyPatch) ->
         assert posted(port, "a", b"now") == (200, "")
 
 
-def test_a_key_does_not_fill_the_memory_of_others() -> None:
+def test_key_does_not_use_body_memory_of_others() -> None:
     large = LargeBodies(1_000, 30.0)
     with ExitStack() as sent:
         for _ in range(3):

@@ -45,7 +45,7 @@ def model(folder: str) -> ServedModel:
 
 
 @pytest.mark.parametrize("stage", ["preparing", "denoising", "postprocessing"])
-def test_an_engine_whose_model_always_fails_takes_nothing_more(
+def test_engine_with_an_always_failing_model_accepts_no_requests(
     stage: str,
     model: ServedModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -78,7 +78,7 @@ def test_an_engine_whose_model_always_fails_takes_nothing_more(
 
 
 @pytest.mark.parametrize("engine", ["patched", "plain"])
-def test_batches_that_are_too_large_are_told(
+def test_too_large_batches_are_reported(
     engine: Literal["patched", "plain"], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = load_model(folder, "cpu", "float32", EngineOptions(engine=engine))
@@ -107,7 +107,7 @@ def test_batches_that_are_too_large_are_told(
     run(work, model)
 
 
-def test_while_an_engine_is_restarted_probes_say_why(
+def test_probes_give_the_reason_during_an_engine_restart(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def work(backend: LocalBackend) -> None:
@@ -140,7 +140,7 @@ def test_while_an_engine_is_restarted_probes_say_why(
     run(work, model)
 
 
-def test_requests_that_fail_by_themselves_do_not_end_the_service(
+def test_individual_request_failures_do_not_end_the_service(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_poison = False
@@ -168,7 +168,7 @@ def test_requests_that_fail_by_themselves_do_not_end_the_service(
     run(work, model)
 
 
-def test_a_model_that_loads_is_alive_and_not_ready(model: ServedModel, tmp_path: Path) -> None:
+def test_loading_model_is_alive_but_not_ready(model: ServedModel, tmp_path: Path) -> None:
     async def whole() -> None:
         backend = LocalBackend(LocalSetup(model, get_system("patched-fcfs")))
         assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 200}
@@ -179,7 +179,7 @@ def test_a_model_that_loads_is_alive_and_not_ready(model: ServedModel, tmp_path:
     asyncio.run(whole())
 
 
-def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stall_is_reported(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     is_held, goes_on = pause_engine(monkeypatch)
 
     async def work(backend: LocalBackend) -> None:
@@ -199,7 +199,7 @@ def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize("part", ["prepare", "postprocess"])
-def test_a_stage_that_stands_still_is_a_stall(part: Part, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_stage_is_a_stall(part: Part, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(folder, "cpu", "float32", EngineOptions(stages="processes"))
     assert model.stages is not None
     process = model.stages.of[part].process_id
@@ -219,7 +219,7 @@ def test_a_stage_that_stands_still_is_a_stall(part: Part, folder: str, monkeypat
     run(work, model)
 
 
-def test_idling_is_no_stall(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idling_is_not_a_stall(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     is_held, goes_on = pause_engine(monkeypatch)
 
     async def work(backend: LocalBackend) -> None:

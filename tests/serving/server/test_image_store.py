@@ -3,7 +3,7 @@
 from patchedserve.serving.server.image_store import ImageStore
 
 
-def test_the_oldest_go_first() -> None:
+def test_oldest_images_are_evicted_first() -> None:
     now_s = 0.0
     store = ImageStore(max_bytes=10, max_age_s=60, clock=lambda: now_s)
     for name in "abc":
@@ -24,7 +24,7 @@ def test_the_oldest_go_first() -> None:
     store.drop("large")
 
 
-def test_images_of_one_key_do_not_push_out_those_of_another() -> None:
+def test_images_of_one_key_do_not_evict_those_of_another() -> None:
     now_s = 0.0
     store = ImageStore(max_bytes=100, max_age_s=60, clock=lambda: now_s)
     store.put("b", bytes(30), "image/png", "blue")

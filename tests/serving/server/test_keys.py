@@ -22,7 +22,7 @@ def owner(keys: Keys, key: str) -> str:
     return keys.owner(f"Bearer {key}")
 
 
-def test_keys_of_one_name_have_one_owner(tmp_path: Path) -> None:
+def test_keys_of_one_name_share_an_owner(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(f"\ufeff{NAMED}")
     keys = read_keys(path, operator="four")
@@ -35,7 +35,7 @@ def test_keys_of_one_name_have_one_owner(tmp_path: Path) -> None:
     assert read_keys(path, operator="two").operator == "red"
 
 
-def test_what_keys_of_lines_had_is_their_names(tmp_path: Path) -> None:
+def test_data_of_unnamed_keys_passes_to_their_names(tmp_path: Path) -> None:
     lines, names = tmp_path / "keys", tmp_path / "keys.toml"
     # Every key that a file of lines could hold remains valid.
     written = ["one", "YWJj==", "team=secret", "a:b"]
@@ -49,7 +49,7 @@ def test_what_keys_of_lines_had_is_their_names(tmp_path: Path) -> None:
     assert not any(key in repr(owners) for key in written)
 
 
-def test_limits_are_of_a_name_or_of_all(tmp_path: Path) -> None:
+def test_limits_apply_to_a_name_or_to_all(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(f"max_open = 9\nmax_disk_mb = 5\n{NAMED}max_open = 3\nrequests_per_minute = 1.5\n")
     red = KeyLimits(max_open=9, max_disk_mb=5, max_batches=16)
@@ -88,7 +88,7 @@ def test_limits_are_of_a_name_or_of_all(tmp_path: Path) -> None:
         ('[red]\nkeys = ["sesame"]\nmax_disk_mb = inf', "max_disk_mb of red is inf, but it must be a finite number"),
     ],
 )
-def test_wrong_files_of_names(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_key_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(content)
     with pytest.raises(UsageError) as caught:
@@ -100,7 +100,7 @@ def test_wrong_files_of_names(tmp_path: Path, content: str, message: str) -> Non
     assert "sesame" not in told
 
 
-def test_names_in_a_file_of_lines_are_not_taken_for_keys(tmp_path: Path) -> None:
+def test_plain_key_file_with_names_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.txt"
     path.write_text(NAMED)
     with pytest.raises(UsageError, match=r"has names: call it \.toml"):

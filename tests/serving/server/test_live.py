@@ -59,7 +59,7 @@ def ended(number: int, latency_s: float = 1.0, key: str = "") -> Ticket:
     return ticket
 
 
-def test_one_look_for_all_who_look_on() -> None:
+def test_state_is_computed_once_for_all_viewers() -> None:
     num_viewers, last = 32, 20
 
     async def use() -> None:
@@ -95,7 +95,7 @@ def test_one_look_for_all_who_look_on() -> None:
     asyncio.run(asyncio.wait_for(use(), 60))
 
 
-def test_a_state_costs_the_same_however_many_have_ended() -> None:
+def test_state_cost_is_independent_of_ended_requests() -> None:
     async def lines_run(num_ended: int) -> tuple[int, dict[str, Any]]:
         live, _ = live_page()
         for number in range(num_ended):
@@ -122,7 +122,7 @@ def test_a_state_costs_the_same_however_many_have_ended() -> None:
     assert state["latencies"] == {"64x64": {"latencies_s": [3.0, 1.0, 1.0, 1.0] * 125, "slo_s": 2.0}}
 
 
-def test_what_is_told_is_of_now() -> None:
+def test_state_is_current() -> None:
     async def use() -> None:
         live, _ = live_page()
         assert json.loads(live.state(""))["batch"] is None

@@ -65,7 +65,7 @@ def model(folder: str) -> ServedModel:
         if (stages, stage) != ("inline", "joining")
     ],
 )
-def test_after_a_crash_the_next_engine_serves(
+def test_next_engine_serves_after_a_crash(
     stages: Literal["inline", "threads"], stage: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(folder, "cpu", "float32", EngineOptions(stages=stages))
@@ -96,7 +96,7 @@ def test_after_a_crash_the_next_engine_serves(
 
 
 @pytest.mark.parametrize("stages", ["inline", "threads"])
-def test_however_a_request_ends_its_times_make_sense(
+def test_request_times_are_consistent_for_every_end(
     stages: Literal["inline", "threads"], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests fail at any stage, are cancelled at any moment, cannot be in time, or complete."""
@@ -140,9 +140,7 @@ def test_however_a_request_ends_its_times_make_sense(
         assert (told["latency_s"] is not None) == (record.status == "completed")
 
 
-def test_who_leaves_while_a_request_is_handed_in_has_it_cancelled(
-    model: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disconnect_during_submission_cancels_the_request(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, is_at_it = threading.Event(), threading.Event()
     check = ServedModel.check_request
 
@@ -176,7 +174,7 @@ def test_who_leaves_while_a_request_is_handed_in_has_it_cancelled(
     run(work, model)
 
 
-def test_who_leaves_before_a_stream_begins_has_it_cancelled(model: ServedModel, tmp_path: Path) -> None:
+def test_disconnect_before_a_stream_starts_cancels_the_request(model: ServedModel, tmp_path: Path) -> None:
     async def work(backend: LocalBackend) -> None:
         front_end = front_end_of(backend, Limits())
         guards = Guards(app_of(front_end, tmp_path), keys=Keys(()), hosts=None, max_body=1000)
@@ -219,7 +217,7 @@ def test_who_leaves_before_a_stream_begins_has_it_cancelled(model: ServedModel, 
     run(work, model)
 
 
-def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_too_many_crashes_end_the_service(model: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     crashes = crash_when(monkeypatch, lambda states: True)
 
     async def work(backend: LocalBackend) -> None:
@@ -239,7 +237,7 @@ def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.Mo
     run(work, model)
 
 
-def test_a_ticket_ends_whatever_its_backend_does(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ticket_ends_for_any_backend_behaviour(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     is_held, goes_on, step = threading.Event(), threading.Event(), model.stepper.step
 
     def waiting_step(batch: Any) -> Any:
@@ -269,7 +267,7 @@ def test_a_ticket_ends_whatever_its_backend_does(model: ServedModel, monkeypatch
     run(work, model)
 
 
-def test_what_the_model_cannot_serve_is_refused_at_once(model: ServedModel) -> None:
+def test_unsupported_requests_are_refused_immediately(model: ServedModel) -> None:
     async def work(backend: LocalBackend) -> None:
         with pytest.raises(UsageError, match="it may have at most"):
             await backend.submit(request(0, size=Resolution(8000, 8000)), EndFollower())
@@ -285,7 +283,7 @@ def test_what_the_model_cannot_serve_is_refused_at_once(model: ServedModel) -> N
     run(work, model)
 
 
-def test_the_unit_of_time_is_shared(model: ServedModel, tmp_path: Path) -> None:
+def test_engine_and_server_share_a_clock(model: ServedModel, tmp_path: Path) -> None:
     async def work(backend: LocalBackend) -> None:
         early, ending = request(0), EndFollower()
         await asyncio.sleep(0.3)

@@ -83,7 +83,7 @@ def more(name: str) -> dict[str, Any]:
         (openai.types.ImageEditParams, edit, REFUSED | {"markup": [MASK], "size": OWN_SIZE}),
     ],
 )
-def test_every_field_is_decided_on(
+def test_every_openai_field_is_handled(
     params: Any, parse: Callable[[str, Any], Generation], refused: dict[str, list[Any]]
 ) -> None:
     fields = {name: kind for form in get_args(params) for name, kind in get_type_hints(form).items()}
@@ -102,7 +102,7 @@ def test_every_field_is_decided_on(
     assert found == refused
 
 
-def test_refused_fields_say_why_and_null_is_as_good_as_nothing() -> None:
+def test_refused_fields_give_a_reason_and_null_is_ignored() -> None:
     for name in ("complexity", "frame_count", "svg"):
         generation(name, None)
         with pytest.raises(ApiError, match=f"the field {name} is not supported: ") as caught:

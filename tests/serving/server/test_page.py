@@ -47,7 +47,7 @@ def set_width(browser: webdriver.Chrome, width: int) -> None:
     until(lambda: browser.execute_script("return window.innerWidth") == width)
 
 
-def test_draw_watch_cancel(server: HttpServer, browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_draw_watch_and_cancel_in_the_browser(server: HttpServer, browser: webdriver.Chrome, tmp_path: Path) -> None:
     browser.get(server.url)
 
     def text(name: str) -> str:
@@ -113,7 +113,7 @@ def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_pa
         content = str(find(By.ID, "image").get_attribute("src")).partition(",")[2]
         return np.asarray(Image.open(io.BytesIO(base64.b64decode(content)))).astype(np.int16)
 
-    def painted() -> NDArray[np.bool_]:
+    def drawn_mask() -> NDArray[np.bool_]:
         """Return the mask that the browser would send."""
         script = "const c = document.getElementById('mask'); return c.toDataURL('image/png')"
         content = browser.execute_script(script).partition(",")[2]
@@ -136,10 +136,10 @@ def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_pa
     find(By.ID, "edit-drawn").click()
     until(lambda: find(By.ID, "mask").is_displayed())
     stroke(0.2, 0.8)
-    assert painted()[16, 16:48].all()
+    assert drawn_mask()[16, 16:48].all()
     find(By.ID, "erase").click()
     stroke(0.6, 0.8)
-    mask = painted()
+    mask = drawn_mask()
     assert mask[16, 16:28].all()
     assert not mask[16, 40:].any()
     browser.save_screenshot(str(tmp_path / "brush.png"))

@@ -30,13 +30,13 @@ def order_of(num_places: int, works: dict[str, list[float]]) -> list[tuple[str, 
     return asyncio.run(use())
 
 
-def test_a_few_lines_do_not_wait_for_many() -> None:
+def test_few_lines_do_not_wait_behind_many() -> None:
     order = order_of(2, {"many": [1.0] * 1000, "few": [1.0] * 5})
     assert max(place for place, (owner, _) in enumerate(order) if owner == "few") < 15
     assert len(order) == 1005
 
 
-def test_owners_have_the_same_work_whatever_their_lines_are() -> None:
+def test_owners_get_equal_work_regardless_of_line_costs() -> None:
     rng = random.Random(5)
     for num_places in (1, 2, 7):
         mixed = [rng.choice([1.0, 5.0, 25.0]) for _ in range(160)]
@@ -50,7 +50,7 @@ def test_owners_have_the_same_work_whatever_their_lines_are() -> None:
         assert min(had.values()) > 1000
 
 
-def test_a_line_that_waits_no_more_takes_no_place() -> None:
+def test_cancelled_line_takes_no_place() -> None:
     async def use() -> None:
         places = FairPlaces(1)
         await places.acquire("a", 1.0)
@@ -68,7 +68,7 @@ def test_a_line_that_waits_no_more_takes_no_place() -> None:
     asyncio.run(use())
 
 
-def test_who_was_away_has_saved_up_nothing() -> None:
+def test_idle_owner_accumulates_no_credit() -> None:
     async def use() -> list[str]:
         places, order = FairPlaces(1), list[str]()
         for _ in range(100):

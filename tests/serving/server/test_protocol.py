@@ -29,7 +29,7 @@ def parsed(header_slo: str | None = None, **fields: Any) -> Generation:
     return parse_generation({"prompt": "a cat", **fields}, MODEL, LIMITS, header_slo=header_slo)
 
 
-def test_a_cascade_takes_its_own_steps() -> None:
+def test_cascade_uses_its_own_steps() -> None:
     model = replace(MODEL, cascade=("light", "heavy"))
 
     def read(**fields: Any) -> Generation:
@@ -49,14 +49,14 @@ def test_a_cascade_takes_its_own_steps() -> None:
         parsed(fallback="light")
 
 
-def test_an_unknown_model_comes_first() -> None:
+def test_unknown_model_is_reported_first() -> None:
     """A client of another model is told so, whatever else is wrong."""
     for fields in ({"colour": "red"}, {"prompt": None}, {"n": 0}):
         error = refused(model="another", **fields)
         assert (error.status, error.code) == (404, "model_not_found")
 
 
-def test_adapters_that_are_served_may_be_named() -> None:
+def test_served_adapters_may_be_requested() -> None:
     model = replace(MODEL, adapters=("ink", "toy"))
 
     def named(**fields: Any) -> Generation:
@@ -85,7 +85,7 @@ def refused(**fields: Any) -> ApiError:
     return caught.value
 
 
-def test_what_is_not_said_is_the_models() -> None:
+def test_defaults_come_from_the_model() -> None:
     found = parsed()
     assert (found.resolution, found.num_inference_steps, found.guidance_scale) == (SIZES[0], 30, 4.0)
     assert (found.response_format, found.output_format, found.stream, found.partial_images) == (
@@ -100,7 +100,7 @@ def test_what_is_not_said_is_the_models() -> None:
     assert parsed(size=None, n=None, seed=None, stream=None).resolution == SIZES[0], "null is as good as nothing"
 
 
-def test_everything_that_may_be_said() -> None:
+def test_all_fields_are_accepted() -> None:
     found = parsed(
         model="dall-e-3",
         n=3,
@@ -156,13 +156,13 @@ def test_everything_that_may_be_said() -> None:
         ("max", 120),
     ],
 )
-def test_quality_is_a_share_of_the_models_steps(quality: str, steps: int) -> None:
+def test_quality_is_a_share_of_the_model_steps(quality: str, steps: int) -> None:
     assert parsed(quality=quality).num_inference_steps == steps
     assert parsed(quality=quality, num_inference_steps=7).num_inference_steps == 7, "said outright it wins"
 
 
 @pytest.mark.parametrize(("fields", "param", "code", "status"), WRONG)
-def test_what_is_refused(fields: dict[str, Any], param: str | None, code: str, status: int) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any], param: str | None, code: str, status: int) -> None:
     error = refused(**fields)
     assert (error.status, error.param, error.code) == (status, param, code)
     assert len(error.message) < 250
@@ -173,7 +173,7 @@ def test_what_is_refused(fields: dict[str, Any], param: str | None, code: str, s
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_bodies_that_are_no_json_object(body: bytes) -> None:
+def test_non_object_json_bodies_are_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_object(body)
     error = caught.value
@@ -197,7 +197,7 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
         (("application/x-www-form-urlencoded",), "is said to be 'application/x-www-form-urlencoded'"),
     ],
 )
-def test_a_body_of_another_type_is_answered_with_what_to_send(
+def test_wrong_content_type_gives_the_expected_one(
     read: Callable[[Request], Coroutine[Any, Any, Any]], wanted: str, given: tuple[str, ...], what: str
 ) -> None:
     headers = [(b"content-type", each.encode()) for each in given]
@@ -207,5 +207,5 @@ def test_a_body_of_another_type_is_answered_with_what_to_send(
     assert caught.value.message == f"the body {what}, but it must be {wanted}"
 
 
-def test_a_body_may_be_any_object() -> None:
+def test_json_object_with_unicode_is_parsed() -> None:
     assert parse_object('{"prompt": "ä \\ud83d\\ude00"}'.encode()) == {"prompt": "ä 😀"}

@@ -33,8 +33,8 @@ print(len(lost))
 """
 
 
-def test_stages_that_were_not_reached_have_no_time() -> None:
-    def told(**times: float) -> dict[str, float | None]:
+def test_unreached_stages_have_no_time() -> None:
+    def metrics_at(**times: float) -> dict[str, float | None]:
         record = RequestRecord.of(Request(1, "a cat", Resolution(64, 64), arrival_s=10.0))
         for name, at_s in times.items():
             setattr(record, name, at_s)
@@ -43,12 +43,12 @@ def test_stages_that_were_not_reached_have_no_time() -> None:
         return {name: found[name] for name in ("queue_s", "prepare_s", "denoise_s", "decode_s", "latency_s")}
 
     nothing = dict.fromkeys(("queue_s", "prepare_s", "denoise_s", "decode_s", "latency_s"))
-    assert told() == nothing
-    assert told(prepare_start_s=11.0) == nothing
+    assert metrics_at() == nothing
+    assert metrics_at(prepare_start_s=11.0) == nothing
     prepared = {"prepare_start_s": 11.0, "prepare_end_s": 12.5}
-    assert told(**prepared) == nothing | {"prepare_s": 1.5}
-    assert told(**prepared, admitted_s=14.0) == nothing | {"prepare_s": 1.5, "queue_s": 2.5}
-    assert told(**prepared, admitted_s=14.0, denoise_end_s=19.0) == {
+    assert metrics_at(**prepared) == nothing | {"prepare_s": 1.5}
+    assert metrics_at(**prepared, admitted_s=14.0) == nothing | {"prepare_s": 1.5, "queue_s": 2.5}
+    assert metrics_at(**prepared, admitted_s=14.0, denoise_end_s=19.0) == {
         "queue_s": 2.5,
         "prepare_s": 1.5,
         "denoise_s": 5.0,
@@ -57,7 +57,7 @@ def test_stages_that_were_not_reached_have_no_time() -> None:
     }
 
 
-def test_no_line_tells_where_images_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_do_not_disclose_image_paths(capsys: pytest.CaptureFixture[str]) -> None:
     """The id of a ticket is enough to fetch its images without a key, so the log holds a hash of it."""
 
     async def end(record_status: Status) -> Ticket:
@@ -81,14 +81,14 @@ def test_no_line_tells_where_images_are(capsys: pytest.CaptureFixture[str]) -> N
         assert ticket.id not in json.dumps(line)
 
 
-def test_lines_are_whole_and_in_order() -> None:
+def test_log_lines_are_complete_and_in_order() -> None:
     done = subprocess.run([sys.executable, "-c", _LINES, "100"], capture_output=True, text=True, timeout=60)
     assert done.stdout == "0\n", "lines were lost"
     assert done.stderr.splitlines() == [f"{'x' * 9000} {number}" for number in range(100)]
 
 
 @pytest.mark.parametrize("reader", ["gone", "asleep", "none"])
-def test_nobody_waits_for_a_reader(reader: str) -> None:
+def test_slow_log_reader_blocks_no_request(reader: str) -> None:
     ours, theirs = os.pipe()
     if reader == "gone":
         os.close(ours)
@@ -108,7 +108,7 @@ def test_nobody_waits_for_a_reader(reader: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
-def test_lines_are_json_in_every_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_are_json_in_every_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content = io.BytesIO()
     stderr = io.TextIOWrapper(content, encoding, errors="backslashreplace", line_buffering=True)
     monkeypatch.setattr(sys, "stderr", stderr)

@@ -13,10 +13,10 @@ from patchedserve.serving.server.sse import events_of
 from patchedserve.serving.server.tickets import Ticket
 
 
-def test_comments_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_sends_comments_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "COMMENT_EVERY_S", 0.02)
 
-    async def told() -> list[bytes]:
+    async def events_of_a_hanging_engine() -> list[bytes]:
         cancelled: list[int] = []
         wanted = Generation("a cat", Resolution(32, 32), 4, 3.0, (1,), stream=True)
         with ThreadPoolExecutor(1) as pool:
@@ -27,7 +27,7 @@ def test_comments_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cancelled == [7]
         return found
 
-    *comments, last = asyncio.run(told())
+    *comments, last = asyncio.run(events_of_a_hanging_engine())
     assert 2 <= len(comments) <= 5
     assert {*comments} == {b": waiting\n\n"}
     name, data, *_ = last.decode().split("\n")

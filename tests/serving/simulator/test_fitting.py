@@ -44,7 +44,7 @@ def in_time(records: Sequence[RequestRecord], size: Resolution | None = None) ->
 
 
 @pytest.mark.parametrize("name", ["edf-fitting", "fair-fitting"])
-def test_nobody_is_discarded_in_light_load(name: str) -> None:
+def test_no_request_is_discarded_under_light_load(name: str) -> None:
     records = served(name, 10_000, 0.3, seed=0)
     assert {record.status for record in records} == {"completed"}
     assert in_time(records) > 0.999
@@ -52,7 +52,7 @@ def test_nobody_is_discarded_in_light_load(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["poisson", "gamma"])
 @pytest.mark.parametrize("load", [1.3, 2.0])
-def test_no_resolution_pays_for_the_others(load: float, kind: str) -> None:
+def test_no_resolution_is_sacrificed_for_others(load: float, kind: str) -> None:
     fair, edf, slack = (
         [one for seed in range(3) for one in served(name, 400, load, seed, kind)]
         for name in ("fair-fitting", "edf-fitting", "slack")
@@ -62,12 +62,12 @@ def test_no_resolution_pays_for_the_others(load: float, kind: str) -> None:
     assert in_time(fair) > in_time(slack)
 
 
-def test_without_fairness_more_are_in_time_under_heavy_overload() -> None:
+def test_more_are_in_time_without_fairness_under_heavy_overload() -> None:
     mixed = [in_time(served(name, 1200, 2.0, seed=1)) for name in ("edf-fitting", "fair-fitting", "slack")]
     assert mixed == sorted(mixed, reverse=True)
 
 
-def test_a_resolution_that_few_ask_for_is_served_too() -> None:
+def test_rare_resolution_is_served() -> None:
     """Under overload, one request in twenty is large and all others are small."""
     config = TraceConfig("poisson", 14.0, 1200, resolutions=SIZES[::2], mix=(19.0, 1.0), num_inference_steps=30)
     requests = assign_slos(generate_trace(config, ["a"]), alone_s, 5.0)
@@ -76,7 +76,7 @@ def test_a_resolution_that_few_ask_for_is_served_too() -> None:
     assert in_time(records, SIZES[2]) > in_time(records) - 0.1
 
 
-def test_a_request_without_a_deadline_is_drawn_under_overload_in_bounded_time() -> None:
+def test_request_without_deadline_completes_in_bounded_time_under_overload() -> None:
     config = TraceConfig("poisson", 2 * CAPACITY, 1500, resolutions=SIZES, num_inference_steps=30)
     requests = assign_slos(generate_trace(config, ["a"]), alone_s, 5.0)
     patient = Request(10_000, "a", SIZES[2], 30, arrival_s=requests[100].arrival_s)

@@ -40,7 +40,7 @@ def edit(request_id: int, arrival_s: float, image: str = "emoji:0", steps: int =
     return Request(request_id, "", S, steps, arrival_s=arrival_s, traced=traced)
 
 
-def test_an_edit_computes_its_part_and_reads_its_record_once() -> None:
+def test_edit_computes_its_share_and_reads_its_record_once() -> None:
     requests = [edit(0, 0.0), edit(1, 20.0), edit(2, 40.0, "emoji:1", steps=3), edit(3, 60.0)]
     result = simulate(requests, get_policy("continuous"), Steps(), times=TIMES, edits=edits())
     # An edit takes preparation, 4 s of reading, steps of 1.5 s and decoding. The third request's record does not fit
@@ -54,7 +54,7 @@ def test_an_edit_computes_its_part_and_reads_its_record_once() -> None:
     assert [record.latency_s for record in alike.records] == [record.latency_s for record in whole.records]
 
 
-def test_a_record_that_is_larger_than_the_memory_is_read_each_time() -> None:
+def test_record_larger_than_memory_is_read_each_time() -> None:
     requests = [edit(number, 20.0 * number, steps=4) for number in range(3)]
     result = simulate(requests, get_policy("continuous"), Steps(), edits=edits())
     assert [record.latency_s for record in result.records] == [10.0] * 3
@@ -113,7 +113,7 @@ def test_random_runs(name: str, policy: str) -> None:
             assert record.status == "completed" or policy == "slack"
 
 
-def test_bad_numbers_are_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     with pytest.raises(UsageError, match="memory of records is 0 MB, but it must be above 0"):
         edits(memory_mb=0)
     with pytest.raises(UsageError, match="router is 'none'"):

@@ -84,7 +84,7 @@ def times_of(record: RequestRecord) -> tuple[float | None, ...]:
     )
 
 
-def test_one_request_by_hand() -> None:
+def test_one_request_matches_manual_times() -> None:
     result = simulate(
         [request(0, 1.0, steps=3)], get_policy("fcfs"), Unit(), times=StageTimes({S: 0.25}, {S: 0.5}), keep_steps=True
     )
@@ -98,7 +98,7 @@ def test_one_request_by_hand() -> None:
     assert result.steps[0].resolutions == {"128x128": 1}
 
 
-def test_joining_between_steps_by_hand() -> None:
+def test_joining_between_steps_matches_manual_times() -> None:
     # The first starts at 0. The second arrives during its first step and joins at 1. A step of both takes 2 s: the
     # first is done at 3, and the second, alone again, at 4. Decoding takes 2 s, one by one, and ends at 5 and at 7.
     requests = [request(0), request(1, 0.5)]
@@ -110,7 +110,7 @@ def test_joining_between_steps_by_hand() -> None:
     assert [record.denoise_end_s for record in result.records] == [2.0, 4.0]
 
 
-def test_a_request_joins_only_once_it_is_prepared() -> None:
+def test_request_joins_only_after_preparation() -> None:
     # Preparing takes 3 s, one by one: ready at 3 and 6. The second is admitted while it is being prepared and joins
     # at the first end of a step from 6 on.
     requests = [request(0, steps=10), request(1)]
@@ -123,7 +123,7 @@ def test_a_request_joins_only_once_it_is_prepared() -> None:
     assert [record.denoise_end_s for record in result.records] == [10.0, 10.0]
 
 
-def test_stages_between_the_steps_by_hand() -> None:
+def test_stages_between_steps_match_manual_times() -> None:
     # The first is prepared by 0.5. The second arrives during its first step, is prepared after that step, from 1.5 to
     # 2, and joins: the first is done at 4, and its image is decoded by 6, before the second's last step.
     times = StageTimes({S: 0.5}, {S: 2.0})
@@ -137,7 +137,7 @@ def test_stages_between_the_steps_by_hand() -> None:
     assert times_of(result.records[2]) == (20.0, 20.5, 20.5, 21.5, 23.5)
 
 
-def test_several_gpus_take_the_fewest_pixel_steps() -> None:
+def test_requests_are_routed_to_the_gpu_with_fewest_pixel_steps() -> None:
     # 128x128 in 2 steps is 32768 pixel-steps, 256x256 in 2 steps 131072.
     requests = [
         request(0, size=L),  # to GPU 0, all being idle
@@ -157,7 +157,7 @@ def test_several_gpus_take_the_fewest_pixel_steps() -> None:
     assert simulate(requests, get_policy("fcfs"), Unit(), num_gpus=2).gpu_of[2] == 1
 
 
-def test_discarded_requests_are_no_load() -> None:
+def test_discarded_requests_do_not_count_as_load() -> None:
     # GPU 0 also gets a large one, which is late at once and dropped; then GPUs 0 and 1 are equal.
     requests = [
         request(0, 0.0, slo_s=100.0),
@@ -170,7 +170,7 @@ def test_discarded_requests_are_no_load() -> None:
     assert result.gpu_of == {0: 0, 1: 1, 2: 0, 3: 0}
 
 
-def test_more_gpus_and_more_machines_agree() -> None:
+def test_two_gpus_serve_pairs_as_one_serves_single_requests() -> None:
     # Two GPUs serve pairs of simultaneous arrivals as fast as one serves single arrivals.
     requests = [request(i, arrival_s=float(i // 2)) for i in range(40)]
     one = simulate(requests[::2], get_policy("continuous"), Unit())
@@ -178,7 +178,7 @@ def test_more_gpus_and_more_machines_agree() -> None:
     assert [record.finish_s for record in two.records[::2]] == [record.finish_s for record in one.records]
 
 
-def test_distrifusion_takes_all_gpus_for_one_request() -> None:
+def test_distrifusion_uses_all_gpus_for_one_request() -> None:
     # Two steps of 1 s on 4 GPUs at 2.22 times the speed, one request after the other.
     result = simulate([request(0), request(1)], get_policy("fcfs"), Unit(), num_gpus=4, speedups=PUBLISHED)
     step_s = 1 / (5.02 / 2.26)
@@ -187,7 +187,7 @@ def test_distrifusion_takes_all_gpus_for_one_request() -> None:
         simulate([request(0)], get_policy("fcfs"), Unit(), num_gpus=3, speedups=PUBLISHED)
 
 
-def test_nirvana_takes_fewer_steps() -> None:
+def test_nirvana_runs_fewer_steps() -> None:
     result = run("nirvana", [request(0, steps=10)])
     assert (result.num_steps, result.records[0].num_inference_steps) == (8, 8)
 
@@ -215,7 +215,7 @@ def test_every_request_ends_and_the_run_is_reproducible(name: str, num_gpus: int
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_feasible_request_starts_at_once_in_an_empty_system(name: str) -> None:
+def test_feasible_request_starts_immediately_in_an_empty_system(name: str) -> None:
     # Arrivals are so far apart that each request finds an empty system, joins as soon as it is prepared, and takes its
     # standalone latency.
     requests = [replace(one, arrival_s=20.0 * i) for i, one in enumerate(trace(30, 1.0, slo_scale=1.001))]
@@ -233,7 +233,7 @@ def test_a_feasible_request_starts_at_once_in_an_empty_system(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["slack", "fair-fitting"])
-def test_what_a_standstill_has_taught_is_unlearnt(name: str) -> None:
+def test_correction_learnt_during_a_stall_is_unlearnt(name: str) -> None:
     """Steps are predicted as four times too long and decoding as 20 s, so no request seems to be in time."""
     given = {"times": TIMES, "standalone_s": alone_s, "durations": StepDurations(ProfiledSteps(Steps()))}
     told = OnlineCorrection(Steps(), scale=4.0, after_s=dict.fromkeys(SIZES, 20.0))
@@ -248,7 +248,7 @@ def test_what_a_standstill_has_taught_is_unlearnt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fcfs", "continuous", "nirvana"])
-def test_order_of_arrival_is_kept(name: str) -> None:
+def test_arrival_order_is_kept(name: str) -> None:
     for seed in range(3):
         records = run(name, trace(150, 15.0, seed)).records
         joined = [record.admitted_s or 0.0 for record in records]
@@ -263,7 +263,7 @@ _BOUNDS = {"fcfs": 0, "distrifusion-fcfs": 0, "continuous": 2, "nirvana": 2, "ed
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_removing_a_request_costs_the_others_little(name: str) -> None:
+def test_removing_a_request_barely_affects_others(name: str) -> None:
     falls = []
     for seed, rate in ((0, 9.0), (1, 14.0), (2, 25.0)):
         requests = trace(60, rate, seed)
@@ -298,19 +298,19 @@ def test_overload_is_bounded_and_reported() -> None:
 
 
 @pytest.mark.parametrize("name", ["continuous", "edf", "static"])
-def test_few_are_prepared_however_long_the_queue(name: str) -> None:
+def test_number_of_prepared_requests_is_bounded(name: str) -> None:
     result = run(name, trace(1500, 100.0), max_batch_size=4, max_prepared_ahead=3, keep_steps=True)
     assert max(row.waiting for row in result.steps) > 1000
     assert result.max_prepared <= 4 + 3
 
 
 @pytest.mark.parametrize("ahead", [0, -1])
-def test_none_prepared_ahead_is_refused(ahead: int) -> None:
+def test_zero_prepared_ahead_is_refused(ahead: int) -> None:
     with pytest.raises(UsageError, match=f"requests prepared ahead is {ahead}"):
         run("fcfs", trace(2, 1.0), max_prepared_ahead=ahead)
 
 
-def test_what_a_policy_sees() -> None:
+def test_snapshots_given_to_policies() -> None:
     seen: list[tuple[float, list[int], list[tuple[int, int]]]] = []
 
     def choose(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
@@ -329,7 +329,7 @@ def test_what_a_policy_sees() -> None:
     ]
 
 
-def test_bad_input() -> None:
+def test_invalid_input_is_refused() -> None:
     class Zero:
         def step_latency_s(self, active: Sequence[Any]) -> float:
             return 0.0

@@ -111,7 +111,9 @@ def test_invalid_options_give_a_one_line_error(
     assert "is for servers: add --http" in capsys.readouterr().err
 
 
-def test_table_without_a_profile_of_edits(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_without_a_profile_of_edits_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tables = Workspace(tmp_path).for_model(str(model), "cpu").tables
     write_profiles(tables)
     (tables / "edits-0.json").unlink()
