@@ -125,7 +125,7 @@ def first_partial(settings: LoadSettings, request: Request) -> float:
     return first_s / (time.perf_counter() - start)
 
 
-def taken_back(settings: LoadSettings, request: Request, company: list[Request]) -> list[int]:
+def steps_after_cancel(settings: LoadSettings, request: Request, company: list[Request]) -> list[int]:
     """Return how many steps each request still runs after it was cancelled, while others are drawn."""
     stop = threading.Event()
 
@@ -231,7 +231,7 @@ def measure(model_name: str, rounds: int) -> dict[str, Any]:
                 found["partial"] += [first_partial(settings, request) for request in requests[:6]]
             found["herd"] = asyncio.run(saturated(settings, requests, for_s=1.0, spread_s=0.0))[1]
             found["health"], found["late"] = asyncio.run(saturated(settings, requests, for_s=30.0, spread_s=5.0))
-            left = taken_back(settings, requests[0], requests[1:9])
+            left = steps_after_cancel(settings, requests[0], requests[1:9])
             company = stuck(
                 settings, [replace(each, arrival_s=0.5 * each.request_id) for each in requests], server.process.pid
             )

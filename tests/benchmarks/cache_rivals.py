@@ -44,7 +44,7 @@ _BATCH = 12
 _EQUAL_SAVED = (0.6, 0.65, 0.7, 0.75, 0.8)
 
 
-class Vetoed(Predicted):
+class PlanWithVeto(Predicted):
     """Rule that computes the steps of a plan, and those in which the forest does not allow a request to reuse."""
 
     def __init__(self, predictor: CachePredictor, plan: StepPlan) -> None:
@@ -91,7 +91,7 @@ def settings_of(
         )
     for count in options.vetoed:
         for confidence in options.confidences[:1]:
-            rule = Vetoed(replace(boxed, min_confidence=confidence), plans[count])
+            rule = PlanWithVeto(replace(boxed, min_confidence=confidence), plans[count])
             yield (
                 "schedule + veto",
                 CacheSetting(f"schedule {count} + veto", "patch", replace(base, warmup_steps=1), rule),

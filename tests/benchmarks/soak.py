@@ -41,7 +41,7 @@ def faults(result: SoakResult, count: int) -> list[str]:
     return found
 
 
-def told(result: SoakResult) -> dict[str, Any]:
+def result_json(result: SoakResult) -> dict[str, Any]:
     """Return the result as JSON values."""
     return asdict(result) | {"ended": dict(result.ended)}
 
@@ -61,7 +61,7 @@ def main() -> int:
         process_id = server.process.pid
         burst = asyncio.run(soak(server.url, process_id, num_requests=given.num_requests, sizes=sizes))
         wrong = faults(burst, given.num_requests)
-        found: dict[str, Any] = {"machine": cpu_name(), "model": given.model, "burst": told(burst)}
+        found: dict[str, Any] = {"machine": cpu_name(), "model": given.model, "burst": result_json(burst)}
         print(json.dumps(found["burst"]), flush=True)
         if given.hours > 0:
             probe = asyncio.run(soak(server.url, process_id, num_requests=_PROBE, sizes=sizes, num_steps=_STEPS))
@@ -79,7 +79,7 @@ def main() -> int:
                 )
             )
             wrong += faults(steady, count)
-            found |= {"rate": rate, "steady": told(steady)}
+            found |= {"rate": rate, "steady": result_json(steady)}
     found["faults"] = wrong
     print(json.dumps(found, indent=1))
     if given.output_file is not None:

@@ -11,10 +11,10 @@ from patchedserve.tests.benchmarks.lease.context import Context, Row
 
 def fine(context: Context) -> Iterator[Row]:
     """Two rows, and a line in a file for each that is measured."""
-    yield from context.measured((label, lambda label=label: _noted(context, label)) for label in ("one", "two"))
+    yield from context.measured((label, lambda label=label: _recorded_row(context, label)) for label in ("one", "two"))
 
 
-def _noted(context: Context, label: str) -> Row:
+def _recorded_row(context: Context, label: str) -> Row:
     with (context.folder / "measured.txt").open("a") as file:
         print(label, file=file)
     return {"value": 1.0}
