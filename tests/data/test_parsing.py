@@ -63,7 +63,7 @@ def test_nested_dataclasses_are_parsed() -> None:
         (Entry, {"metric": "fid", "is_on": 1}, "f.json: is_on is 1, but it must be true or false"),
     ],
 )
-def test_errors_have_one_line(kind: type[Any], content: Any, message: str) -> None:
+def test_errors_are_a_single_line(kind: type[Any], content: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         parse(kind, content, "f.json")
     assert "\n" not in str(caught.value)

@@ -140,7 +140,7 @@ def test_nothing_is_measured_twice_and_failures_are_retried_last(tmp_path: Path)
     seen: list[str] = []
     plan = [_planted("dies"), _planted("fine"), _planted("slow", worker="other")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_say", seen.append)
+        patch.setattr(run, "_print", seen.append)
         assert _rehearse(tmp_path, plan) == 0
     order = [line.strip().partition(":")[0] for line in seen if " in " in line]
     assert order == ["slow", "dies"]

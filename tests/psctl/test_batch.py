@@ -45,7 +45,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_client_of_openai_runs_a_batch(model: Path, lines: Path, tmp_path: Path) -> None:
+def test_openai_client_runs_a_batch(model: Path, lines: Path, tmp_path: Path) -> None:
     with HttpServer(model, tmp_path) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         file = client.files.create(file=lines, purpose="batch")

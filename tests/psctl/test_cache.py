@@ -251,7 +251,7 @@ def test_profile_rows_contain_the_changes_of_tensors(environment: dict[str, str]
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_predictor_is_trained_for_a_target(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
+def test_predictor_is_trained_for_a_target(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     table, file = profile_of(cached(environment), tmp_path), tmp_path / "cache.safetensors"
     command = ("train-predictor", "cache", "--table", table, "--output-file", file, "--target-prompts", 2, "--trees", 2)
     found = []
@@ -284,7 +284,7 @@ def test_a_predictor_is_trained_for_a_target(run_psctl: RunPsctl, environment: d
     assert done.stderr == "Error: target-ssim is 1.5, but it must be between 0 and 1\n"
 
 
-def test_a_model_may_bring_its_predictor(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_model_folder_may_contain_a_predictor(run_psctl: RunPsctl, tmp_path: Path) -> None:
     """The bundled models include a predictor."""
     common = ("generate", "a hat", "-r", 128, "--num-inference-steps", 6, "-w", tmp_path / "w", "--device", "cpu")
     done = run_psctl(*common, "--cache", "patch", "-o", tmp_path / "hat.png")

@@ -30,7 +30,7 @@ from ..support.own_command import PROGRAM, run_body
         ("pass", 0, ""),
     ],
 )
-def test_error_is_one_line_and_an_exit_code(body: str, code: int, message: str) -> None:
+def test_error_gives_one_line_and_an_exit_code(body: str, code: int, message: str) -> None:
     done = run_body(body)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(message)

@@ -113,7 +113,7 @@ def test_threads_are_set_before_libraries_load() -> None:
         ({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5"}, {}),
     ],
 )
-def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(given: dict[str, str], added: dict[str, str]) -> None:
+def test_idle_threads_spin_briefly_by_default(given: dict[str, str], added: dict[str, str]) -> None:
     environment = dict(given)
     apply_thread_settings(environment)
     assert environment == given | added

@@ -104,7 +104,7 @@ def test_revision_is_part_of_the_model_name(spawn_psctl: RunPsctl) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_checkpoint_of_a_single_file_is_drawn(psctl: Any, tmp_path: Path) -> None:
+def test_single_file_checkpoint_is_drawn(psctl: Any, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the extra single-file is not installed")
     pipe = tiny_sdxl(widths=(24, 40))
     config = save_tiny(tmp_path / "config", pipe)

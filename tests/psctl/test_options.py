@@ -31,7 +31,7 @@ def run(command: Any, *arguments: str, **environment: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [CACHE, ENGINE, PARALLEL, EDITED_TRACE, DRAW, WHERE, Flags.of(JudgeFlags)])
-def test_defaults_are_those_of_the_dataclass(kind: Flags) -> None:
+def test_defaults_equal_those_of_the_dataclass(kind: Flags) -> None:
     given = {parameter.name: parameter.default for parameter in kind.parameters()}
     assert kind.build(given) == kind.kind()
     assert given == {}

@@ -159,7 +159,7 @@ def test_other_files_are_refused(profile: dict[str, Any], tmp_path: Path, change
 
 
 @pytest.mark.slow
-def test_the_command_leaves_a_profile_and_no_records(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
+def test_command_writes_a_profile_and_no_records(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     done = run_psctl("profile", "edits", *FEW, "--json", **environment)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

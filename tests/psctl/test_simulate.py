@@ -153,7 +153,7 @@ def test_target_finds_rate_and_gpus(folder: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_system_sets_engine_and_policy_and_single_options_override(
+def test_system_sets_engine_and_policy_and_options_override_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ("--latency", "table.csv", "--num-prompts", "5", "--num-inference-steps", "5", "--json")

@@ -83,7 +83,7 @@ def test_options_reach_the_training(run: Run, tmp_path: Path) -> None:
     assert CachePredictor.load(PREDICTOR).min_confidence == 0.7
 
 
-def test_defaults_are_those_of_the_settings() -> None:
+def test_defaults_equal_those_of_the_settings() -> None:
     defaults = {name: option.default for name, option in inspect.signature(train_predictor_cache).parameters.items()}
     settings = FitSettings()
     for name in ("trees", "depth", "min_confidence", "seed", "backend"):
@@ -118,7 +118,7 @@ def test_bad_usage_gives_a_one_line_error(run: Run, tmp_path: Path, arguments: t
     assert not (tmp_path / PREDICTOR).exists()
 
 
-def test_a_damaged_profile_keeps_the_old_predictor(run: Run, tmp_path: Path) -> None:
+def test_damaged_profile_keeps_the_old_predictor(run: Run, tmp_path: Path) -> None:
     write_profile(tmp_path / TABLE)
     assert run("--trees", "1")[0] == 0
     before = PREDICTOR.read_bytes()

@@ -109,7 +109,7 @@ async def _one(
         answer = await client.post(GENERATIONS, content=content, headers={"content-type": "application/json"})
         how = str(answer.status_code)
     elif kind == "slow":
-        how = await _slowly(client, body)
+        how = await _read_slowly(client, body)
     else:
         answer = await client.post(GENERATIONS, json=body)
         how = str(answer.status_code)
@@ -120,7 +120,7 @@ async def _one(
     result.ended[f"{kind} {how}"] += 1
 
 
-async def _slowly(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+async def _read_slowly(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
     """Read a stream slowly, piece by piece."""
     async with client.stream("POST", GENERATIONS, json={**body, "stream": True, "partial_images": 2}) as answer:
         size = 0

@@ -68,7 +68,7 @@ class Lease:
             reason = f"it needs {least_s:.0f} s, and {max(0.0, left_s):.0f} s are left"
             if self.state.status_of(part) in (None, "left out"):  # otherwise its earlier status is more informative
                 self.state.keep_end(result, "left out", reason, {}, 0.0)
-            _say(f"{part.name}: left out: {reason}")
+            _print(f"{part.name}: left out: {reason}")
             return
         result["errors"] = []
         start_s = time.monotonic()
@@ -94,9 +94,9 @@ class Lease:
             status = "failed" if limit_s == most_s else "partial"
         self.state.keep_end(result, status, end.reason, end.notes, taken_s)
         why = f": {end.reason}" if end.reason else ""
-        _say(f"\n{part.name}: {status} in {taken_s:.1f} s, at {time.monotonic() - self.started_s:.0f} s{why}")
+        _print(f"\n{part.name}: {status} in {taken_s:.1f} s, at {time.monotonic() - self.started_s:.0f} s{why}")
         for table in self.state.tables(part.name):
-            _say(table.to_markdown())
+            _print(table.to_markdown())
 
     def _close_except(self, names: set[str]) -> None:
         """End the workers that no later part needs, which frees the device memory of their models."""
@@ -104,7 +104,7 @@ class Lease:
             self.workers.pop(name).close()
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)
 
 
@@ -141,10 +141,10 @@ def main(arguments: Sequence[str] | None = None, plan: Sequence[Part] = PLAN) ->
     parts = state.manifest["parts"]
     problems = [problem for name in parts for problem in problems_of(name, state.result_of(name))]
     for problem in problems:
-        _say(f"malformed: {problem}")
+        _print(f"malformed: {problem}")
     counts = {status: [name for name in parts if parts[name]["status"] == status] for status in _STATUSES}
     ended = "; ".join(f"{status}: {', '.join(names)}" for status, names in counts.items() if names)
-    _say(f"\n{ended}\n{given.out or folder}/lease.tar.gz after {time.monotonic() - started_s:.0f} s")
+    _print(f"\n{ended}\n{given.out or folder}/lease.tar.gz after {time.monotonic() - started_s:.0f} s")
     if is_rehearsal:
         return 0 if is_done and not problems else 1
     return 1 if counts["failed"] else 0

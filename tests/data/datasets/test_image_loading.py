@@ -152,7 +152,7 @@ def test_threads_decode_in_parallel(sample: Sample, monkeypatch: pytest.MonkeyPa
 # --- digests
 
 
-def test_the_digest_follows_ids_and_contents(tmp_path: Path):
+def test_digest_depends_on_ids_and_contents(tmp_path: Path):
     content = coco_content(8)
     one = sample_pairs(open_dataset(f"coco:{write_coco(tmp_path / 'a', content)}"), 6, 0)
     for annotation in content["annotations"]:
@@ -183,7 +183,7 @@ def test_drawn_images_have_digests():
 # --- folders
 
 
-def test_a_folder_lists_its_images_in_order(tmp_path: Path):
+def test_folder_lists_its_images_in_order(tmp_path: Path):
     write_scenes(tmp_path, ["b.png", "a/2.jpg", "a/10.PNG", "c.webp"])
     for name in (".hidden.png", "notes.txt", "metadata.json"):
         (tmp_path / name).write_text("x")

@@ -66,7 +66,7 @@ def test_captions_are_put_on_one_line():
         (str(2**63 - 1), 2**63 - 1),
     ],
 )
-def test_whole_numbers(value: object, number: int | None):
+def test_integers_are_parsed(value: object, number: int | None):
     assert whole_number(value) == number
 
 
@@ -127,7 +127,7 @@ def test_unreadable_caption_files_are_refused(tmp_path: Path, name: str, text: s
     one_line(caught)
 
 
-def test_the_emoji_world():
+def test_emoji_data_set():
     dataset = open_dataset("emoji", resolution="64x32", num_images=5)
     entries = by_id(dataset)
     assert list(entries)[:2] == ["emoji-heldout-0-64x32-000000", "emoji-heldout-0-64x32-000001"]

@@ -76,7 +76,7 @@ def test_samples_of_generated_scenes_are_bound_to_a_version(tmp_path: Path, monk
         lambda text: json.dumps({**json.loads(text), "items": 7}),
     ],
 )
-def test_a_damaged_cache_is_drawn_again(coco: CaptionDataset, tmp_path: Path, damage: Callable[[str], str]):
+def test_damaged_cache_is_rebuilt(coco: CaptionDataset, tmp_path: Path, damage: Callable[[str], str]):
     cache = tmp_path / "cache"
     drawn = sample_pairs(coco, 8, 0, cache_dir=cache)
     path = cached_file(cache)

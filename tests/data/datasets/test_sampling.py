@@ -135,7 +135,7 @@ def test_empty_sets_and_invalid_counts_are_refused(coco: CaptionDataset, tmp_pat
         sample_pairs(coco, 1, max_bad=-1)
 
 
-def test_the_bundled_world_is_sampled_offline():
+def test_bundled_emoji_data_set_is_sampled_offline():
     sample = sample_pairs(open_dataset("emoji", resolution="64", num_images=50), 5, 0)
     assert sample.has_images
     for item in sample.items:

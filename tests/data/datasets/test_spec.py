@@ -77,7 +77,7 @@ def test_values_out_of_range_and_options_given_twice_are_refused(tmp_path: Path)
         open_dataset(f"diffusiondb:{root}?max_nsfw=0.1", max_nsfw=0.1)
 
 
-def test_a_path_that_exists_may_hold_a_question_mark(tmp_path: Path) -> None:
+def test_existing_path_may_contain_a_question_mark(tmp_path: Path) -> None:
     root = write_coco(tmp_path / "what?split=train2017")
     write_coco(root, coco_content(2), split="train2017")
     with pytest.raises(UsageError, match=r"train2017: holds the splits train2017, val2017"):

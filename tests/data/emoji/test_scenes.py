@@ -72,14 +72,14 @@ def test_about_a_tenth_is_held_out():
     assert 0.07 < len(heldout_pairs()) / (num_objects * (num_objects - 1) / 2) < 0.13
 
 
-def test_the_corner_has_the_background_colour():
+def test_corner_has_the_background_colour():
     dataset = EmojiDataset(Resolution(256, 256), 20)
     for scene, image in dataset:
         corner = np.array(image.getpixel((0, 0)), dtype=int)
         assert np.abs(corner - BACKGROUNDS[scene.background]).max() <= SHADE_JITTER
 
 
-def test_one_scene_looks_alike_at_every_size():
+def test_scene_is_similar_at_every_size():
     scene_set = EmojiDataset(Resolution(128, 128), 8)
     from patchedserve.data.emoji.scene import render
 

@@ -63,7 +63,7 @@ def test_written_form_equals_the_displayed_one() -> None:
         ("3*513", "width is 513"),
     ],
 )
-def test_wrong_combinations(text: str, message: str) -> None:
+def test_invalid_combinations_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         parse_batch(text)
     assert "\n" not in str(caught.value)
@@ -123,7 +123,7 @@ def test_parquet_of_other_programs_is_read(tmp_path: Path) -> None:
         ("combination,ms\n512\n", "row 1: ms is None, but it must be a number of milliseconds"),
     ],
 )
-def test_wrong_csv_files(tmp_path: Path, text: str, message: str) -> None:
+def test_malformed_csv_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "table.csv"
     path.write_text(text)
     with pytest.raises(UsageError, match=message) as caught:
@@ -132,7 +132,7 @@ def test_wrong_csv_files(tmp_path: Path, text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_parquet_files(tmp_path: Path) -> None:
+def test_malformed_parquet_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
     with pytest.raises(UsageError, match="cannot read the latencies table: No such file"):
         read_latencies(path)

@@ -26,7 +26,7 @@ def test_arrivals_follow_the_curve() -> None:
     assert 0.4 < np.mean(off**2) < 2.0
 
 
-def test_a_constant_curve_is_a_poisson_process() -> None:
+def test_constant_curve_gives_a_poisson_process() -> None:
     curve = Curve((0.0, 2.0), (3.0, 3.0)).scaled(5.0, 5.0, 4000.0)
     gaps_s = np.diff(list(curve.arrivals(np.random.default_rng(1))))
     assert gaps_s.mean() == pytest.approx(0.2, rel=0.03)

@@ -99,7 +99,7 @@ def test_equal_mix_is_the_default() -> None:
     assert all(count / 9_000 == pytest.approx(1 / 3, abs=0.02) for count in shares.values())
 
 
-def test_duration_and_count_end_the_trace_whichever_is_first() -> None:
+def test_trace_ends_at_its_duration_or_count() -> None:
     long = generate_trace(replace(BASE, num_prompts=100), PROMPTS)
     cut = generate_trace(replace(BASE, num_prompts=100, duration_s=20.0), PROMPTS)
     assert cut == [request for request in long if request.arrival_s <= 20]

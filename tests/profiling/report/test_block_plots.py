@@ -12,7 +12,7 @@ from patchedserve.profiling.report.block_plots import WHOLE_THRESHOLD, summarize
 from ...support.block_profiles import write_profile
 
 
-def test_whole_blocks_change_by_the_mean_over_their_patches(tmp_path: Path) -> None:
+def test_block_change_is_the_mean_over_its_patches(tmp_path: Path) -> None:
     table = write_profile(tmp_path / "blocks.parquet", num_requests=6)
     found = summarize_block_changes(table)["whole_blocks"]
     assert found["threshold"] == WHOLE_THRESHOLD

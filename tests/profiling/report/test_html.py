@@ -160,14 +160,14 @@ def test_plots_follow_the_dark_color_scheme(tmp_path: Path) -> None:
     assert shown["dark"].min() >= 0x16
 
 
-def test_report_of_an_empty_run_says_so(tmp_path: Path) -> None:
+def test_report_of_an_empty_run_states_it(tmp_path: Path) -> None:
     text = report_of(tmp_path, [], [])
     assert "no requests" in text
     assert _Page(text).tags["img"] == 0
 
 
 @pytest.mark.slow
-def test_report_without_a_completed_request_says_so_and_gives_the_reasons(tmp_path: Path) -> None:
+def test_report_without_completed_requests_gives_the_reasons(tmp_path: Path) -> None:
     records = [RequestRecord.of(Request(i, "a <fox>", SIZES[0], arrival_s=i * 0.5)) for i in range(3)]
     records[0].close("failed", 1.0, "out of memory")
     records[1].close("cancelled", 1.2)

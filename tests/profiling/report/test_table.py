@@ -35,7 +35,7 @@ def test_terminal_shows_markup_literally() -> None:
     assert "2 cores" in shown.get()
 
 
-def test_a_cell_may_have_a_mark_and_lines_below() -> None:
+def test_cell_may_have_a_mark_and_extra_lines() -> None:
     table = Table("", ["side", "FID"], [["one", Cell("20", "a", ("19 to 21", "N <4>"))], ["two", Cell("3")]])
     html = table.to_html()
     assert "<b>20</b><sup>a</sup><small>19 to 21</small><small>N &lt;4&gt;</small></td>" in html

@@ -46,7 +46,7 @@ def test_all_sides_of_a_unet_execute_the_same_operations() -> None:
 
 
 @pytest.mark.slow
-def test_the_peak_is_that_of_large_products() -> None:
+def test_peak_is_measured_on_large_products() -> None:
     peak = matrix_peak(CPU, torch.float32)
     assert matrix_peak(CPU, torch.float32) == peak  # the second call returns the measured value
     left = torch.randn(512, 512)

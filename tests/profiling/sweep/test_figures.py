@@ -105,7 +105,7 @@ def test_best_of_the_baselines() -> None:
     assert best_sustained([low, SustainedRate("between", 1.5), middle]) == middle
 
 
-def test_a_sweep() -> None:
+def test_figures_of_a_sweep() -> None:
     good, bad = [1.0] * 20, [1.0] * 10 + [5.0] * 10
     runs = [
         *(run(good, "bucketed", rate) for rate in (1.0, 2.0)),

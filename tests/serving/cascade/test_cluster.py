@@ -266,14 +266,14 @@ def test_messages_to_a_hanging_worker_do_not_block(template: WorkerSettings) -> 
     worker = ProcessWorker(template, "light")
     os.kill(worker.process.pid or 0, signal.SIGSTOP)
 
-    def tell() -> None:
+    def cancel_many() -> None:
         for number in range(cluster._MAX_UNSENT // 2):
             worker.cancel(number, "its client has left")
 
     # Three times half of the bound on unsent messages exceeds it even if the connection takes a part; the worker is
     # then killed.
     for _ in range(3):
-        telling = threading.Thread(target=tell, daemon=True)
+        telling = threading.Thread(target=cancel_many, daemon=True)
         telling.start()
         telling.join(60)
         assert not telling.is_alive(), "it waits for a process that takes nothing"

@@ -121,7 +121,7 @@ def test_deferred_request_keeps_its_deadline_and_batch_limits_are_sent() -> None
     assert [records[number].guidance_scale for number in (0, 1)] == [4.0, 0.0]
 
 
-def test_a_deferred_request_may_start_from_its_light_image() -> None:
+def test_deferred_request_may_start_from_its_light_image() -> None:
     models: dict[Leg, LegModel] = {**MODELS, "heavy": LegModel(20, 4.0, TIMES, strength=0.6)}
     harness = DispatcherHarness([THREE], models=models)
     harness.ask(0)

@@ -123,7 +123,7 @@ def test_images_and_latents_are_kept_only_on_request(model: ServedModel) -> None
     assert result.latents[7].shape == (1, 4, 2, 2)
 
 
-def test_run_without_results_says_so(model: ServedModel) -> None:
+def test_run_without_kept_results_states_it(model: ServedModel) -> None:
     engine = Engine(model, get_policy("continuous"), collector=Counters())
     for number in range(3):
         engine.submit(Request(number, "a", SMALL, 2))
@@ -158,22 +158,22 @@ class _RecordingCollector(InMemory):
 
 
 def test_collector_is_called_in_order_by_one_thread(model: ServedModel) -> None:
-    told = _RecordingCollector()
+    recorder = _RecordingCollector()
     late = FunctionPolicy(
         lambda now_s, waiting, active: Decision(
             admit=tuple(view.request_id for view in waiting if view.request_id != 2),
             drop=tuple((view.request_id, "two") for view in waiting if view.request_id == 2),
         )
     )
-    engine = Engine(model, late, collector=told)
+    engine = Engine(model, late, collector=recorder)
     for number, steps in enumerate((1, 3, 1)):
         engine.submit(Request(number, "a", SMALL, steps))
     engine.close()
     assert len(engine.run().records) == 3
-    assert told.threads == {"psctl-collect"}
-    steps = [each for each in told.order if isinstance(each, str)]
+    assert recorder.threads == {"psctl-collect"}
+    steps = [each for each in recorder.order if isinstance(each, str)]
     assert steps == [f"step {number}" for number in range(len(steps))]
-    assert told.order.index(1) > told.order.index(steps[-1])
+    assert recorder.order.index(1) > recorder.order.index(steps[-1])
 
 
 def test_image_interrupted_by_ctrl_c_is_finished(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_large_image_among_small_ones_is_split() -> None:
     assert in_strips([StripWork(2, 400.0, 500.0)], [1.0, 1.0]) == [False]
 
 
-def test_unsplittable_images_stay_whole_and_empty_plans_are_empty() -> None:
+def test_unsplittable_images_stay_whole_and_empty_batches_have_empty_plans() -> None:
     assert in_strips([StripWork(1, 10.0, math.inf), StripWork(1, 10.0, 2.0)], [1.0, 1.0]) == [False, False]
     assert in_strips([StripWork(1, 10.0, math.inf)], [1.0, 1.0]) == [False]
     assert in_strips([], [1.0, 1.0]) == []

@@ -27,7 +27,7 @@ from ...support.patched_models import Alternation, call_patched, draw_rows, rela
 from ...support.random_models import flux_transformer, sd3_transformer, sd15_unet, sdxl_unet, small_unet
 
 
-class UnknownModule(nn.SiLU):
+class UnknownOp(nn.SiLU):
     """A module that the patch engine does not know."""
 
 
@@ -66,7 +66,7 @@ _TRANSFORMER = "down_blocks.1.attentions.0"
 REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "model": (lambda: nn.Linear(2, 2), "Linear is not one of UNet2DConditionModel, SD3Transformer2DModel"),
     "subclass": (lambda: Subclass(**small_unet().config), "Subclass is not one of UNet2DConditionModel, SD3"),
-    "module": (lambda: _with("conv_act", UnknownModule()), r"module conv_act \(UnknownModule\) is not known to work on parts"),
+    "module": (lambda: _with("conv_act", UnknownOp()), r"module conv_act \(UnknownOp\) is not known to work on parts"),
     "activation": (lambda: small_unet(act_fn="mish"), r"module \S+ \(Mish\) is not known"),
     "mid block": (lambda: small_unet(mid_block_type="UNetMidBlock2D"), r"module mid_block \(UNetMidBlock2D\) is not"),
     "simple cross": (

@@ -83,7 +83,7 @@ def test_requests_that_join_mid_way_equal_those_alone(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["euler", "ancestral", "dpm", "unipc", "lcm", "tcd", "flow-dynamic"])
-def test_whole_run_equals_diffusers(case: str) -> None:
+def test_full_run_equals_diffusers(case: str) -> None:
     plain = PerRequestSampler(make_scheduler(case), pass_step_kwargs=True)
     found = serve_to_the_end(case, dict.fromkeys(range(len(REQUESTS)), 0))
     for index, one in found.items():

@@ -275,7 +275,7 @@ def test_distrifusion_speedups_equal_those_of_the_paper() -> None:
         latency.step_latency_s([huge, huge])
 
 
-def test_waiting_queue_keeps_its_orders_as_requests_come_and_go() -> None:
+def test_waiting_queue_stays_ordered_as_requests_join_and_leave() -> None:
     rng = random.Random(5)
     queue, kept = WaitingQueue(), {}
     for request in random_views(rng, 150):

@@ -87,7 +87,7 @@ def test_unknown_sizes_and_empty_batches_are_refused() -> None:
         table.step_latency_s([])
 
 
-def test_the_plain_engine_takes_a_pass_for_each_resolution() -> None:
+def test_plain_engine_runs_one_pass_per_resolution() -> None:
     table = TableLatency({(S, S): 0.03, (L,): 0.04, (L, S, S): 0.05})
     assert table.step_latency_s([S, L, S]) == 0.05
     assert PerResolutionLatency(table).step_latency_s([S, L, S]) == pytest.approx(0.07)

@@ -200,7 +200,7 @@ def figures(case: Case, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_stay_identical(name: str) -> None:
+def test_results_equal_the_stored_ones(name: str) -> None:
     assert figures(CASES[name], list(CASES).index(name)) == json.loads(FILE.read_text())[name]
 
 

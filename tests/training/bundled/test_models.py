@@ -184,7 +184,7 @@ def test_exported_generators_are_plain_diffusers_directories(tokenizer, encoders
     assert not list(tmp_path.glob(".*")), "no staging folder is left"
 
 
-def test_the_exported_judge_is_a_plain_clip_model(tokenizer, tmp_path):
+def test_exported_judge_is_a_plain_clip_model(tokenizer, tmp_path):
     torch.manual_seed(0)
     export_emoji_clip(tmp_path / "clip", new_judge(tokenizer), tokenizer)
     model = CLIPModel.from_pretrained(tmp_path / "clip")

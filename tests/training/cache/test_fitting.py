@@ -196,7 +196,7 @@ def test_rows_of_one_request_are_refused(samples: BlockSamples) -> None:
         ({"backend": "xgboost"}, "backend is 'xgboost', but it must be one of sklearn, cuml"),
     ],
 )
-def test_wrong_settings(changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         FitSettings(**changes)
 

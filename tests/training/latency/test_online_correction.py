@@ -61,7 +61,7 @@ def test_follows_a_change_at_the_pace_of_its_weight() -> None:
 
 
 @pytest.mark.parametrize("costs", [(0.2, 0.2, 0.2, 1.0), (1.0, 1.0, 1.0, 3.0), (0.5,)])
-def test_the_steps_of_a_request_add_up(costs: tuple[float, ...]) -> None:
+def test_steps_of_a_request_add_up(costs: tuple[float, ...]) -> None:
     """Among cached steps one in four is full, and some steps are first: their sum is what counts for a deadline."""
     correction = OnlineCorrection(PixelLaw())
     trace = [(batch, s * costs[number % len(costs)]) for number, (batch, s) in enumerate(steps(1200, 1.2))]
@@ -105,7 +105,7 @@ def test_outlier_counts_as_a_long_step() -> None:
     assert correction.scale == pytest.approx(1.2, rel=0.01)
 
 
-def test_a_slow_first_step_does_not_count_in_full() -> None:
+def test_slow_first_step_is_not_fully_counted() -> None:
     correction = OnlineCorrection(PixelLaw())
     correction.observe([S], 50.0)
     assert correction.scale == pytest.approx(1 + 0.02 * 4)

@@ -398,7 +398,7 @@ def test_timing_measures_single_predictions(fitted: LatencyPredictor, rows: list
     assert 0 < time_predictions(fitted, rows[:50]) < 1e6
 
 
-def test_the_linear_model_is_kept_where_it_is_no_worse(tmp_path: Path) -> None:
+def test_linear_model_is_kept_if_no_worse(tmp_path: Path) -> None:
     """The law is linear with noise: the regression could only learn the noise."""
     generator = random.Random(5)
 
