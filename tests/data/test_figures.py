@@ -37,7 +37,7 @@ def test_damaged_figures_are_named(content: dict[str, Any], message: str) -> Non
         read_figures(content, Path("x.json"))
 
 
-def test_numbers_are_named_by_their_paths() -> None:
+def test_figures_are_named_by_their_json_paths() -> None:
     content = {"a": 1, "b": {"c": 2.5, "d": {"e": 3}}, "is_x": True, "text": "4", "list": [5], "none": None}
     found = numbers_of(content | {"nan": math.nan})
     assert found == {"a": Estimate.exact(1.0), "b.c": Estimate.exact(2.5), "b.d.e": Estimate.exact(3.0)}

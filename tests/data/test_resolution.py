@@ -59,7 +59,7 @@ def test_the_multiple_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "128,", "128,,192", "128,128", "128,192,128x128"])
-def test_bad_lists(text: str) -> None:
+def test_invalid_lists_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_list(text)
 

@@ -258,7 +258,7 @@ def test_real_engine_options(bench: Call) -> None:
 
 
 @pytest.mark.slow
-def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) -> None:
+def test_batches_larger_than_a_table_give_a_warning(bench: Call, folder: Path) -> None:
     (folder / "plain.csv").write_text("combination,ms\n128x128,20\n256x256,30\n4*128x128,60\n")
     options = ("--on", "simulator", "--latency", "table.csv", "--plain-latency", "plain.csv", *FAST, "--quiet")
     code, _, err = bench(*options, "--systems", "diffusers-fcfs", "--max-batch-size", "17")

@@ -172,7 +172,7 @@ def test_system_sets_engine_and_policy_and_options_override_it(
 
 
 @pytest.mark.slow
-def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extrapolation_gives_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--latency", "table.csv", "--num-prompts", "5", "--quiet", "--json", "--max-batch-size")
     assert simulate(capsys, *options, "16")[2] == ""
     assert "the largest batch in table.csv has 16" in simulate(capsys, *options, "17")[2].replace("\n", " ")

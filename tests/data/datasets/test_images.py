@@ -38,7 +38,7 @@ def test_grey_becomes_three_equal_channels(image_format: str, tolerance: int):
     assert np.abs(found[..., 0] - np.asarray(grey)).max() <= tolerance
 
 
-def test_cmyk_jpeg_as_adobe_inverts_it():
+def test_adobe_cmyk_jpeg_is_inverted():
     flat = Image.new("RGB", (16, 16), (200, 40, 90))
     content = encoded(flat.convert("CMYK"), "JPEG", quality=100)
     # Four channels with Adobe's marker, in which 255 means no ink.
@@ -101,7 +101,7 @@ def test_deep_pngs_are_turned_upright():
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_undone(orientation: int):
+def test_exif_orientation_is_applied(orientation: int):
     upright = scene_image(3)
     # Transforms of the pixels that a camera stores, so that a viewer that obeys the tag shows `upright`.
     stored_by = {

@@ -46,7 +46,7 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert len(by_id(open_dataset("coco:~/coco"))) == 6
 
 
-def test_captions_are_put_on_one_line():
+def test_captions_are_joined_into_one_line():
     assert clean_caption("  a taco\r\n\n on\ta\u00a0green  background \u2028") == "a taco on a green background"
     assert clean_caption("\n \t") == ""
     assert clean_caption("Ünïcode — “quotes” 🌮") == "Ünïcode — “quotes” 🌮"
@@ -147,7 +147,7 @@ def test_emoji_data_set():
 
 
 @pytest.mark.slow
-def test_no_torch_is_imported():
+def test_torch_is_not_imported():
     code = (
         "import sys; from patchedserve.data.datasets import folders, loading, registry, sampling; "
         "sys.exit(bool({'torch', 'pandas', 'datasets'} & set(sys.modules)))"

@@ -76,7 +76,7 @@ def test_seeds_differ_and_small_samples_are_prefixes_of_large_ones(coco: Caption
     assert any(again[item.id] != item.caption for item in everything.items)
 
 
-def test_every_image_and_every_caption_is_about_as_likely(tmp_path: Path):
+def test_images_and_captions_are_sampled_uniformly(tmp_path: Path):
     dataset = captions_file(tmp_path / "c.jsonl", 20)
     counts = dict.fromkeys(map(str, range(20)), 0)
     for seed in range(200):

@@ -57,7 +57,7 @@ def test_bad_images_are_reported_and_replaced(coco: CaptionDataset, damage: str)
     assert sample_pairs(coco, 2, 0).items == whole.items[:2]
 
 
-def test_problems_of_entries_count_like_bad_images(tmp_path: Path):
+def test_problems_of_entries_are_counted_like_bad_images(tmp_path: Path):
     content = coco_content(10)
     root = write_coco(tmp_path, content)
     dataset = open_dataset(f"coco:{root}")

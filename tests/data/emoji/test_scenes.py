@@ -47,7 +47,7 @@ def test_drawing_is_deterministic(resolution):
         dataset.image(6)
 
 
-def test_splits_and_seeds_draw_different_pictures():
+def test_splits_and_seeds_draw_different_images():
     size = SIZES[0]
     first = [EmojiDataset(size, 4, split, seed).scene(0) for split in ("train", "heldout") for seed in (0, 1)]
     assert len(set(first)) == 4
@@ -66,7 +66,7 @@ def test_heldout_compositions_appear_only_in_the_heldout_split():
         assert is_heldout(names[0], scene.background) or (len(set(names)) == 2 and is_heldout(*names))
 
 
-def test_about_a_tenth_is_held_out():
+def test_about_10_percent_is_held_out():
     num_objects = len(object_names())
     assert 0.07 < len(heldout_singles()) / (num_objects * len(BACKGROUNDS)) < 0.13
     assert 0.07 < len(heldout_pairs()) / (num_objects * (num_objects - 1) / 2) < 0.13

@@ -88,7 +88,7 @@ def test_the_weights_are_small_and_half_precision():
         assert kinds <= {"F16", "I64"} or path.name == CACHE_PREDICTOR_FILE, path
 
 
-def test_a_damaged_or_missing_file_is_named(tmp_path):
+def test_damaged_or_missing_file_is_named(tmp_path):
     shutil.copytree(MODELS_DIR, tmp_path / "models")
     weights = tmp_path / "models" / "emoji-clip" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")

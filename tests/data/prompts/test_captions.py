@@ -33,7 +33,7 @@ def test_prompt_precedes_caption(tmp_path: Path) -> None:
     assert load_prompts(write(tmp_path, "p.csv", "caption,prompt\nno,yes\n")) == ["yes"]
 
 
-def test_a_quoted_prompt_may_span_lines(tmp_path: Path) -> None:
+def test_quoted_prompt_may_span_lines(tmp_path: Path) -> None:
     assert load_prompts(write(tmp_path, "p.csv", 'prompt\n"a\ncat"\n')) == ["a\ncat"]
 
 

@@ -103,7 +103,7 @@ def test_folders_named_like_partitions_add_no_columns(tmp_path: Path) -> None:
         ({"extra": 1}, r"row 1: columns \['extra'\] are missing or unknown"),
     ],
 )
-def test_rows_that_violate_the_schema_are_internal_errors_and_leave_no_file(
+def test_rows_violating_the_schema_are_internal_errors_and_leave_no_file(
     tmp_path: Path, change: dict, message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
@@ -154,7 +154,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         read_table(path, STEPS)
 
 
-def test_reading_starts_no_threads(tmp_path: Path) -> None:
+def test_reading_tables_starts_no_threads(tmp_path: Path) -> None:
     """Threads that start while a process ends with an error would abort it."""
     write_table(tmp_path / "records.parquet", RECORDS, record_rows())
     code = (

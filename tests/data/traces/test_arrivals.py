@@ -189,6 +189,6 @@ def test_traces_of_both_kinds() -> None:
         ({"kind": "azure", "arrivals_s": (0.0, 1.0), "request_rate": 0.0}, "request rate is 0"),
     ],
 )
-def test_bad_settings(fields: dict, message: str) -> None:
+def test_invalid_settings_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TraceConfig(**fields)

@@ -146,7 +146,7 @@ def test_config_values_reach_the_requests() -> None:
         ({"slo_s": 0.0}, "slo_s is 0"),
     ],
 )
-def test_bad_configs(change: dict[str, Any], message: str) -> None:
+def test_invalid_configs_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         replace(BASE, **change)
 
@@ -182,7 +182,7 @@ def test_parse_mix() -> None:
         ("=1", "resolution is ''"),
     ],
 )
-def test_bad_mixes(text: str, message: str) -> None:
+def test_invalid_mixes_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_mix(text, SIZES)
 
@@ -201,7 +201,7 @@ def test_limit_and_retime() -> None:
     assert retime([]) == []
 
 
-def test_bad_limits_and_speeds() -> None:
+def test_invalid_limits_and_speeds_are_refused() -> None:
     trace = generate_trace(BASE, PROMPTS)
     bad: list[dict[str, Any]] = [{"num_prompts": 0}, *({"duration_s": value} for value in (0.0, math.nan, 1e-9))]
     for arguments in bad:

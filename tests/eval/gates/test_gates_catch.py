@@ -210,7 +210,7 @@ def test_correct_engine_passes(capsys: Capture, drawn: Drawn) -> None:
     ],
     indirect=["drawn"],
 )
-def test_a_broken_engine_fails(capsys: Capture, drawn: Drawn, fault: Fault, tmp_path: Path) -> None:
+def test_faulty_engine_fails(capsys: Capture, drawn: Drawn, fault: Fault, tmp_path: Path) -> None:
     draw(drawn.name, tmp_path / "broken", PATCHED[drawn.name], fault)
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
     found = drawn.compare(drawn.plain, tmp_path / "broken", results / "exact.json")

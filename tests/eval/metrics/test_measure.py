@@ -58,7 +58,7 @@ def test_bad_images_are_counted_and_their_features_not_cached(tmp_path: Path) ->
     assert not cache.exists()
 
 
-def test_pairs_are_measured_one_by_one_in_any_mix_of_sizes(tmp_path: Path) -> None:
+def test_pairs_of_mixed_sizes_are_measured_individually(tmp_path: Path) -> None:
     sizes = ((40, 32), (32, 40), (40, 32), (16, 16))
     one, other = (
         open_folder(image_folder(tmp_path / name, 6, seed=seed, sizes=sizes)) for name, seed in (("a", 0), ("b", 1))

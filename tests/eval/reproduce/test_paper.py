@@ -88,7 +88,7 @@ def test_finished_exhibits_are_not_measured_again(tmp_path: Path) -> None:
     assert lab.measured == [1, 20, 2]
 
 
-def test_interrupt_before_the_first_exhibit_is_passed_on(tmp_path: Path) -> None:
+def test_interrupt_before_the_first_exhibit_propagates(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "tiny", FakeLab(stop_at=1))
 

@@ -180,7 +180,7 @@ def test_noisy_combinations_are_visited_more_often(stop: int) -> None:
     assert all(len(set(visits[start : start + 4])) == 4 for start in range(36, 72, 4)) or stop % 4
 
 
-def test_interrupt_before_the_first_visit_is_passed_on(sdxl: ServedModel, tmp_path: Path) -> None:
+def test_interrupt_before_the_first_visit_propagates(sdxl: ServedModel, tmp_path: Path) -> None:
     def interrupt(total: int, done: int) -> None:
         raise KeyboardInterrupt
 

@@ -85,7 +85,7 @@ def test_random_combinations_are_seeded_and_differ() -> None:
         ("1,99999999999,1", "has '99999999999'"),
     ],
 )
-def test_bad_combinations(text: str, message: str) -> None:
+def test_invalid_combinations_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_combinations(text, SIZES)
     assert parse_combinations(" 1, 0,1 ; 2,2,2", SIZES) == (squares(1, 0, 1), squares(2, 2, 2))

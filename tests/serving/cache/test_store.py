@@ -87,7 +87,7 @@ def test_unchanged_inputs_need_no_comparison(name: str, monkeypatch: pytest.Monk
     assert looked < (1 - 0.4 * others / len(cache.names)) * num_inputs
 
 
-def test_inputs_are_kept_only_for_rules_that_compare() -> None:
+def test_inputs_are_stored_only_for_rules_that_compare() -> None:
     kept = {}
     for rule in (InputThreshold(0.0), NeverReuse()):
         model, patched, cache = cached_model("sdxl", "image", rule)
@@ -99,7 +99,7 @@ def test_inputs_are_kept_only_for_rules_that_compare() -> None:
     assert kept[False] < kept[True]
 
 
-def test_a_mask_must_point_into_the_common_set() -> None:
+def test_mask_indices_must_be_in_the_common_set() -> None:
     store = BlockStore()
     store.is_known = np.array([True, False, True])
     store.check_mask(np.array([True, False, True]))
@@ -127,7 +127,7 @@ def test_common_sets_match() -> None:
     assert not len(match_keys(new, old[:0])[0])
 
 
-def test_texts_are_as_long_as_those_of_the_batch() -> None:
+def test_texts_have_the_length_of_those_of_the_batch() -> None:
     """Tokens that batches trim from the end of texts are padding, or repeats of the last token."""
     store = BlockStore()
     text = torch.arange(12.0).view(2, 3, 2)

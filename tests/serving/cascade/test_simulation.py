@@ -150,7 +150,7 @@ def test_late_heavy_image_may_be_replaced_by_the_light_one() -> None:
     assert all("late" in (record.reason or "") for record in lost)
 
 
-def test_without_a_heavy_worker_deferred_requests_wait_and_then_are_refused() -> None:
+def test_deferred_requests_without_a_heavy_worker_wait_and_are_refused() -> None:
     requests = trace(5.0, 50)
     result = run(requests, Fixed(AllocationPlan(6, 0, 4, 0, 0.5, 0.5)))
     check(result, requests)

@@ -134,7 +134,7 @@ def test_unmeasurable_metrics_are_none(records: list[RequestRecord]) -> None:
     json.dumps(summary, allow_nan=False)
 
 
-def test_all_missed_is_zero_and_not_none() -> None:
+def test_attainment_is_zero_if_all_are_missed() -> None:
     summary = summary_of([ended(0, "discarded", slo_s=1.0)])
     assert (summary["slo_attainment_rate"], summary["goodput_qps"], summary["slo_met_success"]) == (0.0, 0.0, 0)
 

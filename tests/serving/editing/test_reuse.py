@@ -68,7 +68,7 @@ def test_edits_in_a_mixed_batch_equal_those_alone(family: str, keep: Keep, tmp_p
 
 
 @pytest.mark.parametrize("family", ["sdxl", "sd3", "flux"])
-def test_latents_end_as_the_image_outside_the_mask_and_near_the_twin_inside(family: str, tmp_path: Path) -> None:
+def test_latents_equal_the_image_outside_the_mask_and_approach_the_twin(family: str, tmp_path: Path) -> None:
     pipe, request = pipeline(family), edit_request(0, LARGE, template=TEMPLATE)
     model = model_with(pipe, tmp_path, [request])
     prepared = model.prepare(request)

@@ -259,7 +259,7 @@ def test_unavailable_cuda_is_refused(sdxl_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"steps": 3}', '{"num_inference_steps": 0}', '{"resolutions": 128}'])
-def test_bad_defaults_file(broken_dir: Path, content: str) -> None:
+def test_invalid_defaults_file_is_refused(broken_dir: Path, content: str) -> None:
     (broken_dir / "psctl.json").write_text(content)
     with pytest.raises(PsctlError, match=r"psctl\.json"):
         load_model(str(broken_dir))

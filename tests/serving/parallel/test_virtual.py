@@ -57,7 +57,7 @@ def test_any_number_of_ranks_equals_one(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "fed_per_resnet"), [("sdxl", 2), ("scale-shift", 1), ("gelu", 2)])
-def test_ranks_wait_for_each_other_as_often_as_the_latency_model_takes(
+def test_number_of_rank_synchronisations_matches_the_latency_model(
     name: str, fed_per_resnet: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A norm before a convolution also exchanges the convolution's rows around a strip."""

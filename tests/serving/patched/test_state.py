@@ -76,7 +76,7 @@ def test_text_keys_and_values_are_cached_until_the_next_batch(way: Way) -> None:
 @pytest.mark.product(most=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
-def test_batches_of_other_shapes_follow_each_other(name: str) -> None:
+def test_batches_of_different_shapes_in_sequence(name: str) -> None:
     model = model_of(name)
     few, many = draw_rows(model, [(16, 8)], seed=10), draw_rows(model, MIXED, seed=11)
     for way in ways_for(name, MIXED, FEW_WAYS):

@@ -174,7 +174,7 @@ def test_continuous_joins_at_any_step_and_mixes() -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_bad_batch_sizes(name: str) -> None:
+def test_invalid_batch_sizes_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="max_batch_size is 0, but it must be at least 1"):
         get_policy(name).decide(Snapshot(0, [view(0)], [], 0, StepTimes()))
     with pytest.raises(ValueError, match="2 requests are active, but max_batch_size is 1"):

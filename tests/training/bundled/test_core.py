@@ -209,7 +209,7 @@ def test_a_diverging_loss_stops_the_run(tmp_path):
         )
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
+def test_non_finite_gradient_changes_nothing():
     model = small_net()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimiser = MuonAdamW(dict(model.named_parameters()), ["2.weight"], OptimConfig())

@@ -29,7 +29,7 @@ def steps(count: int, factor: float, *, noise: float = 0.0, seed: int = 0) -> li
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.3, 3.0])
-def test_converges_to_the_factor_of_the_machine(factor: float) -> None:
+def test_correction_converges_to_the_machine_factor(factor: float) -> None:
     correction = OnlineCorrection(PixelLaw())
     for batch, measured_s in steps(800, factor, noise=0.05):
         correction.observe(batch, measured_s)
@@ -44,7 +44,7 @@ def test_converges_to_the_factor_of_the_machine(factor: float) -> None:
     assert drift.mean_uncorrected_error == pytest.approx(abs(1 / factor - 1), abs=0.06)
 
 
-def test_follows_a_change_at_the_pace_of_its_weight() -> None:
+def test_correction_follows_changes_by_its_weight() -> None:
     correction = OnlineCorrection(PixelLaw())
     for _ in range(100):
         correction.observe([S], PixelLaw().step_latency_s([S]))
@@ -144,7 +144,7 @@ def test_impossible_times_are_internal_errors(measured_s: float) -> None:
     assert correction.drift().num_observations == 0
 
 
-def test_learns_how_long_requests_take_after_their_last_step() -> None:
+def test_time_after_the_last_step_is_learnt() -> None:
     correction = OnlineCorrection(PixelLaw())
     assert correction.after_steps_s(S) is None
     correction.observe_end(S, 0.4)

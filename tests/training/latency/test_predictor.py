@@ -98,7 +98,7 @@ def test_known_law_is_learned(fitted: LatencyPredictor) -> None:
 
 
 @pytest.mark.slow
-def test_reported_errors_are_of_this_model_on_unseen_rows(fitted: LatencyPredictor, rows: list[LatencyRow]) -> None:
+def test_reported_errors_are_measured_on_unseen_rows(fitted: LatencyPredictor, rows: list[LatencyRow]) -> None:
     unseen = [row for row in rows if row.label in fitted.about.fit["held_out"]]
     assert len(unseen) == 60
     measured = np.array([row.median_ms for row in unseen])
@@ -164,7 +164,7 @@ def test_fitting_is_seeded(rows: list[LatencyRow]) -> None:
 
 
 @pytest.mark.slow
-def test_order_does_not_matter_and_predictions_are_remembered(predictor: LatencyPredictor) -> None:
+def test_predictions_are_cached_and_independent_of_order(predictor: LatencyPredictor) -> None:
     batch = [S, L, M, S, L, S]
     latency_s = predictor.step_latency_s(batch)
     assert predictor.step_latency_s(sorted(batch)) == latency_s == predictor.step_latency_s(tuple(reversed(batch)))
@@ -424,7 +424,7 @@ def test_linear_model_is_kept_if_no_worse(tmp_path: Path) -> None:
     assert "vectors" not in load_file(tmp_path / "latency.safetensors")
 
 
-def test_small_noisy_tables_are_predicted_as_well_as_the_noise_allows() -> None:
+def test_accuracy_on_small_noisy_tables_is_limited_only_by_noise() -> None:
     """The tables are like a quick profile on a shared machine: 60 combinations with errors of 10 % each."""
     found = []
     for seed in range(6):
