@@ -31,7 +31,7 @@ class TableOfSteps:
         return STEP_S * (1 + 0.25 * (len(active) - 1))
 
 
-class World:
+class MachineState:
     """State that outlives a process: the machine's faults, and counts of events.
 
     Attributes:
@@ -58,11 +58,13 @@ class World:
 class RandomEngine:
     """The loop of an engine over a real scheduler, without a model."""
 
-    def __init__(self, world: World, policy: str, predictor: OnlineCorrection, backend: "RandomBackend") -> None:
-        self.scheduler = Scheduler(get_policy(policy), predictor, max_batch_size=world.rng.randint(1, 6))
+    def __init__(
+        self, machine: MachineState, policy: str, predictor: OnlineCorrection, backend: "RandomBackend"
+    ) -> None:
+        self.scheduler = Scheduler(get_policy(policy), predictor, max_batch_size=machine.rng.randint(1, 6))
         self.followers: dict[int, Follower] = {}
         self.crashes_with: Exception | None = None
-        self._world, self._backend = world, backend
+        self._machine, self._backend = machine, backend
         self._cancelled: list[tuple[RequestState, str]] = []
         self._wake_event = asyncio.Event()
         self._decoder: asyncio.Queue[RequestState] = asyncio.Queue()
@@ -92,7 +94,7 @@ class RandomEngine:
     def withdraw_and_add_again(self) -> None:
         """Withdraw the waiting requests from the scheduler and add them again."""
         taken = self.scheduler.withdraw_waiting()
-        self._world.event_counts["taken back"] += len(taken)
+        self._machine.event_counts["taken back"] += len(taken)
         for request in taken:
             self.scheduler.add(request, RequestView.of(request))
         self._changed()
@@ -111,25 +113,25 @@ class RandomEngine:
             self._begin(self._prepare(state))
 
     async def _prepare(self, state: RequestState) -> None:
-        await asyncio.sleep(0.02 * self._world.slow)
-        failure = "broken" if self._world.fails("preparing") else None
+        await asyncio.sleep(0.02 * self._machine.slow)
+        failure = "broken" if self._machine.fails("preparing") else None
         known = self.scheduler.prepared(state.request.request_id, self.now_s, failure=failure)
         if known is not None and failure is not None:
-            self._tell(known)
+            self._notify(known)
         self._changed()
 
     async def _decode(self) -> None:
         while True:
             state = await self._decoder.get()
-            await asyncio.sleep(0.03 * self._world.slow)
+            await asyncio.sleep(0.03 * self._machine.slow)
             if state.record.status != "pending":
                 continue
-            failure = "broken" if self._world.fails("decoding") else None
+            failure = "broken" if self._machine.fails("decoding") else None
             self.scheduler.end(state.request.request_id, "failed" if failure else "completed", self.now_s, failure)
-            self._tell(state)
+            self._notify(state)
             self._wake_event.set()
 
-    def _tell(self, state: RequestState) -> None:
+    def _notify(self, state: RequestState) -> None:
         record = state.record
         # An image that identifies its request.
         image = Image.new("RGB", (1, 1), colour_of(state.request)) if record.status == "completed" else None
@@ -145,7 +147,7 @@ class RandomEngine:
                 task.cancel()
             reason = "the run was stopped before it had finished"
             for state in self.scheduler.end_all("cancelled", self.now_s, reason):
-                self._tell(state)
+                self._notify(state)
             assert not self.followers, "somebody was forgotten"
 
     async def _turn(self) -> None:
@@ -157,9 +159,9 @@ class RandomEngine:
             number = state.request.request_id
             if state.record.status == "pending" and scheduler._open.get(number) is state:
                 scheduler.end(number, "cancelled", self.now_s, reason)
-                self._tell(state)
+                self._notify(state)
         for state in scheduler.decide(self.now_s):
-            self._tell(state)
+            self._notify(state)
         self._prepare_next()
         if not scheduler.can_step:
             self._wake_event.clear()
@@ -167,10 +169,10 @@ class RandomEngine:
                 await self._wake_event.wait()
             return
         start_s, batch = self.now_s, list(scheduler.active)
-        await asyncio.sleep(TableOfSteps().step_latency_s(batch) * self._world.slow)
+        await asyncio.sleep(TableOfSteps().step_latency_s(batch) * self._machine.slow)
         if self.crashes_with is not None:
             raise self.crashes_with
-        failures = {each.request.request_id: "broken" for each in batch if self._world.fails("denoising")}
+        failures = {each.request.request_id: "broken" for each in batch if self._machine.fails("denoising")}
         took_s = self.now_s - start_s
         row = StepRow.of(scheduler.num_steps, start_s, took_s, scheduler.batch, scheduler.num_waiting, 0.0)
         left = scheduler.stepped(self.now_s, took_s, failures)
@@ -183,7 +185,7 @@ class RandomEngine:
             if state.stage == "decoding" and state.record.status == "pending":
                 self._decoder.put_nowait(state)
             else:
-                self._tell(state)
+                self._notify(state)
 
 
 def colour_of(request: Request) -> tuple[int, int, int]:
@@ -193,10 +195,10 @@ def colour_of(request: Request) -> tuple[int, int, int]:
 class RandomBackend(Backend):
     """A backend that replaces its engine after a crash, as `LocalBackend` does."""
 
-    def __init__(self, world: World, policy: str, predictor: OnlineCorrection) -> None:
+    def __init__(self, machine: MachineState, policy: str, predictor: OnlineCorrection) -> None:
         self.on_stopped = lambda reason: None
         self.on_row: Callable[[StepRow], None] = lambda row: None
-        self._world, self._policy, self._predictor = world, policy, predictor
+        self._machine, self._policy, self._predictor = machine, policy, predictor
         self._health, self._rate = Health.STARTING, DrainRate()
         self.engine: RandomEngine | None = None
         self._running: asyncio.Task[None] | None = None
@@ -230,11 +232,11 @@ class RandomBackend(Backend):
 
     async def _run(self) -> None:
         while True:
-            self.engine, self._health = RandomEngine(self._world, self._policy, self._predictor, self), Health.READY
+            self.engine, self._health = RandomEngine(self._machine, self._policy, self._predictor, self), Health.READY
             try:
                 await self.engine.run()
             except (RunError, MemoryError):
-                self._world.event_counts["crashes"] += 1
+                self._machine.event_counts["crashes"] += 1
                 self.engine, self._health = None, Health.RESTARTING
             await asyncio.sleep(0.5)
 
@@ -248,7 +250,7 @@ class RandomBackend(Backend):
     ) -> None:
         if self.engine is None:
             raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
-        await asyncio.sleep(self._world.rng.choice((0.0, 0.001, 0.05)))
+        await asyncio.sleep(self._machine.rng.choice((0.0, 0.001, 0.05)))
         if self.engine is None:
             raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
         self.engine.add(request, follower)

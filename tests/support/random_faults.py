@@ -51,7 +51,7 @@ from patchedserve.training.latency.online_correction import OnlineCorrection
 
 from .fast_loop import FastLoop
 from .faulty_disk import FaultyDisk
-from .random_engine import STEP_S, RandomBackend, TableOfSteps, World
+from .random_engine import STEP_S, MachineState, RandomBackend, TableOfSteps
 from .scheduler_check import check_scheduler
 
 SIZES = (Resolution(32, 32), Resolution(64, 32))
@@ -100,17 +100,17 @@ class CountingLog(RequestLog):
 class Process:
     """The process of a server, from its start to its end."""
 
-    def __init__(self, world: World, folder: Path, policy: str) -> None:
+    def __init__(self, machine: MachineState, folder: Path, policy: str) -> None:
         facts = ModelFacts("random", ModelDefaults(4, 3.0, SIZES[0], SIZES))
-        limits = Limits(max_queue=world.rng.choice((3, 64)), request_timeout_s=world.rng.choice((3.0, 600.0)))
-        self.world, self.predictor = world, OnlineCorrection(TableOfSteps())
-        self.backend = RandomBackend(world, policy, self.predictor)
+        limits = Limits(max_queue=machine.rng.choice((3, 64)), request_timeout_s=machine.rng.choice((3.0, 600.0)))
+        self.machine, self.predictor = machine, OnlineCorrection(TableOfSteps())
+        self.backend = RandomBackend(machine, policy, self.predictor)
         pricing = Pricing(5.0, lambda request: 0.05 + STEP_S * request.num_steps, lambda _: None)
         self.front_end = FrontEnd(facts, limits, self.backend, pricing)
         self.metrics, self.live, self.ends = Metrics(SIZES, self.backend), Live(self.front_end), CountingLog()
         self.front_end.watchers += [self.metrics, self.live, self.ends]
         self.backend.on_row = lambda row: (self.metrics.on_row(row), self.live.on_row(row))[0]
-        self.batches = Batches(folder, self.front_end, world.rng.randint(1, 4))
+        self.batches = Batches(folder, self.front_end, machine.rng.randint(1, 4))
 
     def check(self) -> None:
         """Check that all records of open requests are consistent. Raises AssertionError."""
@@ -151,8 +151,8 @@ class RandomRun:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.rng = random.Random(seed)
-        self.world, self.folder = World(self.rng), folder
-        self.event_counts, self.disk = self.world.event_counts, FaultyDisk(folder)
+        self.machine, self.folder = MachineState(self.rng), folder
+        self.event_counts, self.disk = self.machine.event_counts, FaultyDisk(folder)
         self.policy = self.rng.choice(_POLICIES)
         self._loop: FastLoop | None = None
         self._inputs: dict[str, list[str]] = {}
@@ -178,7 +178,7 @@ class RandomRun:
         reported: list[dict[str, Any]] = []
         loop.set_exception_handler(lambda _, context: reported.append(context))
         self._clients = set()
-        process = Process(self.world, self.folder, self.policy)
+        process = Process(self.machine, self.folder, self.policy)
         loop.after_turn = process.check
         with contextlib.redirect_stderr(log):
             try:
@@ -226,7 +226,7 @@ class RandomRun:
         for _ in range(self.rng.randint(0, 20)):
             self._act(process)
             await asyncio.sleep(self.rng.choice((0.0, 0.1, 0.5)))
-        self.world.heal()
+        self.machine.heal()
         self.disk.fail_at(0, "count")
         healed_s = loop.time()
         while True:
@@ -299,11 +299,11 @@ class RandomRun:
         elif what == "leave" and self._clients:
             rng.choice(sorted(self._clients, key=lambda task: task.get_name())).cancel()
         elif what == "break":
-            self.world.broken[rng.choice(list(self.world.broken))] = rng.choice((0.1, 0.5, 1.0))
+            self.machine.broken[rng.choice(list(self.machine.broken))] = rng.choice((0.1, 0.5, 1.0))
         elif what == "heal":
-            self.world.heal()
+            self.machine.heal()
         elif what == "slow":
-            self.world.slow = rng.choice((0.5, 3.0, 10.0))
+            self.machine.slow = rng.choice((0.5, 3.0, 10.0))
         elif what == "stand still":
             assert isinstance(loop, FastLoop)
             loop.now_s += rng.choice((3.0, 20.0))

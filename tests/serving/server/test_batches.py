@@ -30,7 +30,7 @@ from patchedserve.serving.server.errors import invalid
 from patchedserve.serving.server.guards import Guards
 from patchedserve.serving.server.keys import Keys
 
-from ...support.random_engine import World
+from ...support.random_engine import MachineState
 from ...support.random_faults import Process
 
 
@@ -305,7 +305,7 @@ def process_over(folder: Path, work: Callable[[Process], Coroutine[Any, Any, Non
     """Run `work` on a server with batches in a folder, then stop it; without `has_turns` no batch gets its turn."""
 
     async def whole() -> None:
-        process = Process(World(random.Random(0)), folder, "fcfs")
+        process = Process(MachineState(random.Random(0)), folder, "fcfs")
         if not has_turns:
             await process.batches._turns[""].acquire()
         await process.backend.start()
