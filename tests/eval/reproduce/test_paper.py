@@ -102,7 +102,7 @@ def test_the_page_shows_all_models(tmp_path: Path) -> None:
     assert "within a factor of 2 of the paper" in page
     counts = {row[0]: row[1:] for row in re.findall(r"<tr><td>(\w+)</td>" + 4 * r'<td class="number">(\d)</td>', page)}
     assert counts == {"one": ("2", "1", "0", "0"), "two": ("2", "1", "0", "0"), "all": ("4", "2", "0", "0")}
-    assert page.count("a &lt;lab&gt;") == 6
+    assert page.count("a &lt;room&gt;") == 6
 
 
 def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
