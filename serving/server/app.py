@@ -18,7 +18,7 @@ from .batches.store import Batches
 from .edit_processes import EditProcesses
 from .edits import EDITS, read_form
 from .errors import ApiError, cancelled
-from .fields import MAX_IMAGES
+from .fields import MAX_IMAGES, check_model
 from .front_end import FrontEnd
 from .guards import caller_of
 from .images import base64_of
@@ -27,7 +27,7 @@ from .live import Live
 from .metrics import CONTENT_TYPE, Metrics
 from .openapi import edit_body, errors, generation_body
 from .page import page_response
-from .protocol import GENERATIONS, Generation, check_model, parse_generation
+from .protocol import GENERATIONS, Generation, parse_generation
 from .sse import events_of, usage_of
 from .tickets import Ticket, facts_of, metrics_of
 

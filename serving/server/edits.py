@@ -13,10 +13,11 @@ from ...data.datasets.decode import size_of
 from ...data.edits import EditSpec, TemplateSpec, has_alpha, read_image, read_mask
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
+from .body import MAX_NAME, shown
 from .errors import invalid, wrong_type
-from .fields import MAX_USER, RECORD_FIELDS, ModelFacts, edit_fields, shown, unsupported
+from .fields import RECORD_FIELDS, ModelFacts, edit_fields, unsupported
 from .limits import Limits
-from .protocol import Generation, check_model, check_size, generation_of
+from .protocol import Generation, check_size, generation_of
 
 EDITS = "/v1/images/edits"
 MAX_EDIT_BYTES = 50_000_000
@@ -68,7 +69,6 @@ def parse_edit(
     """
     kind = edit_fields(model, limits)
     found = _by_name(parts, kind.values)
-    check_model(found.get("model"), model)
     image, mask = found.pop("image", None), found.pop("mask", None)
     if image is None:
         raise invalid("image is missing", "image", code="missing_required_parameter")
@@ -120,11 +120,11 @@ def _by_name(parts: Sequence[tuple[str, Part]], values: Container[str]) -> dict[
     for given, part in parts:
         name = "image" if given == "image[]" else given
         if name in found:
-            raise invalid(f"the field {shown(name)} comes twice", name[:MAX_USER])
+            raise invalid(f"the field {shown(name)} comes twice", name[:MAX_NAME])
         if isinstance(part, bytes) != (name in ("image", "mask")):
             kind = "a file" if isinstance(part, bytes) else "text"
             raise unsupported(name) or invalid(
-                f"{shown(name)} is {kind}, but image and mask are files, and all else is text", name[:MAX_USER]
+                f"{shown(name)} is {kind}, but image and mask are files, and all else is text", name[:MAX_NAME]
             )
         is_value = isinstance(part, str) and name in values and _VALUE.fullmatch(part)
         found[name] = json.loads(part) if is_value else part

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...data.errors import UsageError
+from .body import shown
 from .errors import ApiError
-from .fields import shown
 from .limits import KeyLimits
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ...data.adapters import Adapters
 from ...data.requests import MAX_SEED, Fallback, steps_taken
 from ...data.resolution import Resolution
-from .errors import ApiError, invalid
-from .fields import LORA, MAX_IMAGES, QUALITIES, ModelFacts, OutputFormat, ResponseFormat, generation_fields, shown
+from .body import shown
+from .errors import invalid
+from .fields import LORA, MAX_IMAGES, QUALITIES, ModelFacts, OutputFormat, ResponseFormat, generation_fields
 from .limits import Limits
 
 if TYPE_CHECKING:
@@ -85,7 +86,6 @@ def parse_generation(
     Raises:
         ApiError: a field is unknown, missing or not allowed (400), or the model is not served (404).
     """
-    check_model(body.get("model"), model)
     fields = generation_fields(model, limits).read(body)
     return generation_of(fields, parse_size(fields.size, model, limits), model, limits, header_slo)
 
@@ -125,17 +125,6 @@ def generation_of(
         adapters=getattr(fields, LORA, ()),
         cache=fields.cache,
     )
-
-
-def check_model(name: object, model: ModelFacts) -> None:
-    """Raise ApiError (404) if this is the name of a model that is not served; what is no text is checked elsewhere."""
-    if isinstance(name, str) and name not in model.names:
-        raise ApiError(
-            404,
-            f"the model {shown(name)} is not served here, but {', '.join(model.names)}",
-            code="model_not_found",
-            param="model",
-        )
 
 
 def parse_size(text: str, model: ModelFacts, limits: Limits) -> Resolution:

@@ -10,8 +10,8 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, Response
 from starlette.datastructures import FormData, QueryParams, UploadFile
 
+from ..body import shown
 from ..errors import ApiError, invalid
-from ..fields import shown
 from ..guards import caller_of
 from ..json_body import read_object
 from ..openapi import LEAST_FILE_S, MAX_LISTED, MOST_FILE_S, batch_body, errors, file_body, page_query

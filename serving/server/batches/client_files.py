@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ....data.files import atomic_write
+from ..body import shown
 from ..errors import ApiError, invalid
-from ..fields import shown
 from ..openapi import MOST_FILE_S
 from .folder import ENDED, EXPIRES, OWNER, BatchFolder
 from .quota import DiskUse

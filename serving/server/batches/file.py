@@ -20,8 +20,8 @@ from filelock import FileLock, Timeout
 from ....data.errors import RunError, UsageError
 from ....data.files import atomic_write, private_folder, write_json
 from ....data.records import read_json
+from ..body import shown
 from ..errors import ApiError, invalid
-from ..fields import shown
 from ..json_body import parse_object
 from ..limits import Limits
 from ..protocol import GENERATIONS, Generation, ModelFacts, parse_generation

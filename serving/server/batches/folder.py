@@ -13,8 +13,8 @@ from typing import Any
 
 from ....data.files import private_folder, quarantine, write_json
 from ....data.records import json_type
+from ..body import shown
 from ..errors import ApiError
-from ..fields import shown
 from .file import ERROR_FILE, OUTPUT_FILE
 
 OWNER, EXPIRES = "owner", "expires_at"

@@ -18,8 +18,8 @@ from fastapi.concurrency import run_in_threadpool
 
 from ....data.checks import is_text
 from ....data.errors import RunError, UsageError
+from ..body import shown
 from ..errors import ApiError, invalid, overloaded
-from ..fields import shown
 from ..front_end import FrontEnd
 from ..keys import Keys
 from ..protocol import GENERATIONS

@@ -50,7 +50,7 @@ def test_cascade_uses_its_own_steps() -> None:
 
 
 def test_unknown_model_is_reported_first() -> None:
-    """A client of another model is told so, whatever else is wrong."""
+    """The name of the model is checked before the fields."""
     for fields in ({"colour": "red"}, {"prompt": None}, {"n": 0}):
         error = refused(model="another", **fields)
         assert (error.status, error.code) == (404, "model_not_found")
