@@ -15,7 +15,8 @@ from ...data.workspace import ModelWorkspace
 from ...serving.models.build import as_plain, without_cache
 from ...serving.models.served import ServedModel
 from ...serving.runs.machine import run_facts
-from ...serving.runs.serve import ServeOutcome, run_serve
+from ...serving.runs.notes import Notify
+from ...serving.runs.serve import ServeOutcome, ServePlan, run_serve
 from ...serving.runs.standalone import shape_of, standalone_latencies
 from ...serving.runs.step_latencies import coarseness_notes, latencies_for_serving
 from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
@@ -30,7 +31,6 @@ SYSTEMS = ("bucketed", "patched-slack", "patched-schedule")
 _BASE = SYSTEMS[0]
 _WARM_UP, _NEVER_LATE_S = 32, 600.0
 """Number of requests that warm up each system, all at once, and their SLO in seconds."""
-_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def run_demo(
     folder: Path,
     settings: DemoSettings,
     *,
-    on_note: _Notify,
-    on_warning: _Notify,
+    on_note: Notify,
+    on_warning: Notify,
     on_start: Callable[[str, Sequence[Request]], Callable[[], None]],
 ) -> DemoOutcome:
     """Serve the same trace with all systems, one after the other, and write a page that compares them.
@@ -123,15 +123,11 @@ def run_demo(
         outcome = run_serve(
             models[name],
             requests,
-            system,
+            ServePlan(trace, system, None, settings.slo_scale, settings.max_batch_size, save_dir),
             workspace,
-            dataset="demo",
-            config={**trace.to_config(), "system": name, "policy": system.policy, "engine": system.engine},
             write_report=write_report,
+            dataset="demo",
             predictor=corrections[name],
-            slo_scale=settings.slo_scale,
-            max_batch_size=settings.max_batch_size,
-            save_dir=save_dir,
             on_finish=lambda record: on_finish(),
         )
         if outcome.was_interrupted:

@@ -1,13 +1,14 @@
 """Plan of a sweep: its settings, and what the side that serves it is made from. This module imports no torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...data.workspace import ModelWorkspace, Workspace
 from ...serving.models.defaults import ModelDefaults
 from ...serving.models.loading import model_defaults
+from ...serving.runs.notes import Notify
 from ...serving.runs.step_file import latencies_of_file
 from ...serving.runs.step_latencies import table_for_simulation
 from ...serving.scheduling.policies import get_policy
@@ -20,8 +21,6 @@ from .simulator_side import SimulatorFiles, SimulatorSide
 if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
 
-_Notify = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
@@ -30,8 +29,7 @@ class SweepPlan:
     Attributes:
         settings: settings of the sweep.
         model, workspace: the model as `load_model` takes it, and the workspace with the files.
-        latency, plain_latency, calibration, stage_times: files of the simulator, as in `SimulatorFiles`; None for
-            `latency` takes a table of the workspace.
+        files: files of the simulator; it takes a table of the workspace if they have no step latencies.
         predictor: step latencies for policies that look ahead on the engine; None for those of the workspace.
         warm_up: warm-up of the engine.
         resume: folder of the sweep to continue; None begins another.
@@ -40,10 +38,7 @@ class SweepPlan:
     settings: SweepSettings
     model: str
     workspace: Workspace
-    latency: Path | None = None
-    plain_latency: Path | None = None
-    calibration: Path | None = None
-    stage_times: Path | None = None
+    files: SimulatorFiles = field(default_factory=SimulatorFiles)
     predictor: Path | None = None
     warm_up: WarmUp = field(default_factory=WarmUp)
     resume: Path | None = None
@@ -60,7 +55,7 @@ class SweepPlan:
         return defaults
 
     def on_simulator(
-        self, defaults: ModelDefaults, schedule: CacheSchedule | None, *, on_note: _Notify, on_warning: _Notify
+        self, defaults: ModelDefaults, schedule: CacheSchedule | None, *, on_note: Notify, on_warning: Notify
     ) -> "ReadySweep":
         """Return the sweep in the simulator.
 
@@ -72,11 +67,10 @@ class SweepPlan:
 
         Raises UsageError or RunError as `SimulatorFiles.engines`.
         """
-        latency = self.latency
-        if latency is None:
+        files = self.files
+        if files.latency is None:
             sizes = [request.resolution for request in examples_of(self.settings, defaults)]
-            latency = table_for_simulation(self.workspace, self.model, sizes, on_note=on_note)
-        files = SimulatorFiles(latency, self.plain_latency, self.calibration, self.stage_times)
+            files = replace(files, latency=table_for_simulation(self.workspace, self.model, sizes, on_note=on_note))
         engines = files.engines(self.settings.max_batch_size, on_warning)
         side = SimulatorSide(self.settings, engines, self.model, files.sources(), schedule)
         return ReadySweep(self, defaults, side, self.workspace.for_model(self.model, "simulated"))
@@ -86,8 +80,8 @@ class SweepPlan:
         defaults: ModelDefaults,
         load: "Callable[[], tuple[ServedModel, ModelWorkspace]]",
         *,
-        on_note: _Notify,
-        on_warning: _Notify,
+        on_note: Notify,
+        on_warning: Notify,
     ) -> "ReadySweep":
         """Return the sweep on the engine, and in the simulator beside it if the settings ask for both.
 
@@ -130,7 +124,7 @@ class ReadySweep:
     side: SweepSide
     place: ModelWorkspace
 
-    def run(self, *, on_run: _Notify, on_done: Callable[[], None]) -> SweepOutcome:
+    def run(self, *, on_run: Notify, on_done: Callable[[], None]) -> SweepOutcome:
         """Serve the sweep, or what is left of it. Raises as `sweep`, which takes the same functions."""
         plan = self.plan
         return sweep(

@@ -1,6 +1,6 @@
 """Sweeps on the virtual clock, with separate latencies for the plain and the patch engine. No torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from ...data.errors import UsageError
 from ...data.files import named_by_content
 from ...data.requests import Request
 from ...serving.options import EngineName
+from ...serving.runs.notes import Notify
 from ...serving.runs.outside_profile import warn_of_small_table
 from ...serving.runs.simulated.deployment import SimulatedEngine
 from ...serving.runs.simulated.files import calibration_of, load_stage_times, require_engine
@@ -19,8 +20,6 @@ from ...training.cache.schedule import CacheSchedule
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone
 from .settings import SweepFolder, SweepRunResult, SweepSettings
-
-_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class SimulatorFiles:
     """Files from which the simulator models both engines.
 
     Attributes:
-        latency: step latencies of the patch engine: a table, or a fitted predictor.
+        latency: step latencies of the patch engine: a table, or a fitted predictor; None until one is chosen.
         plain_latency: step latencies of the plain engine; None uses batches of one resolution of `latency`, with a
             warning.
         calibration: `calibration.json` of a sweep on both engines and simulator.
@@ -93,7 +92,7 @@ class SimulatorFiles:
         UsageError: both a calibration and stage times are given.
     """
 
-    latency: Path
+    latency: Path | None = None
     plain_latency: Path | None = None
     calibration: Path | None = None
     stage_times: Path | None = None
@@ -114,7 +113,7 @@ class SimulatorFiles:
         return {name: named_by_content(path) for name, path in files.items() if path is not None}
 
     def engines(
-        self, max_batch_size: int = 16, on_warning: _Notify = lambda text: None
+        self, max_batch_size: int = 16, on_warning: Notify = lambda text: None
     ) -> dict[EngineName, SimulatedEngine]:
         """Return both engines from the files, for batches of up to `max_batch_size`.
 
@@ -122,6 +121,7 @@ class SimulatorFiles:
             UsageError: a file cannot be read, is damaged, or is of the wrong engine.
             RunError: no request of the served run was completed.
         """
+        assert self.latency is not None, "of chosen files"
         times = None if self.stage_times is None else load_stage_times(self.stage_times)
         if self.plain_latency is None:
             on_warning(

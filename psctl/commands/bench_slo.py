@@ -130,6 +130,7 @@ def bench_slo(
     from ...profiling.sweep.plan import SweepPlan
     from ...profiling.sweep.runner import WarmUp
     from ...profiling.sweep.settings import SweepSettings
+    from ...profiling.sweep.simulator_side import SimulatorFiles
 
     _check_side(context, on)
     if trace.trace == "shape":
@@ -147,8 +148,8 @@ def bench_slo(
         num_gpus=gpus,
     )
     warm_up = WarmUp(warmup_requests, combinations)
-    files = latency, plain_latency, calibration, stage_times
-    plan = SweepPlan(settings, target.model, target.root, *files, predictor, warm_up, resume)
+    files = SimulatorFiles(latency, plain_latency, calibration, stage_times)
+    plan = SweepPlan(settings, target.model, target.root, files, predictor, warm_up, resume)
     defaults = plan.checked()
     require_places(target.workspace, file=output_file)
     if on == "simulator":

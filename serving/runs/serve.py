@@ -26,9 +26,10 @@ from ..scheduling.systems import System
 from .corrections import correction_of
 from .doubts import doubtful_alone, exact_s
 from .figures import run_figures
+from .notes import Notify, ignore
 from .outside_profile import predictions_outside
 from .run_folder import WriteReport, write_run
-from .standalone import RequestShape, doubt_standalone, shape_of, standalone_latencies
+from .standalone import doubt_standalone, shape_of, standalone_latencies
 from .step_file import latencies_of_file
 from .step_latencies import MeasureLatencies, latencies_for_serving
 from .summary import engine_figures, optional_figures
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from ..models.served import ServedModel
 
 _MAX_REPORT_IMAGES = 24
-Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,13 @@ class ServePlan:
 
     Attributes:
         trace: settings of the trace.
-        system: system that serves, with the user's choice of engine and policy.
+        system: system that serves, with the user's choice of engine and policy. It provides the policy and the share of
+            steps; engine and cache are those of the loaded model.
         predictor: file of step latencies for policies that look ahead; None uses those of the workspace.
-        slo_scale, max_batch_size, save_dir, remeasure: as in `run_serve`.
+        slo_scale: SLO of each request without one, as a multiple of its standalone latency on plain diffusers.
+        max_batch_size: maximum number of requests in the denoise batch.
+        save_dir: folder for all images and a copy of the report; None keeps a few images for the report only.
+        remeasure: whether standalone latencies are measured even if the workspace has them.
     """
 
     trace: TraceSettings
@@ -158,22 +162,15 @@ class ReadyTrace:
         if latency is not None:
             first = [plan.system.adapt(request) for request in self.requests[: plan.max_batch_size]]
             correction = correction_of(model, workspace, latency, first=first, on_note=on_note)
-        trace = plan.trace
         return run_serve(
             model,
             self.requests,
-            plan.system,
+            plan,
             workspace,
-            dataset=trace.trace if trace.prompts is None else f"{trace.trace}, {trace.prompts.name}",
-            config=plan.to_config(model),
             write_report=write_report,
             predictor=correction,
-            slo_scale=plan.slo_scale,
-            max_batch_size=plan.max_batch_size,
-            save_dir=plan.save_dir,
-            remeasure=plan.remeasure,
-            on_measure=lambda shape: on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
-            on_doubt=on_warning,
+            on_note=on_note,
+            on_warning=on_warning,
             on_start=on_start,
             on_finish=on_finish,
         )
@@ -182,19 +179,14 @@ class ReadyTrace:
 def run_serve(
     model: "ServedModel",
     requests: Sequence[Request],
-    system: System,
+    plan: ServePlan,
     workspace: ModelWorkspace,
     *,
-    dataset: str,
-    config: dict[str, Any],
     write_report: WriteReport,
+    dataset: str | None = None,
     predictor: StepLatencyPredictor | None = None,
-    slo_scale: float = DEFAULT_SLO_SCALE,
-    max_batch_size: int = 16,
-    save_dir: Path | None = None,
-    remeasure: bool = False,
-    on_measure: Callable[[RequestShape], None] | None = None,
-    on_doubt: Callable[[str], None] = lambda doubt: None,
+    on_note: Notify = ignore,
+    on_warning: Notify = ignore,
     on_start: Callable[[], None] | None = None,
     on_finish: Callable[[RequestRecord], None] | None = None,
 ) -> ServeOutcome:
@@ -203,16 +195,13 @@ def run_serve(
     Args:
         model, workspace: the loaded model, and its part of the workspace.
         requests: the trace, in order of arrival.
-        system: system that provides the policy and the share of steps; engine and cache are those of the model.
-        dataset, config: name of the trace or prompt file, and the user's settings, for the summary and the report.
+        plan: plan of the trace; requests and step latencies are those given here.
         write_report: writes the report of the run.
+        dataset: name of the requests in the summary and the report; None for that of the plan's trace.
         predictor: step latencies for policies that look ahead; an online predictor observes every step.
-        slo_scale: SLO of each request without one, as a multiple of its standalone latency on plain diffusers.
-        max_batch_size: maximum number of requests in the denoise batch.
-        save_dir: folder for all images and a copy of the report; None keeps a few images for the report only.
-        remeasure: whether standalone latencies are measured even if the workspace has them.
-        on_measure, on_start, on_finish: called before each measurement, before the replay, and for each ended request.
-        on_doubt: called with a line that names a standalone latency that may be too long, and the reason.
+        on_note: called with a line about each measurement.
+        on_warning: called with a line that names a standalone latency that may be too long, and the reason.
+        on_start, on_finish: called before the replay, and for each ended request.
 
     Raises:
         UsageError: if the model cannot serve a request, or the policy needs a predictor and there is none; nothing has
@@ -224,18 +213,23 @@ def run_serve(
     from ..engine.engine import Engine
     from ..engine.replay import replay
 
-    policy = get_policy(system.policy)
+    policy = get_policy(plan.system.policy)
     if policy.requires_predictor:
         require_predictor(policy, predictor)
-    checked = [model.checked(system.adapt(request)) for request in requests]
+    checked = [model.checked(plan.system.adapt(request)) for request in requests]
     model.tune([request.resolution for request in requests], workspace.tables)
     outside_before = predictions_outside(predictor)
     # Requests with their own SLO need no measurement.
     unmeasured = [request for request in requests if request.slo_s is None]
     standalone = standalone_latencies(
-        model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure, on_doubt=on_doubt
+        model,
+        unmeasured,
+        workspace.tables,
+        remeasure=plan.remeasure,
+        on_measure=lambda shape: on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+        on_doubt=on_warning,
     )
-    requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], slo_scale)
+    requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], plan.slo_scale)
     run_dir = workspace.new_run("serve")
     save_trace(run_dir / "trace.jsonl", requests)
     checked = [
@@ -248,12 +242,18 @@ def run_serve(
         model,
         policy,
         predictor=predictor,
-        max_batch_size=max_batch_size,
-        image_path=_image_paths(requests, save_dir, run_dir),
+        max_batch_size=plan.max_batch_size,
+        image_path=_image_paths(requests, plan.save_dir, run_dir),
         on_finish=on_finish,
     )
     result = replay(engine, checked)
-    summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
+    summary = summarize(
+        result.records,
+        result.duration_s,
+        slo_scale=plan.slo_scale,
+        model=model.name,
+        dataset=plan.trace.dataset if dataset is None else dataset,
+    )
     summary |= engine_figures(result)
     summary |= optional_figures(model, predictor, outside_before)
     summary["standalone_latency"] = {
@@ -261,13 +261,13 @@ def run_serve(
     }
     if doubts := doubtful_alone(result.records, checked):
         summary["standalone_times_served"] = doubts
-    summary["config"] = config
+    summary["config"] = plan.to_config(model)
     summary["run_dir"] = str(run_dir)
     write_figures(summary, run_figures(summary, result.records))
-    _write(run_dir, result, summary, save_dir, write_report)
+    _write(run_dir, result, summary, plan.save_dir, write_report)
     served_s = exact_s(model, checked, result.records)
     for shape, known_s in doubt_standalone(model, workspace.tables, served_s).items():
-        on_doubt(
+        on_warning(
             f"{shape.resolution} was served in {served_s[shape]:.3g} s, but had taken {known_s:.3g} s alone: the next "
             "run measures that again"
         )

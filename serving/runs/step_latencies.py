@@ -7,7 +7,7 @@ not need it.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ...data.errors import UsageError
 from ...data.files import quarantine
@@ -22,45 +22,23 @@ from ..editing.profile import PATTERN
 from ..scheduling.policies import StepLatencyPredictor
 from ..scheduling.step_latency import TableLatency
 from ..scheduling.systems import System
+from .notes import Notify
 from .step_file import step_sources
 
 if TYPE_CHECKING:
     from ..models.served import ServedModel
 
 COARSE_COMBINATIONS = 16
+"""Maximum number of combinations of requests in a coarse table."""
 COARSE_BUDGET_S = 20.0
-_Notify = Callable[[str], None]
+"""Seconds after which no further combination of a coarse table is measured."""
 
 
-class MeasureLatencies(Protocol):
-    """Function that measures step latencies, such as `profiling.measure.for_serving.measure_latencies`."""
-
-    def __call__(
-        self,
-        model: "ServedModel",
-        workspace: ModelWorkspace,
-        resolutions: tuple[Resolution, ...],
-        *,
-        combinations: int,
-        max_batch_size: int,
-        budget_s: float,
-    ) -> LatencyTable:
-        """Measure each combination of requests once, keep the table in the workspace, and return it.
-
-        Args:
-            model: model without a cache.
-            workspace: workspace of the model.
-            resolutions: resolutions of the requests.
-            combinations: maximum number of combinations.
-            max_batch_size: number of requests in the largest batch.
-            budget_s: seconds after which no further combination is measured.
-
-        Raises:
-            RunError: a request fails.
-            KeyboardInterrupt: on Ctrl-C.
-            OSError: the table cannot be written.
-        """
-        ...
+MeasureLatencies = Callable[["ServedModel", ModelWorkspace, tuple[Resolution, ...], int], LatencyTable]
+"""Function that measures the coarse table of a model without a cache, given the resolutions and the largest batch, and
+keeps it in the workspace: `profiling.measure.for_serving.measure_latencies`. Raises RunError, OSError, and
+KeyboardInterrupt on Ctrl-C.
+"""
 
 
 def latencies_for_serving(
@@ -70,8 +48,8 @@ def latencies_for_serving(
     max_batch_size: int,
     *,
     measure: MeasureLatencies,
-    on_note: _Notify,
-    on_warning: _Notify,
+    on_note: Notify,
+    on_warning: Notify,
 ) -> StepLatencyPredictor:
     """Return step latencies of this model, machine and engine from the workspace, or else from a coarse table measured
     now.
@@ -116,14 +94,7 @@ def latencies_for_serving(
     )
     # The savings of the cache depend on the requests; a correction learns them while serving.
     with Contention() as contention:
-        table = measure(
-            without_cache(model),
-            workspace,
-            wanted,
-            combinations=COARSE_COMBINATIONS,
-            max_batch_size=max_batch_size,
-            budget_s=COARSE_BUDGET_S,
-        )
+        table = measure(without_cache(model), workspace, wanted, max_batch_size)
     if (waited := contention.share or 0.0) > MAX_WAITED:
         on_warning(
             f"other work had the processor for {waited:.0%} of the time while the table was measured; it is corrected "
@@ -140,7 +111,7 @@ def coarseness_notes(latency: StepLatencyPredictor) -> list[str]:
 
 
 def table_for_simulation(
-    workspace: Workspace, model: str, resolutions: Sequence[Resolution], *, on_note: _Notify
+    workspace: Workspace, model: str, resolutions: Sequence[Resolution], *, on_note: Notify
 ) -> Path:
     """Return the latency table for a simulation that names none: the workspace's newest of the model, or else a
     published one.
@@ -179,7 +150,7 @@ def edit_profile_for_simulation(
     workspace: Workspace,
     model: str,
     *,
-    on_note: _Notify,
+    on_note: Notify,
 ) -> Path | None:
     """Return the profile for a simulation of edits: the given one, or else the workspace's newest of the model on any
     device, which `on_note` names. None for a trace without edits.

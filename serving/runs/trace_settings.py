@@ -105,6 +105,11 @@ class TraceSettings:
     edits: TraceEditSettings = field(default_factory=TraceEditSettings)
     slo: str | None = None
 
+    @property
+    def dataset(self) -> str:
+        """Name of the requests in summaries and reports: the trace, and the file of its prompts."""
+        return self.trace if self.prompts is None else f"{self.trace}, {self.prompts.name}"
+
     def to_config(self) -> dict[str, Any]:
         """Return the settings by the names of the options, as JSON, for summaries and reports."""
         given = {name.removesuffix("_s"): value for name, value in asdict(self).items() if name != "from_zero"}

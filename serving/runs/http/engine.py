@@ -1,7 +1,7 @@
 """Engine of the batch server: the loaded model, its standalone latencies, and its warm-up."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from ...options import EngineOptions, TemplateOptions
 from ...scheduling.policies import get_policy
 from ...scheduling.systems import System
 from ..corrections import correction_of, keep_correction
+from ..notes import Notify, ignore
 from ..standalone import shape_of, standalone_latencies
 from ..step_latencies import MeasureLatencies, latencies_for_serving
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _WARM_UP_STEPS = 4
 _LOCK_FILE = "server.lock"
-Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,6 @@ class BuiltEngine:
         """Keep the correction for the next server. `on_note` is as in `corrections.keep_correction`."""
         if self.correction is not None:
             keep_correction(self.model, workspace, self.correction, on_note=on_note)
-
-
-def ignore(text: str) -> None:
-    """Discard a note or a warning."""
 
 
 def build_engine(

@@ -12,9 +12,10 @@ from ...cluster.load_book import LoadBook
 from ...editing.costs import MaskShares, profiled_edits
 from ...editing.profile import PATTERN, EditProfile
 from ...scheduling.routers import PREDICTING_ROUTERS, check_router
+from ..notes import Notify
 from ..step_file import load_step_file
 from ..step_latencies import measured_alone
-from .engine import EngineRecipe, Notify
+from .engine import EngineRecipe
 
 
 def load_book(recipe: EngineRecipe, router: str, edit_profile: Path | None, *, on_note: Notify) -> LoadBook:

@@ -11,8 +11,9 @@ from ....data.requests import Request
 from ....data.resolution import Resolution
 from ...core.step_row import StepRow
 from ...server.limits import Limits
+from ..notes import Notify, ignore
 from ..step_latencies import MeasureLatencies
-from .engine import BuiltEngine, EngineRecipe, Notify, build_engine, build_for_replica, ignore
+from .engine import BuiltEngine, EngineRecipe, build_engine, build_for_replica
 
 if TYPE_CHECKING:
     from ...cluster.deployment import ReplicaPlan

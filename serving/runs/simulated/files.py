@@ -5,7 +5,7 @@ This module imports no torch.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -21,6 +21,7 @@ from ...editing.profile import EditProfile
 from ...options import EngineName
 from ...scheduling.systems import System
 from ...simulator.stage_times import StageTimes
+from ..notes import Notify
 from ..outside_profile import warn_of_small_table
 from ..step_file import StepFile, load_step_file
 from ..step_latencies import measured_alone, table_for_simulation
@@ -29,8 +30,6 @@ from .deployment import SimulatedEngine
 
 CALIBRATION_FILE = "calibration.json"
 """File in a sweep's folder with the simulator's calibration by engine, fitted to real runs."""
-
-_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +74,8 @@ class EngineFiles:
         engine: EngineName,
         sizes: Sequence[Resolution],
         *,
-        on_note: _Notify,
-        on_warning: _Notify,
+        on_note: Notify,
+        on_warning: Notify,
     ) -> tuple[Self, Calibration | None]:
         """Return the files, with those of the workspace for step latencies and calibration, and the calibration.
 
@@ -111,8 +110,8 @@ class EngineFiles:
         calibrated: Calibration | None,
         edited: EditProfile | None,
         *,
-        on_note: _Notify,
-        on_warning: _Notify,
+        on_note: Notify,
+        on_warning: Notify,
     ) -> tuple[SimulatedEngine, SimulatedEngine | None]:
         """Return the engine of each GPU, and the plain engine of standalone latencies, None if there is no file of it.
 
@@ -163,7 +162,7 @@ def calibration_of(path: Path, engine: EngineName) -> Calibration:
 
 
 def newest_calibration(
-    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution], on_warning: _Notify
+    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution], on_warning: Notify
 ) -> Path | None:
     """Return the newest `calibration.json` in a workspace that has an engine and whose table has these resolutions.
 
@@ -183,7 +182,7 @@ def newest_calibration(
 
 
 def plain_engine(
-    latency: Path | None, calibration: Path | None, times: StageTimes, *, on_warning: _Notify
+    latency: Path | None, calibration: Path | None, times: StageTimes, *, on_warning: Notify
 ) -> SimulatedEngine | None:
     """Return the plain engine from a file of its step latencies, or else from a calibration; None if neither has it.
 

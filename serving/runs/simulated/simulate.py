@@ -25,6 +25,7 @@ from ...models.loading import model_defaults, model_geometry
 from ...scheduling.routers import DEFAULT_ROUTER, check_router
 from ...scheduling.systems import DEFAULT_SYSTEM, System, get_system
 from ...simulator.distrifusion import Speedups
+from ..notes import Notify
 from ..run_folder import WriteReport, write_run
 from ..step_latencies import edit_profile_for_simulation
 from ..trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_trace
@@ -39,7 +40,6 @@ MAX_REPORTED = 20_000
 """Largest number of requests of a run that gets a report."""
 _UNLIMITED = ("poisson", "gamma", "diurnal")
 """Kinds of traces that have `DEFAULT_NUM_PROMPTS` requests unless something limits them."""
-_Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class SimulationPlan:
         return at_rate(requests, rate) if self.is_file and rate is not None else requests
 
     def ready(
-        self, *, read_speedups: Callable[[str], Speedups], on_note: _Notify, on_warning: _Notify
+        self, *, read_speedups: Callable[[str], Speedups], on_note: Notify, on_warning: Notify
     ) -> "ReadySimulation":
         """Draw the trace, find the files that the plan leaves to the workspace, and read all of them.
 

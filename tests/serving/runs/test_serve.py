@@ -1,8 +1,7 @@
 """A served trace: requests are checked once, as adapted by the system, and SLOs derive from the requested steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,11 +9,11 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.workspace import Workspace
-from patchedserve.serving.core.request_state import RequestRecord
-from patchedserve.serving.core.step_row import StepRow
+from patchedserve.profiling.report.html import write_report
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.runs.serve import ServeOutcome, run_serve
+from patchedserve.serving.runs.serve import ServeOutcome, ServePlan, run_serve
+from patchedserve.serving.runs.trace_settings import TraceSettings
 from patchedserve.serving.scheduling.systems import System
 
 from ...support.tiny_models import tiny_sdxl
@@ -28,24 +27,10 @@ def model() -> ServedModel:
     return build_model(tiny_sdxl(), name="tiny")
 
 
-def one_line(
-    run_dir: Path,
-    summary: Mapping[str, Any],
-    records: Sequence[RequestRecord],
-    steps: Sequence[StepRow],
-    *,
-    images: Sequence[tuple[Path, str]] = (),
-) -> Path:
-    """Write a report of one line."""
-    path = run_dir / "report.html"
-    path.write_text(f"{len(records)} requests, {len(steps)} steps, {len(images)} images")
-    return path
-
-
 def served(model: ServedModel, requests: Sequence[Request], folder: Path) -> ServeOutcome:
     place = Workspace(folder).for_model(model.name, "cpu")
-    save_dir = folder / "images"
-    return run_serve(model, requests, HALF, place, dataset="test", config={}, write_report=one_line, save_dir=save_dir)
+    plan = ServePlan(TraceSettings(), HALF, save_dir=folder / "images")
+    return run_serve(model, requests, plan, place, write_report=write_report)
 
 
 def test_requests_are_checked_once_with_the_steps_of_the_system(
@@ -64,7 +49,7 @@ def test_requests_are_checked_once_with_the_steps_of_the_system(
     assert [record.num_inference_steps for record in outcome.records] == [2, 3, 4]
     assert [(record.status, record.slo_s) for record in outcome.records] == [("completed", 600.0)] * 3
     report = outcome.run_dir / "report.html"
-    assert report.read_text() == f"3 requests, {len(outcome.steps)} steps, 3 images"
+    assert report.read_text().count("a hat (32x32)") == 3, "a caption for each image"
     assert (tmp_path / "images" / "report.html").read_text() == report.read_text()
     assert (outcome.correction, outcome.was_interrupted) == (None, False)
 

@@ -31,7 +31,7 @@ from patchedserve.serving.server.guards import Guards
 from patchedserve.serving.server.keys import Keys
 
 from ...support.random_engine import MachineState
-from ...support.random_faults import Process
+from ...support.server_process import Process
 
 
 def line(custom_id: Any = "a", **more: Any) -> str:

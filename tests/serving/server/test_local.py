@@ -42,17 +42,6 @@ from ...support.local_backends import (
     status_of,
     try_submit,
 )
-from ...support.tiny_models import save_tiny, tiny_sdxl
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny(tmp_path_factory.mktemp("model") / "tiny", tiny_sdxl(), guidance_scale=3.0))
-
-
-@pytest.fixture(scope="module")
-def model(folder: str) -> ServedModel:
-    return load_model(folder, "cpu", "float32")
 
 
 # Inline stages prepare a request between steps, before the policy sees it, so no request is ever "joining".

@@ -20,8 +20,9 @@ from patchedserve.serving.models.build import with_engine
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.plain.stepper import PlainStepper
-from patchedserve.serving.runs.serve import run_serve
+from patchedserve.serving.runs.serve import ServePlan, run_serve
 from patchedserve.serving.runs.standalone import standalone_latencies
+from patchedserve.serving.runs.trace_settings import TraceSettings
 from patchedserve.serving.scheduling.systems import get_system
 
 from ..context import Context, Row
@@ -70,13 +71,10 @@ def _serve(context: Context, name: str, rate: float) -> Row:
     outcome = run_serve(
         served,
         trace,
-        system,
+        ServePlan(TraceSettings(request_rate=rate), system, None, _SLO_SCALE, _MOST_TOGETHER),
         workspace,
-        dataset="dataset-c",
-        config={"system": name},
         write_report=write_report,
-        slo_scale=_SLO_SCALE,
-        max_batch_size=_MOST_TOGETHER,
+        dataset="dataset-c",
         on_start=recorder.reset,  # tuning also records passes
     )
     summary: dict[str, Any] = outcome.summary
