@@ -12,6 +12,7 @@ import pytest
 from patchedserve.data.statistics import Estimate
 from patchedserve.eval.reproduce.batches import gains_by_round, savings_by_round, savings_differ, splitting_shares
 from patchedserve.eval.reproduce.serving import attainment_statements, many_gpu_statements
+from patchedserve.eval.reproduce.statement import statements_of
 from patchedserve.profiling.sweep.figures import FinishedRun, sweep_figures
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
@@ -107,9 +108,13 @@ def test_committed_sweeps_reproduce_numbers_and_intervals(path: Path) -> None:
         found = [each for n, own in by_gpus for each in many_gpu_statements(own["engines"]["simulator"], int(n))]
     else:
         found = attainment_statements(result["ours"]["engines"]["real"])
-    assert [each.text for each in found] == [each["text"] for each in result["statements"]]
-    values = [None if each.ours is None else each.ours.value for each in found]
-    assert values == pytest.approx([each["ours"] for each in result["statements"]])
+    stored = statements_of(result)
+    assert [each.text for each in found] == [each.text for each in stored]
+    values, known = ([None if each.ours is None else each.ours.value for each in some] for some in (found, stored))
+    assert values == pytest.approx(known)
+    if result["version"] > 1:  # earlier files have no intervals
+        assert [each.interval_text for each in found] == [each.interval_text for each in stored]
+        assert [each.verdict for each in found] == [each["verdict"] for each in result["statements"]]
     assert sum(each.ours is not None and each.ours.interval is not None for each in found) >= 5
 
 

@@ -1,9 +1,11 @@
 """A paper's exhibits: measured once, stored with their settings, drawn, and shown on one page."""
 
+import html
 import io
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.statistics import Estimate
 from patchedserve.eval.reproduce.paper import INDEX_FILE, SD3, SDXL, Exhibit, Measurement, Paper, reproduce, write_index
 from patchedserve.eval.reproduce.patchedserve import PATCHEDSERVE
-from patchedserve.eval.reproduce.statement import Statement
+from patchedserve.eval.reproduce.statement import VERDICTS, Statement
 from patchedserve.profiling.report.table import Table
 from patchedserve.profiling.report.theme import THEME, new_figure
 
@@ -106,16 +108,20 @@ def test_the_page_shows_all_models(tmp_path: Path) -> None:
 
 
 def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
-    old = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
-    shutil.copytree(old, tmp_path / "old")
-    num = sum(len(json.loads(path.read_text())["statements"]) for path in old.glob("*/*.json"))
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
+    shutil.copytree(results, tmp_path / "old")
+    read = [json.loads(path.read_text()) for path in results.glob("*/*.json")]
+    # An old statement is a number without an interval, so that nothing can be told.
+    old = [each for result in read if result["version"] == 1 for each in result["statements"]]
+    new = Counter(each["verdict"] for result in read if result["version"] > 1 for each in result["statements"])
+    assert old
     counts = write_index(PATCHEDSERVE, tmp_path / "old")
     assert set(counts) == {"emoji-3", "emoji-xl", "all"}
-    # Tables alone would have a verdict, but an old statement is a number.
-    assert counts["all"] == {"agrees": 0, "same way only": 0, "differs": 0, "cannot be told": num}
+    untold = len(old) + new["cannot be told"]
+    assert counts["all"] == {**{verdict: new[verdict] for verdict in VERDICTS}, "cannot be told": untold}
     page = (tmp_path / "old" / INDEX_FILE).read_text()
-    assert page.count("<td>cannot be told</td>") + page.count('<td class="number">cannot be told</td>') == num
-    assert "2.53x" in page
+    assert page.count("<td>cannot be told</td>") + page.count('<td class="number">cannot be told</td>') == untold
+    assert all(each["text"] in html.unescape(page) for each in old)
 
 
 def test_exhibits_of_patchedserve_can_be_selected() -> None:
