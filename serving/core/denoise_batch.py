@@ -34,7 +34,8 @@ class DenoiseBatch:
 
     Args:
         requests: requests in the order of the packing.
-        packing, row_packing: packing of the requests, and packing of the rows that the model sees.
+        packing, row_packing: packing of the requests, and packing of the rows that the model sees, which may have
+            dummies.
         sampler: updates all of them at once, or calls each request's own scheduler.
         predict: calls the model with the text of the batch.
         dtype: data type of the model.
@@ -55,6 +56,8 @@ class DenoiseBatch:
         self._packing, self._predict, self._dtype = packing, predict, dtype
         device = requests[0].latents.device
         rows = [row for index, prepared in enumerate(requests) for row in [index] * prepared.num_rows]
+        # Dummies have the timestep of the first request.
+        rows += [0] * (row_packing.num_rows - len(rows))
         self._row_request = torch.tensor(rows, device=device)
         self._guide = _Guidance(requests, packing, row_packing, device)
         is_edit = any(prepared.known_area is not None for prepared in requests)
@@ -167,7 +170,9 @@ class _Guidance:
             unconditional.append(own + shift)
             conditional.append(own + shift + (prepared.num_rows - 1) * len(own))
             row += prepared.num_rows
-        self._sources = torch.cat(sources).to(device) if row > len(batch) else None
+        num_padding = row_packing.num_patches - row_starts[-1]
+        sources.append(torch.zeros(num_padding, dtype=torch.long))
+        self._sources = torch.cat(sources).to(device) if row > len(batch) or num_padding else None
         self._unconditional = torch.cat(unconditional).to(device)
         self._conditional = torch.cat(conditional).to(device)
         scales = torch.tensor([each.request.guidance_scale + 1 - each.neutral_scale for each in batch], device=device)

@@ -15,6 +15,7 @@ from ...kernels.patch import patch_join, patch_split
 from ..cache.active import ActiveRows, ActiveSet
 from ..cache.cells import CellTables
 from ..core.adapters import Entries
+from ..core.captured import Pause, Results
 from ..layout.packing import Level, Packing
 
 Strategy = Literal["stitch", "regroup"]
@@ -41,6 +42,7 @@ class PatchContext:
         stream_rows: (tokens,) row of each token of single-stream blocks.
         active: set while a block runs on only some cells; all tensors then hold the tokens of these, cell by cell.
         rows: set while a block runs on only some rows, as a batch of their own.
+        pause: interrupts the recording of a pass; None while passes run eagerly.
     """
 
     choose: Choose
@@ -53,6 +55,7 @@ class PatchContext:
     cells: CellTables | None = None
     active: ActiveSet | None = None
     rows: ActiveRows | None = None
+    pause: Pause | None = None
     _packing: Packing | None = None
     _level: Level | None = None
     _fused: set[Fused] = field(default_factory=set)
@@ -86,6 +89,11 @@ class PatchContext:
         return self.level.num_tokens if self.active is None else len(self.active.tokens(self.level.index))
 
     @property
+    def num_padding(self) -> int:
+        """Number of padding tokens among them, at the end."""
+        return self.level.num_padding if self.active is None else 0
+
+    @property
     def row_of_patch(self) -> Tensor:
         """(P,) the row of each patch that is computed."""
         if self.active is not None:
@@ -104,10 +112,49 @@ class PatchContext:
         self._packing = packing
         self.batch_values.clear()
 
-    def begin_pass(self, timesteps: Tensor | None = None, level: Level | None = None) -> None:
+    def begin_pass(
+        self, timesteps: Tensor | None = None, pause: Pause | None = None, *, level: Level | None = None
+    ) -> None:
         """Start a forward pass at a level, by default that of the latents, and reset the state of a failed pass."""
-        self.timesteps, self._level = timesteps, level
+        self.timesteps, self.pause, self._level = timesteps, pause, level
         self._fused.clear()
+
+    @contextmanager
+    def reading(self, batch_values: dict[Any, Any], tables: tuple[Tensor, Tensor] | None) -> Iterator[None]:
+        """Read the values of the batch and the tables of its packing from other memory until the context ends.
+
+        None: the tables stay where they are.
+        """
+        before = self._packing, self.batch_values
+        self._packing = self.packing if tables is None else self.packing.reading(tables)
+        self.batch_values = batch_values
+        try:
+            yield
+        finally:
+            self._packing, self.batch_values = before
+
+    def eagerly(self, run: Callable[..., Results], *inputs: Tensor) -> Results:
+        """Run work that depends on the sizes in the batch. It runs again, with the sizes of that batch, in each replay.
+
+        Args:
+            run: computes from the inputs and from the packing, level and text bias of this context.
+            inputs: tensors of the pass.
+        """
+        if self.pause is None:
+            return run(*inputs)
+        level, biases, num_inputs = self.level.index, (self.text_bias, self.biased_text), len(inputs)
+        given = [bias for bias in biases if bias is not None]
+
+        def replayed(*tensors: Tensor) -> Results:
+            before, own = (self._level, self.text_bias, self.biased_text), iter(tensors[num_inputs:])
+            self._level = self.packing.levels[level]
+            self.text_bias, self.biased_text = (None if bias is None else next(own) for bias in biases)
+            try:
+                return run(*tensors[:num_inputs])
+            finally:
+                self._level, self.text_bias, self.biased_text = before
+
+        return self.pause(replayed, (*inputs, *given))
 
     @contextmanager
     def restricted_to(self, rows: ActiveRows) -> Iterator[None]:
@@ -213,15 +260,17 @@ def tokens_of(images: list[Tensor], level: Level, kernels: str = "auto") -> Tens
 def repeated(level: Level, table: Callable[[int, int], Tensor], kernels: str = "auto") -> Tensor:
     """Repeat values that depend on the size of an image for all images of a level: [tokens, channels], in packed order.
 
-    `table` returns them for an image of (height, width) tokens, [height * width, channels].
+    They are zero for padding. `table` returns them for an image of (height, width) tokens, [height * width, channels].
     """
     parts = []
     for group in level.groups:
         image = table(group.height, group.width).view(1, group.height, group.width, -1)
         parts.append(image.expand(group.rows, -1, -1, -1).permute(0, 3, 1, 2))
-    return tokens_of(parts, level, kernels)
+    return joined([tokens_of(parts, level, kernels)], level.num_padding)
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate the tokens of all resolutions."""
+def joined(parts: list[Tensor], num_padding: int = 0) -> Tensor:
+    """Concatenate the tokens, or rows, of all resolutions, and zeros for padding."""
+    if num_padding:
+        parts = [*parts, parts[0].new_zeros(num_padding, *parts[0].shape[1:])]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -244,7 +244,7 @@ class _PassPlayback:
             self._batch,
             places,
             batch_values,
-            lambda given, values: run([given["recorded"][place] for place in places], given["inputs"], values),
+            lambda given, values, _: run([given["recorded"][place] for place in places], given["inputs"], values),
             {"recorded": tuple(distinct), "inputs": inputs},
         )
         # All passes read the tensors that the first one has read.

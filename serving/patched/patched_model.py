@@ -1,5 +1,6 @@
 """A diffusers model that runs on packed batches of mixed resolutions, and shares the weights of the unmodified one."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -18,16 +19,16 @@ from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
 from ..core.adapters import AdaptedLayers
-from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Recorder
+from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Pause, Recorder
 from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
-from ..layout.packing import Order, Packing, check_patch_size, pack_rows
+from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
-from .context import Choose, PatchContext, Strategy, to_tokens
+from .context import PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
 from .strategy import StrategyTable
 from .swap import PatchSwap
@@ -69,10 +70,8 @@ class PatchedModel:
         self.adapters = adapters or AdaptedLayers()
         self.model: Any = copy_modules(model)
         self.table = StrategyTable()
-        self._is_measured = strategy == "auto"
-        # `self.table` is read at each call, because `use_table` replaces it.
-        choose: Choose = (lambda *place: self.table.choose(*place)) if strategy == "auto" else lambda *_: strategy
-        self.context = PatchContext(choose, kernels)
+        self._fixed_strategy: Strategy | None = None if strategy == "auto" else strategy
+        self.context = PatchContext(self._choose, kernels)
         self.swap = PatchSwap(self.model, self.context)
         self._readers = [leaf for leaf in self.model.modules() if isinstance(leaf, PatchedCrossAttention)]
         self.order: Order = order
@@ -87,6 +86,7 @@ class PatchedModel:
         self.cache: PatchCache | None = None
         self.captured: CapturedPasses | None = None
         self._pass_batch = PassBatch()
+        self._served_size: int | None = None
         self.is_compiled = False
 
     @property
@@ -132,7 +132,22 @@ class PatchedModel:
     @property
     def is_tuned(self) -> bool:
         """Whether `table` is used: transformers have no convolutions, and a fixed strategy leaves no choice."""
-        return self.is_unet and self._is_measured
+        return self.is_unet and self._fixed_strategy is None and not self.is_padded
+
+    def _choose(self, conv: PatchedConv, level: Level, out_level: Level) -> Strategy:
+        # Padded batches have no images of the same sizes from pass to pass.
+        own = "stitch" if self.is_padded else self._fixed_strategy
+        return self.table.choose(conv, level, out_level) if own is None else own
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether batches are padded to buckets, because passes are recorded.
+
+        They are not with compiled blocks, which cannot be interrupted for attention, in image order, which has other
+        tables at every level, and if convolutions regroup images.
+        """
+        can_be = self.order == "patch" and self._fixed_strategy != "regroup" and not self.is_compiled
+        return self.captured is not None and can_be
 
     @property
     def always_packs(self) -> bool:
@@ -150,17 +165,35 @@ class PatchedModel:
             wanted = self.patch_size or patch_size_of([size])
             check_patch_size(wanted, [size], self.num_levels, self.unit)
 
-    def pack(self, sizes: list[tuple[int, int]]) -> Packing:
-        """Return the packing of rows with these latent sizes, sorted by resolution. Raises what `pack_rows` raises."""
+    def use_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Cut padded batches as if they had all of these latent sizes, so that fewer passes differ in patch size."""
+        self._served_size = patch_size_of(sizes)
+
+    def pack(self, sizes: list[tuple[int, int]], *, is_padded: bool = False) -> Packing:
+        """Return the packing of rows with these latent sizes, sorted by resolution. Raises what `pack_rows` raises.
+
+        `is_padded`: pad it to its bucket if this model pads.
+        """
+        patch_size = self.patch_size
+        if self.is_padded and patch_size is None:
+            patch_size = math.gcd(patch_size_of(sizes), self._served_size or 0)
         return pack_rows(
             sizes,
             order=self.order,
-            patch_size=self.patch_size,
+            patch_size=patch_size,
             num_levels=self.num_levels,
             unit=self.unit,
             device=self.device,
             kernels=self.context.kernels,
+            is_padded=is_padded and self.is_padded,
         )
+
+    def pad_conditions(self, conditions: dict[str, Any], packing: Packing) -> dict[str, Any]:
+        """Give the dummy rows of a packing the conditions of its last row, if it has dummies."""
+        if packing.bucket is None:
+            return conditions
+        rows = torch.arange(packing.num_rows, device=self.device).clamp(max=len(packing.sizes) - 1)
+        return _of_rows(conditions, rows)
 
     def use_table(self, table: StrategyTable) -> None:
         """Choose the strategy of each convolution from this table from now on."""
@@ -206,23 +239,28 @@ class PatchedModel:
             timesteps: (rows,).
             steps_done: number of steps done by every request given to `begin`, for the patch cache if there is one.
             conditions: tensors with one entry per row, named as the model's own forward names them.
+
+        Rows include the dummies of a padded packing, whose predictions have no meaning.
         """
         if self.cache is not None and self.cache.is_used:
             self.cache.begin_step(steps_done)
             if self.cache.is_whole:
                 return self._step_of_some(self.cache, patches, timesteps, conditions)
-        inputs = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
-        context = self.context
+        context, packing = self.context, self.context.packing
         if self.captured is None:
             return self.forward(patches, timesteps, conditions, context.batch_values)
-        key = context.packing.sizes, context.batch_values["repeats"]
+        inputs: dict[str, Any] = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
+        if packing.bucket is not None:
+            inputs["tables"] = packing.tables
         return self.captured.run(
             self._pass_batch,
-            key,
+            (packing.bucket or packing.sizes, context.batch_values["repeats"]),
             context.batch_values,
-            lambda inputs, batch_values: self.forward(**inputs, batch_values=batch_values),
+            lambda inputs, batch_values, pause: self.forward(
+                **inputs, batch_values=batch_values, pause=pause if packing.bucket is not None else None
+            ),
             inputs,
-            kept_alive=context.packing,
+            kept_alive=None if packing.bucket is not None else packing,
         )
 
     @property
@@ -236,20 +274,29 @@ class PatchedModel:
         return () if self.cache is None or not self.cache.is_used else self.cache.has_reused.nonzero()[0].tolist()
 
     def forward(
-        self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], batch_values: dict[Any, Any]
+        self,
+        patches: Tensor,
+        timesteps: Tensor,
+        conditions: dict[str, Any],
+        batch_values: dict[Any, Any],
+        *,
+        tables: tuple[Tensor, Tensor] | None = None,
+        pause: Pause | None = None,
     ) -> Tensor:
         """Run one pass in the state of the context, without starting a step of the patch cache.
 
-        The arguments and the result are those of a call; `batch_values` holds what stays the same from pass to pass.
+        The arguments and the result are those of a call.
+
+        Args:
+            patches, timesteps, conditions: see above.
+            batch_values: values that stay the same from pass to pass.
+            tables: tables of the packing, if the pass reads them from other memory.
+            pause: interrupts the recording of this pass.
         """
         context = self.context
-        context.begin_pass(timesteps)
-        before, context.batch_values = context.batch_values, batch_values
-        try:
-            with self.adapters.on(batch_values.get("adapters")):
-                return self._denoise(patches, timesteps, self._read_text(conditions, batch_values))
-        finally:
-            context.batch_values = before
+        context.begin_pass(timesteps, pause)
+        with context.reading(batch_values, tables), self.adapters.on(batch_values.get("adapters")):
+            return self._denoise(patches, timesteps, self._read_text(conditions, batch_values))
 
     def _denoise(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
         # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.

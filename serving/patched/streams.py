@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import PatchContext, embedded_text, repeated
+from .context import PatchContext, embedded_text, joined, repeated
 
 
 class RotaryPositions(nn.Module):
@@ -94,7 +94,8 @@ class JointRotary(nn.Module):
         level = self.context.batch.levels[0]
         sizes = {(group.height, group.width) for group in level.groups}
         made = {size: tuple(map(_parts_of, self.joint_angles(self.embed, *size, length, device))) for size in sizes}
-        text = torch.cat([made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups])
+        texts = [made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups]
+        text = joined(texts, level.num_rows * length - sum(map(len, texts)))
         image = repeated(level, lambda *size: made[size][0].flatten(1), self.context.kernels)
         return torch.cat([text, image.unflatten(1, (2, -1))])
 

@@ -123,7 +123,7 @@ class PlainModels:
             model = self._in_channels_last()
             latents = latents.contiguous(memory_format=torch.channels_last)
 
-        def forward(inputs: dict[str, Any], kept: dict[str, Any]) -> Tensor:
+        def forward(inputs: dict[str, Any], kept: dict[str, Any], _: object = None) -> Tensor:
             with compiler_settings() if self._is_compiled else nullcontext():
                 return denoise(model, inputs["latents"], inputs["timesteps"], kept)
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from patchedserve.kernels.launch import TritonKernel
+from patchedserve.serving.core.captured import Pause, Results
 
 _ON_THE_HOST = (
     (torch, "from_numpy"),
@@ -37,12 +38,12 @@ class Tape:
     def __init__(self) -> None:
         self.recorded = self.played = 0
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
         self.recorded += 1
         recording = _Recording()
         # A compiled function launches kernels without passing through a dispatch mode.
         with torch.compiler.set_stance("force_eager"), _device_only(recording), recording:
-            result = work()
+            result = work(recording.pause)
         calls = recording.calls
         # Recording a graph computes nothing.
         result.fill_(float("nan"))
@@ -138,6 +139,14 @@ class _Recording(TorchDispatchMode):
             self._log(func, args, kwargs, results)
         self._own |= {_storage_of(each) for _, each in results}
         return found
+
+    def pause(self, run: Callable[..., Results], inputs: Sequence[Tensor]) -> Results:
+        """Run work now and whenever the tape is played back; see `captured.Pause`."""
+        self.is_paused = True
+        results = tuple(torch.full_like(each, float("nan")) for each in run(*inputs))
+        self._own |= {_storage_of(each) for each in results}
+        self._log(run, tuple(inputs), {}, list(enumerate(results)))
+        return results
 
     def launch(self, kernel: TritonKernel, *args: Any, **kwargs: Any) -> None:
         """Launch a Triton kernel, which writes into its arguments."""

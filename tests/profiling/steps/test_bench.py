@@ -200,7 +200,7 @@ def test_every_side_runs_with_every_effort_level(tmp_path: Path) -> None:
 
 def test_side_that_cannot_be_recorded_is_omitted(sdxl: ServedModel) -> None:
     class Refuses(Tape):
-        def __call__(self, work: Callable[[], torch.Tensor]) -> Any:
+        def __call__(self, work: Callable[..., torch.Tensor]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     bench = StepBench(sdxl, FAST, efforts=(EAGER, GRAPHS), make_recorder=lambda _: Refuses())

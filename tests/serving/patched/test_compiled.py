@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.core.captured import CapturedPasses, CudaRecorder, PassBatch, Recorder
+from patchedserve.serving.core.captured import CapturedPasses, CudaRecorder, PassBatch, Pause, Recorder
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
@@ -172,13 +172,13 @@ def test_text_lengths_and_repeats_are_recorded_separately() -> None:
 def passes_of(passes: CapturedPasses, key: str, count: int) -> float:
     batch = PassBatch()
     for value in range(count):
-        found = passes.run(batch, key, {}, lambda inputs, _: inputs["x"] + 1, {"x": torch.tensor(float(value))})
+        found = passes.run(batch, key, {}, lambda inputs, *_: inputs["x"] + 1, {"x": torch.tensor(float(value))})
     return float(found)
 
 
 def test_least_recently_used_pass_is_released() -> None:
     recorder = Tape()
-    passes = CapturedPasses(recorder, patience=1, memory_bytes=16)  # two of one float in and one out
+    passes = CapturedPasses(recorder, patience=1, memory_bytes=12)  # one float in for both, and one out each
     assert [passes_of(passes, key, 2) for key in "abab"] == [2.0] * 4
     assert recorder.recorded == 2
     passes_of(passes, "c", 2)  # in place of a
@@ -217,7 +217,7 @@ def test_recurring_batches_are_recorded() -> None:
 
 
 class NotOnThisDevice(Tape):
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
         self.recorded += 1
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
