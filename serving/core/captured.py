@@ -11,7 +11,7 @@ stay for a while and for compositions that recur, and the memory of recorded pas
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .prepared import describe
 
-Forward = Callable[[dict[str, Any], dict[Any, Any]], Tensor]
+Forward = Callable[[dict[str, Any], Any], Tensor]
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 """Records work; returns a function that replays it on the same memory, and the tensor that then holds its result."""
 PATIENCE = 4
@@ -57,7 +57,7 @@ class _RecordedPass:
 
     play: Callable[[], object]
     inputs: dict[str, Any]
-    batch_values: dict[Any, Any]
+    batch_values: Any
     result: Tensor
     kept_alive: object
     filled_by: "PassBatch"
@@ -106,7 +106,7 @@ class CapturedPasses:
         self,
         batch: PassBatch,
         key: Hashable,
-        batch_values: dict[Any, Any],
+        batch_values: Any,
         forward: Forward,
         inputs: dict[str, Any],
         kept_alive: object = None,
@@ -116,8 +116,8 @@ class CapturedPasses:
         Args:
             batch: batch of the pass.
             key: determines, with the shapes of the inputs, which kernels run.
-            batch_values: tensors that the batch keeps from pass to pass; the first pass fills it, unless the batch is
-                complete.
+            batch_values: tensors that the batch keeps from pass to pass, in dicts, tuples or data classes; the first
+                pass fills it, unless the batch is complete.
             forward: computes the pass from the inputs and `batch_values`. It must not wait for the device.
             inputs: tensors by name, or dicts of such.
             kept_alive: other objects that a recorded pass reads and must keep alive (index tensors of the layout).
@@ -151,7 +151,7 @@ class CapturedPasses:
         batch: PassBatch,
         forward: Forward,
         inputs: dict[str, Any],
-        batch_values: dict[Any, Any],
+        batch_values: Any,
         kept_alive: object,
     ) -> _RecordedPass | None:
         own_inputs, own_values = _cloned(inputs), _cloned(batch_values)
@@ -180,11 +180,13 @@ class CapturedPasses:
 
 
 def _cloned(value: Any) -> Any:
-    """Clone all tensors of a value, also in dicts and tuples."""
+    """Clone all tensors of a value, also in dicts, tuples and data classes."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
         return {name: _cloned(part) for name, part in value.items()}
+    if is_dataclass(value):
+        return type(value)(*map(_cloned, _fields_of(value)))  # type: ignore[operator]  it is an instance
     return tuple(map(_cloned, value)) if isinstance(value, tuple) else value
 
 
@@ -192,9 +194,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """Iterate over all tensors of a value, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+        return
+    if isinstance(value, dict | tuple):
+        parts = value.values() if isinstance(value, dict) else value
+    else:
+        parts = _fields_of(value) if is_dataclass(value) else ()
+    for part in parts:
+        yield from _tensors(part)
+
+
+def _fields_of(value: Any) -> list[Any]:
+    return [getattr(value, each.name) for each in fields(value)]
 
 
 def _copy(source: Any, target: Any) -> None:

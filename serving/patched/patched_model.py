@@ -27,7 +27,7 @@ from ..layout.packing import Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
-from .context import Choose, PatchContext, Strategy, to_tokens
+from .context import BatchValues, Choose, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
 from .strategy import StrategyTable
 from .swap import PatchSwap
@@ -190,8 +190,7 @@ class PatchedModel:
             repeats: number of times that the last text token of every row counts (see `PatchedJointAttention`).
             requests: the owners of the rows, in order, for the patch cache, which is not used without them.
         """
-        self.context.begin(packing)
-        self.context.batch_values["repeats"] = repeats
+        self.context.begin(packing, repeats=repeats)
         if self.cache is not None:
             self.cache.begin(packing, requests)
         self._pass_batch = PassBatch()
@@ -215,7 +214,7 @@ class PatchedModel:
         context = self.context
         if self.captured is None:
             return self.forward(patches, timesteps, conditions, context.batch_values)
-        key = context.packing.sizes, context.batch_values["repeats"]
+        key = context.packing.sizes, context.batch_values.repeats
         return self.captured.run(
             self._pass_batch,
             key,
@@ -236,17 +235,17 @@ class PatchedModel:
         return () if self.cache is None or not self.cache.is_used else self.cache.has_reused.nonzero()[0].tolist()
 
     def forward(
-        self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], batch_values: dict[Any, Any]
+        self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], batch_values: BatchValues
     ) -> Tensor:
         """Run one pass in the state of the context, without starting a step of the patch cache.
 
-        The arguments and the result are those of a call; `batch_values` holds what stays the same from pass to pass.
+        The arguments and the result are those of a call; the first pass of a batch fills `batch_values`.
         """
         context = self.context
         context.begin_pass(timesteps)
         before, context.batch_values = context.batch_values, batch_values
         try:
-            with self.adapters.on(batch_values.get("adapters")):
+            with self.adapters.on(batch_values.adapters):
                 return self._denoise(patches, timesteps, self._read_text(conditions, batch_values))
         finally:
             context.batch_values = before
@@ -310,34 +309,31 @@ class PatchedModel:
         cut = tokens.view(count, side // unit, side // unit, channels, unit, unit)
         return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
-    def _read_text(self, conditions: dict[str, Any], batch_values: dict[Any, Any]) -> dict[str, Any]:
+    def _read_text(self, conditions: dict[str, Any], values: BatchValues) -> dict[str, Any]:
         """Pass the text to the attention leaves; it is computed in the first pass of a batch.
 
         Returns the conditions for the model, without the mask, which the leaves hold.
         """
         text, transformer, context = conditions["encoder_hidden_states"], self._transformer, self.context
-        if self._readers and self._readers[0] not in batch_values:
+        if self._readers and not values.keys_values:
             caption = None if transformer is None else transformer.caption
             read = text if caption is None else getattr(self.model, caption).projection(text)
-            batch_values |= {leaf: leaf.read(read) for leaf in self._readers}
-        for leaf in self._readers:
-            leaf.text = batch_values[leaf]
+            values.keys_values = tuple(leaf.read(read) for leaf in self._readers)
+        for leaf, keys_values in zip(self._readers, values.keys_values, strict=True):
+            leaf.text = keys_values
         if transformer is None:
             return conditions
         mask = None if transformer.mask is None else conditions[transformer.mask]
-        if "text bias" not in batch_values:
-            batch_values["text bias"] = text_bias_of(
-                text, batch_values["repeats"], mask, adds_mask=transformer.adds_mask
-            )
-            if mask is not None:
-                batch_values["text mask"] = mask
-            if transformer.text_refiner is not None and transformer.text_embedder is None:
-                batch_values["refined text"] = self.model.time_caption_embed.refine(text, mask)
+        if values.text_bias is None:
+            values.text_mask = mask
+            values.text_bias = text_bias_of(text, values.repeats, mask, adds_mask=transformer.adds_mask)
         if transformer.text_embedder is not None:
-            if "embedded text" not in batch_values:
-                batch_values["embedded text"] = getattr(self.model, transformer.text_embedder).embed(text)
+            if values.text is None:
+                values.text = getattr(self.model, transformer.text_embedder).embed(text)
             conditions = conditions | {"encoder_hidden_states": text[:, :0]}
-        context.text_bias = batch_values["text bias"]
+        elif transformer.text_refiner is not None and values.text is None:
+            values.text = self.model.time_caption_embed.refine(text, mask)
+        context.text_bias = values.text_bias
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}
 

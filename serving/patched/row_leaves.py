@@ -110,10 +110,10 @@ class PatchedPatchEmbed(nn.Module):
         tokens = F.linear(pixels, weight, projection.bias)
         if (adapted := adapted_of(projection)) is not None:
             adapted.add(pixels, tokens)
-        if "positions" not in self.context.batch_values:
-            table = partial(self.positions, self.embed)
-            self.context.batch_values["positions"] = repeated(level, table, self.context.kernels)
-        positions = self.context.batch_values["positions"]
+        values = self.context.batch_values
+        if values.positions is None:
+            values.positions = repeated(level, partial(self.positions, self.embed), self.context.kernels)
+        positions = values.positions
         some = self.context.rows or self.context.active
         if some is not None:
             own = some.tokens(0)

@@ -269,7 +269,7 @@ class PackedBatch:
         ]
         model.begin(row_packing, repeats=repeats, requests=known)
         if (adapters := adapters_of(batch, model.device, model.context.entries_of)) is not None:
-            model.context.batch_values["adapters"] = adapters
+            model.context.batch_values.adapters = adapters
         self.denoise_batch = DenoiseBatch(
             batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
         )
