@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,7 @@ def _measured_steps(
 def _with_own_record(prepared: PreparedRequest) -> PreparedRequest:
     """Return the request with its own copy of the record object, as for edits of different images."""
     assert isinstance(prepared.template, TemplateRecord), "the template was recorded, and the mask touches few cells"
-    return replace(prepared, template=replace(prepared.template))
+    return replace(prepared, template=copy(prepared.template))
 
 
 def _measured_loads(

@@ -2,9 +2,9 @@
 
 A recorded pass depends on a key and on the shapes of its inputs. The patch engine pads batches to buckets and passes
 its layout as data, so that one recorded pass serves all mixes of sizes in a bucket; work that depends on the sizes runs
-eagerly between the segments of a pass (`Pause`). The first pass of a patched batch runs eagerly; it computes the
-tensors that the batch keeps (text keys and values), which are then copied to where the recorded pass reads them. The
-plain model keeps its conditions and has nothing to compute beforehand; its passes have a key for each composition.
+eagerly between the segments of a pass (`Pause`). Tensors that a batch keeps (text keys and values) are copied to where
+the recorded pass reads them when the batch changes. The plain model keeps its conditions, and its passes have a key for
+each composition.
 
 Recording stalls the device. Passes are therefore recorded only for batches that stay for a while and for keys that
 recur, and the memory of recorded passes is bounded.
@@ -14,7 +14,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -28,7 +28,7 @@ Results = tuple[Tensor, ...]
 Pause = Callable[[Callable[..., Results], Sequence[Tensor]], Results]
 """Interrupts a recording: runs a function of tensors, now and in every replay, whose results have the same shapes each
 time. Returns the tensors that hold the results from then on."""
-Forward = Callable[[dict[str, Any], dict[Any, Any], Pause | None], Tensor]
+Forward = Callable[[dict[str, Any], Any, Pause | None], Tensor]
 Recorder = Callable[[Callable[[Pause], Tensor]], tuple[Callable[[], object], Tensor]]
 """Records work; returns a function that replays it on the same memory, and the tensor that then holds its result."""
 PATIENCE = 4
@@ -167,7 +167,7 @@ class CapturedPasses:
         self,
         batch: PassBatch,
         key: Hashable,
-        batch_values: dict[Any, Any],
+        batch_values: Any,
         forward: Forward,
         inputs: dict[str, Any],
         kept_alive: object = None,
@@ -177,8 +177,8 @@ class CapturedPasses:
         Args:
             batch: batch of the pass.
             key: determines, with the shapes of the inputs, which kernels run.
-            batch_values: tensors that the batch keeps from pass to pass; the first pass fills it, unless the batch is
-                complete.
+            batch_values: tensors that the batch keeps from pass to pass, in dicts, tuples or data classes; the first
+                pass fills it, unless the batch is complete.
             forward: computes the pass from the inputs and `batch_values`. It must not wait for the device, except where
                 it pauses the recording.
             inputs: tensors by name, or dicts or tuples of such.
@@ -205,9 +205,7 @@ class CapturedPasses:
         recorded.play()
         return recorded.result.clone()
 
-    def _fill(
-        self, recorded: _RecordedPass, batch: PassBatch, inputs: dict[str, Any], batch_values: dict[Any, Any]
-    ) -> None:
+    def _fill(self, recorded: _RecordedPass, batch: PassBatch, inputs: dict[str, Any], batch_values: Any) -> None:
         """Copy the inputs of a pass, and the values of its batch unless they are there, to where they are read."""
         pairs = [(tensor, recorded.inputs[path].tensor) for path, tensor in _tensors(inputs)]
         for path, tensor in _tensors(batch_values):
@@ -222,7 +220,7 @@ class CapturedPasses:
         batch: PassBatch,
         forward: Forward,
         inputs: dict[str, Any],
-        batch_values: dict[Any, Any],
+        batch_values: Any,
         kept_alive: object,
     ) -> _RecordedPass | None:
         of_inputs, of_values = (
@@ -267,24 +265,35 @@ class CapturedPasses:
             self._num_eager.pop(dropped, None)
 
 
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of a dict, a tuple or a data class by name; None for other values."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, tuple):
+        return dict(enumerate(value))
+    return {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else None
+
+
 def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Iterate over all tensors of a value, also in dicts and tuples, each with its path."""
+    """Iterate over all tensors of a value, also in its parts, each with its path."""
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, dict | tuple):
-        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors(part, (*path, name))
+        return
+    for name, part in (_parts(value) or {}).items():
+        yield from _tensors(part, (*path, name))
 
 
 def _replaced(value: Any, buffers: Mapping[Path, _Buffer], path: Path = ()) -> Any:
     """Return a value with all tensors replaced by those of buffers."""
     if isinstance(value, Tensor):
         return buffers[path].tensor
+    parts = _parts(value)
+    if parts is None:
+        return value
+    found = {name: _replaced(part, buffers, (*path, name)) for name, part in parts.items()}
     if isinstance(value, dict):
-        return {name: _replaced(part, buffers, (*path, name)) for name, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_replaced(part, buffers, (*path, index)) for index, part in enumerate(value))
-    return value
+        return found
+    return tuple(found.values()) if isinstance(value, tuple) else type(value)(**found)
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

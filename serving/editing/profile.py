@@ -14,7 +14,7 @@ from ...data.files import write_json
 from ...data.records import read_json
 from ...data.run_facts import RunFacts
 from ...data.templates import KEEPS, Keep
-from ..core.request_state import RecordId
+from ..core.record_key import RecordKey
 from ..scheduling.policies.base import StepLatencyPredictor
 from .step_latency import TERMS, EditStepLatency, fitted_line, on_line
 
@@ -106,7 +106,7 @@ class EditProfile:
         """Return the predictor for batches that have changed; `whole` must predict such batches, too."""
         return EditStepLatency(whole, self.first.coefficients)
 
-    def record_bytes(self, record: RecordId) -> float:
+    def record_bytes(self, record: RecordKey) -> float:
         """Return the size of a record with all its steps."""
         return self.bytes_per_pixel_step * record.resolution.pixels * record.num_inference_steps
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ..cache.active import ActiveRows, ActiveSet
 from ..families.transformer import PAD
 from .attention import LEFT_OUT, PatchedStreamAttention
-from .context import PatchContext, repeated
+from .context import BatchLeaf, PatchContext, repeated
 from .one_row import places_of
-from .streams import begin_stream, text_of_rows
 
 
 def no_angles(ids: Tensor) -> Tensor:
@@ -34,7 +33,7 @@ class PaddedText(nn.Module):
 
     def embed(self, text: Tensor) -> Tensor:
         """Embed and refine text: [rows, length, channels] -> [rows, length, width]."""
-        mask = self.context.batch_values["text mask"]
+        mask = self.context.text_mask
         text = torch.where((mask == PAD)[:, :, None], self.pad, self.embedder(text))
         turns = self.rotary(_text_places(text.shape[1], text.device)[1:])[None]
         for block in self.refiner:
@@ -79,21 +78,29 @@ class PaddedStream:
             text: [rows, length, width], the pad of each row, followed in the second stream by its text.
             image: image tokens [tokens, width].
         """
-        context, (rows, length, _) = self.context, text.shape
-        if ("turns", length) not in context.batch_values:
-            context.batch_values["turns", length] = self._compute_angles(length, image.device)
-            context.batch_values["pad bias"] = self._bias(text)
-        begin_stream(context, rows, length)
-        self._length, bias = length, context.batch_values["pad bias"]
+        context, values, length = self.context, self.context.batch_values, text.shape[1]
+        self.fill(length, text)
+        context.begin_stream(length)
+        self._length, bias = length, values.pad_bias
+        assert bias is not None
         if length > 1:
-            bias = torch.cat([bias, context.batch_values["text bias"]], 1)
+            assert values.text_bias is not None, "text has a mask"
+            bias = torch.cat([bias, values.text_bias], 1)
         context.text_bias = bias if context.rows is None else bias.index_select(0, context.rows.rows)
         return torch.cat([text.flatten(0, 1), image])[:, None]
+
+    def fill(self, length: int, like: Tensor) -> None:
+        """Compute the angles of a stream with `length` tokens of each row before images, and the bias of pads."""
+        values = self.context.batch_values
+        if length not in values.turns:
+            values.turns[length] = self._compute_angles(length, like.device)
+        if values.pad_bias is None:
+            values.pad_bias = self._bias(like)
 
     def angles(self) -> tuple[Tensor, ...]:
         """Return cosines and sines of the tokens of the present stream that are computed."""
         context, length = self.context, self._length
-        both, some = context.batch_values["turns", length], context.rows or context.active
+        both, some = context.batch_values.turns[length], context.rows or context.active
         if some is None:
             return both
         if self._last is None or self._last[0] is not some or self._last[1] != length:
@@ -112,7 +119,7 @@ class PaddedStream:
         The position of a text token is its number; that of an image token is the length of its text, row and column.
         """
         context = self.context
-        level, mask = context.batch.levels[0], context.batch_values["text mask"]
+        level, mask = context.batch.levels[0], context.text_mask
         image = repeated(level, lambda *size: places_of(size, device), context.kernels).long()
         behind = (1 + (mask > 0).sum(1)).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([behind[:, None], image], 1)
@@ -134,13 +141,18 @@ class _StreamBoundary(nn.Module):
         self.stream = stream
 
 
-class ImageStreamStart(_StreamBoundary):
+class ImageStreamStart(_StreamBoundary, BatchLeaf):
     """First entry of the list of blocks that compute the images alone."""
+
+    def fill(self, text: Tensor) -> None:
+        """Compute the values of both streams; see `BatchLeaf`."""
+        for length in (1, 1 + self.stream.context.text_mask.shape[1]):
+            self.stream.fill(length, text)
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[1, tokens with the pads that the forward has added, width] -> [rows and tokens, 1, width]."""
         context, pad = self.stream.context, self.stream.pad
-        return self.stream.begin(pad.expand(len(text_of_rows(context)), 1, -1), x[0, : context.num_tokens])
+        return self.stream.begin(pad.expand(context.packing.num_rows, 1, -1), x[0, : context.num_tokens])
 
 
 class ImageStreamEnd(_StreamBoundary):
@@ -160,7 +172,7 @@ class JointStreamStart(_StreamBoundary):
         """[1, tokens, width] -> all tokens [tokens, 1, width]."""
         pads = self.stream.pads
         assert pads is not None, "images come first"
-        return self.stream.begin(torch.cat([pads, text_of_rows(self.stream.context)], 1), x[0])
+        return self.stream.begin(torch.cat([pads, self.stream.context.text], 1), x[0])
 
 
 class JointStreamEnd(_StreamBoundary):

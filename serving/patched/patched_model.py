@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
-from .context import PatchContext, Strategy, to_tokens
+from .context import BatchLeaf, BatchValues, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
 from .strategy import StrategyTable
 from .swap import PatchSwap
@@ -74,6 +75,7 @@ class PatchedModel:
         self.context = PatchContext(self._choose, kernels)
         self.swap = PatchSwap(self.model, self.context)
         self._readers = [leaf for leaf in self.model.modules() if isinstance(leaf, PatchedCrossAttention)]
+        self._with_values = [leaf for leaf in self.model.modules() if isinstance(leaf, BatchLeaf)]
         self.order: Order = order
         self.patch_size = patch_size
         self.is_unet = isinstance(model, UNet2DConditionModel)
@@ -86,6 +88,7 @@ class PatchedModel:
         self.cache: PatchCache | None = None
         self.captured: CapturedPasses | None = None
         self._pass_batch = PassBatch()
+        self._own: _OwnBatch | None = None
         self._served_size: int | None = None
         self.is_compiled = False
 
@@ -98,8 +101,8 @@ class PatchedModel:
         return "repeats" if transformer.mask is None else "padding"
 
     def use_graphs(self, recorder: Recorder, patience: int = PATIENCE) -> None:
-        """Record and replay whole passes from now on (`CapturedPasses`). Not possible with the patch cache."""
-        assert self.cache is None, "what a pass with the cache runs differs from step to step"
+        """Record and replay passes from now on (`CapturedPasses`), which a cache that decides for patches rules out."""
+        assert self.cache is None or self.cache.is_whole, "what such a pass runs differs from step to step"
         self.captured = CapturedPasses(recorder, patience)
 
     def compile(self, *, backend: str | Callable[..., Any] = "inductor") -> int:
@@ -172,7 +175,7 @@ class PatchedModel:
     def pack(self, sizes: list[tuple[int, int]], *, is_padded: bool = False) -> Packing:
         """Return the packing of rows with these latent sizes, sorted by resolution. Raises what `pack_rows` raises.
 
-        `is_padded`: pad it to its bucket if this model pads.
+        `is_padded`: whether to pad it to its bucket, if this model does so.
         """
         patch_size = self.patch_size
         if self.is_padded and patch_size is None:
@@ -223,11 +226,10 @@ class PatchedModel:
             repeats: number of times that the last text token of every row counts (see `PatchedJointAttention`).
             requests: the owners of the rows, in order, for the patch cache, which is not used without them.
         """
-        self.context.begin(packing)
-        self.context.batch_values["repeats"] = repeats
+        self.context.begin(packing, repeats=repeats)
         if self.cache is not None:
             self.cache.begin(packing, requests)
-        self._pass_batch = PassBatch()
+        self._pass_batch, self._own = PassBatch(), None
 
     def __call__(
         self, patches: Tensor, timesteps: Tensor, *, steps_done: Sequence[int] = (), **conditions: Any
@@ -246,21 +248,39 @@ class PatchedModel:
             self.cache.begin_step(steps_done)
             if self.cache.is_whole:
                 return self._step_of_some(self.cache, patches, timesteps, conditions)
-        context, packing = self.context, self.context.packing
         if self.captured is None:
-            return self.forward(patches, timesteps, conditions, context.batch_values)
+            return self.forward(patches, timesteps, conditions, self.context.batch_values)
+        return self._replayed(self.captured, self._pass_batch, patches, timesteps, conditions)
+
+    def _replayed(
+        self,
+        captured: CapturedPasses,
+        batch: PassBatch,
+        patches: Tensor,
+        timesteps: Tensor,
+        conditions: dict[str, Any],
+    ) -> Tensor:
+        """Run one pass of the context's batch eagerly, or replay it."""
+        context, packing = self.context, self.context.packing
+        if not batch.is_complete:
+            # So that the first pass may be replayed, too.
+            self._read_text(conditions, context.batch_values)
+            for leaf in self._with_values:
+                leaf.fill(conditions["encoder_hidden_states"])
+            batch.is_complete = True
         inputs: dict[str, Any] = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
-        if packing.bucket is not None:
+        is_padded = packing.bucket is not None
+        if is_padded:
             inputs["tables"] = packing.tables
-        return self.captured.run(
-            self._pass_batch,
-            (packing.bucket or packing.sizes, context.batch_values["repeats"]),
+        return captured.run(
+            batch,
+            (packing.bucket or packing.sizes, context.batch_values.repeats),
             context.batch_values,
-            lambda inputs, batch_values, pause: self.forward(
-                **inputs, batch_values=batch_values, pause=pause if packing.bucket is not None else None
+            lambda inputs, values, pause: self.forward(
+                **inputs, batch_values=values, pause=pause if is_padded else None
             ),
             inputs,
-            kept_alive=None if packing.bucket is not None else packing,
+            kept_alive=None if is_padded else packing,
         )
 
     @property
@@ -278,7 +298,7 @@ class PatchedModel:
         patches: Tensor,
         timesteps: Tensor,
         conditions: dict[str, Any],
-        batch_values: dict[Any, Any],
+        batch_values: BatchValues,
         *,
         tables: tuple[Tensor, Tensor] | None = None,
         pause: Pause | None = None,
@@ -289,13 +309,13 @@ class PatchedModel:
 
         Args:
             patches, timesteps, conditions: see above.
-            batch_values: values that stay the same from pass to pass.
+            batch_values: values of the batch; the pass computes what is missing.
             tables: tables of the packing, if the pass reads them from other memory.
             pause: interrupts the recording of this pass.
         """
         context = self.context
         context.begin_pass(timesteps, pause)
-        with context.reading(batch_values, tables), self.adapters.on(batch_values.get("adapters")):
+        with context.reading(batch_values, tables), self.adapters.on(batch_values.adapters):
             return self._denoise(patches, timesteps, self._read_text(conditions, batch_values))
 
     def _denoise(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
@@ -318,20 +338,58 @@ class PatchedModel:
         active = decision.active
         if decision.kind != "skipped":
             context.begin_pass(timesteps)
-            conditions = self._read_text(conditions, context.batch_values)
-            if active is None:
-                output = self._denoise(patches, timesteps, conditions)
+            own_conditions = self._read_text(conditions, context.batch_values)
+            assert active is None or isinstance(active, ActiveRows), "requests are computed whole"
+            if self.captured is not None and self.is_padded:
+                output = self._replay_some(self.captured, patches, timesteps, conditions, active)
+            elif active is None:
+                output = self._denoise(patches, timesteps, own_conditions)
             else:
-                assert isinstance(active, ActiveRows), "requests are computed whole"
                 with context.restricted_to(active):
                     context.timesteps = timesteps.index_select(0, active.rows)
                     own = self._patches_of(patches, active)
-                    output = self._denoise(own, context.timesteps, _of_rows(conditions, active.rows))
+                    output = self._denoise(own, context.timesteps, _of_rows(own_conditions, active.rows))
             outputs = with_previous(store, self._to_tokens(output.float()), active)
             cache.store_outputs(0, inputs, outputs, (), active)
             if active is None:
                 return output.float()
         return self._from_tokens(forecast(store), patches.shape)
+
+    def _replay_some(
+        self,
+        captured: CapturedPasses,
+        patches: Tensor,
+        timesteps: Tensor,
+        conditions: dict[str, Any],
+        active: ActiveRows | None,
+    ) -> Tensor:
+        """Predict for some rows, None for all, in a pass of a padded batch of their own."""
+        context, packing = self.context, self.context.packing
+        numbers = tuple(range(packing.num_rows) if active is None else active.numbers)
+        if self._own is None or self._own.numbers != numbers:
+            own = self.pack([packing.sizes[row] for row in numbers], is_padded=True)
+            places = [place for row in numbers for place in range(packing.starts[row], packing.starts[row + 1])]
+            places += places[:1] * (own.num_patches - len(places))
+            rows = torch.tensor([*numbers, *numbers[-1:] * (own.num_rows - len(numbers))], device=self.device)
+            self._own = _OwnBatch(
+                numbers,
+                own,
+                rows,
+                torch.tensor(places, device=self.device),
+                _of_rows(conditions, rows),
+                context.batch_values.of_rows(rows),
+                PassBatch(),
+            )
+        own = self._own
+        with context.switch_batch(own.packing, own.values):
+            found = self._replayed(
+                captured,
+                own.passes,
+                patches.index_select(0, own.patches),
+                timesteps.index_select(0, own.rows),
+                own.conditions,
+            )
+        return found[: own.packing.starts[-1]]
 
     def _first_tokens(self, patches: Tensor) -> Tensor:
         """Return the input of the first block for these patches: [tokens, channels]."""
@@ -357,36 +415,55 @@ class PatchedModel:
         cut = tokens.view(count, side // unit, side // unit, channels, unit, unit)
         return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
-    def _read_text(self, conditions: dict[str, Any], batch_values: dict[Any, Any]) -> dict[str, Any]:
+    def _read_text(self, conditions: dict[str, Any], values: BatchValues) -> dict[str, Any]:
         """Pass the text to the attention leaves; it is computed in the first pass of a batch.
 
         Returns the conditions for the model, without the mask, which the leaves hold.
         """
         text, transformer, context = conditions["encoder_hidden_states"], self._transformer, self.context
-        if self._readers and self._readers[0] not in batch_values:
+        if self._readers and not values.keys_values:
             caption = None if transformer is None else transformer.caption
             read = text if caption is None else getattr(self.model, caption).projection(text)
-            batch_values |= {leaf: leaf.read(read) for leaf in self._readers}
-        for leaf in self._readers:
-            leaf.text = batch_values[leaf]
+            values.keys_values = tuple(leaf.read(read) for leaf in self._readers)
+        for leaf, keys_values in zip(self._readers, values.keys_values, strict=True):
+            leaf.text = keys_values
         if transformer is None:
             return conditions
         mask = None if transformer.mask is None else conditions[transformer.mask]
-        if "text bias" not in batch_values:
-            batch_values["text bias"] = text_bias_of(
-                text, batch_values["repeats"], mask, adds_mask=transformer.adds_mask
-            )
-            if mask is not None:
-                batch_values["text mask"] = mask
-            if transformer.text_refiner is not None and transformer.text_embedder is None:
-                batch_values["refined text"] = self.model.time_caption_embed.refine(text, mask)
+        if values.text_bias is None:
+            values.text_mask = mask
+            values.text_bias = text_bias_of(text, values.repeats, mask, adds_mask=transformer.adds_mask)
         if transformer.text_embedder is not None:
-            if "embedded text" not in batch_values:
-                batch_values["embedded text"] = getattr(self.model, transformer.text_embedder).embed(text)
+            if values.text is None:
+                values.text = getattr(self.model, transformer.text_embedder).embed(text)
             conditions = conditions | {"encoder_hidden_states": text[:, :0]}
-        context.text_bias = batch_values["text bias"]
+        elif transformer.text_refiner is not None and values.text is None:
+            values.text = self.model.time_caption_embed.refine(text, mask)
+        context.text_bias = values.text_bias
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OwnBatch:
+    """Rows of a batch that are computed as a padded batch of their own, until others are.
+
+    Attributes:
+        numbers: the rows.
+        packing: their packing.
+        rows, patches: rows and patches of the whole batch that its rows and patches are copies of.
+        conditions: conditions of its rows.
+        values: values that its passes read.
+        passes: its passes.
+    """
+
+    numbers: tuple[int, ...]
+    packing: Packing
+    rows: Tensor
+    patches: Tensor
+    conditions: dict[str, Any]
+    values: BatchValues
+    passes: PassBatch
 
 
 def _of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.adapters import adapted_of
-from .context import PatchContext, repeated
+from .context import BatchLeaf, PatchContext, repeated
 
 
 class RowsToPatches(nn.Module):
@@ -90,7 +90,7 @@ class RowTimesteps(nn.Module):
         return self.embedding(self.context.timesteps)
 
 
-class PatchedPatchEmbed(nn.Module):
+class PatchedPatchEmbed(BatchLeaf):
     """The embedding of latent pixels, with the positions of each image at its own size; see `Transformer`."""
 
     def __init__(
@@ -110,15 +110,20 @@ class PatchedPatchEmbed(nn.Module):
         tokens = F.linear(pixels, weight, projection.bias)
         if (adapted := adapted_of(projection)) is not None:
             adapted.add(pixels, tokens)
-        if "positions" not in self.context.batch_values:
-            table = partial(self.positions, self.embed)
-            self.context.batch_values["positions"] = repeated(level, table, self.context.kernels)
-        positions = self.context.batch_values["positions"]
+        positions = self.fill()
         some = self.context.rows or self.context.active
         if some is not None:
             own = some.tokens(0)
             positions = positions.index_select(0, own)
         return (tokens + positions.view(tokens.shape)).to(tokens.dtype)
+
+    def fill(self, text: Tensor | None = None) -> Tensor:
+        """Return the positions [tokens, width] of the batch, which do not depend on the text."""
+        context, values = self.context, self.context.batch_values
+        if values.positions is None:
+            table = partial(self.positions, self.embed)
+            values.positions = repeated(context.batch.levels[0], table, context.kernels)
+        return values.positions
 
 
 def _cropped(embed: Any, height: int, width: int) -> Tensor:

@@ -261,7 +261,8 @@ class PackedBatch:
             self.denoise_batch = plain_batch(stepper.plain, self._conditions, batch, stepper.sampler)
             return
         rows = [size for prepared, size in zip(batch, sizes, strict=True) for _ in range(prepared.num_rows)]
-        row_packing = model.pack(rows, is_padded=True)
+        # With the cache, the computed rows of each step are padded.
+        row_packing = model.pack(rows, is_padded=model.cache is None)
         self._conditions = model.pad_conditions(self._conditions, row_packing)
         known = [
             CachedRequest(
@@ -275,7 +276,7 @@ class PackedBatch:
         ]
         model.begin(row_packing, repeats=repeats, requests=known)
         if (adapters := adapters_of(batch, model.device, model.context.entries_of)) is not None:
-            model.context.batch_values["adapters"] = adapters
+            model.context.batch_values.adapters = adapters
         self.denoise_batch = DenoiseBatch(
             batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
         )

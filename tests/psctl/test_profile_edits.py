@@ -14,7 +14,7 @@ from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.work import Work
 from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.measure.edits import EditProfileSettings, profile_edits
-from patchedserve.serving.core.request_state import RecordId
+from patchedserve.serving.core.record_key import RecordKey
 from patchedserve.serving.editing.profile import EditProfile, Fit
 from patchedserve.serving.editing.step_latency import TERMS, on_line, terms_of
 from patchedserve.serving.editing.templates import TemplateStore
@@ -104,7 +104,7 @@ def test_record_has_the_stated_size(profile: dict[str, Any], tmp_path: Path) -> 
     edit = edit_request(0, SIZES[0], num_steps=3, template=TemplateSpec())
     model.reuse.use_template(edit, tmp_path / "t", lambda count: None)
     (one,) = TemplateStore(tmp_path / "t").list()
-    assert found.record_bytes(RecordId("emoji:0", SIZES[0], 3)) == pytest.approx(one["bytes"], rel=0.05)
+    assert found.record_bytes(RecordKey("emoji:0", SIZES[0], 3)) == pytest.approx(one["bytes"], rel=0.05)
 
 
 def read(content: dict[str, Any], folder: Path) -> EditProfile:

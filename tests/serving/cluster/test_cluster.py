@@ -20,7 +20,8 @@ from patchedserve.data.work import Work
 from patchedserve.serving.cluster.autoscale import replicas_needed
 from patchedserve.serving.cluster.deployment import last_line_of
 from patchedserve.serving.cluster.load_book import LoadBook
-from patchedserve.serving.core.request_state import RecordId, RequestView
+from patchedserve.serving.core.record_key import RecordKey
+from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.editing.costs import EditCosts, HeldRecords, MaskShares
 from patchedserve.serving.families.geometry import Geometry
 from patchedserve.serving.scheduling.routers import ROUTERS, make_router
@@ -30,7 +31,7 @@ from patchedserve.training.cache.schedule import CacheSchedule, StepPlan
 from ...support.edits import image_of
 
 SIZE, TEMPLATE = Resolution(32, 32), TemplateSpec()
-RECORDS = [RecordId(name, SIZE, 4) for name in ("one", "two", "three")]
+RECORDS = [RecordKey(name, SIZE, 4) for name in ("one", "two", "three")]
 COSTS = EditCosts(lambda request: 0.3, lambda record: 1e6, lambda size: 4.0, memory_mb=2.0)
 """Two of these records fit into a replica."""
 
@@ -189,14 +190,14 @@ def test_load_book_chooses_like_its_router(name: str) -> None:
 def test_edit_is_routed_to_its_record() -> None:
     book, names, numbers = LoadBook("mask-aware", Steps(), edits=COSTS), ["a", "b", "c"], itertools.count()
 
-    def sent(record: RecordId | None, *, replicas: Sequence[str] = names, steps: int = 2) -> tuple[int, str]:
+    def sent(record: RecordKey | None, *, replicas: Sequence[str] = names, steps: int = 2) -> tuple[int, str]:
         number = next(numbers)
         book.begin(RequestView(number, SIZE, float(number), None, steps, 0, None, 0.3 if record else 1.0, record))
         replica = book.reserve(number, replicas)[0]
         book.confirm(number, replica)
         return number, replica
 
-    def done(record: RecordId | None, **options: Any) -> str:
+    def done(record: RecordKey | None, **options: Any) -> str:
         number, replica = sent(record, **options)
         book.release(number)
         return replica

@@ -12,6 +12,7 @@ import torch
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.steps.sides import patched_stepper
+from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.layout.packing import Bucket, Packing, pack_rows
 from patchedserve.serving.layout.patch_layout import by_size, patch_size_of
 from patchedserve.serving.models.served import ServedModel
@@ -143,6 +144,31 @@ def test_mixes_of_a_bucket_share_a_recorded_pass(name: str) -> None:
     assert tape.recorded == 1
     assert tape.played >= 2 * len(batches)
     assert patched_stepper(model).recording_failure is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILDS)
+def test_requests_that_a_cache_computes_are_replayed(name: str) -> None:
+    """They join and leave, so that some steps compute all requests, some a few, and some none."""
+    pipe = BUILDS[name]()
+    patch_size, _ = served(pipe).family.geometry.latent_size(SMALL)
+    cache = CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2, patch_size=patch_size)
+    options = EngineOptions(order="patch", cache=cache)
+    requests = [
+        Request(n, f"a hat {n}", size, num_steps, 3.0, seed=n)
+        for n, (size, num_steps) in enumerate([(SMALL, 9), (LARGE, 7), (WIDE, 8), (SMALL, 6)])
+    ]
+    eager, recorded = (served(pipe, options, **short_texts(pipe)) for _ in range(2))
+    tape = Tape()
+    patched_stepper(recorded).model.use_graphs(tape, patience=0)
+    found, expected = (denoised(model, requests, joins=[0, 1, 1, 3]) for model in (recorded, eager))
+    assert relative_error(found, expected) <= 10 * PASS
+    used = patched_stepper(recorded).model.cache
+    assert used is not None
+    assert min(skipped for _, skipped in used.stats.by_block.values()) > 0
+    assert tape.played >= 3
+    exact = denoised(served(pipe, EngineOptions(order="patch"), **short_texts(pipe)), requests)
+    assert relative_error(found, exact) > 100 * PASS, "nothing was reused"
 
 
 def test_odd_mixes_have_patches_that_divide_them() -> None:

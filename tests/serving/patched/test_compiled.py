@@ -152,8 +152,8 @@ def test_recorded_passes_read_new_inputs(name: str, way: Way) -> None:
             outputs.append(call_patched(patched, rows))
             assert relative_error(outputs[-1], run_plain(model, rows)) <= TOLERANCE
         assert relative_error(outputs[1], outputs[2]) > 0.01, "a result has changed under its reader"
-    # The first pass of each batch runs eagerly.
-    assert (recorder.recorded, recorder.played) == (2, 10)
+    # The first pass of each composition runs eagerly.
+    assert (recorder.recorded, recorder.played) == (2, 13)
 
 
 def test_text_lengths_and_repeats_are_recorded_separately() -> None:
