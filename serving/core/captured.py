@@ -271,7 +271,9 @@ def _parts(value: Any) -> dict[Any, Any] | None:
         return value
     if isinstance(value, tuple):
         return dict(enumerate(value))
-    return {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else None
+    if not is_dataclass(value):
+        return None
+    return {each.name: getattr(value, each.name) for each in fields(value) if each.init}
 
 
 def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

@@ -188,6 +188,11 @@ class Packing:
         return self.levels[0].row_index
 
     @property
+    def value_rows(self) -> Tensor:
+        """(rows,) the row whose values (text, adapters) each row has: its own, or for a dummy the last one's."""
+        return torch.arange(self.num_rows, device=self.row_index.device).clamp(max=len(self.sizes) - 1)
+
+    @property
     def tables(self) -> tuple[Tensor, Tensor]:
         """Tables that passes read in patch order: `row_index` and `neighbours`, the same at all levels."""
         finest = self.levels[0]
@@ -202,7 +207,7 @@ class Packing:
             level.row_index, level.neighbours = tables
         return found
 
-    def of_rows(self, rows: Sequence[int]) -> "Packing":
+    def of_rows(self, rows: Sequence[int], *, is_padded: bool = False) -> "Packing":
         """Return the packing of only these rows, ascending: a batch of their own, cut in the same way."""
         finest, size = self.levels[0], self.layout.patch_size
         device, unit = finest.row_index.device, finest.side // finest.grain

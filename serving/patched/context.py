@@ -55,8 +55,13 @@ class BatchValues:
     turns: dict[int, Rotary] = field(default_factory=dict)
     pad_bias: Tensor | None = None
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What passes depend on beside the shapes of these values."""
+        return self.repeats, () if self.adapters is None else tuple(self.adapters.scales)
+
     def of_rows(self, rows: Tensor) -> "BatchValues":
-        """Return the values of the text for some rows; the others depend on the packing of these rows."""
+        """Return the values of some rows, without those that depend on the packing of these rows."""
 
         def chosen(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.index_select(0, rows)
@@ -66,7 +71,8 @@ class BatchValues:
         if bias is not None and len(bias) > 1:  # one row is for all
             bias = bias.index_select(0, rows)
         text, mask = chosen(self.text), chosen(self.text_mask)
-        return BatchValues(self.repeats, text=text, text_mask=mask, text_bias=bias, keys_values=pairs)
+        adapters = None if self.adapters is None else self.adapters.of_rows(rows)
+        return BatchValues(self.repeats, adapters, text=text, text_mask=mask, text_bias=bias, keys_values=pairs)
 
 
 class BatchLeaf(nn.Module, ABC):

@@ -192,11 +192,8 @@ class PatchedModel:
         )
 
     def pad_conditions(self, conditions: dict[str, Any], packing: Packing) -> dict[str, Any]:
-        """Give the dummy rows of a packing the conditions of its last row, if it has dummies."""
-        if packing.bucket is None:
-            return conditions
-        rows = torch.arange(packing.num_rows, device=self.device).clamp(max=len(packing.sizes) - 1)
-        return _of_rows(conditions, rows)
+        """Add conditions of the dummy rows of a packing, if it has any."""
+        return conditions if packing.bucket is None else _of_rows(conditions, packing.value_rows)
 
     def use_table(self, table: StrategyTable) -> None:
         """Choose the strategy of each convolution from this table from now on."""
@@ -248,19 +245,12 @@ class PatchedModel:
             self.cache.begin_step(steps_done)
             if self.cache.is_whole:
                 return self._step_of_some(self.cache, patches, timesteps, conditions)
+        return self._predict(self._pass_batch, patches, timesteps, conditions)
+
+    def _predict(self, batch: PassBatch, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+        """Run one pass over all rows of the context's batch, or replay it."""
         if self.captured is None:
             return self.forward(patches, timesteps, conditions, self.context.batch_values)
-        return self._replayed(self.captured, self._pass_batch, patches, timesteps, conditions)
-
-    def _replayed(
-        self,
-        captured: CapturedPasses,
-        batch: PassBatch,
-        patches: Tensor,
-        timesteps: Tensor,
-        conditions: dict[str, Any],
-    ) -> Tensor:
-        """Run one pass of the context's batch eagerly, or replay it."""
         context, packing = self.context, self.context.packing
         if not batch.is_complete:
             # So that the first pass may be replayed, too.
@@ -272,9 +262,9 @@ class PatchedModel:
         is_padded = packing.bucket is not None
         if is_padded:
             inputs["tables"] = packing.tables
-        return captured.run(
+        return self.captured.run(
             batch,
-            (packing.bucket or packing.sizes, context.batch_values.repeats),
+            (packing.bucket or packing.sizes, context.batch_values.key),
             context.batch_values,
             lambda inputs, values, pause: self.forward(
                 **inputs, batch_values=values, pause=pause if is_padded else None
@@ -337,58 +327,29 @@ class PatchedModel:
         decision = cache.decide(0, inputs)
         active = decision.active
         if decision.kind != "skipped":
-            context.begin_pass(timesteps)
-            own_conditions = self._read_text(conditions, context.batch_values)
             assert active is None or isinstance(active, ActiveRows), "requests are computed whole"
-            if self.captured is not None and self.is_padded:
-                output = self._replay_some(self.captured, patches, timesteps, conditions, active)
-            elif active is None:
-                output = self._denoise(patches, timesteps, own_conditions)
-            else:
-                with context.restricted_to(active):
-                    context.timesteps = timesteps.index_select(0, active.rows)
-                    own = self._patches_of(patches, active)
-                    output = self._denoise(own, context.timesteps, _of_rows(own_conditions, active.rows))
+            output = self._predict_some(patches, timesteps, conditions, active)
             outputs = with_previous(store, self._to_tokens(output.float()), active)
             cache.store_outputs(0, inputs, outputs, (), active)
             if active is None:
                 return output.float()
         return self._from_tokens(forecast(store), patches.shape)
 
-    def _replay_some(
-        self,
-        captured: CapturedPasses,
-        patches: Tensor,
-        timesteps: Tensor,
-        conditions: dict[str, Any],
-        active: ActiveRows | None,
+    def _predict_some(
+        self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], active: ActiveRows | None
     ) -> Tensor:
-        """Predict for some rows, None for all, in a pass of a padded batch of their own."""
+        """Predict for some rows, None for all, in a pass over a batch of their own: [their patches, ...]."""
+        if active is None and not self.is_padded:
+            return self._predict(self._pass_batch, patches, timesteps, conditions)
         context, packing = self.context, self.context.packing
         numbers = tuple(range(packing.num_rows) if active is None else active.numbers)
         if self._own is None or self._own.numbers != numbers:
-            own = self.pack([packing.sizes[row] for row in numbers], is_padded=True)
-            places = [place for row in numbers for place in range(packing.starts[row], packing.starts[row + 1])]
-            places += places[:1] * (own.num_patches - len(places))
-            rows = torch.tensor([*numbers, *numbers[-1:] * (own.num_rows - len(numbers))], device=self.device)
-            self._own = _OwnBatch(
-                numbers,
-                own,
-                rows,
-                torch.tensor(places, device=self.device),
-                _of_rows(conditions, rows),
-                context.batch_values.of_rows(rows),
-                PassBatch(),
-            )
+            self._read_text(conditions, context.batch_values)
+            self._own = _own_batch(numbers, packing, conditions, context.batch_values, is_padded=self.is_padded)
         own = self._own
         with context.switch_batch(own.packing, own.values):
-            found = self._replayed(
-                captured,
-                own.passes,
-                patches.index_select(0, own.patches),
-                timesteps.index_select(0, own.rows),
-                own.conditions,
-            )
+            given = patches.index_select(0, own.patches), timesteps.index_select(0, own.rows)
+            found = self._predict(own.passes, *given, own.conditions)
         return found[: own.packing.starts[-1]]
 
     def _first_tokens(self, patches: Tensor) -> Tensor:
@@ -397,11 +358,6 @@ class PatchedModel:
             return to_tokens(self.model.conv_in(patches))
         embed = self._transformer.embed
         return (self.model.pos_embed(patches) if embed is None else embed(self.model, patches)).flatten(0, 1)
-
-    def _patches_of(self, patches: Tensor, active: ActiveRows) -> Tensor:
-        tokens_of_patch = (patches.shape[2] // self.unit) ** 2
-        first = active.tokens(0)[::tokens_of_patch]
-        return patches.index_select(0, first // tokens_of_patch)
 
     def _to_tokens(self, patches: Tensor) -> Tensor:
         """Patches of latents -> [tokens of the finest level, values of a token]."""
@@ -446,7 +402,7 @@ class PatchedModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OwnBatch:
-    """Rows of a batch that are computed as a padded batch of their own, until others are.
+    """Rows of a batch that are computed as a batch of their own, until others are.
 
     Attributes:
         numbers: the rows.
@@ -464,6 +420,18 @@ class _OwnBatch:
     conditions: dict[str, Any]
     values: BatchValues
     passes: PassBatch
+
+
+def _own_batch(
+    numbers: tuple[int, ...], packing: Packing, conditions: dict[str, Any], values: BatchValues, *, is_padded: bool
+) -> _OwnBatch:
+    """Make a batch of some rows of a packing, with conditions and values of theirs."""
+    own, device = packing.of_rows(numbers, is_padded=is_padded), packing.row_index.device
+    places = [place for row in numbers for place in range(packing.starts[row], packing.starts[row + 1])]
+    places += places[:1] * (own.num_patches - len(places))
+    rows = torch.tensor(numbers, device=device).index_select(0, own.value_rows)
+    of_rows = _of_rows(conditions, rows), values.of_rows(rows)
+    return _OwnBatch(numbers, own, rows, torch.tensor(places, device=device), *of_rows, PassBatch())
 
 
 def _of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:

@@ -275,8 +275,10 @@ class PackedBatch:
             for each in batch
         ]
         model.begin(row_packing, repeats=repeats, requests=known)
-        if (adapters := adapters_of(batch, model.device, model.context.entries_of)) is not None:
-            model.context.batch_values.adapters = adapters
+        # Recorded passes do the same work whichever row has an adapter.
+        options = {"for_all": model.captured is not None}
+        if (adapters := adapters_of(batch, model.device, model.context.entries_of, **options)) is not None:
+            model.context.batch_values.adapters = adapters.of_rows(row_packing.value_rows)
         self.denoise_batch = DenoiseBatch(
             batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
         )
