@@ -88,7 +88,7 @@ def test_command_receives_given_values_by_name() -> None:
         [home / "x", Path("y")],
         4,
     )
-    with pytest.raises(UsageError, match="--order: only for --engine patched"):
+    with pytest.raises(UsageError, match="--order does not work with --engine plain: it is only for --engine patched"):
         run(command, "--engine", "plain", "--order", "patch")
 
 
