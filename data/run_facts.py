@@ -2,11 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
-
-_LATER = {"compile", "cuda_graphs", "date"}
-"""Facts that older files lack: their measurements were taken without the first two."""
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Self
 
 
 def usable_cores() -> int:
@@ -16,7 +13,8 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts that a time depends on besides the batch. Two are equal if all but their dates are.
+    """Facts that a time depends on besides the batch. Two are equal if all but their dates are. Older files lack those
+    with a default.
 
     Attributes:
         model: the user's name for the model.
@@ -32,6 +30,7 @@ class RunFacts:
         date: date of the measurement, as 2026-01-31; "" in older files.
     """
 
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
     model: str
     fingerprint: str
     device: str
@@ -54,14 +53,6 @@ class RunFacts:
     def to_json(self) -> dict[str, Any]:
         """Return all facts, for the head of a file."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """Return the facts that `to_json` serialized. Raises ValueError if they are incomplete."""
-        known = {each.name for each in fields(cls)}
-        if not isinstance(data, dict) or not known - _LATER <= set(data) <= known:
-            raise ValueError("its circumstances are incomplete")
-        return cls(**data)
 
     def key(self) -> dict[str, Any]:
         """Return all facts but the date; measurements with equal keys are interchangeable."""

@@ -1,9 +1,9 @@
 """Circumstances of a block profile. A predictor or schedule made from it serves only a model with the same facts."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..checks import require_counts
 from ..errors import UsageError
 
 WHOLE_MODEL = "model"
@@ -54,33 +54,22 @@ class BlockFacts(ProfiledModel):
         model, fingerprint, scheduler: as in `ProfiledModel`.
         patch_size: side of a patch in latent pixels.
         blocks: names of the cached blocks, in the order in which a step runs them.
+
+    Raises:
+        UsageError: the patch size is not positive, or the blocks are not a list of different names.
     """
 
     patch_size: int
     blocks: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        require_counts({"patch_size": self.patch_size})
+        if not self.blocks or len(set(self.blocks)) != len(self.blocks):
+            raise UsageError(f"blocks is {list(self.blocks)}, but it must be a list of different names")
+
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as JSON, which `from_json` reads."""
+        """Return the facts as JSON."""
         return asdict(self) | {"blocks": list(self.blocks)}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any], *, source: str) -> "BlockFacts":
-        """Return the facts that `to_json` serialized; other keys are ignored.
-
-        Raises UsageError if a fact is missing or of the wrong kind; the message names `source`, the file.
-        """
-        kinds = {"model": str, "fingerprint": str, "scheduler": str, "patch_size": int, "blocks": list}
-        for field in fields(cls):
-            value, kind = content.get(field.name), kinds[field.name]
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise UsageError(f"{source}: {field.name} is {value!r}, but it must be of type {kind.__name__}")
-        blocks = content["blocks"]
-        if not blocks or not all(isinstance(block, str) for block in blocks) or len(set(blocks)) != len(blocks):
-            raise UsageError(f"{source}: blocks is {blocks!r}, but it must be a list of different names")
-        if content["patch_size"] < 1:
-            raise UsageError(f"{source}: patch_size is {content['patch_size']}, but it must be at least 1")
-        text = {name: content[name] for name in ("model", "fingerprint", "scheduler")}
-        return cls(**text, patch_size=content["patch_size"], blocks=tuple(blocks))
 
     def check_fits(self, served: "BlockFacts", *, source: str) -> None:
         """Check that `source` was made for what is served. Raises UsageError that names the first different fact."""

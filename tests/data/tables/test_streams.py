@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from patchedserve.data.errors import RunError, UsageError
+from patchedserve.data.parsing import parse
 from patchedserve.data.tables.block_facts import BlockFacts
 from patchedserve.data.tables.schemas import BLOCKS, STEPS, read_table, write_table
 from patchedserve.data.tables.streams import TableWriter, count_rows, read_batches, read_facts
@@ -52,7 +53,7 @@ def test_pieces_are_joined_into_one_table(tmp_path: Path) -> None:
     assert table.column("input_mse").to_pylist()[:7] == np.linspace(0.1, 1, 7).astype(np.float32).tolist()
     assert table.schema.field("width").metadata[b"unit"] == b"px"
     assert all(column.metadata[b"meaning"] for column in BLOCKS.columns)
-    assert BlockFacts.from_json(read_facts(path, BLOCKS), source="it") == FACTS
+    assert parse(BlockFacts, read_facts(path, BLOCKS)) == FACTS
 
 
 def test_batches_equal_the_table(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_tables_without_facts(tmp_path: Path) -> None:
 
 def test_facts_are_read_back_or_refused() -> None:
     content = FACTS.to_json()
-    assert BlockFacts.from_json(content | {"more": 1}, source="it") == FACTS
+    assert parse(BlockFacts, content | {"more": 1}) == FACTS
     for change in (
         {"model": 7},
         {"patch_size": "8"},
@@ -237,8 +238,8 @@ def test_facts_are_read_back_or_refused() -> None:
         {"blocks": ["a", "a"]},
         {"scheduler": None},
     ):
-        with pytest.raises(UsageError, match=f"it: {next(iter(change))} is "):
-            BlockFacts.from_json(content | change, source="it")
+        with pytest.raises(UsageError, match=rf"it: {next(iter(change))}(\.0)? is "):
+            parse(BlockFacts, content | change, "it")
 
 
 @pytest.mark.parametrize(
