@@ -115,14 +115,7 @@ class EditProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file."""
-        return {
-            "kind": KIND,
-            "version": VERSION,
-            **asdict(self),
-            "terms": TERMS,
-            "load_terms": LOAD_TERMS,
-            "facts": self.facts.to_json(),
-        }
+        return {"kind": KIND, "version": VERSION, **asdict(self), "terms": TERMS, "load_terms": LOAD_TERMS}
 
     def write(self, path: Path) -> None:
         """Write the profile to a file. Raises OSError."""

@@ -90,9 +90,9 @@ def load_schedule(pipe: Any, name: str, fingerprint: str, cache: CacheOptions) -
     if cache.schedule is None:
         raise UsageError("--cache schedule needs a list of steps (psctl train-predictor schedule) or --cache-schedule")
     schedule = CacheSchedule.load(cache.schedule)
-    served = ProfiledModel(name, fingerprint, type(pipe.scheduler).__name__)
-    remedy = f"run psctl train-predictor schedule --model {name}"
-    schedule.facts.check_model(served, source=str(cache.schedule), remedy=remedy)
+    difference = schedule.facts.difference(ProfiledModel(name, fingerprint, type(pipe.scheduler).__name__))
+    if difference is not None:
+        raise UsageError(f"{cache.schedule} {difference}; run psctl train-predictor schedule --model {name}")
     return schedule
 
 

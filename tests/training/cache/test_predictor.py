@@ -62,11 +62,11 @@ def test_loading_a_file_needs_no_scikit_learn(saved: Path, repository: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fingerprint": "another"}, "was made for other weights of emoji-xl"),
-        ({"model": "emoji-3", "fingerprint": "another"}, "was made for emoji-xl, not for emoji-3"),
-        ({"scheduler": "DDIMScheduler"}, "runs with DDIMScheduler"),
-        ({"patch_size": 4}, "was made for patches of 8 latent pixels, but they have 4 now"),
-        ({"blocks": ("down0", "mid")}, "was made for 3 blocks"),
+        ({"fingerprint": "another"}, "is for other files of the model emoji-xl"),
+        ({"model": "emoji-3", "fingerprint": "another"}, "is for the model emoji-xl, but emoji-3 is served"),
+        ({"scheduler": "DDIMScheduler"}, "but DDIMScheduler is served"),
+        ({"patch_size": 4}, "is for patch size 8, but 4 is served; give --cache-patch-size 8"),
+        ({"blocks": ("down0", "mid")}, "is for blocks down0, mid, up0, but down0, mid is served"),
     ],
 )
 def test_predictors_of_other_models_are_refused(saved: Path, change: dict[str, Any], message: str) -> None:
