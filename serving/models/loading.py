@@ -4,7 +4,6 @@ Loading is strict. An unsupported pipeline class, a missing or damaged file, or 
 diffusers would silently fill with random values) is refused with a one-line error that names the file.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,14 +89,6 @@ def load_model(
     model_dir = source.with_weights(index, variants)
     inside = set() if source.file is None else components_inside(source.file, weight_components(index))
     check_directory(model_dir, index, variants, elsewhere=inside)
-    if options.parallel.is_on:
-        from ..parallel.torchrun import TorchRun
-        from .parts import load_rank
-
-        run = TorchRun.from_environment(options.parallel)
-        if run is not None and run.rank:
-            # A rank that torchrun has started runs no other part of the command.
-            sys.exit(run.follow(lambda own: load_rank(replace(own, model=str(model_dir)))))
     keep_freed_memory()
     if workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
