@@ -182,8 +182,8 @@ def profile_edits(
         load=Fit.of([(1.0, row["bytes"]) for row in loads], [row["load_s"] for row in loads], held_out_loads),
         bytes_per_pixel_step=num_bytes / (largest.pixels * RECORDED_STEPS),
         settings=asdict(settings) | {"resolutions": list(map(str, settings.resolutions))},
-        steps=steps,
-        loads=loads,
+        steps=tuple(steps),
+        loads=tuple(loads),
     )
 
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ...data.errors import UsageError
 from ...data.files import named_by_content, write_json
+from ...data.records import read_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.tables.schemas import RECORDS, STEPS, about_of, read_rows, read_table, write_table
@@ -291,11 +292,8 @@ def read_head(path: Path) -> dict[str, Any]:
     file = path / SWEEP_FILE
     if not file.is_file():
         raise UsageError(f"{path} is not a folder of psctl bench slo: it has no {SWEEP_FILE}")
-    try:
-        head = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{file} is damaged: {error}") from error
-    if not isinstance(head, dict) or head.get("version") != _VERSION:
+    head = read_json(file, "a sweep")
+    if head.get("version") != _VERSION:
         raise UsageError(f"{file} is not version {_VERSION} of a sweep")
     return head
 

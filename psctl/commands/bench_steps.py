@@ -6,6 +6,7 @@ from typing import Annotated
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
+from ...serving.conflicts import refuse_conflicts
 from ..flags import flag
 from ..options.common import OutputFile, Resolutions, Seed
 from ..options.groups import PatchFlags
@@ -62,8 +63,8 @@ def bench_steps(
         random_combinations,
     )
 
-    if breakdown and (patched.compile or patched.cuda_graphs):
-        raise UsageError("--breakdown times single modules, which run as one with --compile and --cuda-graphs")
+    if breakdown:
+        refuse_conflicts(patched.features | {"--breakdown": "--breakdown"})
     sizes = target.defaults().resolutions if resolutions is None else parse_list(resolutions)
     if combinations is not None and random is not None:
         raise UsageError("--combinations and --random both say what to measure; give one of them")

@@ -79,7 +79,7 @@ def profile_cascade(
     seed: Seed = 0,
     judging: JudgeFlags,
     output_file: OutputFile = None,
-    target: Annotated[Target, WHERE.without("model")],
+    target: Annotated[Target, WHERE.without("base")],
     out: Output,
 ) -> None:
     """Measure both models of a cascade: how long batches take, and what images they draw for the same prompts.
@@ -108,7 +108,7 @@ def profile_cascade(
         max_batch_size=max_batch_size,
     )
     require_places(target.workspace, file=output_file)
-    defaults = replace(target, model=specs["heavy"].model).defaults()
+    defaults = replace(target, base=specs["heavy"].model).defaults()
     sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
     plans = plans_of(specs, options, target) if num_prompts else None
     with out.status("Loading ..."):

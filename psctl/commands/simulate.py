@@ -102,7 +102,7 @@ def simulate(
     output_file: OutputFile = None,
     cascading: CascadeOptions,
     engine: Annotated[EngineOptions, ENGINE.only("engine")],
-    target: Annotated[Target, WHERE.only("model", "workspace")],
+    target: Annotated[Target, WHERE.only("base", "workspace")],
     out: Output,
 ) -> None:
     """Serve a trace on a virtual clock: no model is loaded, steps last as long as a table says.

@@ -58,7 +58,7 @@ def train_predictor_discriminator(
         Path | None,
         flag("--output-file", "Write the discriminator here. Default: the workspace's predictors.", dir_okay=False),
     ] = None,
-    target: Annotated[Target, WHERE.without("model")],
+    target: Annotated[Target, WHERE.without("base")],
     out: Output,
 ) -> None:
     """Train the discriminator of a cascade: how likely a light image is to be real, so that it is good enough.

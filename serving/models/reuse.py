@@ -16,6 +16,7 @@ from ...data.edits import EditSpec, TemplateSpec
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.templates import Keep
+from ..conflicts import refuse_conflicts
 from ..core.prepared import PreparedRequest
 from ..core.record_key import RecordKey
 from ..core.stepper import Stepper, Tuning
@@ -267,7 +268,7 @@ class TemplateReuse:
 
     def _require_recordable(self, request: Request) -> None:
         if request.adapters:
-            raise UsageError("what an image's template has shown is of the model without adapters: leave them out")
+            refuse_conflicts({"--reuse": "a record of an image", "--use-adapter": "an adapter"})
         if self._unbatched is not None:
             raise UsageError(
                 f"what an image's template has shown is reused with batched samplers only: {self._unbatched}"

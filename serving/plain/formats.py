@@ -38,9 +38,6 @@ class FormatTiming:
     default_us: float
     channels_last_us: float
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", tuple(self.size))  # JSON has only lists
-
 
 class PlainModels:
     """The unmodified model and, for a U-Net, its channels-last form.

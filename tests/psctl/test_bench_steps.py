@@ -39,7 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--repeats", "0"], "--repeats"),
         (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
         (["--cuda-graphs", "--device", "cpu"], "--cuda-graphs needs a CUDA device, but the model is on cpu"),
-        (["--compile", "--breakdown"], "--breakdown times single modules"),
+        (["--compile", "--breakdown"], "--breakdown does not work with --compile: it times single modules"),
     ],
 )
 def test_bad_usage_gives_a_one_line_error(

@@ -192,7 +192,12 @@ def test_invalid_edits_give_a_one_line_error_before_loading(run_psctl: RunPsctl,
         ("room.png", "mask.png", ["--template-disk-mb", "1"], "are of records: add --reuse"),
         ("room.png", "mask.png", ["--reuse", "--template-staging-mb", "0"], "-staging-mb is 0, but it must be above 0"),
         ("room.png", "mask.png", ["--reuse", "--template-memory-mb", "-1"], "it must be 0 or more"),
-        ("room.png", "mask.png", ["--reuse", "--edit-link-mbps", "9", "--cuda-graphs"], "plays back whole ones"),
+        (
+            "room.png",
+            "mask.png",
+            ["--reuse", "--edit-link-mbps", "9", "--cuda-graphs"],
+            "not work with --cuda-graphs: it plans by",
+        ),
         ("room.png", "mask.png", ["--reuse", "--plan", "none"], "say with --edit-link-mbps how fast it is"),
         ("room.png", "mask.png", ["--reuse", "--edit-link-mbps", "0"], "--edit-link-mbps is 0, but it must be above 0"),
         ("room.png", "mask.png", ["--reuse", "--edit-full-steps", "3"], "full_steps is 3, but the edit takes 2 steps"),
@@ -223,7 +228,10 @@ def test_unsupported_record_settings_are_refused_before_loading(run_psctl: RunPs
     ):
         run = run_psctl(*words, "--keep", "outputs", PSCTL_MODEL=str(folder / "flux"))
         assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
-        assert "--keep outputs does not work with a FluxPipeline yet: give --keep kv or all" in run.stderr
+        assert (
+            "--keep outputs does not work with a FluxPipeline: its blocks need more; give --keep kv or all"
+            in run.stderr
+        )
     for option, value in (("--keep", "kv"), ("--edit-link-mbps", "9"), ("--plan", "none")):
         run = run_psctl("serve", "--http", option, value, PSCTL_MODEL=str(folder / "flux"))
         assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr

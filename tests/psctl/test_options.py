@@ -63,7 +63,7 @@ def test_command_receives_given_values_by_name() -> None:
         engine: Annotated[EngineOptions, ENGINE],
         drawing: Annotated[EvalOptions, DRAW.only("max_bad", "seed").fixing(metrics=("clip",), num_prompts=1)],
         judges: JudgeFlags,
-        target: Annotated[Target, WHERE.only("model")],
+        target: Annotated[Target, WHERE.only("base")],
         files: Annotated[list[Path] | None, flag("--file", "Some.")] = None,
         amount: Annotated[int, flag("--amount -a", "Much.", is_shared=True)] = 3,
     ) -> None:
@@ -88,7 +88,7 @@ def test_command_receives_given_values_by_name() -> None:
         [home / "x", Path("y")],
         4,
     )
-    with pytest.raises(UsageError, match="--order: only for --engine patched"):
+    with pytest.raises(UsageError, match="--order does not work with --engine plain: it is only for --engine patched"):
         run(command, "--engine", "plain", "--order", "patch")
 
 

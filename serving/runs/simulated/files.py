@@ -3,7 +3,6 @@
 This module imports no torch.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Self
 
 from ....data.errors import UsageError
 from ....data.parsing import parse
+from ....data.records import read_json
 from ....data.resolution import Resolution
 from ....data.tables.latency import TABLE_PATTERN, read_latencies
 from ....data.tables.schemas import RECORDS, read_rows
@@ -229,15 +229,10 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
     Raises:
         UsageError: the file cannot be read or is damaged.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the calibration: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: the calibration is damaged: {error}") from error
-    if not isinstance(content, dict) or not content:
+    content = read_json(path, "the calibration")
+    if not content:
         raise UsageError(f"{path}: the calibration is damaged: it names no engine")
-    return {name: parse(Calibration, data, f"{path}, {name}") for name, data in content.items()}
+    return parse(dict[str, Calibration], content, f"{path}: the calibration is damaged")
 
 
 def load_stage_times(run_dir: Path) -> StageTimes:

@@ -172,11 +172,15 @@ def test_adapter_with_norms_is_refused(tmp_path: Path) -> None:
         (["a="], {}, "--adapter a=: give NAME=PATH"),
         (["a+b=c"], {}, r"adapter name 'a\+b' is not allowed"),
         (["a=b", "a=c"], {}, "--adapter a is given twice"),
-        (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache patch yet"),
-        (["a=b"], {"compile": True}, "--adapter does not work with --compile yet"),
-        (["a=b"], {"cuda_graphs": True}, "--adapter does not work with --cuda-graphs yet"),
-        (["a=b"], {"engine": "parallel", "parallel": ParallelOptions("virtual:2")}, "not work with --parallel yet"),
-        (["a=b"], {"quantize": "int8"}, "--adapter does not work with --quantize yet"),
+        (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache patch: adapters"),
+        (["a=b"], {"compile": True}, "--adapter does not work with --compile: adapters"),
+        (["a=b"], {"cuda_graphs": True}, "--adapter does not work with --cuda-graphs: adapters"),
+        (
+            ["a=b"],
+            {"engine": "parallel", "parallel": ParallelOptions("virtual:2")},
+            "--adapter does not work with --parallel: ranks",
+        ),
+        (["a=b"], {"quantize": "int8"}, "--adapter does not work with --quantize: adapters"),
     ],
 )
 def test_bad_options_are_named(adapter: list[str], options: dict[str, Any], message: str) -> None:

@@ -257,8 +257,14 @@ def test_served_images_equal_those_of_eager_passes(make: Callable[[], Any]) -> N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"compile": True, "cache": "patch"}, "--compile makes graphs of whole blocks"),
-        ({"cuda_graphs": True, "cache": "patch"}, "--cuda-graphs records whole passes"),
+        (
+            {"compile": True, "cache": "patch"},
+            "--compile does not work with --cache patch: it makes graphs of whole blocks",
+        ),
+        (
+            {"cuda_graphs": True, "cache": "patch"},
+            "--cuda-graphs does not work with --cache patch: it records whole passes",
+        ),
     ],
 )
 def test_incompatible_options_are_refused(given: dict[str, Any], message: str) -> None:
