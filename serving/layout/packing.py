@@ -77,7 +77,7 @@ class Level:
 
     def __post_init__(self) -> None:
         counts = [float(group.height * group.width) for group in self.groups for _ in range(group.rows)]
-        self.row_tokens = torch.tensor(counts, device=self.row_index.device)[:, None]
+        self.row_tokens = to_device(torch.tensor(counts), self.row_index.device)[:, None]
         self.num_tokens = self.num_patches * self.grain**2
 
     def windows(self, stride: int) -> Tensor:
@@ -88,7 +88,7 @@ class Level:
         """
         name = f"windows{stride}"
         if name not in self._tables:
-            self._tables[name] = self._build_windows(stride).to(self.row_index.device)
+            self._tables[name] = to_device(self._build_windows(stride), self.row_index.device)
         return self._tables[name]
 
     def sources_of(self, finer: "Level") -> Tensor:
@@ -102,7 +102,7 @@ class Level:
                 taken = torch.nn.functional.interpolate(image, size=(there.height, there.width), mode="nearest")
                 rows = torch.arange(here.rows)[:, None] * (here.height * here.width) + here.start
                 parts.append((rows + taken.long().view(1, -1)).flatten())
-            self._tables["sources"] = torch.cat(parts).to(self.row_index.device)
+            self._tables["sources"] = to_device(torch.cat(parts), self.row_index.device)
         return self._tables["sources"]
 
     def _build_windows(self, stride: int) -> Tensor:
@@ -248,11 +248,18 @@ def _pack_rows(
     return Packing(order, layout, sizes, levels, kernels)
 
 
+def to_device(table: Tensor, device: torch.device | str) -> Tensor:
+    """Return a table of the host on a device. A GPU copies it in the order of its work, and the host does not wait."""
+    if torch.device(device).type != "cuda":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
 def index_tensors(layout: PatchLayout, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Copy the tables for kernels to the device: `request_index` (P,), `neighbours` (P, 8), int64; one transfer."""
     # Concatenating copies, so the tensors do not share the layout's read-only memory.
-    packed = torch.from_numpy(np.concatenate([layout.request_index, layout.neighbours.reshape(-1)])).to(device)
-    request_index, neighbours = packed.split([layout.num_patches, 8 * layout.num_patches])
+    packed = torch.from_numpy(np.concatenate([layout.request_index, layout.neighbours.reshape(-1)]))
+    request_index, neighbours = to_device(packed, device).split([layout.num_patches, 8 * layout.num_patches])
     return request_index, neighbours.view(-1, 8)
 
 
@@ -269,7 +276,7 @@ def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.devic
         layout, [(-(-height // (unit << index)), -(-width // (unit << index))) for height, width in layout.resolutions]
     )
     lengths = [group.height * group.width for group in groups for _ in range(group.rows)]
-    row_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+    row_index = to_device(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), device)
     # Latents of a model whose smallest unit is larger than a pixel (SD3) are in patches of that side.
     return Level(index, unit if index == 0 else 1, 1, groups, len(row_index), row_index, None)
 

@@ -23,7 +23,7 @@ def conditions_of(
     if shorten == "repeats":
         conditioning["text"], repeats = without_repeats(conditioning["text"])
     elif shorten == "padding":
-        longest = int(conditioning["mask"].any(0).nonzero().max()) + 1
+        longest = int(conditioning["mask"].any(0).cpu().nonzero().max()) + 1  # one wait
         conditioning |= {name: conditioning[name][:, :longest] for name in ("text", "mask")}
     return conditions(conditioning), repeats
 

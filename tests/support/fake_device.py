@@ -33,6 +33,17 @@ _PINS = {_ATEN.pin_memory.default, _ATEN._pin_memory.default}
 Kind = Literal["launch", "wait", "copy"]
 
 
+class _DeviceTensor(FakeTensor):
+    """A tensor on the device. `real_tensor` has its values, shape and memory format on the CPU."""
+
+    # Otherwise results on the host would become fake tensors, too.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def tolist(self) -> Any:
+        """Return the values after one wait."""
+        return self.cpu().tolist()
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """A request of the host to the device.
@@ -56,10 +67,9 @@ class Event:
 class FakeDevice(DeviceMode):
     """The device `cuda:0`, while `fake_device` is active. Work belongs into `torch.inference_mode`.
 
-    A tensor on it is a `FakeTensor` whose `real_tensor` has its values, shape and memory format on the CPU; all other
-    tensors are on the host. An operator counts as one launch, though some start several kernels on a GPU; allocations
-    and views count as none. With the memory format of CPU operators, a copy that makes a tensor contiguous may be
-    missing or be one too many.
+    All tensors but `_DeviceTensor`s are on the host. An operator counts as one launch, though some start several
+    kernels on a GPU; allocations and views count as none. Operators return the memory format that they have on a CPU,
+    so a copy that makes a tensor contiguous may be missing or be one too many.
 
     Attributes:
         events: what the host has asked of the device, in order.
@@ -107,7 +117,7 @@ class FakeDevice(DeviceMode):
             if found is not NotImplemented:
                 return found
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        held = [each for each in given if isinstance(each, FakeTensor)]
+        held = [each for each in given if isinstance(each, _DeviceTensor)]
         is_on_device = _is_on_device(func, given, kwargs.get("device"))
         if is_on_device or held:
             assert torch.Tag.inplace_view not in func.tags, f"{func} changes the shape of a tensor in place"
@@ -149,15 +159,15 @@ class FakeDevice(DeviceMode):
 
         return run
 
-    def _placed(self, real: Tensor) -> FakeTensor:
+    def _placed(self, real: Tensor) -> _DeviceTensor:
         like = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-        return FakeTensor(self.mode, like, DEVICE, real_tensor=real)
+        return _DeviceTensor(self.mode, like, DEVICE, real_tensor=real)
 
     def _note_transfers(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], *, is_on_device: bool
     ) -> None:
         """Record the copy from the host and the wait that an operator causes before it computes."""
-        on_host = [each for each in given if not isinstance(each, FakeTensor)]
+        on_host = [each for each in given if not isinstance(each, _DeviceTensor)]
         # A number on the host is an argument of the kernel, unless it is moved.
         is_copy = is_on_device and any(each.dim() or func in _TRANSFERS for each in on_host)
         waits = is_copy or self.reads_values(func, given)
@@ -171,7 +181,7 @@ class FakeDevice(DeviceMode):
 
     def _computes(self, func: Any, found: Any, given: list[Tensor]) -> bool:
         """Return whether an operator with a result on the device starts a kernel."""
-        if func in _TRANSFERS and not all(isinstance(each, FakeTensor) for each in given):
+        if func in _TRANSFERS and not all(isinstance(each, _DeviceTensor) for each in given):
             return False
         is_empty = func._schema.name.startswith(("aten::empty", "aten::new_empty"))
         made = any(each.numel() for _, each in self.made(found, _values(given)))
@@ -218,13 +228,13 @@ def _is_on_device(func: Any, given: list[Tensor], target: torch.device | None) -
     if target is not None:
         return target.type == DEVICE.type
     if func._schema.is_mutable:
-        return isinstance(given[0], FakeTensor)
-    return any(isinstance(each, FakeTensor) for each in given)
+        return isinstance(given[0], _DeviceTensor)
+    return any(isinstance(each, _DeviceTensor) for each in given)
 
 
 def _values(given: Any) -> Any:
     """Return arguments with the values of tensors that are on the device."""
-    return tree_map_only(FakeTensor, lambda each: each.real_tensor, given)
+    return tree_map_only(_DeviceTensor, lambda each: each.real_tensor, given)
 
 
 def _place() -> str:
