@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,28 +24,10 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ...kernels.patch import patch_join, patch_split
-from .patch_layout import PatchLayout, patch_size_of
+from .patch_layout import Bucket, PatchLayout, patch_size_of
 
 Order = Literal["image", "patch"]
 _KEPT = 16  # packings of recent batches; one of 16 guided requests of 128 to 256 px has 2.6 MB of indices
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Numbers of patches and rows that packings are padded to. One row is always a dummy, the owner of the padding."""
-
-    num_patches: int
-    num_rows: int
-
-    @classmethod
-    def of(cls, num_patches: int, num_rows: int) -> Self:
-        """Return the smallest bucket for these numbers of patches and rows.
-
-        There are four numbers of patches between a power of two and the next, so that less than a quarter is padding,
-        and one number of rows, beside the dummy.
-        """
-        step = 1 << max((num_patches - 1).bit_length() - 3, 0)
-        return cls(-(-num_patches // step) * step, 1 + max(2, 1 << (num_rows - 1).bit_length()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +89,7 @@ class Level:
         self.num_padding = self.num_tokens - self.groups[-1].end
         counts += [0.0] * (self.num_rows - len(counts))
         counts[-1] += self.num_padding
-        self.row_tokens = torch.tensor(counts, device=self.row_index.device)[:, None]
+        self.row_tokens = to_device(torch.tensor(counts), self.row_index.device)[:, None]
 
     def windows(self, stride: int) -> Tensor:
         """Return, in image order, the 9 tokens that each output of a 3 x 3 convolution with padding 1 reads,
@@ -117,7 +99,7 @@ class Level:
         """
         name = f"windows{stride}"
         if name not in self._tables:
-            self._tables[name] = self._build_windows(stride).to(self.row_index.device)
+            self._tables[name] = to_device(self._build_windows(stride), self.row_index.device)
         return self._tables[name]
 
     def sources_of(self, finer: "Level") -> Tensor:
@@ -131,7 +113,7 @@ class Level:
                 taken = torch.nn.functional.interpolate(image, size=(there.height, there.width), mode="nearest")
                 rows = torch.arange(here.rows)[:, None] * (here.height * here.width) + here.start
                 parts.append((rows + taken.long().view(1, -1)).flatten())
-            self._tables["sources"] = torch.cat(parts).to(self.row_index.device)
+            self._tables["sources"] = to_device(torch.cat(parts), self.row_index.device)
         return self._tables["sources"]
 
     def _build_windows(self, stride: int) -> Tensor:
@@ -314,6 +296,13 @@ def _pack_rows(
     return Packing(order, layout, sizes, levels, kernels, bucket)
 
 
+def to_device(table: Tensor, device: torch.device | str) -> Tensor:
+    """Return a table of the host on a device. A GPU copies it in the order of its work, and the host does not wait."""
+    if torch.device(device).type != "cuda":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
 def index_tensors(
     layout: PatchLayout, device: torch.device | str, bucket: Bucket | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -327,7 +316,7 @@ def index_tensors(
         index = np.pad(index, (0, padding), constant_values=bucket.num_rows - 1)
         neighbours = np.pad(neighbours, (0, 8 * padding), constant_values=-1)
     # Concatenating copies, so the tensors do not share the layout's read-only memory.
-    packed = torch.from_numpy(np.concatenate([index, neighbours])).to(device)
+    packed = to_device(torch.from_numpy(np.concatenate([index, neighbours])), device)
     request_index, flat = packed.split([len(index), len(neighbours)])
     return request_index, flat.view(-1, 8)
 
@@ -347,7 +336,7 @@ def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.devic
         layout, [(-(-height // (unit << index)), -(-width // (unit << index))) for height, width in layout.resolutions]
     )
     lengths = [group.height * group.width for group in groups for _ in range(group.rows)]
-    row_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+    row_index = to_device(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), device)
     # Latents of a model whose smallest unit is larger than a pixel (SD3) are in patches of that side.
     return Level(index, unit if index == 0 else 1, 1, groups, len(lengths), len(row_index), row_index, None)
 

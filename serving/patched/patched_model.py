@@ -25,7 +25,7 @@ from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
-from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows
+from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows, to_device
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
@@ -429,9 +429,9 @@ def _own_batch(
     own, device = packing.of_rows(numbers, is_padded=is_padded), packing.row_index.device
     places = [place for row in numbers for place in range(packing.starts[row], packing.starts[row + 1])]
     places += places[:1] * (own.num_patches - len(places))
-    rows = torch.tensor(numbers, device=device).index_select(0, own.value_rows)
+    rows = to_device(torch.tensor(numbers), device).index_select(0, own.value_rows)
     of_rows = _of_rows(conditions, rows), values.of_rows(rows)
-    return _OwnBatch(numbers, own, rows, torch.tensor(places, device=device), *of_rows, PassBatch())
+    return _OwnBatch(numbers, own, rows, to_device(torch.tensor(places), device), *of_rows, PassBatch())
 
 
 def _of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:

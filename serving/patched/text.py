@@ -29,7 +29,7 @@ def conditions_of(
     if shorten == "repeats":
         conditioning["text"], repeats = without_repeats(conditioning["text"])
     elif shorten == "padding":
-        longest = int(conditioning["mask"].any(0).nonzero().max()) + 1
+        longest = int(conditioning["mask"].any(0).cpu().nonzero().max()) + 1  # one wait
         conditioning |= {name: _of_length(conditioning[name], -(-longest // multiple) * multiple) for name in _MASKED}
     return conditions(conditioning), repeats
 

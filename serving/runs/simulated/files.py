@@ -5,7 +5,7 @@ This module imports no torch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +20,7 @@ from ...core.request_state import RequestRecord
 from ...editing.profile import EditProfile
 from ...options import EngineName
 from ...scheduling.systems import System
+from ...simulator.graphs import GraphCosts
 from ...simulator.stage_times import StageTimes
 from ..notes import Notify
 from ..outside_profile import warn_of_small_table
@@ -42,6 +43,7 @@ class EngineFiles:
         plain_latency: step latencies of the plain engine, for standalone latencies; None for those of the calibration.
         stage_times: folder of a served run with the times of the other stages.
         prepare_ms, postprocess_ms: times of these stages in milliseconds, without `stage_times` and a calibration.
+        graph_costs: costs of launching, recording and replaying passes; None if launching is not modelled.
 
     Raises:
         UsageError: a time is out of range, or times have two sources.
@@ -54,6 +56,7 @@ class EngineFiles:
     stage_times: Path | None = None
     prepare_ms: float = 0.0
     postprocess_ms: float = 0.0
+    graph_costs: Path | None = None
 
     def __post_init__(self) -> None:
         for option, time_ms in {"--prepare-ms": self.prepare_ms, "--postprocess-ms": self.postprocess_ms}.items():
@@ -233,6 +236,18 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
     if not content:
         raise UsageError(f"{path}: the calibration is damaged: it names no engine")
     return parse(dict[str, Calibration], content, f"{path}: the calibration is damaged")
+
+
+def read_graph_costs(path: Path) -> GraphCosts:
+    """Read a file of `--graph-costs`.
+
+    Raises UsageError: it cannot be read, a number is missing or out of its range, or a name is unknown.
+    """
+    content = read_json(path, "the file of costs")
+    known = [each.name for each in fields(GraphCosts)]
+    if unknown := sorted({*content} - {*known}):
+        raise UsageError(f"{path}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    return parse(GraphCosts, content, str(path))
 
 
 def load_stage_times(run_dir: Path) -> StageTimes:
