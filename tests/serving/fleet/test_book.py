@@ -17,12 +17,12 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.data.work import Work
-from patchedserve.serving.cluster.autoscale import replicas_needed
-from patchedserve.serving.cluster.deployment import last_line_of
-from patchedserve.serving.cluster.load_book import LoadBook
 from patchedserve.serving.core.request_state import RecordId, RequestView
 from patchedserve.serving.editing.costs import EditCosts, HeldRecords, MaskShares
 from patchedserve.serving.families.geometry import Geometry
+from patchedserve.serving.fleet.autoscale import replicas_needed
+from patchedserve.serving.fleet.book import LoadBook
+from patchedserve.serving.fleet.deployment import last_line_of
 from patchedserve.serving.scheduling.routers import ROUTERS, make_router
 from patchedserve.serving.scheduling.step_latency import TableLatency
 from patchedserve.training.cache.schedule import CacheSchedule, StepPlan

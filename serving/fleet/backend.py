@@ -15,8 +15,8 @@ from ..core.request_state import RequestRecord, RequestView, Status
 from ..core.step_row import StepRow
 from ..server.backend import Follower, Health, Load, ReplicaState
 from ..server.errors import ApiError
+from .book import LoadBook
 from .deployment import Deployment, ReplicaPlan, last_line_of
-from .load_book import LoadBook
 from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _UNREADY_AFTER_S = 60.0
 """After this long without any replica, the server reports that it is not ready; until then, new requests wait."""
 
 
-class ClusterBackend:
+class ReplicaBackend:
     """A `server.backend.Backend` whose requests are drawn by replicas on Ray Serve. Call `deploy` before `start`.
 
     Args:
