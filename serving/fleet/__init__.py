@@ -1,1 +1,1 @@
-"""Replicas of an engine on Ray Serve: request routing and autoscaling."""
+"""Workers in other processes: replicas on Ray Serve, which scale with the load, and processes of this machine."""

@@ -11,8 +11,9 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestRecord, RequestView, Status
+from patchedserve.serving.core.retries import MAX_DEATHS
 from patchedserve.serving.fleet import backend as backend_module
-from patchedserve.serving.fleet.backend import MAX_ATTEMPTS, MAX_DEATHS, ReplicaBackend
+from patchedserve.serving.fleet.backend import MAX_ATTEMPTS, ReplicaBackend
 from patchedserve.serving.fleet.book import LoadBook
 from patchedserve.serving.fleet.deployment import ReplicaPlan
 from patchedserve.serving.fleet.messages import (
@@ -130,10 +131,10 @@ def test_retried_request_sends_no_event_twice() -> None:
         assert deployment.num_asked == 3
 
     image: Any = None
-    first: Script = [Accepted("a"), Stepped(1), PartialImage(0, image), Stepped(2), died()]
+    first: Script = [Accepted(), Stepped(1, 1), PartialImage(1, 0, image), Stepped(1, 2), died()]
     lost: Script = [exceptions.ObjectLostError("0", None, "")]
-    last: Script = [Accepted("c"), Stepped(1), PartialImage(0, image), Stepped(2), Stepped(3), PartialImage(1, image)]
-    run(work, first, lost, [*last, Stepped(4), "completed"])
+    last: Script = [Accepted(), Stepped(1, 1), PartialImage(1, 0, image), Stepped(1, 2), Stepped(1, 3)]
+    run(work, first, lost, [*last, PartialImage(1, 1, image), Stepped(1, 4), "completed"])
 
 
 def test_request_that_kills_replicas_is_tried_on_two_at_most() -> None:
@@ -152,11 +153,11 @@ def test_request_that_kills_replicas_is_tried_on_two_at_most() -> None:
         await backend.submit(request(slo_s=1e-9), late)
         assert (await late.ended).status == "completed"
 
-    dies: Script = [Accepted("a"), Stepped(1), died()]
-    crashes: Script = [Accepted("a"), "cancelled"]
+    dies: Script = [Accepted(), Stepped(1, 1), died()]
+    crashes: Script = [Accepted(), "cancelled"]
     # A replica that was dead before it received the request did not die of it.
     runs = [[dies] * MAX_DEATHS, [dies, [died()], crashes], [crashes, [Refused("it restarts", is_busy=True)], dies]]
-    run(work, *(script for each in runs for script in each), dies, [Accepted("b"), "completed"])
+    run(work, *(script for each in runs for script in each), dies, [Accepted(), "completed"])
 
 
 def test_request_that_no_replica_accepts_may_be_retried() -> None:
@@ -208,7 +209,7 @@ def test_requests_of_a_hanging_replica_are_rerouted(monkeypatch: pytest.MonkeyPa
         while backend.trouble != "replica b: its batches fail":
             await asyncio.sleep(0.01)
 
-    run(work, [Accepted("a"), Stepped(1), STANDS_STILL], [Accepted("b"), Stepped(1), Stepped(2), "completed"])
+    run(work, [Accepted(), Stepped(1, 1), STANDS_STILL], [Accepted(), Stepped(1, 1), Stepped(1, 2), "completed"])
 
 
 def test_busy_replica_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +224,8 @@ def test_busy_replica_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (caught.value.status, caught.value.code) == (503, "not_ready")
 
     busy: Script = [Refused("the engine is restarting", is_busy=True)]
-    crashed: Script = [Accepted("a"), Stepped(1), "cancelled"]
-    run(work, busy, crashed, [Accepted("b"), Stepped(4), "completed"], busy, busy, busy)
+    crashed: Script = [Accepted(), Stepped(1, 1), "cancelled"]
+    run(work, busy, crashed, [Accepted(), Stepped(1, 4), "completed"], busy, busy, busy)
 
 
 def test_unsupported_request_is_refused_immediately() -> None:
@@ -256,4 +257,4 @@ def test_cancelled_request_is_not_retried() -> None:
         assert (record.status, record.reason) == ("cancelled", "its client has left")
         assert deployment.num_asked == 1
 
-    run(work, [Accepted("a"), *[Stepped(1)] * 1000, "completed"])
+    run(work, [Accepted(), *[Stepped(1, 1)] * 1000, "completed"])
