@@ -4,7 +4,7 @@ All times are in seconds from the start of the trace, on the engine's (or the si
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from ...data.adapters import adapters_text
@@ -17,6 +17,7 @@ Status = Literal["pending", "completed", "failed", "discarded", "cancelled"]
 FINAL_STATUSES: tuple[str, ...] = tuple(status for status in get_args(Status) if status != "pending")
 Stage = Literal["waiting", "joining", "active", "decoding"]
 """Stage of an open request: not admitted yet; admitted but not prepared; taking steps; done with its steps."""
+_TIMES = ("arrival_s", "prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s")
 _DERIVED = ("deadline_s", "queueing_s", "latency_s", "slo_met")
 
 
@@ -158,6 +159,11 @@ class RequestRecord:
         if status not in FINAL_STATUSES:
             raise RuntimeError(f"request {self.request_id} cannot end as {status}")
         self.status, self.finish_s, self.reason = status, now_s, reason
+
+    def shifted(self, ahead_s: float) -> Self:
+        """Return the record on the clock of another process, which is `ahead_s` ahead of this one's."""
+        known = {name: time_s for name in _TIMES if (time_s := getattr(self, name)) is not None}
+        return replace(self, **{name: time_s + ahead_s for name, time_s in known.items()})
 
     @property
     def resolution(self) -> Resolution:

@@ -148,7 +148,7 @@ def test_costs_of_launches_and_graphs_are_simulated(folder: Path, capsys: pytest
     found = {mode: summary["graphs"] for mode, summary in modes.items()}
     assert (found["off"]["recordings"], found["off"]["replay_rate"]) == (0, 0)
     assert 0 < found["exact"]["recordings"] <= found["exact"]["keys"]
-    assert found["bucketed"]["recordings"] == found["bucketed"]["keys"]
+    assert 0 < found["bucketed"]["recordings"] <= found["bucketed"]["keys"]
     assert found["bucketed"]["replay_rate"] > found["exact"]["replay_rate"] > 0
     # Steps of few images take as long as their launches, 50 ms, unless they are replayed.
     assert modes["off"]["step_latency_mean"] > 0.05 > modes["bucketed"]["step_latency_mean"]

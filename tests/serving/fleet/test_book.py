@@ -1,4 +1,4 @@
-"""Assignment of requests to replicas and the number of replicas: the parts that need no Ray."""
+"""Assignment of requests to workers by their pending work."""
 
 import itertools
 import random
@@ -17,13 +17,11 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.data.work import Work
-from patchedserve.serving.cluster.autoscale import replicas_needed
-from patchedserve.serving.cluster.deployment import last_line_of
-from patchedserve.serving.cluster.load_book import LoadBook
 from patchedserve.serving.core.record_key import RecordKey
 from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.editing.costs import EditCosts, HeldRecords, MaskShares
 from patchedserve.serving.families.geometry import Geometry
+from patchedserve.serving.fleet.book import LoadBook
 from patchedserve.serving.scheduling.routers import ROUTERS, make_router
 from patchedserve.serving.scheduling.step_latency import TableLatency
 from patchedserve.training.cache.schedule import CacheSchedule, StepPlan
@@ -260,22 +258,3 @@ def test_load_book_views_of_requests() -> None:
         LoadBook("mask-aware", TableLatency({(SIZE,): 1.0})).view_of(Request(1, "", Resolution(64, 64)))
     with pytest.raises(UsageError, match="router mask-aware asks how long steps take"):
         LoadBook("mask-aware")
-
-
-def test_number_of_replicas_follows_the_load() -> None:
-    bounds = {"least": 1, "most": 8}
-    assert replicas_needed(0, 100, 10, **bounds) == 1
-    assert replicas_needed(1000, 100, 10, **bounds) == 1
-    assert replicas_needed(1001, 100, 10, **bounds) == 2
-    assert replicas_needed(1e9, 100, 10, **bounds) == 8
-    assert replicas_needed(1e9, None, 10, now=3, **bounds) == 3
-    for wrong in ({"least": 0}, {"least": 3, "most": 2}):
-        with pytest.raises(UsageError, match="replicas go from"):
-            replicas_needed(1, 1, 1, **wrong)
-    with pytest.raises(UsageError, match="must be more than 0"):
-        replicas_needed(1, 1, 0)
-
-
-def test_ray_errors_are_reduced_to_one_line() -> None:
-    assert last_line_of(RuntimeError("trace\n  of another process\nno room\n")) == "no room"
-    assert last_line_of(RuntimeError("")) == "RuntimeError"
