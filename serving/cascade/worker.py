@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...data.errors import PsctlError, RunError
 from ...data.requests import Request
 from ...data.resolution import Resolution, parse
+from ..core.failures import MAX_FAILURES
 from ..core.request_state import RequestRecord
 from ..engine.collectors import Collector, InMemory
 from ..fleet import messages
@@ -172,7 +173,6 @@ class _WorkerProcess:
 
     def _new_engine(self) -> "Engine":
         from ..engine.engine import Engine
-        from ..engine.side_stages import MAX_FAILURES
 
         engine = Engine(
             self._models[self._leg or "light"],

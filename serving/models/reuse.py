@@ -74,6 +74,10 @@ class TemplateReuse:
         self.masked_up_to = MASKED_UP_TO
         self.trajectories: dict[int, Trajectory] = {}
 
+    def is_worth_masking(self, edit: EditSpec) -> bool:
+        """Return whether computing only the masked part of an image is faster than computing all of it."""
+        return self._family.geometry.active_share(edit) <= self.masked_up_to
+
     def use_keep(self, keep: Keep) -> None:
         """Set which tensors records hold from now on, for recording and reading, see `data.templates`.
 
@@ -124,9 +128,8 @@ class TemplateReuse:
     def masked_key_of(self, request: Request) -> RecordKey | None:
         """Return `key_of` an edit that reads the record; None if computing all of its image is as fast."""
         edit = request.edit
-        if edit is None or edit.template is None or self._family.geometry.active_share(edit) > self.masked_up_to:
-            return None
-        return self.key_of(request)
+        is_masked = edit is not None and edit.template is not None and self.is_worth_masking(edit)
+        return self.key_of(request) if is_masked else None
 
     def find(self, request: Request) -> TemplateRecord | None:
         """Return the record for an edit, and start to read it ahead; None, with a warning, if it cannot be read."""

@@ -11,25 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from ..core.attention import Rotary
+from ..core.swap import Swap
+from ..families.transformer import Transformer
+from .attention import PatchedStreamAttention
 from .context import BatchLeaf, PatchContext, repeated
+from .streams import BlocksWithBoundaries, CachedText, rows_to_stream
 
 
-class RefinedText(nn.Module):
+class RefinedText(CachedText):
     """The timestep embedding of each row, and its text, which is refined once for a batch."""
 
-    def __init__(self, embed: Any, refiner: nn.ModuleList, rotary: Any, context: PatchContext) -> None:
-        super().__init__()
-        self.embed, self.refiner, self.rotary, self.context = embed, refiner, rotary, context
+    def __init__(self, embedder: Any, refiner: nn.ModuleList, rotary: Any, context: PatchContext) -> None:
+        super().__init__(embedder, context)
+        self.refiner, self.rotary = refiner, rotary
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Timesteps (rows,) -> embeddings [rows, width], and the refined text, [1, rows * length, width]."""
-        embed = self.embed
-        embedded = embed.timestep_embedder(embed.time_proj(timestep).type_as(hidden_states))
+        embedder = self.embedder
+        embedded = embedder.timestep_embedder(embedder.time_proj(timestep).type_as(hidden_states))
         return embedded, self.context.text.flatten(0, 1)[None]
 
-    def refine(self, text: Tensor, mask: Tensor) -> Tensor:
-        """Refine the text [rows, length, channels] of a batch, with its mask."""
-        text = self.embed.caption_embedder(text)
+    def embed(self, text: Tensor, mask: Tensor | None) -> Tensor:
+        """Embed and refine text, as `CachedText.embed`."""
+        text = self.embedder.caption_embedder(text)
         turns = self.rotary._get_freqs_cis(_text_ids(text.shape[1], text.device)[None])
         for block in self.refiner:
             text = block(text, mask, turns)
@@ -110,3 +114,20 @@ class SwappedAxes(nn.Module):
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[1, tokens, channels] -> [tokens, 1, channels], or back."""
         return self.module(x).transpose(0, 1)
+
+
+def insert_one_row(swap: Swap, model: Any, transformer: Transformer, context: PatchContext) -> None:
+    """Insert the leaves into a model."""
+    image, both, rotary = transformer.joint, transformer.single, model.rope_embedder
+    assert both is not None, "text that is refined joins a stream"
+    for block in (*getattr(model, image.name), *getattr(model, both.name)):
+        swap.wrap(block, image.modulation, rows_to_stream, context)
+        swap.wrap(block, "attn", PatchedStreamAttention, context)
+    swap.wrap(model, "norm_out.linear_1", rows_to_stream, context)
+    swap.wrap(model, "norm_out.linear_2", SwappedAxes)
+    swap.wrap(model, "time_caption_embed", RefinedText, model.context_refiner, rotary, context)
+    swap.put(model, "context_refiner", nn.ModuleList())
+    swap.wrap(model, "rope_embedder", SingleStreamTokens, context)
+    swap.wrap(model, "x_embedder", SwappedAxes)
+    swap.put(model, image.name, BlocksWithBoundaries(getattr(model, image.name), behind=[SwappedAxes(nn.Identity())]))
+    swap.put(model, both.name, BlocksWithBoundaries(getattr(model, both.name), before=[StreamStart(context)]))

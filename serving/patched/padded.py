@@ -9,13 +9,16 @@ image. The pads of a text differ by their positions, and are treated as ordinary
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor, nn
 
 from ..cache.active import ActiveRows, ActiveSet
-from ..families.transformer import PAD
+from ..core.swap import Swap
+from ..families.transformer import PAD, Transformer
 from .attention import LEFT_OUT, PatchedStreamAttention
 from .context import BatchLeaf, PatchContext, repeated
-from .one_row import places_of
+from .one_row import SwappedAxes, places_of
+from .streams import BlocksWithBoundaries, CachedText, rows_to_stream
 
 
 def no_angles(ids: Tensor) -> Tensor:
@@ -23,17 +26,16 @@ def no_angles(ids: Tensor) -> Tensor:
     return ids.new_zeros(len(ids), 1, dtype=torch.float32)
 
 
-class PaddedText(nn.Module):
+class PaddedText(CachedText):
     """The text of each row with its pads, refined once for a batch because it does not depend on the step."""
 
-    def __init__(self, model: Any, refiner: nn.ModuleList, context: PatchContext) -> None:
-        super().__init__()
-        self.embedder, self.refiner, self.context = model.cap_embedder, refiner, context
-        self.rotary, self.pad = model.rope_embedder, model.cap_pad_token
+    def __init__(self, embedder: Any, model: Any, context: PatchContext) -> None:
+        super().__init__(embedder, context)
+        self.refiner, self.rotary, self.pad = model.context_refiner, model.rope_embedder, model.cap_pad_token
 
-    def embed(self, text: Tensor) -> Tensor:
-        """Embed and refine text: [rows, length, channels] -> [rows, length, width]."""
-        mask = self.context.text_mask
+    def embed(self, text: Tensor, mask: Tensor | None) -> Tensor:
+        """Embed and refine text, as `CachedText.embed`."""
+        assert mask is not None, "pads are marked"
         text = torch.where((mask == PAD)[:, :, None], self.pad, self.embedder(text))
         turns = self.rotary(_text_places(text.shape[1], text.device)[1:])[None]
         for block in self.refiner:
@@ -64,8 +66,8 @@ class PaddedStream:
         pads: [rows, 1, width], the pads of images, passed from the first stream to the second.
     """
 
-    def __init__(self, model: Any, multiple: int, context: PatchContext) -> None:
-        self.context, self.rotary, self.pad, self._multiple = context, model.rope_embedder, model.x_pad_token, multiple
+    def __init__(self, model: Any, context: PatchContext) -> None:
+        self.context, self.rotary, self.pad = context, model.rope_embedder, model.x_pad_token
         self.pads: Tensor | None = None
         self._length = 0
         # Cache of the last angles, because the blocks of a pass mostly compute the same tokens.
@@ -110,7 +112,7 @@ class PaddedStream:
 
     def _bias(self, like: Tensor) -> Tensor:
         """Return the bias that weights the pad of each row by the row's number of pads, (rows, 1)."""
-        counts = -self.context.batch.levels[0].row_tokens % self._multiple
+        counts = -self.context.batch.levels[0].row_tokens % SEQ_MULTI_OF
         return torch.where(counts > 0, counts.log(), LEFT_OUT).to(like.dtype)
 
     def _compute_angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -182,3 +184,22 @@ class JointStreamEnd(_StreamBoundary):
         context = self.stream.context
         context.stream_rows = context.row_of_token
         return x[-context.num_tokens :]
+
+
+def insert_padded(swap: Swap, model: Any, transformer: Transformer, context: PatchContext) -> None:
+    """Insert the leaves into a model."""
+    stream, image, both = PaddedStream(model, context), transformer.joint, transformer.single
+    assert both is not None, "text that is refined joins a stream"
+    for block in (*getattr(model, image.name), *getattr(model, both.name)):
+        swap.wrap(block, image.modulation, rows_to_stream, context)
+        swap.wrap(block, "attention", StreamRotaryAttention, stream)
+    for final in model.all_final_layer.values():
+        swap.wrap(final, "adaLN_modulation.1", rows_to_stream, context)
+        swap.wrap(final, "linear", SwappedAxes)
+    swap.wrap(model, "cap_embedder", PaddedText, model, context)
+    swap.put(model, "context_refiner", nn.ModuleList())
+    swap.put(model, "rope_embedder", no_angles)
+    ends = {image.name: (ImageStreamStart, ImageStreamEnd), both.name: (JointStreamStart, JointStreamEnd)}
+    for name, (start, end) in ends.items():
+        blocks = BlocksWithBoundaries(getattr(model, name), before=[start(stream)], behind=[end(stream)])
+        swap.put(model, name, blocks)

@@ -31,7 +31,9 @@ from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
 from .context import BatchLeaf, BatchValues, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
+from .row_leaves import CachedCaption
 from .strategy import StrategyTable
+from .streams import CachedText
 from .swap import PatchSwap
 from .text import Shorten
 
@@ -74,8 +76,11 @@ class PatchedModel:
         self._fixed_strategy: Strategy | None = None if strategy == "auto" else strategy
         self.context = PatchContext(self._choose, kernels)
         self.swap = PatchSwap(self.model, self.context)
-        self._readers = [leaf for leaf in self.model.modules() if isinstance(leaf, PatchedCrossAttention)]
-        self._with_values = [leaf for leaf in self.model.modules() if isinstance(leaf, BatchLeaf)]
+        leaves = list(self.model.modules())
+        self._readers = [leaf for leaf in leaves if isinstance(leaf, PatchedCrossAttention)]
+        self._with_values = [leaf for leaf in leaves if isinstance(leaf, BatchLeaf)]
+        self._caption = next((leaf for leaf in leaves if isinstance(leaf, CachedCaption)), None)
+        self._text = next((leaf for leaf in leaves if isinstance(leaf, CachedText)), None)
         self.order: Order = order
         self.patch_size = patch_size
         self.is_unet = isinstance(model, UNet2DConditionModel)
@@ -310,9 +315,11 @@ class PatchedModel:
 
     def _denoise(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
         # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
-        timestep = timesteps[0] if self.is_unet else timesteps
+        timestep, call = timesteps[0] if self.is_unet else timesteps, denoise
+        if self._transformer is not None and self._transformer.call_packed is not None:
+            call = self._transformer.call_packed
         with compiler_settings() if self.is_compiled else nullcontext():
-            return denoise(self.model, patches, timestep, conditions)
+            return call(self.model, patches, timestep, conditions)
 
     def _step_of_some(
         self, cache: PatchCache, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]
@@ -378,8 +385,7 @@ class PatchedModel:
         """
         text, transformer, context = conditions["encoder_hidden_states"], self._transformer, self.context
         if self._readers and not values.keys_values:
-            caption = None if transformer is None else transformer.caption
-            read = text if caption is None else getattr(self.model, caption).projection(text)
+            read = text if self._caption is None else self._caption.projection(text)
             values.keys_values = tuple(leaf.read(read) for leaf in self._readers)
         for leaf, keys_values in zip(self._readers, values.keys_values, strict=True):
             leaf.text = keys_values
@@ -389,12 +395,10 @@ class PatchedModel:
         if values.text_bias is None:
             values.text_mask = mask
             values.text_bias = text_bias_of(text, values.repeats, mask, adds_mask=transformer.adds_mask)
-        if transformer.text_embedder is not None:
+        if self._text is not None:
             if values.text is None:
-                values.text = getattr(self.model, transformer.text_embedder).embed(text)
+                values.text = self._text.embed(text, mask)
             conditions = conditions | {"encoder_hidden_states": text[:, :0]}
-        elif transformer.text_refiner is not None and values.text is None:
-            values.text = self.model.time_caption_embed.refine(text, mask)
         context.text_bias = values.text_bias
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,6 +33,11 @@ class EmbToPatches(nn.Module):
         return self.norm(x, emb=emb.index_select(0, self.context.row_of_patch))
 
 
+def rows_to_patches(module: nn.Module, context: PatchContext) -> nn.Module:
+    """Return the leaf for a linear layer or a norm that modulates the tokens of images."""
+    return (RowsToPatches if isinstance(module, nn.Linear) else EmbToPatches)(module, context)  # type: ignore[arg-type]
+
+
 class ResultsToPatches(nn.Module):
     """A module with several outputs of one entry per row, each of which is repeated for the row's patches."""
 
@@ -52,15 +56,16 @@ class CachedConstant(nn.Module):
     The model passes it an input on the CPU, and a copy from there would wait for the device in every pass.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, context: PatchContext) -> None:
         super().__init__()
-        self.module, self._device = module, device
+        self.module, self.context = module, context
         self._cached_outputs: dict[int, Tensor] = {}
 
     def forward(self, numbers: Tensor) -> Tensor:
         rows = len(numbers)
         if rows not in self._cached_outputs:
-            self._cached_outputs[rows] = self.module(numbers).to(self._device)
+            assert self.context.timesteps is not None, "a patched model runs inside PatchedModel only"
+            self._cached_outputs[rows] = self.module(numbers).to(self.context.timesteps.device)
         return self._cached_outputs[rows]
 
 

@@ -110,9 +110,13 @@ def _parts_of(angles: Tensor) -> Tensor:
 class CachedText(nn.Module):
     """A text embedding that `PatchedModel` runs once for a batch; its own input is ignored."""
 
-    def __init__(self, embed: nn.Module, context: PatchContext) -> None:
+    def __init__(self, embedder: Any, context: PatchContext) -> None:
         super().__init__()
-        self.embed, self.context = embed, context
+        self.embedder, self.context = embedder, context
+
+    def embed(self, text: Tensor, mask: Tensor | None) -> Tensor:
+        """Embed the text of a batch, with its mask: [rows, length, channels] -> [rows, length, width]."""
+        return self.embedder(text)
 
     def forward(self, text: Tensor) -> Tensor:
         return self.context.text
@@ -206,3 +210,8 @@ class RowsToUpcomingStream(nn.Module):
         context.begin_stream(context.text.shape[1])
         assert context.stream_rows is not None
         return self.linear(x).index_select(0, context.stream_rows)
+
+
+def rows_to_stream(module: nn.Module, context: PatchContext) -> nn.Module:
+    """Return the leaf for a linear layer or a norm that modulates the tokens of a stream."""
+    return (RowsToStream if isinstance(module, nn.Linear) else EmbToStream)(module, context)  # type: ignore[arg-type]

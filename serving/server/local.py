@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...data.errors import PsctlError, RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import parse
+from ..core.failures import MAX_FAILURES
 from ..core.request_state import RequestRecord
 from ..core.retries import MAX_RESTARTS, RESTARTS_WITHIN_S, Restarts
 from ..core.step_row import StepRow
@@ -25,7 +26,6 @@ from ..core.threads import compute_alone
 from ..engine.collectors import Collector
 from ..engine.engine import Engine
 from ..engine.preview import Preview
-from ..engine.side_stages import MAX_FAILURES
 from ..engine.watch import Watch
 from ..scheduling.policies import StepLatencyPredictor, get_policy
 from ..scheduling.systems import System

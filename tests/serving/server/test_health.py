@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
+from patchedserve.serving.core.failures import MAX_FAILURES
 from patchedserve.serving.core.retries import MAX_RESTARTS
 from patchedserve.serving.engine import stages
-from patchedserve.serving.engine.side_stages import MAX_FAILURES
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.models.stage_process import Part
