@@ -13,7 +13,8 @@ from ...data.datasets.registry import open_dataset
 from ...data.datasets.sampling import sample_pairs
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...profiling.steps.rows import median_interval
+from ...data.statistics import Estimate, ratios_of
+from ...profiling.experiment.rows import Row, row_of
 from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.clip import clip_scores
 from ..metrics.features import features_of, features_of_images
@@ -129,19 +130,18 @@ def _note(row: dict[str, Any], name: str, values: np.ndarray) -> None:
 
 
 def _times(side: CacheBenchSide, off: CacheBenchSide, num_requests: int) -> dict[str, Any]:
-    ratios = [plain / own for plain, own in zip(off.seconds, side.seconds, strict=True)]
-    row: dict[str, Any] = {
+    ratios = ratios_of(off.seconds, side.seconds)
+    row: Row = {
         "label": side.setting.label,
         "kind": side.setting.kind,
         "threshold": side.setting.options.threshold,
         "image_ms": float(np.median(side.seconds)) / num_requests * 1e3,
-        "speedup": float(np.median(ratios)),
+        # Intervals of means over images are added later; that of the speedup, a median, needs six rounds.
+        **row_of({"speedup": Estimate(1.0) if side is off else Estimate.of_median(ratios)}),
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),
         "num_images": len(side.images),
         "seconds_by_round": side.seconds,
-        # Intervals of means over images are added later; that of the speedup, a median, needs six rounds.
-        "intervals": {"speedup": None if side is off else median_interval(ratios)},
     }
     if (stats := side.model.cache_stats) is not None:
         saved = stats.saved_share
