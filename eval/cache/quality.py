@@ -15,15 +15,15 @@ from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...data.statistics import Estimate, ratios_of
 from ...profiling.experiment.rows import Row, row_of
+from ..measurer import Measurer
 from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.clip import clip_scores
-from ..metrics.features import features_of, features_of_images
+from ..metrics.features import features_of_images
 from ..metrics.fid import frechet_distance
 from ..metrics.judges import Judges
 from ..metrics.lpips import Lpips
 from ..metrics.measure import pair_values
 from ..metrics.psnr import MAX_PSNR_DB
-from ..options import FEATURES_DIR, SAMPLES_DIR
 from ..sets.image_sets import fitted_sample
 from .sides import CacheBenchSide
 
@@ -70,12 +70,13 @@ def real_features(
     if options.fid_dataset is None:
         return None
     dataset = open_dataset(options.fid_dataset)
-    sample = sample_pairs(dataset, options.num_real, options.seed, cache_dir=workspace_root / SAMPLES_DIR)
+    measurer = Measurer(judges, workspace_root)
+    sample = sample_pairs(dataset, options.num_real, options.seed, cache_dir=measurer.samples_dir)
     if not sample.has_images:
         raise UsageError(f"{sample.name}: holds captions only, but FID needs reference images")
     sizes = {image_id: resolutions[number % len(resolutions)] for number, image_id in enumerate(sample.ids)}
     fitted = fitted_sample(sample, sizes)
-    return features_of(fitted, judges.inception, judges.inception_sha256, workspace_root / FEATURES_DIR)
+    return measurer.features(fitted)
 
 
 def compare_sides(

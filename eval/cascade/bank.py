@@ -28,12 +28,12 @@ from ...serving.cascade.legs import LEGS, SIDES, Leg, Side
 from ...serving.models.served import ServedModel
 from ...training.cascade.discriminator import Discriminator, RealImages, load_discriminator, thumbnail
 from ...training.cascade.fitting import Examples
-from ..metrics.features import features_of
+from ..measurer import Measurer, StartPhase
 from ..metrics.fid import frechet_influence
 from ..metrics.judges import Judges
 from ..metrics.measure import measure_clip
-from ..options import FEATURES_DIR, EvalOptions, EvalPlan
-from ..run import DrawnSet, StartPhase, draw_set
+from ..options import EvalOptions, EvalPlan
+from ..run import DrawnSet, draw_set
 from ..sets.drawers import EngineDrawer
 from ..sets.generate import read_manifest
 from ..sets.image_sets import fitted_sample, set_of
@@ -48,13 +48,11 @@ def draw_bank(
     plans: Mapping[Leg, EvalPlan],
     options: EvalOptions,
     discriminator: Discriminator,
-    judges: Judges,
+    measurer: Measurer,
     places: Mapping[Leg, ModelWorkspace],
     folder: Path,
     *,
     reuse: float | None = None,
-    shared_root: Path,
-    start_phase: StartPhase,
 ) -> tuple[Bank, Path]:
     """Draw the missing parts of a bank. Returns the bank and its folder.
 
@@ -63,18 +61,17 @@ def draw_bank(
         plans: plans of both models, with the same prompts and each model's own steps.
         options: options of the data set and the engine.
         discriminator: discriminator that scores the light images.
-        judges: networks that provide Inception features.
+        measurer: provides Inception features, and reports progress.
         places: workspaces of both models, which receive their images.
         folder: parent folder of the bank, whose name is derived from what determines its images and confidences.
         reuse: strength of heavy images that start from light ones; None draws none.
-        shared_root: root of the workspace, for features.
-        start_phase: reports progress.
 
     Raises:
         UsageError, RunError: as `draw_set` and `features_of`.
         KeyboardInterrupt: on Ctrl-C; what is drawn is kept.
     """
-    judges.check(("fid",))
+    start_phase = measurer.start_phase
+    measurer.judges.check(("fid",))
     drawn = draw_legs(models, plans, options, places, start_phase)
     about = {
         "discriminator": discriminator.digest,
@@ -105,9 +102,7 @@ def draw_bank(
     )
     sizes = {item.id: Resolution(item.width, item.height) for item in items}
     measured = {**sources, "reference": fitted_sample(plans["light"].sample, sizes)}
-    features = {
-        name: each.half() for name, each in _features_of(measured, judges, shared_root, len(items), start_phase).items()
-    }
+    features = {name: measurer.features(source, name).half() for name, source in measured.items()}
     bank = Bank(entries, about | {f"{side}_images": str(folder.resolve()) for side, folder in images.items()})
     with atomic_write(place / FEATURES_FILE) as temporary:
         save_file(features, temporary)
@@ -141,22 +136,6 @@ def _draw_reused(
         what="denoising steps from light images",
         more={"strength": strength, "starts_from": light.manifest.digest},
     )
-
-
-def _features_of(
-    sources: Mapping[str, ImageSource], judges: Judges, shared_root: Path, count: int, start_phase: StartPhase
-) -> dict[str, torch.Tensor]:
-    """Return Inception features (n, 2048) of sets of `count` images each, by name."""
-    return {
-        name: features_of(
-            source,
-            judges.inception,
-            judges.inception_sha256,
-            shared_root / FEATURES_DIR,
-            on_images=start_phase(f"{name} features", count),
-        )
-        for name, source in sources.items()
-    }
 
 
 def draw_legs(
@@ -244,10 +223,8 @@ def examples_for(
     plans: Mapping[Leg, EvalPlan],
     options: EvalOptions,
     real: RealImages,
-    judges: Judges,
+    measurer: Measurer,
     places: Mapping[Leg, ModelWorkspace],
-    shared_root: Path,
-    start_phase: StartPhase,
 ) -> Examples:
     """Return the examples of a discriminator: generated images, and images that count as real.
 
@@ -256,26 +233,24 @@ def examples_for(
     and the half of its images at each resolution that adds least to FID counts as real.
 
     Args:
-        models, plans, options, judges, places, shared_root, start_phase: as in `draw_bank`; each plan has all prompts.
+        models, plans, options, measurer, places: as in `draw_bank`; each plan has all prompts.
         real: kind of images that count as real.
 
     Raises:
         as `draw_bank`.
     """
     if real == "near":
-        return _near_and_far(
-            models["light"], plans["light"], options, judges, places["light"], shared_root, start_phase
-        )
+        return _near_and_far(models["light"], plans["light"], options, measurer, places["light"])
     halves: dict[Leg, EvalPlan] = {
         leg: replace(plans[leg], items=plans[leg].items[start::2]) for start, leg in enumerate(LEGS)
     }
-    drawn = draw_legs(models, halves, options, places, start_phase)
+    drawn = draw_legs(models, halves, options, places, measurer.start_phase)
     small = {leg: torch.stack(list(thumbnails(set_of(drawn[leg].folder, drawn[leg].manifest)))) for leg in LEGS}
     if real == "heavy":
         return Examples(small["heavy"], small["light"])
     plan = plans["light"]
     truth = fitted_sample(plan.sample, {item.id: Resolution(item.width, item.height) for item in plan.items})
-    advance = start_phase("real images", len(plan.items))
+    advance = measurer.start_phase("real images", len(plan.items))
     if real == "gt":
         real_images = []
         for each in thumbnails(truth):
@@ -286,22 +261,14 @@ def examples_for(
 
 
 def _near_and_far(
-    model: ServedModel,
-    plan: EvalPlan,
-    options: EvalOptions,
-    judges: Judges,
-    place: ModelWorkspace,
-    shared_root: Path,
-    start_phase: StartPhase,
+    model: ServedModel, plan: EvalPlan, options: EvalOptions, measurer: Measurer, place: ModelWorkspace
 ) -> Examples:
-    drawn = draw_set(
-        EngineDrawer(model), plan, options, place, start_phase=start_phase, what="denoising steps of the light model"
-    )
+    what, start_phase = "denoising steps of the light model", measurer.start_phase
+    drawn = draw_set(EngineDrawer(model), plan, options, place, start_phase=start_phase, what=what)
     sizes = {item.id: Resolution(item.width, item.height) for item in plan.items}
     source = set_of(drawn.folder, drawn.manifest)
-    sources = {"light": source, "reference": fitted_sample(plan.sample, sizes)}
-    features = _features_of(sources, judges, shared_root, len(plan.items), start_phase)
-    added = frechet_influence(features["reference"], features["light"], shrinkage=_SHRINKAGE)
+    light, real = measurer.features(source, "light"), measurer.features(fitted_sample(plan.sample, sizes), "reference")
+    added = frechet_influence(real, light, shrinkage=_SHRINKAGE)
     small = torch.stack(list(thumbnails(source)))
     is_near = torch.zeros(len(small), dtype=torch.bool)
     for size in sorted(set(sizes.values())):

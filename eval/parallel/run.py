@@ -22,10 +22,9 @@ from ...serving.parallel.swap import unit_of
 from ..compare.comparison import FID_TO_FIRST, Comparison
 from ..compare.paired import PairedResult, compare_fid, compare_values
 from ..compare.run import compare
-from ..metrics.features import features_of
-from ..metrics.judges import Judges
-from ..options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, EvalPlan
-from ..run import StartPhase, draw_set
+from ..measurer import Measurer, StartPhase
+from ..options import EvalOptions, EvalPlan
+from ..run import draw_set
 from ..sets.drawers import EngineDrawer
 from ..sets.generate import read_manifest
 from ..sets.image_sets import set_of
@@ -69,11 +68,9 @@ def evaluate_parallel(
     wanted: ParallelPlan,
     plan: EvalPlan,
     options: EvalOptions,
-    judges: Judges,
+    measurer: Measurer,
     workspace: ModelWorkspace,
     *,
-    shared_root: Path,
-    start_phase: StartPhase,
     on_failed: Callable[[str], None],
 ) -> ParallelQuality:
     """Draw the missing images of the sets, and measure them.
@@ -83,22 +80,19 @@ def evaluate_parallel(
         wanted: plan of the sets.
         plan: plan from `plan_eval`, with real images.
         options: options with seed, batch size and number of bad images.
-        judges: networks that judge the images.
+        measurer: measures the images.
         workspace: workspace of the model.
-        shared_root: root of the workspace, for features.
-        start_phase: reports progress.
         on_failed: called with a line for each failed image.
 
     Raises:
         UsageError: as `check`, before anything is drawn.
         RunError, KeyboardInterrupt: as `draw_set`; images that are drawn are kept.
     """
-    judges.check(METRICS)
+    measurer.judges.check(METRICS)
     folders = draw_sets(
-        model, wanted.settings(), plan, options, workspace, start_phase=start_phase, on_failed=on_failed
+        model, wanted.settings(), plan, options, workspace, start_phase=measurer.start_phase, on_failed=on_failed
     )
-    settings = facts_of(model, wanted, plan, options)
-    return judge_sets(folders, settings, wanted, options, judges, shared_root=shared_root, start_phase=start_phase)
+    return judge_sets(folders, facts_of(model, wanted, plan, options), wanted, measurer)
 
 
 def facts_of(model: ServedModel, wanted: ParallelPlan, plan: EvalPlan, options: EvalOptions) -> dict[str, Any]:
@@ -126,8 +120,8 @@ def draw_sets(
     start_phase: StartPhase,
     on_failed: Callable[[str], None],
 ) -> dict[str, Path]:
-    """Draw the missing images of these sets and return the folder of each set by name. Other arguments, and errors, are
-    as in `evaluate_parallel`.
+    """Draw the missing images of these sets and return the folder of each set by name; `start_phase` reports progress.
+    Other arguments, and errors, are as in `evaluate_parallel`.
     """
     for setting in settings:
         check(model, setting, plan)
@@ -145,32 +139,15 @@ def draw_sets(
 
 
 def judge_sets(
-    folders: Mapping[str, Path],
-    settings: Mapping[str, Any],
-    wanted: ParallelPlan,
-    options: EvalOptions,
-    judges: Judges,
-    *,
-    shared_root: Path,
-    start_phase: StartPhase,
+    folders: Mapping[str, Path], settings: Mapping[str, Any], wanted: ParallelPlan, measurer: Measurer
 ) -> ParallelQuality:
     """Compare the sets in these folders; `settings` describe how they were drawn. Raises as `compare`."""
     comparisons = {
-        setting.name: compare(
-            folders[setting.original],
-            folders[setting.name],
-            METRICS,
-            judges,
-            seed=options.seed,
-            max_bad=options.max_bad,
-            features_dir=shared_root / FEATURES_DIR,
-            samples_dir=shared_root / SAMPLES_DIR,
-            start_phase=start_phase,
-        )
+        setting.name: compare(folders[setting.original], folders[setting.name], METRICS, measurer)
         for setting in wanted.settings()
         if setting.options is not None
     }
-    judge = _ClaimJudge(comparisons, folders, judges, options, shared_root / FEATURES_DIR)
+    judge = _ClaimJudge(comparisons, folders, measurer)
     return ParallelQuality(comparisons, [judge.verdict(claim) for claim in wanted.claims()], settings)
 
 
@@ -209,9 +186,7 @@ class _ClaimJudge:
 
     comparisons: Mapping[str, Comparison]
     folders: Mapping[str, Path]
-    judges: Judges
-    options: EvalOptions
-    features_dir: Path
+    measurer: Measurer
 
     def verdict(self, claim: Claim) -> Verdict:
         """Return the verdict on a claim."""
@@ -227,7 +202,7 @@ class _ClaimJudge:
                 {key: worse[key] for key in sorted(common)},
                 {key: better[key] for key in sorted(common)},
                 "higher" if claim.metric == "psnr" else "lower",
-                self.options.seed,
+                self.measurer.seed,
             )
         difference: Estimate = found.estimate
         return Verdict(claim, found.first, found.second, difference.value, difference.low, difference.high)
@@ -235,13 +210,10 @@ class _ClaimJudge:
     def _fid(self, claim: Claim) -> PairedResult:
         """Compare the FIDs of both sets to the original's images."""
         first, second, original = (
-            features_of(
+            self.measurer.features(
                 set_of(self.folders[name], read_manifest(self.folders[name])),
-                self.judges.inception,
-                self.judges.inception_sha256,
-                self.features_dir,
-                bad=BadEntries(name, self.options.max_bad),
+                bad=BadEntries(name, self.measurer.max_bad),
             )
             for name in (claim.worse, claim.better, name_of_original())
         )
-        return compare_fid(first, second, original, self.options.seed)
+        return compare_fid(first, second, original, self.measurer.seed)

@@ -52,18 +52,18 @@ def eval_parallel(
         plan = plan_eval(drawing, target.defaults(), target.root.root)
 
     served, place = target.load(out, EngineOptions("plain"))
+    from ...eval.measurer import Measurer
     from ...eval.parallel.run import evaluate_parallel
 
     with out.phases() as start:
+        measurer = Measurer.of(drawing, judging.to_judges(served.device), target.root.root, start)
         found = evaluate_parallel(
             served,
             wanted,
             plan,
             drawing,
-            judging.to_judges(served.device),
+            measurer,
             place,
-            shared_root=target.root.root,
-            start_phase=start,
             on_failed=lambda reason: out.warn(f"image failed: {reason}"),
         )
     content = found.to_json()

@@ -17,6 +17,7 @@ from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.eval.compare.run import Comparison, compare
 from patchedserve.eval.gates.file import read_gates
 from patchedserve.eval.gates.judging import Gate, judge, write_baseline
+from patchedserve.eval.measurer import Measurer
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.metrics.measure import measure_clip
 from patchedserve.eval.result_files import EvalResults
@@ -78,7 +79,7 @@ class Drawn:
 
     def compare(self, first: Path, second: Path, output: Path) -> Comparison:
         """Compare two sets as `psctl eval compare` does, and write the result where gates read it."""
-        found = compare(first, second, ("psnr", "ssim", "lpips"), self.judges)
+        found = compare(first, second, ("psnr", "ssim", "lpips"), Measurer(self.judges))
         found.save(output)
         return found
 
