@@ -31,7 +31,6 @@ from ...training.cascade.fitting import Examples
 from ..measurer import Measurer, StartPhase
 from ..metrics.fid import frechet_influence
 from ..metrics.judges import Judges
-from ..metrics.measure import measure_clip
 from ..options import EvalOptions, EvalPlan
 from ..run import DrawnSet, draw_set
 from ..sets.drawers import EngineDrawer
@@ -205,7 +204,7 @@ def bank_scores(
                 own += each.confidences(image[None]).tolist()
                 advance(1)
         captions = {item.id: item.prompt for item in manifest.items}
-        _, values = measure_clip(judges.clip, judges.clip_name, source, captions, on_images=advance)
+        _, values = Measurer(judges, start_phase=lambda what, total, own=advance: own).clip(source, captions)
         found[clip_name][leg] = [values[image_id] for image_id in source.ids]
     return found
 

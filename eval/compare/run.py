@@ -167,7 +167,7 @@ class _Sets:
         """Return the rows of pairs whose images could be read on both sides; count and warn of the others."""
         one, other = self.sources
         pairs = BadEntries(f"{other.name} against {one.name}", self.measurer.max_bad)
-        # The second side first, in the order of `measure_pairs`, so that a pair that is bad on both is reported once.
+        # The second side first, in the order of `Measurer.pairs`, so that a pair that is bad on both is reported once.
         for side in reversed(bad):
             for name, found in zip(side.names, side.problems, strict=True):
                 pairs.add(name, found.removeprefix(f"{name}: "))
