@@ -152,8 +152,8 @@ class Measurer:
         direction: Direction,
         details: dict[str, Any],
     ) -> tuple[MetricResult, dict[str, float]]:
-        """Return the mean of the values, and the values in the order of the source's ids, as a bootstrap must not depend
-        on the order of the files.
+        """Return the mean of the values, and the values in the order of the ids: a bootstrap must not depend on the
+        order of the files.
         """
         if not values:
             raise UsageError(f"{name}: there is no image to measure")
