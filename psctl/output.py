@@ -82,15 +82,17 @@ class Output:
         self.outcome(done, file)
 
     def outcome(self, done: "Outcome", file: Path | None) -> None:
-        """Print the result of an experiment on stdout, and its folder on stderr. The result is written to `file` first.
+        """Print the result of an experiment on stdout, and its place on stderr. The result is written to `file` first.
 
         Raises KeyboardInterrupt if Ctrl-C ended the experiment.
         """
         from ..profiling.report.table import to_rich
 
-        self.data(done.result, table=lambda: to_rich(done.experiment.tables(done.result)), file=file)
-        self.note(f"{done.experiment.products}: {done.run_dir}")
+        self.data(done.result, table=lambda: to_rich(done.tables(done.result)), file=file)
+        self.note(f"{done.products}: {done.place}")
         if done.was_interrupted:
+            if done.hint:
+                self.note(done.hint)
             raise KeyboardInterrupt
 
     def note(self, message: str) -> None:

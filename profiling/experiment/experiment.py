@@ -1,18 +1,76 @@
 """An experiment as data: its cells, the measurement of each, and the tables and pictures of the result."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ...data.figures import write_figures
-from ...data.files import write_bytes, write_json
+from ...data.files import write_bytes, write_json, write_text
 from ...data.workspace import ModelWorkspace
 from ..report.table import Table
 from .rows import Row, row_figures
 
 Cell = TypeVar("Cell")
 Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of an experiment.
+
+    Attributes:
+        result: content of its JSON file.
+        place: folder or page of the result.
+        tables: returns the tables of the result.
+        products: description of `place`.
+        hint: note on how to continue after Ctrl-C; "" for none.
+    """
+
+    result: dict[str, Any]
+    place: Path
+    tables: Callable[[Result], Iterable[Table]]
+    products: str = "Results"
+    hint: str = ""
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.result["run_dir"])
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether Ctrl-C ended the experiment."""
+        return self.result.get("was_interrupted", False)
+
+
+def write_page(
+    title: str,
+    result: dict[str, Any],
+    tables: Callable[[Result], Sequence[Table]],
+    pictures: Mapping[str, Callable[[Result], bytes]],
+) -> Outcome:
+    """Write `result.json`, the pictures and `report.html`, a page with all of them, into the folder of a run.
+
+    Args:
+        title: title of the page.
+        result: the result, whose `run_dir` is the folder.
+        tables: returns the tables of a result.
+        pictures: functions that draw a PNG of a result, by stem of their file.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    from ..report.page import image_tag, page  # imports matplotlib, which commands do not wait for
+
+    run_dir = Path(result["run_dir"])
+    write_json(run_dir / "result.json", result)
+    for name, draw in pictures.items():
+        write_bytes(run_dir / f"{name}.png", draw(result))
+    parts = [table.to_html() for table in tables(result)]
+    parts += [image_tag(run_dir / f"{name}.png", name) for name in pictures]
+    write_text(run_dir / "report.html", page(title, parts))
+    return Outcome(result, run_dir / "report.html", tables)
 
 
 class PartialRow(KeyboardInterrupt):
@@ -59,7 +117,7 @@ class Experiment(Generic[Cell]):
         *,
         on_start: Callable[[Cell], None] = lambda cell: None,
         on_row: Callable[[], None] = lambda: None,
-    ) -> "Outcome":
+    ) -> Outcome:
         """Measure every cell. Writes the rows to the folder of a new run after each of them, and pictures at the end.
 
         Args:
@@ -92,18 +150,4 @@ class Experiment(Generic[Cell]):
         result = keep(was_interrupted=was_interrupted)
         for name, draw in self.pictures.items():
             write_bytes(run_dir / f"{name}.png", draw(result))
-        return Outcome(self, result, run_dir)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of an experiment: the result as in its JSON file, and the folder of the run."""
-
-    experiment: Experiment[Any]
-    result: dict[str, Any]
-    run_dir: Path
-
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether Ctrl-C ended the experiment."""
-        return self.result["was_interrupted"]
+        return Outcome(result, run_dir, self.tables, self.products)

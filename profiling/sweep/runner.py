@@ -12,6 +12,7 @@ from ...data.requests import Request
 from ...data.traces.traces import assign_slos
 from ...serving.models.defaults import ModelDefaults
 from ...serving.scheduling.systems import System, get_system
+from ..experiment.experiment import Outcome
 from .figures import EngineKind
 from .settings import SWEEP_FILE, SweepFolder, SweepRunResult, SweepSettings, read_head
 
@@ -42,8 +43,8 @@ Serve = Callable[[System, Sequence[Request], Standalone], SweepRunResult]
 
 
 class SweepSide(Protocol):
-    """Side that serves the runs of a sweep. `sweep` calls `check`, `head` and `begin` at most once each, in this order,
-    the first two with a request of every resolution.
+    """Side that serves the runs of a sweep. `Sweep.run` calls `check`, `head` and `begin` at most once each, in this
+    order, the first two with a request of every resolution.
     """
 
     @property
@@ -67,59 +68,56 @@ class SweepSide(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SweepOutcome:
-    """Outcome of a sweep: the result as in `result.json`, the page, the folder, and whether Ctrl-C ended it."""
+class Sweep:
+    """A sweep that is ready to run.
 
-    result: dict[str, Any]
-    report: Path
-    run_dir: Path
-    was_interrupted: bool
-
-
-def sweep(
-    settings: SweepSettings,
-    side: SweepSide,
-    defaults: ModelDefaults,
-    open_folder: Callable[[], Path],
-    *,
-    on_run: Callable[[str], None] = lambda text: None,
-    on_done: Callable[[], None] = lambda: None,
-) -> SweepOutcome:
-    """Serve the runs that the folder does not have yet, and write the results of all runs.
-
-    Args:
+    Attributes:
         settings, side, defaults: settings of the sweep, the side that serves, and the model's defaults.
         open_folder: returns an empty folder, or that of the sweep to continue; called after all checks.
-        on_run, on_done: as in `run_sweep`.
-
-    Raises:
-        UsageError: the model or the latencies do not suit a request, or the folder is of another sweep.
-        RunError: a measurement fails, or no run was finished.
-        KeyboardInterrupt: on Ctrl-C before the first run was finished; later, the outcome records the interruption.
-        OSError: results cannot be written.
     """
-    from .report import sweep_result, write_sweep
 
-    examples = examples_of(settings, defaults, side.extra_requests)
-    side.check(examples)
-    path = open_folder()
-    known_s = read_head(path)["standalone_s"] if (path / SWEEP_FILE).exists() else {}
-    folder = SweepFolder(path, side.head(examples, known_s))
-    standalone = folder.head["standalone_s"]
+    settings: SweepSettings
+    side: SweepSide
+    defaults: ModelDefaults
+    open_folder: Callable[[], Path]
 
-    def standalone_s(request: Request) -> float:
-        return standalone[str(request.resolution)]
+    def run(
+        self, *, on_run: Callable[[str], None] = lambda text: None, on_done: Callable[[], None] = lambda: None
+    ) -> Outcome:
+        """Serve the runs that the folder does not have yet, and write the results of all runs.
 
-    is_finished = folder.num_finished(settings) == settings.num_runs
-    runners = {} if is_finished else side.begin(folder, standalone_s)
-    was_interrupted = run_sweep(settings, runners, folder, standalone_s, defaults, on_run=on_run, on_done=on_done)
-    runs = folder.finished(settings)
-    if not runs:
-        if was_interrupted:
-            raise KeyboardInterrupt
-        raise RunError("no run of the sweep was finished")
-    result = sweep_result(settings, folder.head, runs, path, was_interrupted=was_interrupted)
-    return SweepOutcome(result, write_sweep(result, path), path, was_interrupted)
+        Takes the functions of `run_sweep`.
+
+        Raises:
+            UsageError: the model or the latencies do not suit a request, or the folder is of another sweep.
+            RunError: a measurement fails, or no run was finished.
+            KeyboardInterrupt: on Ctrl-C before the first run was finished; later, the outcome records the interruption.
+            OSError: results cannot be written.
+        """
+        from .report import sweep_result, tables_of, write_sweep
+
+        settings, side, defaults = self.settings, self.side, self.defaults
+        examples = examples_of(settings, defaults, side.extra_requests)
+        side.check(examples)
+        path = self.open_folder()
+        known_s = read_head(path)["standalone_s"] if (path / SWEEP_FILE).exists() else {}
+        folder = SweepFolder(path, side.head(examples, known_s))
+        standalone = folder.head["standalone_s"]
+
+        def standalone_s(request: Request) -> float:
+            return standalone[str(request.resolution)]
+
+        is_finished = folder.num_finished(settings) == settings.num_runs
+        runners = {} if is_finished else side.begin(folder, standalone_s)
+        was_interrupted = run_sweep(settings, runners, folder, standalone_s, defaults, on_run=on_run, on_done=on_done)
+        runs = folder.finished(settings)
+        if not runs:
+            if was_interrupted:
+                raise KeyboardInterrupt
+            raise RunError("no run of the sweep was finished")
+        result = sweep_result(settings, folder.head, runs, path, was_interrupted=was_interrupted)
+        hint = f"The same command with --resume {path} continues from here."
+        return Outcome(result, write_sweep(result, path), tables_of, "Report", hint)
 
 
 def examples_of(

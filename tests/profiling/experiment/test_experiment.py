@@ -52,7 +52,8 @@ def test_rows_are_in_the_file_after_each_cell(tmp_path: Path) -> None:
     assert result["run_dir"] == str(outcome.run_dir)
     assert result["figures"]["3.square"] == {"value": 9.0, "low": 8, "high": 10, "n": None}
     assert (outcome.run_dir / "drawn.png").read_bytes() == b"2"
-    assert outcome.experiment.tables(result)[0].rows == [("2", "4"), ("3", "9")]
+    (table,) = outcome.tables(result)
+    assert table.rows == [("2", "4"), ("3", "9")]
 
 
 @pytest.mark.parametrize(
