@@ -188,11 +188,11 @@ class _Sets:
 
     def _note_difference(self, name: str, all_values: Sequence[Mapping[str, float]], direction: Direction) -> None:
         """Compare the values of both sides, image by image."""
-        one, other = _common(*all_values)
+        one, other = common_values(*all_values)
         self.comparison.differences[name] = compare_values(name, one, other, direction, self.measurer.seed)
 
 
-def _common(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+def common_values(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
     """Return the values of the images that both sides have; an image that is bad on one side has no pair."""
     common = sorted(one.keys() & other.keys())
     return {name: one[name] for name in common}, {name: other[name] for name in common}
@@ -223,7 +223,7 @@ def _compare_results(paths: tuple[Path, Path], seed: int) -> Comparison:
             comparison.warnings.append(
                 f"{name}: {len(alone)} images were measured on one side only and left out; the first: {alone[0]}"
             )
-            one, other = _common(one, other)
+            one, other = common_values(one, other)
         comparison.differences[name] = compare_values(name, one, other, direction, seed)
     return comparison
 

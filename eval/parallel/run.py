@@ -12,7 +12,6 @@ from diffusers import DPMSolverMultistepScheduler
 from ...data.datasets.base import BadEntries
 from ...data.errors import UsageError
 from ...data.resolution import RESOLUTION_MULTIPLE
-from ...data.statistics import Estimate
 from ...data.workspace import ModelWorkspace
 from ...serving.models.build import build_model
 from ...serving.models.served import ServedModel
@@ -21,14 +20,14 @@ from ...serving.parallel.strips import Strips
 from ...serving.parallel.swap import unit_of
 from ..compare.comparison import FID_TO_FIRST, Comparison
 from ..compare.paired import PairedResult, compare_fid, compare_values
-from ..compare.run import compare
+from ..compare.run import common_values, compare
 from ..measurer import Measurer, StartPhase
 from ..options import EvalOptions, EvalPlan
 from ..run import draw_set
 from ..sets.drawers import EngineDrawer
 from ..sets.generate import read_manifest
 from ..sets.image_sets import set_of
-from .plan import FEW_STEPS, Claim, ParallelPlan, ParallelSetting, Verdict, name_of_original
+from .plan import FEW_STEPS, Claim, ParallelPlan, ParallelSetting, name_of_original
 
 RESULT_KIND = "psctl-parallel-quality"
 METRICS = ("psnr", "ssim", "lpips", "fid")
@@ -42,12 +41,12 @@ class ParallelQuality:
 
     Attributes:
         comparisons: comparison with the original, by name of the set.
-        verdicts: verdicts on the claims.
+        verdicts: claims, each with the paired difference that it is judged by.
         settings: settings with which the sets were drawn.
     """
 
     comparisons: Mapping[str, Comparison]
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[tuple[Claim, PairedResult]]
     settings: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -57,9 +56,16 @@ class ParallelQuality:
             found = {metric: asdict(result.estimate) for metric, result in each.metrics.items()}
             found["fid"] = asdict(each.second.metrics["fid"].estimate)
             sets[name] = found | {"images": each.second.path}
-        claims = [asdict(each.claim) | asdict(each) | {"holds": each.holds} for each in self.verdicts]
-        for claim in claims:
-            del claim["claim"]
+        claims = [
+            {
+                **asdict(claim),
+                "worse": found.first,
+                "better": found.second,
+                **{name: getattr(found, name) for name in ("difference", "low", "high")},
+                "holds": claim.holds(found),
+            }
+            for claim, found in self.verdicts
+        ]
         return {"kind": RESULT_KIND, "version": 1, "settings": dict(self.settings), "sets": sets, "claims": claims}
 
 
@@ -148,7 +154,7 @@ def judge_sets(
         if setting.options is not None
     }
     judge = _ClaimJudge(comparisons, folders, measurer)
-    return ParallelQuality(comparisons, [judge.verdict(claim) for claim in wanted.claims()], settings)
+    return ParallelQuality(comparisons, [(claim, judge.compare(claim)) for claim in wanted.claims()], settings)
 
 
 def check(model: ServedModel, setting: ParallelSetting, plan: EvalPlan) -> None:
@@ -188,27 +194,14 @@ class _ClaimJudge:
     folders: Mapping[str, Path]
     measurer: Measurer
 
-    def verdict(self, claim: Claim) -> Verdict:
-        """Return the verdict on a claim."""
+    def compare(self, claim: Claim) -> PairedResult:
+        """Return the difference that a claim is about. The FID to the original is measured to the original's images."""
         if claim.metric == "fid":
-            found = self.comparisons[claim.better].differences["fid"]
-        elif claim.metric == FID_TO_FIRST:
-            found = self._fid(claim)
-        else:
+            return self.comparisons[claim.better].differences["fid"]
+        if claim.metric != FID_TO_FIRST:
             worse, better = (self.comparisons[name].per_image[claim.metric] for name in (claim.worse, claim.better))
-            common = worse.keys() & better.keys()
-            found = compare_values(
-                claim.metric,
-                {key: worse[key] for key in sorted(common)},
-                {key: better[key] for key in sorted(common)},
-                "higher" if claim.metric == "psnr" else "lower",
-                self.measurer.seed,
-            )
-        difference: Estimate = found.estimate
-        return Verdict(claim, found.first, found.second, difference.value, difference.low, difference.high)
-
-    def _fid(self, claim: Claim) -> PairedResult:
-        """Compare the FIDs of both sets to the original's images."""
+            direction = "higher" if claim.metric == "psnr" else "lower"
+            return compare_values(claim.metric, *common_values(worse, better), direction, self.measurer.seed)
         first, second, original = (
             self.measurer.features(
                 set_of(self.folders[name], read_manifest(self.folders[name])),
