@@ -146,8 +146,22 @@ def _serve_rounds(
     Ctrl-C ended them. Raises KeyboardInterrupt if there is no such round.
     """
     prompts, joins = load_prompts(), settings.join_steps(combination.num_requests)
+    # Resolutions in turn, as often as the combination has them, and again for requests that follow.
+    numbers = range(max(combination.counts))
+    sizes = [size for number in numbers for size, count in combination.present.items() if number < count]
     requests = [
-        _requests(model, combination, prompts, settings, number, len(joins)) for number in range(settings.rounds)
+        [
+            Request(
+                index,
+                prompts[(first + index) % len(prompts)],
+                size,
+                num_inference_steps=settings.num_inference_steps,
+                guidance_scale=model.defaults.guidance_scale,
+                seed=settings.seed + first + index,
+            )
+            for index, size in zip(range(len(joins)), cycle(sizes))
+        ]
+        for first in range(0, settings.rounds * len(joins), len(joins))
     ]
     for side in sides:
         side.reset()
@@ -194,28 +208,3 @@ def cache_table(result: Result, row: Row) -> Table:
         note="efficiency: time saved over computation saved; overhead: of a step without cache; quality against the "
         "same engine without cache",
     )
-
-
-def _requests(
-    model: ServedModel,
-    combination: Combination,
-    prompts: Sequence[str],
-    settings: CacheBenchSettings,
-    number: int,
-    count: int,
-) -> list[Request]:
-    """Return `count` requests of a round: those of the combination, repeated as needed, with resolutions in turn."""
-    counts = list(zip(combination.resolutions, combination.counts, strict=True))
-    sizes = [resolution for turn in range(max(combination.counts)) for resolution, of_it in counts if turn < of_it]
-    first = number * count
-    return [
-        Request(
-            index,
-            prompts[(first + index) % len(prompts)],
-            resolution,
-            num_inference_steps=settings.num_inference_steps,
-            guidance_scale=model.defaults.guidance_scale,
-            seed=settings.seed + first + index,
-        )
-        for index, resolution in zip(range(count), cycle(sizes))
-    ]
