@@ -86,7 +86,7 @@ def train_predictor_discriminator(
     require_places(target.workspace, file=output_file)
     plans = plans_of(specs, options, target)
     with out.status("Loading ..."):
-        from ...eval.cascade.bank import examples_for
+        from ...eval.cascade.bank import LegDrawer
         from ...eval.measurer import Measurer
         from ...training.cascade.discriminator import DISCRIMINATOR_FILE, DiscriminatorAbout
         from ...training.cascade.fitting import fit_discriminator
@@ -99,7 +99,7 @@ def train_predictor_discriminator(
     file = output_file or place.predictors / DISCRIMINATOR_FILE
     with out.phases() as start:
         measurer = Measurer.of(options, judges, target.root.root, start)
-        examples = examples_for(models, plans, options, real, measurer, loaded.places)
+        examples = LegDrawer(models, plans, options, measurer, loaded.places).examples(real)
         advance = start("training steps", steps)
         light, heavy = facts_of(models, specs)
         about = DiscriminatorAbout(net, real, light, heavy)
