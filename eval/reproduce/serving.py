@@ -181,7 +181,6 @@ def _served(
     systems: Sequence[str],
     rates: Sequence[float],
     num_seeds: int,
-    engine: SweepEngine = "both",
 ) -> dict[str, Any]:
     """Serve traces on the engine and in the simulator; runs that other calls have finished are not repeated.
 
@@ -195,7 +194,7 @@ def _served(
         rates,
         num_seeds,
         settings["num_prompts"],
-        engine,
+        "both",
         duration_s=_longest_trace_s(lab, settings),
     )
     model = lab.cached_model()
