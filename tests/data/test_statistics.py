@@ -64,6 +64,8 @@ def test_interval_of_a_median_has_95_percent_coverage() -> None:
     assert median_interval([]) is None
     # With six values, the median lies below the smallest or above the largest with probability 2 / 64.
     assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (1.0, 6.0)
+    assert Estimate.of_median([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == Estimate(3.5, 1.0, 6.0, 6)
+    assert Estimate.of_median([2.0]) == Estimate(2.0, n=1)
     rng = np.random.default_rng(0)
     found = [median_interval(rng.exponential(size=15).tolist()) or (9, 9) for _ in range(2000)]
     assert 0.95 < np.mean([low <= math.log(2) <= high for low, high in found]) < 0.98
