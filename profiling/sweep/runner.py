@@ -86,7 +86,9 @@ class Sweep:
     ) -> Outcome:
         """Serve the runs that the folder does not have yet, and write the results of all runs.
 
-        Takes the functions of `run_sweep`.
+        Args:
+            on_run: called with a description of each run before it.
+            on_done: called after each run, and for each run that was already finished.
 
         Raises:
             UsageError: the model or the latencies do not suit a request, or the folder is of another sweep.
@@ -109,7 +111,11 @@ class Sweep:
 
         is_finished = folder.num_finished(settings) == settings.num_runs
         runners = {} if is_finished else side.begin(folder, standalone_s)
-        was_interrupted = run_sweep(settings, runners, folder, standalone_s, defaults, on_run=on_run, on_done=on_done)
+        was_interrupted = False
+        try:
+            self._serve(folder, runners, standalone_s, on_run, on_done)
+        except KeyboardInterrupt:
+            was_interrupted = True
         runs = folder.finished(settings)
         if not runs:
             if was_interrupted:
@@ -118,6 +124,33 @@ class Sweep:
         result = sweep_result(settings, folder.head, runs, path, was_interrupted=was_interrupted)
         hint = f"The same command with --resume {path} continues from here."
         return Outcome(result, write_sweep(result, path), tables_of, "Report", hint)
+
+    def _serve(
+        self,
+        folder: SweepFolder,
+        runners: Mapping[EngineKind, Serve],
+        standalone_s: Standalone,
+        on_run: Callable[[str], None],
+        on_done: Callable[[], None],
+    ) -> None:
+        """Serve all unfinished runs, those of one engine before those of the next, and keep each as it ends. Raises
+        KeyboardInterrupt on Ctrl-C, whose run is not kept.
+        """
+        settings = self.settings
+        for engine, (rate, seed, names) in itertools.product(settings.engines, list(settings.order())):
+            requests: list[Request] | None = None
+            for name in names:
+                if not folder.has(engine, name, rate, seed):
+                    if requests is None:
+                        drawn = settings.requests(rate, seed, self.defaults)
+                        requests = assign_slos(drawn, standalone_s, settings.slo_scale)
+                    on_run(f"{name} at {rate:g}/s, seed {seed}")
+                    system = get_system(name, is_simulated=engine == "simulator")
+                    served = runners[engine](system, requests, standalone_s)
+                    if served.was_interrupted:
+                        raise KeyboardInterrupt
+                    folder.save(engine, name, rate, seed, served)
+                on_done()
 
 
 def examples_of(
@@ -132,49 +165,3 @@ def examples_of(
         for request in trace:
             found.setdefault(request.resolution, request)
     return [found[size] for size in sorted(found, key=lambda size: (size.pixels, size))]
-
-
-def run_sweep(
-    settings: SweepSettings,
-    runners: Mapping[EngineKind, Serve],
-    folder: SweepFolder,
-    standalone_s: Standalone,
-    defaults: ModelDefaults,
-    *,
-    on_run: Callable[[str], None] = lambda text: None,
-    on_done: Callable[[], None] = lambda: None,
-) -> bool:
-    """Serve all unfinished runs, those of one engine before those of the next, and keep each as it ends.
-
-    Args:
-        settings, defaults: settings of the sweep, and the model's defaults.
-        runners: function that serves the runs of each engine; may be empty if all runs are finished.
-        folder: folder that keeps the runs.
-        standalone_s: returns the standalone latency of a request, of which SLOs are multiples.
-        on_run: called with a description of each run before it.
-        on_done: called after each run, and for each run that was already finished.
-
-    Returns:
-        Whether Ctrl-C ended the sweep; the interrupted run is not kept.
-
-    Raises:
-        UsageError: a trace cannot be drawn or served.
-    """
-    try:
-        for engine, (rate, seed, names) in itertools.product(settings.engines, list(settings.order())):
-            requests: list[Request] | None = None
-            for name in names:
-                if not folder.has(engine, name, rate, seed):
-                    if requests is None:
-                        drawn = settings.requests(rate, seed, defaults)
-                        requests = assign_slos(drawn, standalone_s, settings.slo_scale)
-                    on_run(f"{name} at {rate:g}/s, seed {seed}")
-                    system = get_system(name, is_simulated=engine == "simulator")
-                    served = runners[engine](system, requests, standalone_s)
-                    if served.was_interrupted:
-                        return True
-                    folder.save(engine, name, rate, seed, served)
-                on_done()
-    except KeyboardInterrupt:
-        return True
-    return False
