@@ -26,6 +26,7 @@ from ...data.errors import UsageError
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.resolution import Resolution
+from ...data.statistics import ratios_of
 from ...data.templates import Keep
 from ...data.traces.edits import drawn_mask
 from ...data.work import Work
@@ -37,6 +38,7 @@ from ...serving.editing.step_latency import terms_of
 from ...serving.families.geometry import Geometry
 from ...serving.models.served import ServedModel
 from ...serving.runs.machine import run_facts
+from ..experiment.turns import shuffled
 from ..steps.lanes import Lane
 from ..steps.sides import StepperSide
 
@@ -242,9 +244,7 @@ def _measured_steps(
     # The largest batch warms up the machine, untimed.
     lanes[max(range(len(lanes)), key=lambda place: len(requests[place]))][1].warm_up()
     for number in range(settings.repeats):
-        order = list(lanes)
-        random.Random(settings.seed * 1_000_003 + number).shuffle(order)
-        for pair in order:
+        for pair in shuffled(lanes, settings.seed, number):
             for lane in pair:
                 lane.warm_up()
             for _ in range(TIMINGS_PER_VISIT):
@@ -260,8 +260,8 @@ def _measured_steps(
             "first_s": statistics.median(masked.first_ms) / 1e3,
             "whole_s": statistics.median(whole.samples_ms) / 1e3,
         }
-        ratios = [own / other for own, other in zip(whole.samples_ms, masked.samples_ms, strict=True)]
-        found.append({"edits": edits, **seconds, "ratio": statistics.median(ratios)})
+        ratio = statistics.median(ratios_of(whole.samples_ms, masked.samples_ms))
+        found.append({"edits": edits, **seconds, "ratio": ratio})
     return found
 
 
@@ -282,9 +282,7 @@ def _measured_loads(
     samples: dict[tuple[Resolution, int], list[float]] = {point: [] for point in points}
     advance = on_start("loads", len(points) * settings.repeats)
     for number in range(settings.repeats):
-        order = list(points)
-        random.Random(settings.seed * 1_000_003 + number).shuffle(order)
-        for size, count in order:
+        for size, count in shuffled(points, settings.seed, number):
             _drop_from_page_cache(files[size][:count])
             start_s = time.perf_counter()
             for path in files[size][:count]:

@@ -31,6 +31,7 @@ from ...serving.runs.simulated.calibration import ServedRun
 from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
 from ...serving.scheduling.systems import COMPARED_SYSTEMS, System, get_system
 from ...serving.simulator.distrifusion import PUBLISHED
+from ..experiment.turns import rotated
 from .figures import EngineKind, FinishedRun
 
 SweepEngine = Literal["real", "simulator", "both"]
@@ -114,12 +115,8 @@ class SweepSettings:
 
     def order(self) -> Iterator[tuple[float, int, tuple[str, ...]]]:
         """Yield rate, seed and the systems in the order in which they run; all rates of a seed come before the next."""
-        cell = 0
-        for seed in self.seeds:
-            for rate in self.rates:
-                first = cell % len(self.systems)
-                yield rate, seed, (*self.systems[first:], *self.systems[:first])
-                cell += 1
+        for cell, (seed, rate) in enumerate(product(self.seeds, self.rates)):
+            yield rate, seed, rotated(self.systems, cell)
 
     def runs(self) -> Iterator[tuple[EngineKind, str, float, int]]:
         """Return an iterator over engine, system, rate and seed of all runs, in the order of the figures."""

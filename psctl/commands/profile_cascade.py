@@ -159,15 +159,14 @@ def profile_cascade(
         "bank": None,
     }
     if plans is not None:
-        from ...eval.cascade.bank import draw_bank, load_features
+        from ...eval.cascade.bank import LegDrawer, load_features
         from ...eval.cascade.quality import served_quality
+        from ...eval.measurer import Measurer
 
         with out.phases() as start:
-            judges = judging.to_judges(device)
-            bank, folder = draw_bank(
-                models, plans, options, scorer, judges, loaded.places, place.tables, reuse=reuse_light,
-                shared_root=target.root.root, start_phase=start,
-            )  # fmt: skip
+            measurer = Measurer.of(options, judging.to_judges(device), target.root.root, start)
+            drawer = LegDrawer(models, plans, options, measurer, loaded.places)
+            bank, folder = drawer.bank(scorer, place.tables, reuse=reuse_light)
         features = load_features(folder, len(bank.entries))
         all_light: list[Side | None] = ["light" for _ in bank.entries]
         quality = served_quality(features, range(len(bank.entries)), all_light)

@@ -86,7 +86,8 @@ def train_predictor_discriminator(
     require_places(target.workspace, file=output_file)
     plans = plans_of(specs, options, target)
     with out.status("Loading ..."):
-        from ...eval.cascade.bank import examples_for
+        from ...eval.cascade.bank import LegDrawer
+        from ...eval.measurer import Measurer
         from ...training.cascade.discriminator import DISCRIMINATOR_FILE, DiscriminatorAbout
         from ...training.cascade.fitting import fit_discriminator
     loaded = load_both(specs, target, out)
@@ -97,7 +98,8 @@ def train_predictor_discriminator(
     place = place_of(target.root, specs, str(models["light"].device))
     file = output_file or place.predictors / DISCRIMINATOR_FILE
     with out.phases() as start:
-        examples = examples_for(models, plans, options, real, judges, loaded.places, target.root.root, start)
+        measurer = Measurer.of(options, judges, target.root.root, start)
+        examples = LegDrawer(models, plans, options, measurer, loaded.places).examples(real)
         advance = start("training steps", steps)
         light, heavy = facts_of(models, specs)
         about = DiscriminatorAbout(net, real, light, heavy)
