@@ -24,7 +24,7 @@ _OTHERS = [name for name in FAMILIES if name not in _DIVIDED]
 _RANKS_LOAD = "ranks load the model's own files"
 _STAGES_LOAD = "its processes load the model's own files"
 _ENCODERS_LOAD = "text encoders are read again from the model's own files"
-_OTHER_PATCHES = "but each step computes other patches; --cache schedule works"
+_OTHER_PATCHES = "but each step computes other patches; --cache schedule and accumulated work"
 
 CONFLICTS = (
     *(
@@ -36,14 +36,13 @@ CONFLICTS = (
     Conflict("--parallel", "--engine plain", "ranks are an engine of their own; leave one of them out"),
     Conflict("--kernels triton", "--order image", "these kernels work on patches; use --order patch"),
     Conflict("--compile", "--parallel", "it makes graphs of whole blocks, but ranks exchange tensors within them"),
-    Conflict("--compile", "--cache", f"it makes graphs of whole blocks, {_OTHER_PATCHES}"),
+    Conflict("--compile", "a cache of blocks", f"it makes graphs of whole blocks, {_OTHER_PATCHES}"),
     Conflict("--compile", "--quantize", "its graphs have not been tested with 8-bit weights"),
     Conflict("--cuda-graphs", "--parallel", "it records whole passes, but ranks exchange tensors within them"),
-    Conflict("--cuda-graphs", "--cache", f"it records whole passes, {_OTHER_PATCHES}"),
+    Conflict("--cuda-graphs", "a cache of blocks", f"it records whole passes, {_OTHER_PATCHES}"),
     *(Conflict(option, "--parallel", _RANKS_LOAD) for option in ("--sampler", "--lora", "--quantize", "--adapter")),
-    Conflict("--adapter", "--cache", "adapters are applied to whole batches, but each step computes other patches"),
+    Conflict("--adapter", "a cache of blocks", f"adapters are applied to whole batches, {_OTHER_PATCHES}"),
     Conflict("--adapter", "--compile", "adapters differ from batch to batch, but graphs do not"),
-    Conflict("--adapter", "--cuda-graphs", "adapters differ from batch to batch, but recorded passes do not"),
     Conflict("--adapter", "--quantize", "adapters have not been tested with 8-bit weights"),
     *(Conflict("--stages processes", option, _STAGES_LOAD) for option in ("--lora", "--adapter")),
     Conflict("--stages processes", "--offload text", "its processes keep their text encoders"),

@@ -204,7 +204,7 @@ class EngineOptions:
         strategy: how convolutions see beyond a patch; auto uses the faster measured strategy, by default `regroup`.
         kernels: one of `kernels.launch.KERNELS`.
         compile: run transformer blocks through torch.compile.
-        cuda_graphs: record the launches of a pass for each batch composition, and replay them.
+        cuda_graphs: record the launches of passes, and replay them (`core.captured`).
         cache: options of the cache, which reuses results of earlier steps.
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
         model: changes of the model.
@@ -275,8 +275,7 @@ class EngineOptions:
             f"--offload {self.offload}": True,
             f"--stages {self.stages}": True,
         }
-        cache = {"--cache": f"--cache {self.cache.mode}"} if self.cache.is_of_patches else {}
-        return {name: name for name, is_given in is_used.items() if is_given} | cache
+        return {name: name for name, is_given in is_used.items() if is_given} | self.cache.features
 
     @property
     def patch_options(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def with_cache_of(
     if options.is_of_patches and engine.engine != "patched":
         return engine
     used = engine.features | ({"--reuse": "--reuse-templates"} if reuses_templates else {})
-    if options.is_of_patches and (conflict := conflict_in(used | {"--cache": f"--cache {options.mode}"})):
+    if options.is_of_patches and (conflict := conflict_in(used | options.features)):
         out.note(f"The system runs without its cache: {conflict}.")
         return engine
     if engine.model.is_any:

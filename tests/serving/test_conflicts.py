@@ -33,7 +33,8 @@ _ENGINE = {
     "--strategy": "--strategy stitch",
     "--kernels": "--kernels torch",
     "--kernels triton": "--kernels triton",
-    "--cache": "--cache interval",
+    "--cache": "--cache patch",
+    "a cache of blocks": "--cache interval",
     "--compile": "--compile",
     "--cuda-graphs": "--cuda-graphs",
     "--sampler": "--sampler euler",
@@ -111,7 +112,7 @@ def test_other_pairs_of_the_engines_options_are_accepted() -> None:
 
 def test_a_model_loads_with_options_that_work_together(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sd())
-    options = options_of(("--cache", "--offload text", "--sampler", "--order", "--kernels"))
+    options = options_of(("a cache of blocks", "--offload text", "--sampler", "--order", "--kernels"))
     model = load_model(str(folder), "cpu", "float32", options)
     assert {"--cache", "--offload text", "--sampler", "--order", "--kernels"} <= model.options.features.keys()
 
