@@ -140,6 +140,7 @@ class Packing:
         kernels: one of `kernels.launch.KERNELS`, for cutting and joining patches.
         bucket: what the packing is padded to; None without padding.
         starts: first patch of each row in `sizes`, then the end of the last.
+        num_dummies: number of dummy rows.
     """
 
     order: Order
@@ -149,8 +150,10 @@ class Packing:
     kernels: str
     bucket: Bucket | None = None
     starts: list[int] = field(init=False)
+    num_dummies: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_dummies = self.num_rows - len(self.sizes)
         area = self.levels[0].side ** 2
         self.starts = np.cumsum([0, *(height * width // area for height, width in self.sizes)]).tolist()
 

@@ -248,7 +248,7 @@ def _attend_both(
                 parts = attend(query, key, value, bias=bias), attend(own_query, key, value, bias=own_bias)
             image_parts.append(images.pack(parts[0]))
             text_parts.append(parts[1].flatten(2))
-        return joined(image_parts, context.num_padding), joined(text_parts, len(text) - sum(map(len, text_parts)))
+        return joined(image_parts, context.num_padding), joined(text_parts, context.packing.num_dummies)
 
     return context.eagerly(by_resolution, image[:, 0], kept, text)
 

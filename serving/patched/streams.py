@@ -92,11 +92,11 @@ class JointRotary(BatchLeaf):
 
     def _angles(self, length: int, device: torch.device) -> Rotary:
         """Return the angles of the text tokens of all rows, then of image tokens in packed order."""
-        level = self.context.batch.levels[0]
+        context, level = self.context, self.context.batch.levels[0]
         sizes = {(group.height, group.width) for group in level.groups}
         made = {size: tuple(map(_parts_of, self.joint_angles(self.embed, *size, length, device))) for size in sizes}
         texts = [made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups]
-        text = joined(texts, level.num_rows * length - sum(map(len, texts)))
+        text = joined(texts, context.batch.num_dummies * length)
         image = repeated(level, lambda *size: made[size][0].flatten(1), self.context.kernels)
         cosines, sines = torch.cat([text, image.unflatten(1, (2, -1))]).unbind(1)
         return cosines, sines

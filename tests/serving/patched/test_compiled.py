@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.captured import CapturedPasses, CudaRecorder, PassBatch, Pause, Recorder
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
@@ -24,6 +25,7 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.runs.summary import optional_figures
 
+from ...support.family_kit import denoised
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
 from ...support.tape import Tape
@@ -117,6 +119,22 @@ def test_compiled_kernels_equal_plain_diffusers(tmp_path: Path) -> None:
     for chosen in (requests[:1], requests):
         assert relative_error(_denoised(compiled, chosen), _alone(pipe, chosen)) <= 1e-4
     assert counters["stats"]["unique_graphs"] == made, "tuning had not made all graphs"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_blocks_run_the_requests_that_a_cache_computes() -> None:
+    pipe, cache = tiny_sd3(), CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2)
+    eager, compiled = (build_model(pipe, name="tiny", options=EngineOptions(cache=cache)) for _ in range(2))
+    assert isinstance(compiled.stepper, PatchedStepper)
+    compiled.stepper.model.compile(backend="eager")
+    sizes = [Resolution(32, 32), Resolution(64, 64), Resolution(32, 32)]
+    requests = [Request(n, f"a cat {n}", size, 6 + n, seed=n) for n, size in enumerate(sizes)]
+    found, expected = (denoised(model, requests, joins=[0, 1, 3]) for model in (compiled, eager))
+    assert relative_error(found, expected) <= 1e-4
+    assert counters["stats"]["unique_graphs"] > 0
+    assert compiled.stepper.model.cache is not None
+    assert compiled.stepper.model.cache.stats.skipped > 0
 
 
 def _denoised(model: ServedModel, requests: list[Request]) -> list[Tensor]:
@@ -268,8 +286,6 @@ def test_served_images_equal_those_of_eager_passes(make: Callable[[], Any]) -> N
     ],
 )
 def test_incompatible_options_are_refused(given: dict[str, Any], message: str) -> None:
-    from patchedserve.serving.cache.options import CacheOptions
-
     if "cache" in given:
         given = given | {"cache": CacheOptions(given["cache"], 0.1)}
     with pytest.raises(UsageError, match=message):
