@@ -143,8 +143,8 @@ class PatchedModel:
         return self.is_unet and self._fixed_strategy is None and not self.is_padded
 
     def _choose(self, conv: PatchedConv, level: Level, out_level: Level) -> Strategy:
-        # Padded batches have no images of the same sizes from pass to pass.
-        own = "stitch" if self.is_padded else self._fixed_strategy
+        # Passes over padded batches serve images of other sizes, too.
+        own = "stitch" if self.context.packing.bucket is not None else self._fixed_strategy
         return self.table.choose(conv, level, out_level) if own is None else own
 
     @property
@@ -259,7 +259,7 @@ class PatchedModel:
         context, packing = self.context, self.context.packing
         if not batch.is_complete:
             # So that the first pass may be replayed, too.
-            self._read_text(conditions, context.batch_values)
+            self._compute_text(conditions)
             for leaf in self._with_values:
                 leaf.fill(conditions["encoder_hidden_states"])
             batch.is_complete = True
@@ -351,7 +351,7 @@ class PatchedModel:
         context, packing = self.context, self.context.packing
         numbers = tuple(range(packing.num_rows) if active is None else active.numbers)
         if self._own is None or self._own.numbers != numbers:
-            self._read_text(conditions, context.batch_values)
+            self._compute_text(conditions)
             self._own = _own_batch(numbers, packing, conditions, context.batch_values, is_padded=self.is_padded)
         own = self._own
         with context.switch_batch(own.packing, own.values):
@@ -377,6 +377,12 @@ class PatchedModel:
         (count, channels, side, _), unit = shape, self.unit
         cut = tokens.view(count, side // unit, side // unit, channels, unit, unit)
         return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)
+
+    def _compute_text(self, conditions: dict[str, Any]) -> None:
+        """Compute the values of the text of the context's batch, unless they are known."""
+        values = self.context.batch_values
+        with self.adapters.on(values.adapters):
+            self._read_text(conditions, values)
 
     def _read_text(self, conditions: dict[str, Any], values: BatchValues) -> dict[str, Any]:
         """Pass the text to the attention leaves; it is computed in the first pass of a batch.
