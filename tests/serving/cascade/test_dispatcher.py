@@ -76,8 +76,8 @@ class DispatcherHarness:
         )
         self.dispatcher.start(self.make, most)
 
-    def make(self, index: int, leg: Leg | None) -> Idle:
-        self.workers[index] = Idle(index, leg)
+    def make(self, index: int) -> Idle:
+        self.workers[index] = Idle(index, self.dispatcher.slots[index].leg)
         return self.workers[index]
 
     def ask(self, number: int, now_s: float = 0.0, fallback: Fallback = "light") -> None:
