@@ -86,10 +86,10 @@ def with_cache_of(
     if options.is_of_patches and (conflict := conflict_in(used | options.features)):
         out.note(f"The system runs without its cache: {conflict}.")
         return engine
-    if engine.model.is_any:
+    if engine.model.is_any or (engine.model.adapter and options.is_of_patches):
         out.note(
-            "With --sampler, --lora or --quantize no patch is reused unless you choose --cache: predictors know the "
-            "model as it is."
+            "With --sampler, --lora, --adapter or --quantize no patch is reused unless you choose --cache: predictors "
+            "know the model as it is."
         )
         return engine
     found = target.with_cache_file(options).file

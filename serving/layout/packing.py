@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ...kernels.patch import patch_join, patch_split
-from .patch_layout import Bucket, PatchLayout, patch_size_of
+from .bucket import Bucket
+from .patch_layout import PatchLayout, patch_size_of
 
 Order = Literal["image", "patch"]
 _KEPT = 16  # packings of recent batches; one of 16 guided requests of 128 to 256 px has 2.6 MB of indices

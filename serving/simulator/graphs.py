@@ -13,7 +13,7 @@ from typing import Literal
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...data.work import Work, resolution_of
-from ..layout.patch_layout import Bucket
+from ..layout.bucket import Bucket
 
 GraphsMode = Literal["off", "exact", "bucketed"]
 

@@ -274,7 +274,7 @@ def test_each_request_has_its_own_adapters(psctl: Any, model_dir: Path, lora: Pa
     serve = ("serve", "--trace", "trace.jsonl", "--num-inference-steps", "2", "--slo", "600", "--json", *given)
     done = psctl(*serve, "--system", "patchedserve")
     assert done.returncode == 0, done.stderr
-    assert "With --adapter no patch is reused" in done.stderr
+    assert "--adapter or --quantize no patch is reused unless you choose --cache" in done.stderr
     summary = json.loads(done.stdout)
     assert summary["completed_requests"] == 3
 

@@ -247,7 +247,7 @@ def test_extrapolation_gives_a_warning(folder: Path, capsys: pytest.CaptureFixtu
         (["--graph-costs", "costs.json"], "--graphs and --graph-costs belong together"),
         (
             ["--graphs", "some", "--graph-costs", "costs.json"],
-            "'some', but it must be one of 'off', 'exact', 'bucketed'",
+            "'some' is not one of 'off', 'exact', 'bucketed'",
         ),
         (["--graphs", "off", "--graph-costs", "nowhere.json"], "nowhere.json: cannot read the file of costs"),
         (

@@ -105,7 +105,8 @@ def test_cached_requests_keep_their_adapters(name: str, tmp_path: Path) -> None:
     """Requests are computed in batches of their own, recorded or not; each is drawn as it is alone."""
     _, loras, folder = saved(name, tmp_path)
     requests = adapted([8, 6, 7, 5])
-    cache = CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2)
+    patch_size, _ = serving(folder, loras).family.geometry.latent_size(requests[0].resolution)
+    cache = CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2, patch_size=patch_size)
     expected = [denoised(serving(folder, loras, cache=cache), [request])[0] for request in requests]
     exact = denoised(serving(folder, loras), requests)
     for order in get_args(Order):
@@ -217,7 +218,6 @@ def test_adapter_with_norms_is_refused(tmp_path: Path) -> None:
         (["a=b", "a=c"], {}, "--adapter a is given twice"),
         (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache patch: adapters"),
         (["a=b"], {"compile": True}, "--adapter does not work with --compile: adapters"),
-        (["a=b"], {"cuda_graphs": True}, "--adapter does not work with --cuda-graphs: adapters"),
         (
             ["a=b"],
             {"engine": "parallel", "parallel": ParallelOptions("virtual:2")},

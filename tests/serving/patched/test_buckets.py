@@ -13,8 +13,9 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.layout.bucket import Bucket
 from patchedserve.serving.layout.packing import Packing, pack_rows
-from patchedserve.serving.layout.patch_layout import Bucket, by_size, patch_size_of
+from patchedserve.serving.layout.patch_layout import by_size, patch_size_of
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 

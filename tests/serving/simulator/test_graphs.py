@@ -13,7 +13,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.data.work import Work
-from patchedserve.serving.layout.patch_layout import Bucket
+from patchedserve.serving.layout.bucket import Bucket
 from patchedserve.serving.runs.simulated.files import read_graph_costs
 from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.policies import get_policy
@@ -144,5 +144,5 @@ def test_bad_costs_are_refused(change: dict[str, Any], message: str, tmp_path: P
     with pytest.raises(UsageError, match=f"costs.json: {message}"):
         read_graph_costs(file)
     file.write_text("{")
-    with pytest.raises(UsageError, match=r"costs.json: the file of costs is damaged: Expecting"):
+    with pytest.raises(UsageError, match=r"costs.json: not valid JSON, perhaps half-written: Expecting"):
         read_graph_costs(file)
