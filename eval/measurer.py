@@ -109,6 +109,7 @@ class Measurer:
         names: tuple[str, ...],
         generated: ImageSource,
         reference: ImageSource,
+        /,
         what: str = "pairs",
         **details: Any,
     ) -> tuple[dict[str, MetricResult], dict[str, dict[str, float]], list[str]]:

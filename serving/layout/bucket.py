@@ -1,4 +1,4 @@
-"""Buckets: the shapes of passes to which batches are padded, so that one recorded pass serves many of them. No torch."""
+"""Shapes of passes to which batches are padded, so that one recorded pass serves many batches. No torch."""
 
 from dataclasses import dataclass
 from typing import Self
