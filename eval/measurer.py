@@ -74,7 +74,7 @@ class Measurer:
         )
 
     def clip(
-        self, generated: ImageSource, captions: Mapping[str, str], what: str = "CLIP score", **details: Any
+        self, generated: ImageSource, captions: Mapping[str, str], what: str = "CLIP score", /, **details: Any
     ) -> tuple[MetricResult, dict[str, float]]:
         """Return the CLIP score and that of each image.
 
@@ -111,6 +111,7 @@ class Measurer:
         reference: ImageSource,
         /,
         what: str = "pairs",
+        /,
         **details: Any,
     ) -> tuple[dict[str, MetricResult], dict[str, dict[str, float]], list[str]]:
         """Measure PSNR, SSIM and LPIPS of each image to the reference of the same id, in one pass.
