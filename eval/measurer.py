@@ -109,7 +109,6 @@ class Measurer:
         names: tuple[str, ...],
         generated: ImageSource,
         reference: ImageSource,
-        /,
         what: str = "pairs",
         /,
         **details: Any,
