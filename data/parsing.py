@@ -61,7 +61,8 @@ def _first_problem(error: ValidationError, kind: type) -> str:
     if problem["type"] == "missing":
         return f"{place!r} is missing"
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        fields = ", ".join(name for name in kind.__annotations__ if not name.startswith("_"))
+        names = getattr(kind, "__dataclass_fields__", kind.__annotations__)
+        fields = ", ".join(name for name in names if not name.startswith("_"))
         return f"unknown key {place!r}" + (f"; known: {fields}" if len(problem["loc"]) == 1 else "")
     given, allowed = reprlib.repr(problem["input"]), problem["msg"].partition(" should ")[2]
     return f"{place or 'content'} is {given}, but it must {_IN_OUR_WORDS.get(allowed, allowed)}"

@@ -1,6 +1,7 @@
 """Circumstances of a block profile. A predictor or schedule made from it serves only a model with the same facts."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from ..checks import require_counts
 from ..errors import UsageError
@@ -50,7 +51,7 @@ class BlockFacts(ProfiledModel):
     def decisive(self) -> tuple[str, ...]:
         return ("scheduler", "patch_size", "blocks")
 
-    def check_fits(self, served: "BlockFacts", *, source: str) -> None:
+    def check_fits(self, served: Self, *, source: str) -> None:
         """Check that `source` was made for what is served. Raises UsageError that names the first different fact."""
         if (difference := self.difference(served)) is not None:
             model = served.model

@@ -1,6 +1,6 @@
 """`psctl profile cascade`: times and images of both models of a cascade."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -155,7 +155,7 @@ def profile_cascade(
         "cascade": cascade,
         "profile": str(file),
         "discriminator": scorer.digest,
-        **{side: each.to_json() for side, each in known.items()},
+        **{side: asdict(each) for side, each in known.items()},
         "bank": None,
     }
     if plans is not None:
