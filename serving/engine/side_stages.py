@@ -24,7 +24,7 @@ from .open_requests import OpenRequest, OpenRequests
 from .preview import Preview
 from .recorder import TemplateRecorder
 from .reports import Reports
-from .stages import InlineStage, Item, Stage, StageThread
+from .stages import InlineStage, Item, StageThread
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -119,9 +119,7 @@ class Postprocessing:
     ) -> None:
         self._model, self._open, self._reports, self._failures = model, open_requests, reports, failures
         self._recorder, self._image_path, self._on_image, self._preview = recorder, image_path, on_image, preview
-        self.stage: Stage[Callable[[], None]] = _stage_of(
-            model, "psctl-postprocess", lambda work: work(), open_requests.wake
-        )
+        self.stage = _stage_of(model, "psctl-postprocess", _call, open_requests.wake)
 
     def put(self, state: RequestState) -> None:
         """Queue a denoised request for decoding."""
@@ -205,3 +203,7 @@ def _stage_of(
     if model.options.stages == "inline":
         return InlineStage(work)
     return StageThread(name, work, device=model.device, on_error=on_error)
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()

@@ -27,8 +27,9 @@ _REPOSITORY = _FILE.parents[2]
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 """One kernel on a GPU. Decomposing it asks for kernels that only a build with CUDA has."""
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _TRANSFERS = {_ATEN._to_copy.default, _ATEN.copy_.default}
-_PINS = {_ATEN.pin_memory.default, _ATEN._pin_memory.default}
+_NO_WORK = {_ATEN.pin_memory.default, _ATEN._pin_memory.default, _ATEN.detach_.default}
 
 Kind = Literal["launch", "wait", "copy"]
 
@@ -79,11 +80,11 @@ class FakeDevice(DeviceMode):
         super().__init__()
         self.events: list[Event] = []
         self.mode = FakeTensorMode()
-        self._has_values = False
+        self._has_values = self._is_decomposing = False
 
     def put(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor of the host on the device, without an event."""
-        with _disable_current_modes():
+        with torch.inference_mode(), _disable_current_modes():
             return self._placed(tensor.detach().clone())
 
     def move(self, module: nn.Module) -> None:
@@ -108,14 +109,17 @@ class FakeDevice(DeviceMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default:
-            return args[0].fake_device
-        if func in _PINS:
+            # A method of `Tensor` guards the device, which a torch that was built without it cannot.
+            return DEVICE if self._is_decomposing else torch.device("cpu")
+        if func in _NO_WORK:
             return args[0]
-        if func is not _ATTENTION:
-            with self:
-                found = func.decompose(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+        if _is_composite(func):
+            before, self._is_decomposing = self._is_decomposing, True
+            try:
+                with self:
+                    return func._op_dk(_COMPOSITE, *args, **kwargs)
+            finally:
+                self._is_decomposing = before
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         held = [each for each in given if isinstance(each, _DeviceTensor)]
         is_on_device = _is_on_device(func, given, kwargs.get("device"))
@@ -223,6 +227,12 @@ class _Queue:
     def wait_event(self, event: object) -> None: ...
 
 
+def _is_composite(func: Any) -> bool:
+    """Return whether torch itself runs an operator as several others. Decompositions in Python are for compilers."""
+    is_decomposed = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+    return is_decomposed and _COMPOSITE not in func.py_kernels and func is not _ATTENTION
+
+
 def _is_on_device(func: Any, given: list[Tensor], target: torch.device | None) -> bool:
     """Return whether the results of an operator are on the device."""
     if target is not None:
@@ -243,7 +253,9 @@ def _place() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename).resolve()
         is_ours = path.is_relative_to(_REPOSITORY) and "site-packages" not in path.parts
-        if is_ours and path not in (_FILE, _FILE.with_name("tape.py")):
+        # A table is copied for the caller of `to_device`.
+        is_ours = is_ours and path not in (_FILE, _FILE.with_name("tape.py"))
+        if is_ours and frame.f_code.co_name != "to_device":
             return f"{path.relative_to(_REPOSITORY)}:{frame.f_lineno}"
         frame = frame.f_back
     raise AssertionError("a fake device is used by the repository only")

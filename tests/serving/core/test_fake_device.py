@@ -127,7 +127,7 @@ def test_triton_launches_are_counted_and_have_values() -> None:
     images = [torch.randn(1, 4, 8, 8), torch.randn(2, 4, 4, 8)]
     neighbours = torch.tensor([[-1] * 8] * 8)
     expected = halo_gather(patch_split(images, 4), neighbours)
-    with fake_device() as device:
+    with fake_device() as device, torch.inference_mode():
         patches = patch_split([device.put(image) for image in images], 4)
         padded = halo_gather(patches, device.put(neighbours))
         joined = patch_join(patches[:4], 2, 2)
@@ -156,7 +156,7 @@ def test_parameters_are_on_the_device() -> None:
 def test_latents_are_those_of_the_cpu() -> None:
     """Patches, Triton kernels and the sampler take part, so what is counted is a step that works."""
     requests = requests_of(BATCHES["three sizes"])
-    with stepper_on_device(tiny_sdxl) as (device, host, stepper):
+    with stepper_on_device(tiny_sdxl) as (device, host, stepper), torch.inference_mode():
         on_host = [host.prepare(request) for request in requests]
         active = [on_device(device, host.prepare(request)) for request in requests]
         for batch in (active, active, []):
