@@ -56,7 +56,7 @@ class ReplicaBackend:
         self._replicas: tuple[ReplicaState, ...] = ()
         self._trouble = ""
         self._answered_s: dict[str, float] = {}
-        self._is_stopped = self._has_begun = False
+        self._is_stopped = False
         self._last_answer_s = 0.0
         self._open: dict[int, _OpenRequest] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -73,7 +73,7 @@ class ReplicaBackend:
         """State of the backend; one replica that answers makes it ready, as the others are being started."""
         if self._is_stopped:
             return Health.STOPPED
-        if not self._has_begun:
+        if self._watching is None:
             return Health.STARTING
         gone_s = asyncio.get_running_loop().time() - self._last_answer_s
         return Health.READY if gone_s < _UNREADY_AFTER_S else Health.RESTARTING
@@ -106,7 +106,7 @@ class ReplicaBackend:
 
     async def start(self) -> None:
         """Start to poll the replicas."""
-        self._last_answer_s, self._has_begun = asyncio.get_running_loop().time(), True
+        self._last_answer_s = asyncio.get_running_loop().time()
         self._watching = asyncio.ensure_future(self._watch())
 
     async def submit(
@@ -260,9 +260,8 @@ class ReplicaBackend:
         silent = [replace(each, health=Health.STALLED) for each in before[:num_silent]]
         self._replicas = (*(each.state for each in found), *silent)
         self._trouble = next((f"replica {each.state.name}: {each.trouble}" for each in found if each.trouble), "")
-        self._answered_s = {each.name: self._answered_s.get(each.name, now_s) for each in silent} | dict.fromkeys(
-            answering, now_s
-        )
+        kept_s = {each.name: self._answered_s[each.name] for each in silent}
+        self._answered_s = kept_s | dict.fromkeys(answering, now_s)
         lost = {each.name for each in silent if now_s - self._answered_s[each.name] > _REASSIGN_AFTER_S}
         for number, entry in self._open.items():
             is_lost = self._book.replica_of(number) in lost

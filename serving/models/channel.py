@@ -7,14 +7,13 @@ import pickle
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from ..core.processes import memory_file
 
 _HEADER = struct.Struct("<Q")
-"""Number of bytes of the pickled value at the start of the file that is sent with it; its buffers follow there."""
 _ALIGNMENT = 64
 
 
@@ -45,13 +44,14 @@ class Channel:
         stream = io.BytesIO()
         _Pickler(stream, 5, buffer_callback=buffers.append).dump(value)
         raws = [buffer.raw() for buffer in buffers]
-        head = pickle.dumps(([raw.nbytes for raw in raws], stream.getvalue()))
+        message = pickle.dumps(([raw.nbytes for raw in raws], stream.getvalue()))
         with os.fdopen(memory_file(), "wb") as file:
-            for part in (head, *raws):
-                file.write(part)
-                file.write(bytes(-len(part) % _ALIGNMENT))
+            for raw in raws:
+                file.write(raw)
+                file.write(bytes(-raw.nbytes % _ALIGNMENT))
             file.flush()
-            socket.send_fds(self._socket, [_HEADER.pack(len(head))], [file.fileno()])
+            socket.send_fds(self._socket, [_HEADER.pack(len(message))], [file.fileno()])
+        self._socket.sendall(message)
 
     def receive(self) -> Any:
         """Wait for the next value and return it. Raises EOFError or OSError: the other end is closed."""
@@ -59,20 +59,22 @@ class Channel:
         if not descriptors:
             raise EOFError("the other process has gone")
         with os.fdopen(descriptors[0], "rb") as file:
-            memory = memoryview(mmap.mmap(file.fileno(), 0))
-        # The header is sent at once, and so it arrives.
-        [size] = _HEADER.unpack(header)
-        sizes, body = pickle.loads(memory[:size])
-        buffers = []
-        for num_bytes in sizes:
-            start = size + -size % _ALIGNMENT
-            size = start + num_bytes
-            buffers.append(memory[start:size])
-        return pickle.loads(body, buffers=buffers)
+            header += self._read(_HEADER.size - len(header))
+            sizes, body = pickle.loads(self._read(*_HEADER.unpack(header)))
+            return pickle.loads(body, buffers=_mapped(file, sizes))
 
     def close(self) -> None:
         """Close this end; a pending `receive` at the other end raises EOFError."""
         self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            more = self._socket.recv(size - len(found))
+            if not more:
+                raise EOFError("the other process has gone")
+            found += more
+        return bytes(found)
 
 
 class _Pickler(pickle.Pickler):
@@ -89,3 +91,14 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tens
     if memoryview(buffer).nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _mapped(file: BinaryIO, sizes: Sequence[int]) -> list[memoryview]:
+    """Map a file, and return its parts as memory that lives as long as a part is in use."""
+    if not sum(sizes):
+        return [memoryview(bytearray()) for _ in sizes]
+    memory, start, pieces = memoryview(mmap.mmap(file.fileno(), 0)), 0, []
+    for size in sizes:
+        pieces.append(memory[start : start + size])
+        start += size + -size % _ALIGNMENT
+    return pieces

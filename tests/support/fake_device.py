@@ -38,7 +38,7 @@ class _DeviceTensor(FakeTensor):
     """A tensor on the device. `real_tensor` has its values, shape and memory format on the CPU."""
 
     # Otherwise results on the host would become fake tensors, too.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def tolist(self) -> Any:
         """Return the values after one wait."""
@@ -91,7 +91,8 @@ class FakeDevice(DeviceMode):
         """Move parameters and buffers of a module to the device, without events."""
         moved: dict[Tensor, Tensor] = {}
         for part in module.modules():
-            for tensors in (part._parameters, part._buffers):
+            stores: Any = part._parameters, part._buffers
+            for tensors in stores:
                 for name, tensor in tensors.items():
                     if tensor is None:
                         continue
@@ -263,10 +264,10 @@ def _place() -> str:
 
 def _stitched(*given: Any) -> Tensor:
     """Torch reference of the wrapper that both functions of `group_norm_stitch` call."""
-    *known, neighbours, activation, width = given
+    *known, activation, width = given
     if width == 0:
-        return group_norm_stitch.group_norm_apply_torch(*known, activation=activation)
-    return group_norm_stitch.group_norm_silu_stitch_torch(*known, neighbours, activation=activation, halo=width)
+        return group_norm_stitch.group_norm_apply_torch(*known[:-1], activation=activation)
+    return group_norm_stitch.group_norm_silu_stitch_torch(*known, activation=activation, halo=width)
 
 
 _REFERENCES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
