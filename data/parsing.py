@@ -3,13 +3,17 @@
 import json
 import reprlib
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PlainValidator, TypeAdapter, ValidationError
 
 from .errors import UsageError
+from .resolution import Resolution
+from .resolution import parse as parse_resolution
 
 T = TypeVar("T")
+NamedResolution = Annotated[Resolution, PlainValidator(lambda text: parse_resolution(str(text)))]
+"""A resolution that files name, as "128x192"."""
 
 _IN_OUR_WORDS = {
     "be an object": "be a mapping",
@@ -24,13 +28,14 @@ _IN_OUR_WORDS = {
 """Wording of pydantic's messages, mapped to that of our own."""
 
 
-def parse(kind: type[T], content: Any, where: str = "") -> T:
+def parse(kind: type[T], content: Any, where: str = "", remedy: str = "") -> T:
     """Return the content of a JSON or TOML file as an instance of a class. Validation is strict: text is not a number.
 
     Args:
         kind: a dataclass or a pydantic model.
         content: mappings, lists, text and numbers.
-        where: prefix of messages, such as the name of the file.
+        where: beginning of messages, such as the name of the file.
+        remedy: end of messages, such as how to make the file again.
 
     Raises:
         UsageError: a field is missing, unknown to a class that forbids others, or not of its type.
@@ -38,7 +43,8 @@ def parse(kind: type[T], content: Any, where: str = "") -> T:
     try:
         return _adapter(kind).validate_json(json.dumps(content, default=str), strict=True)
     except ValidationError as error:
-        raise UsageError(": ".join(filter(None, (where, _first_problem(error, kind))))) from error
+        message = ": ".join(filter(None, (where, _first_problem(error, kind))))
+        raise UsageError("; ".join(filter(None, (message, remedy)))) from error
 
 
 @cache
@@ -55,7 +61,8 @@ def _first_problem(error: ValidationError, kind: type) -> str:
     if problem["type"] == "missing":
         return f"{place!r} is missing"
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        fields = ", ".join(kind.__annotations__)
+        names = getattr(kind, "__dataclass_fields__", kind.__annotations__)
+        fields = ", ".join(name for name in names if not name.startswith("_"))
         return f"unknown key {place!r}" + (f"; known: {fields}" if len(problem["loc"]) == 1 else "")
     given, allowed = reprlib.repr(problem["input"]), problem["msg"].partition(" should ")[2]
     return f"{place or 'content'} is {given}, but it must {_IN_OUR_WORDS.get(allowed, allowed)}"

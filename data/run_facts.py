@@ -2,11 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
-
-_LATER = {"compile", "cuda_graphs", "date"}
-"""Facts that older files lack: their measurements were taken without the first two."""
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Self
 
 
 def usable_cores() -> int:
@@ -15,12 +12,50 @@ def usable_cores() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
-    """Facts that a time depends on besides the batch. Two are equal if all but their dates are.
+class MeasuredModel:
+    """The model of a measurement, and in subclasses the other facts on which its result depends.
 
     Attributes:
         model: the user's name for the model.
-        fingerprint: fingerprint of the model's files.
+        fingerprint: fingerprint of the model's files (`serving.models.checkpoint.fingerprint`); empty if it has none.
+    """
+
+    model: str
+    fingerprint: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all facts, for the head of a file."""
+        return asdict(self)
+
+    @property
+    def decisive(self) -> tuple[str, ...]:
+        """Names of the facts, besides the model, without which the result does not apply."""
+        return ()
+
+    def difference(self, served: Self) -> str | None:
+        """Return in one line why results with these facts do not apply to `served`; None if they do.
+
+        Models are compared by fingerprint, or by name if one of them has none.
+        """
+        decisive = "fingerprint" if self.fingerprint and served.fingerprint else "model"
+        if getattr(self, decisive) != getattr(served, decisive):
+            if self.model == served.model:
+                return f"is for other files of the model {self.model} than those that are served now"
+            return f"is for the model {self.model}, but {served.model} is served"
+        for name in self.decisive:
+            own, other = getattr(self, name), getattr(served, name)
+            if own != other:
+                word = {"device_name": "device", "is_guided": "guidance"}.get(name, name.replace("_", " "))
+                return f"is for {word} {_word(own)}, but {_word(other)} is served"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts(MeasuredModel):
+    """Facts that a time depends on besides the batch. Two are equal if all but their dates are. Older files lack those
+    with a default.
+
+    Attributes:
         device, device_name: device as torch names it ("cpu", "cuda:0"), and the name of its processor.
         dtype: number format of the denoising model.
         engine, order, patch_size, strategy, kernels, compile, cuda_graphs: as in `EngineOptions`; the order that was
@@ -32,8 +67,7 @@ class RunFacts:
         date: date of the measurement, as 2026-01-31; "" in older files.
     """
 
-    model: str
-    fingerprint: str
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
     device: str
     device_name: str
     dtype: str
@@ -51,38 +85,15 @@ class RunFacts:
     cuda_graphs: bool = False
     date: str = field(default="", compare=False)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all facts, for the head of a file."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """Return the facts that `to_json` serialized. Raises ValueError if they are incomplete."""
-        known = {each.name for each in fields(cls)}
-        if not isinstance(data, dict) or not known - _LATER <= set(data) <= known:
-            raise ValueError("its circumstances are incomplete")
-        return cls(**data)
-
     def key(self) -> dict[str, Any]:
         """Return all facts but the date; measurements with equal keys are interchangeable."""
         return {name: value for name, value in asdict(self).items() if name != "date"}
 
-    def difference(self, served: Self) -> str | None:
-        """Return in one line why latencies with these facts do not apply to `served`; None if they do.
-
-        A different version of torch does not matter, nor does a different guidance scale if guidance is on in both.
-        """
-        names = ["fingerprint", "device_name", "dtype", "engine", "order", "patch_size", "strategy", "kernels"]
-        names += ["compile", "cuda_graphs", "is_guided"] + (["threads"] if served.device == "cpu" else [])
-        name = next((name for name in names if getattr(self, name) != getattr(served, name)), None)
-        if name is None:
-            return None
-        if name == "fingerprint":
-            if self.model == served.model:
-                return f"is for other files of the model {self.model} than those that are served now"
-            return f"is for the model {self.model}, but {served.model} is served"
-        word = {"device_name": "device", "is_guided": "guidance"}.get(name, name.replace("_", " "))
-        return f"is for {word} {_word(getattr(self, name))}, but {_word(getattr(served, name))} is served"
+    @property
+    def decisive(self) -> tuple[str, ...]:
+        """Names of the decisive facts: not the version of torch, nor the guidance scale if guidance is on in both."""
+        names = ("device_name", "dtype", "engine", "order", "patch_size", "strategy", "kernels", "compile")
+        return (*names, "cuda_graphs", "is_guided", *(["threads"] if self.device == "cpu" else []))
 
 
 def describe(facts: Mapping[str, Any]) -> str:
@@ -97,4 +108,6 @@ def describe(facts: Mapping[str, Any]) -> str:
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(value)
     return "auto" if value is None else str(value)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, median, stdev
 from typing import Any, Self
 
 from .errors import UsageError
@@ -55,6 +55,11 @@ class Estimate:
     def of_mean(cls, values: Sequence[float]) -> Self:
         """Return the mean of independent values with Student's interval. Raises ValueError without values."""
         return cls(fmean(values), *(student_interval(values) or (None, None)), len(values))
+
+    @classmethod
+    def of_median(cls, values: Sequence[float]) -> Self:
+        """Return the median of independent values with Thompson's interval. Raises ValueError without values."""
+        return cls(median(values), *(median_interval(values) or (None, None)), len(values))
 
     @classmethod
     def of_ratios(cls, values: Sequence[float]) -> Self:
@@ -114,6 +119,31 @@ def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
     mean, degrees = fmean(values), len(values) - 1
     half = float(stdtrit(degrees, (1 + CONFIDENCE) / 2)) * stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return a distribution-free 95 % interval of the median of independent values; None for fewer than six.
+
+    Its ends are two of the values. The median lies below the k-th smallest only if fewer than k values lie below the
+    median, whose number is binomial with probability 1/2 (Thompson, 1936).
+    """
+    count = len(values)
+    tail, rank = 0.0, 0
+    while (tail := tail + math.comb(count, rank) / 2**count) <= (1 - CONFIDENCE) / 2:
+        rank += 1
+    if rank == 0:
+        return None
+    ranked = sorted(values)
+    return ranked[rank - 1], ranked[-rank]
+
+
+def ratios_of(base: Sequence[float], own: Sequence[float]) -> list[float]:
+    """Return the ratio of each time of a base side to the time of another side in the same round.
+
+    Whatever slows the machine down affects both sides of a round alike, so that the ratios are nearly independent; the
+    times are not.
+    """
+    return [one / other for one, other in zip(base, own, strict=True)]
 
 
 def wilson_interval(num_met: float, num: int) -> tuple[float, float]:

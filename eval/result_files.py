@@ -1,6 +1,5 @@
 """The JSON file of an evaluation: metrics, values of single images, settings. Written whole, read with checks."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from ..data.errors import UsageError
 from ..data.figures import write_figures
 from ..data.files import write_json
 from ..data.parsing import parse
+from ..data.records import read_json
 from .results import MetricResult
 
 RESULTS_FILE = "results.json"
@@ -82,21 +82,4 @@ def require_kind(content: Mapping[str, Any], file: Path, kind: str, command: str
 def read_result(path: Path, file_name: str) -> tuple[dict[str, Any], Path]:
     """The content of a result and its file, which is `file_name` in a folder. Raises UsageError, as `read_json`."""
     file = path / file_name if path.is_dir() else path
-    return read_json(file), file
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        UsageError: the file cannot be read, is not JSON, or holds something else.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {(error.strerror or str(error)).lower()}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{file}: must hold a JSON object, but holds {type(content).__name__}")
-    return content
+    return read_json(file, "a result"), file

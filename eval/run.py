@@ -4,7 +4,7 @@ An evaluation that was stopped continues where it was when it is asked for again
 what decides them, features by the content of their images.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,14 @@ from ..data.datasets.folders import pair_folders
 from ..data.datasets.loading import ImageSource
 from ..data.resolution import Resolution
 from ..data.workspace import ModelWorkspace
-from .metrics.features import features_of
-from .metrics.judges import Judges
-from .metrics.measure import measure_clip, measure_pairs, measure_sets
-from .options import FEATURES_DIR, PAIRED, SETWISE, EvalOptions, EvalPlan, open_folders
+from .measurer import Measurer, StartPhase, silent
+from .metrics.measure import measure_sets
+from .options import PAIRED, SETWISE, EvalOptions, EvalPlan, open_folders
 from .result_files import RESULTS_FILE, EvalResults
 from .sets.cache_use import cache_use_of
 from .sets.drawers import Drawer
 from .sets.generate import MANIFEST_FILE, Manifest, generate_set, generation_settings, num_steps_missing, read_manifest
 from .sets.image_sets import fitted_sample, set_of, sources_of_pairs
-
-StartPhase = Callable[[str, int], Callable[[int], None]]
-"""Called with what begins and how much of it there is; gives what to call with each bit that is done."""
 
 RUN_KIND = "eval"
 
@@ -39,20 +35,14 @@ class EvalOutcome:
     images_dir: Path
 
 
-def _silent(what: str, total: int) -> Callable[[int], None]:
-    return lambda count: None
-
-
 def evaluate_model(
     drawer: Drawer,
     plan: EvalPlan,
     options: EvalOptions,
-    judges: Judges,
+    measurer: Measurer,
     workspace: ModelWorkspace,
     *,
-    shared_root: Path,
     images_dir: Path | None = None,
-    start_phase: StartPhase = _silent,
 ) -> EvalOutcome:
     """Generate the plan's images through the engine and measure them against the data set.
 
@@ -60,23 +50,21 @@ def evaluate_model(
         drawer: draws the images.
         plan: from `plan_eval`.
         options: what is measured.
-        judges: the networks.
+        measurer: measures the images.
         workspace: the model's part of the workspace.
-        shared_root: root of the workspace, for features.
         images_dir: where the images go; None for a folder of the workspace that is named by what decides them.
-        start_phase: shows progress.
 
     Raises:
         UsageError, RunError: as the parts.
         KeyboardInterrupt: on Ctrl-C; images and features that are finished are kept.
     """
-    judges.check(options.metrics)
-    drawn = draw_set(drawer, plan, options, workspace, images_dir=images_dir, start_phase=start_phase)
+    measurer.judges.check(options.metrics)
+    drawn = draw_set(drawer, plan, options, workspace, images_dir=images_dir, start_phase=measurer.start_phase)
     manifest, folder = drawn.manifest, drawn.folder
     sizes = {item.id: Resolution(item.width, item.height) for item in manifest.items}
     results = measure(
-        options,
-        judges,
+        options.metrics,
+        measurer,
         set_of(folder, manifest),
         fitted_sample(plan.sample, sizes) if plan.sample.has_images else None,
         {item.id: item.prompt for item in manifest.items},
@@ -89,8 +77,6 @@ def evaluate_model(
             "generated": str(folder.resolve()),
             "reference": plan.sample.name,
         },
-        features_dir=shared_root / FEATURES_DIR,
-        start_phase=start_phase,
     )
     results.warnings.extend([f"image failed: {reason}" for reason in drawn.failed])
     return _write(results, workspace, folder)
@@ -112,14 +98,15 @@ def draw_set(
     workspace: ModelWorkspace,
     *,
     images_dir: Path | None = None,
-    start_phase: StartPhase = _silent,
+    start_phase: StartPhase = silent,
     what: str = "denoising steps",
     more: Mapping[str, Any] | None = None,
 ) -> DrawnSet:
     """Draw what is missing of the plan's images, through the engine as it serves.
 
     Args:
-        drawer, plan, options, workspace, images_dir, start_phase: as in `evaluate_model`.
+        drawer, plan, options, workspace, images_dir: as in `evaluate_model`.
+        start_phase: reports progress.
         what: name of the phase.
         more: settings that the drawer adds.
 
@@ -153,11 +140,8 @@ def evaluate_folders(
     generated: Path,
     reference: Path | None,
     options: EvalOptions,
-    judges: Judges,
+    measurer: Measurer,
     workspace: ModelWorkspace,
-    *,
-    shared_root: Path,
-    start_phase: StartPhase = _silent,
 ) -> EvalOutcome:
     """Measure a folder of images, against another one where the metrics need it.
 
@@ -174,10 +158,10 @@ def evaluate_folders(
     pairs: tuple[ImageSource, ImageSource] | None = None
     if others is not None and set(PAIRED) & set(options.metrics):
         pairs = sources_of_pairs(pair_folders(folder, others))
-    judges.check(options.metrics)
+    measurer.judges.check(options.metrics)
     results = measure(
-        options,
-        judges,
+        options.metrics,
+        measurer,
         source,
         others,
         None if manifest is None else {item.id: item.prompt for item in manifest.items},
@@ -187,97 +171,57 @@ def evaluate_folders(
             "generated": str(generated.resolve()),
             "reference": None if reference is None else str(reference),
         },
-        features_dir=shared_root / FEATURES_DIR,
         pairs=pairs,
-        start_phase=start_phase,
     )
     return _write(results, workspace, generated)
 
 
 def measure(
-    options: EvalOptions,
-    judges: Judges,
+    metrics: tuple[str, ...],
+    measurer: Measurer,
     generated: ImageSource,
     reference: ImageSource | None,
     captions: Mapping[str, str] | None,
     *,
     settings: Mapping[str, Any],
-    features_dir: Path | None,
     pairs: tuple[ImageSource, ImageSource] | None = None,
-    start_phase: StartPhase = _silent,
 ) -> EvalResults:
     """Measure all metrics of one set of images.
 
     Args:
-        options: which metrics, the seed, and how many images may be bad on each side.
-        judges: the networks.
+        metrics: some of `METRICS`.
+        measurer: measures the images; its tolerance holds for each side.
         generated, reference: the two sides; the reference may be None for the CLIP score alone.
         captions: by image id, for the CLIP score.
         settings: go into the results.
-        features_dir: where features are cached.
         pairs: the two sides under equal ids, where `generated` and `reference` do not have them.
-        start_phase: shows progress.
 
     Raises:
         UsageError: as the metrics.
     """
     results = EvalResults({}, settings=dict(settings))
-    resolutions = {"resolutions": settings["resolutions"]} if "resolutions" in settings else {}
-    bad_generated = BadEntries(generated.name, options.max_bad)
-    setwise = tuple(name for name in SETWISE if name in options.metrics)
-    if setwise:
+    details = {"resolutions": settings["resolutions"]} if "resolutions" in settings else {}
+    if setwise := tuple(name for name in SETWISE if name in metrics):
         assert reference is not None, "checked by the callers"
-        bad_reference = BadEntries(reference.name, options.max_bad)
-        features = [
-            features_of(
-                source,
-                judges.inception,
-                judges.inception_sha256,
-                features_dir,
-                bad=bad,
-                on_images=start_phase(f"{what} features", len(source.ids)),
-            )
-            for what, source, bad in (("generated", generated, bad_generated), ("reference", reference, bad_reference))
-        ]
+        bad = [BadEntries(source.name, measurer.max_bad) for source in (generated, reference)]
+        features = measurer.features(generated, "generated", bad[0]), measurer.features(reference, "reference", bad[1])
         found, warnings = measure_sets(
-            setwise, *features, seed=options.seed, details=judges.inception_details() | resolutions
+            setwise, *features, seed=measurer.seed, details=measurer.judges.inception_details() | details
         )
         results.metrics.update(found)
         results.warnings.extend(warnings)
-        results.warnings.extend(
-            f"image left out: {each}" for each in (*bad_generated.problems, *bad_reference.problems)
-        )
-    if "clip" in options.metrics:
+        results.warnings.extend(f"image left out: {each}" for side in bad for each in side.problems)
+    if "clip" in metrics:
         assert captions is not None, "checked by the callers"
-        result, values = measure_clip(
-            judges.clip,
-            judges.clip_name,
-            generated,
-            captions,
-            seed=options.seed,
-            bad=BadEntries(generated.name, options.max_bad),
-            details=judges.clip_details() | resolutions,
-            on_images=start_phase("CLIP score", len(generated.ids)),
-        )
+        result, values = measurer.clip(generated, captions, **details)
         results.metrics[result.name], results.per_image[result.name] = result, values
-    paired = tuple(name for name in PAIRED if name in options.metrics)
-    if paired:
+    if paired := tuple(name for name in PAIRED if name in metrics):
         one, other = pairs or (generated, reference)
         assert other is not None, "checked by the callers"
-        bad_pairs = BadEntries(f"{one.name} against {other.name}", options.max_bad)
-        found, all_values = measure_pairs(
-            paired,
-            one,
-            other,
-            lpips=judges.lpips if "lpips" in paired else None,
-            seed=options.seed,
-            bad=bad_pairs,
-            details={name: resolutions | (judges.lpips_details() if name == "lpips" else {}) for name in paired},
-            on_images=start_phase("pairs", len(one.ids)),
-        )
+        found, all_values, warnings = measurer.pairs(paired, one, other, **details)
         results.metrics.update(found)
         results.per_image.update(all_values)
-        results.warnings.extend(f"pair left out: {each}" for each in bad_pairs.problems)
+        results.warnings.extend(warnings)
     return results
 
 

@@ -21,6 +21,9 @@ from .progress import Phases
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from ..data.workspace import ModelWorkspace
+    from ..profiling.experiment.experiment import Experiment, Outcome
+
 Json = Annotated[bool, flag("--json", "Print the result as JSON.", is_shared=True)]
 Quiet = Annotated[bool, flag("--quiet -q", "No progress and no notes on stderr.", is_shared=True)]
 
@@ -70,6 +73,27 @@ class Output:
             sys.stdout.write(f"{payload}\n")
         # Flushed here, so that a full disk or a closed pipe fails while the error table can still report it.
         sys.stdout.flush()
+
+    def experiment(self, experiment: "Experiment[Any]", place: "ModelWorkspace", file: Path | None) -> None:
+        """Run an experiment with its progress on stderr, and print its outcome as `outcome` does."""
+        with self.phases() as start:
+            advance = start(experiment.unit, len(experiment.cells))
+            done = experiment.run(place, on_start=lambda cell: advance.show(experiment.label(cell)), on_row=advance)
+        self.outcome(done, file)
+
+    def outcome(self, done: "Outcome", file: Path | None) -> None:
+        """Print the result of an experiment on stdout, and its place on stderr. The result is written to `file` first.
+
+        Raises KeyboardInterrupt if Ctrl-C ended the experiment.
+        """
+        from ..profiling.report.table import to_rich
+
+        self.data(done.result, table=lambda: to_rich(done.tables(done.result)), file=file)
+        self.note(f"{done.products}: {done.place}")
+        if done.was_interrupted:
+            if done.hint:
+                self.note(done.hint)
+            raise KeyboardInterrupt
 
     def note(self, message: str) -> None:
         """Print a note about progress or next steps on stderr; `--quiet` hides it."""

@@ -13,6 +13,7 @@ from ..data.checks import require_counts
 from ..data.errors import UsageError
 from ..data.templates import Keep, LoadPlan
 from .cache.options import CacheOptions
+from .conflicts import refuse_conflicts
 from .parallel.options import ParallelOptions
 from .samplers.names import SamplerName
 
@@ -203,7 +204,7 @@ class EngineOptions:
         strategy: how convolutions see beyond a patch; auto uses the faster measured strategy, by default `regroup`.
         kernels: one of `kernels.launch.KERNELS`.
         compile: run transformer blocks through torch.compile.
-        cuda_graphs: record the launches of a pass for each batch composition, and replay them.
+        cuda_graphs: record the launches of passes, and replay them (`core.captured`).
         cache: options of the cache, which reuses results of earlier steps.
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
         model: changes of the model.
@@ -214,7 +215,7 @@ class EngineOptions:
             by `stages_on`.
 
     Raises:
-        UsageError: if a value is not allowed, or an option of one engine is given for another.
+        UsageError: if a value is not allowed, or two options do not work together (`serving.conflicts`).
     """
 
     engine: EngineName = "patched"
@@ -248,64 +249,33 @@ class EngineOptions:
         require_counts({"patch size": self.patch_size})
         if self.prompt_cache_mb < 0:
             raise UsageError(f"the prompt cache has {self.prompt_cache_mb} MB, but it must be 0 at the least")
-        given = {
+        if self.engine == "parallel" and not self.parallel.is_on:
+            raise UsageError("--engine parallel needs --parallel with two ranks at least, as in --parallel 2")
+        refuse_conflicts(self.features)
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Features in use, by their name in `serving.conflicts.CONFLICTS`, each as users write it."""
+        is_used = {
+            f"--engine {self.engine}": True,
+            "--parallel": self.parallel.is_on,
+            "--parallel-decode strips": self.parallel.is_on and self.parallel.decode == "strips",
             "--order": self.order != "auto",
+            f"--order {self.order}": True,
             "--patch-size": self.patch_size is not None,
             "--strategy": self.strategy != "auto",
             "--kernels": self.kernels != "auto",
-            f"--cache {self.cache.mode}": self.cache.is_of_patches,
+            f"--kernels {self.kernels}": True,
+            "--compile": self.compile,
+            "--cuda-graphs": self.cuda_graphs,
+            "--sampler": self.model.sampler is not None,
+            "--lora": bool(self.model.lora),
+            "--adapter": bool(self.model.adapter),
+            "--quantize": self.model.quantize is not None,
+            f"--offload {self.offload}": True,
+            f"--stages {self.stages}": True,
         }
-        if self.engine != "patched" and any(given.values()):
-            raise UsageError(
-                f"{', '.join(name for name, is_given in given.items() if is_given)}: only for --engine patched"
-            )
-        if self.engine == "parallel" and not self.parallel.is_on:
-            raise UsageError("--engine parallel needs --parallel with two ranks at least, as in --parallel 2")
-        if self.engine != "parallel" and self.parallel.is_on:
-            raise UsageError(
-                f"--parallel {self.parallel.ranks} is not for --engine {self.engine}: leave one of them out"
-            )
-        if self.engine == "parallel" and self.compile:
-            raise UsageError("--compile makes graphs of whole blocks, but with --parallel ranks talk within them")
-        if self.engine == "parallel" and self.cuda_graphs:
-            raise UsageError("--cuda-graphs records whole passes, but with --parallel ranks talk within them")
-        if self.engine == "parallel" and self.model.is_any:
-            raise UsageError(
-                "--sampler, --lora and --quantize do not work with --parallel yet: ranks load the model's own files"
-            )
-        if self.model.adapter:
-            _refuse_with(
-                "--adapter",
-                {
-                    "--parallel": self.engine == "parallel",
-                    f"--cache {self.cache.mode}": self.cache.is_of_patches,
-                    "--compile": self.compile,
-                    "--cuda-graphs": self.cuda_graphs,
-                    "--quantize": self.model.quantize is not None,
-                },
-            )
-        if self.stages == "processes":
-            _refuse_with(
-                "--stages processes",
-                {
-                    "--lora": bool(self.model.lora),
-                    "--adapter": bool(self.model.adapter),
-                    "--offload text": self.offload == "text",
-                    "--parallel-decode strips": self.engine == "parallel" and self.parallel.decode == "strips",
-                },
-            )
-        if self.compile and self.model.quantize is not None:
-            raise UsageError("--compile does not work with --quantize yet: leave one of them out")
-        if self.compile and self.cache.is_of_patches:
-            raise UsageError(
-                f"--compile makes graphs of whole blocks, but with --cache {self.cache.mode} each step takes other "
-                "patches; --cache schedule goes with it"
-            )
-        if self.cuda_graphs and self.cache.is_of_patches:
-            raise UsageError(
-                f"--cuda-graphs records whole passes, but with --cache {self.cache.mode} each step computes other "
-                "patches; --cache schedule goes with it"
-            )
+        return {name: name for name, is_given in is_used.items() if is_given} | self.cache.features
 
     @property
     def patch_options(self) -> dict[str, Any]:
@@ -324,9 +294,3 @@ def stages_on(device_type: str, cores: int) -> StagesName:
         cores: number of cores that this process may use.
     """
     return "inline" if device_type == "cpu" and cores <= _FEW_CORES else "threads"
-
-
-def _refuse_with(option: str, given: dict[str, bool]) -> None:
-    """Raise UsageError if one of these options is given together with `option`, which does not support them."""
-    if those := [name for name, is_given in given.items() if is_given]:
-        raise UsageError(f"{option} does not work with {those[0]} yet: leave one of them out")

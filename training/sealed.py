@@ -58,6 +58,11 @@ class Sealed(NamedTuple):
             raise UsageError(f"{path}: is damaged or was edited; fit it again: {self.again}")
         return arrays, json.loads(text)
 
+    def require_version(self, about: Mapping[str, Any], version: int) -> None:
+        """Raise UsageError, for `version_error`, if the description of a file is of another version."""
+        if about.get("version") != version:
+            raise UsageError(f"version {about.get('version')}")
+
     def version_error(self, path: Path, error: Exception) -> UsageError:
         """Return the error for a file with a valid checksum whose content this version does not understand."""
         return UsageError(f"{path}: is of another version of psctl ({first_line(error)}); fit it again: {self.again}")

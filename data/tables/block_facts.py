@@ -1,10 +1,11 @@
 """Circumstances of a block profile. A predictor or schedule made from it serves only a model with the same facts."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Self
 
+from ..checks import require_counts
 from ..errors import UsageError
+from ..run_facts import MeasuredModel
 
 WHOLE_MODEL = "model"
 """Name of all blocks of a model as one, from the input of the first to the output of the last; its index follows that
@@ -12,38 +13,18 @@ of the last block."""
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledModel:
+class ProfiledModel(MeasuredModel):
     """Model and scheduler of a profile.
 
     Attributes:
-        model: the user's name for the model.
-        fingerprint: fingerprint of the model's files (`serving.models.checkpoint.fingerprint`); empty if it has none.
         scheduler: class of the diffusers scheduler.
     """
 
-    model: str
-    fingerprint: str
     scheduler: str
 
-    def check_model(self, served: "ProfiledModel", *, source: str, remedy: str) -> None:
-        """Check that `source` was made for the served model and scheduler; `remedy` ends the message.
-
-        Models are compared by fingerprint, or by name if one of them has none.
-
-        Raises:
-            UsageError: naming the first fact that differs.
-        """
-        if self.fingerprint and served.fingerprint:
-            if self.fingerprint != served.fingerprint:
-                other = "other weights of" if self.model == served.model else f"{self.model}, not for"
-                raise UsageError(f"{source} was made for {other} {served.model}; {remedy}")
-        elif self.model != served.model:
-            raise UsageError(f"{source} was made for {self.model}, not for {served.model}; {remedy}")
-        if self.scheduler != served.scheduler:
-            raise UsageError(
-                f"{source} was made with the scheduler {self.scheduler}, but {served.model} runs with "
-                f"{served.scheduler}; {remedy}"
-            )
+    @property
+    def decisive(self) -> tuple[str, ...]:
+        return ("scheduler",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,49 +32,30 @@ class BlockFacts(ProfiledModel):
     """Model, scheduler, patch size and blocks of a profile.
 
     Attributes:
-        model, fingerprint, scheduler: as in `ProfiledModel`.
         patch_size: side of a patch in latent pixels.
         blocks: names of the cached blocks, in the order in which a step runs them.
+
+    Raises:
+        UsageError: the patch size is not positive, or the blocks are not a list of different names.
     """
 
     patch_size: int
     blocks: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the facts as JSON, which `from_json` reads."""
-        return asdict(self) | {"blocks": list(self.blocks)}
+    def __post_init__(self) -> None:
+        require_counts({"patch_size": self.patch_size})
+        if not self.blocks or len(set(self.blocks)) != len(self.blocks):
+            raise UsageError(f"blocks is {list(self.blocks)}, but it must be a list of different names")
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any], *, source: str) -> "BlockFacts":
-        """Return the facts that `to_json` serialized; other keys are ignored.
+    @property
+    def decisive(self) -> tuple[str, ...]:
+        return ("scheduler", "patch_size", "blocks")
 
-        Raises UsageError if a fact is missing or of the wrong kind; the message names `source`, the file.
-        """
-        kinds = {"model": str, "fingerprint": str, "scheduler": str, "patch_size": int, "blocks": list}
-        for field in fields(cls):
-            value, kind = content.get(field.name), kinds[field.name]
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise UsageError(f"{source}: {field.name} is {value!r}, but it must be of type {kind.__name__}")
-        blocks = content["blocks"]
-        if not blocks or not all(isinstance(block, str) for block in blocks) or len(set(blocks)) != len(blocks):
-            raise UsageError(f"{source}: blocks is {blocks!r}, but it must be a list of different names")
-        if content["patch_size"] < 1:
-            raise UsageError(f"{source}: patch_size is {content['patch_size']}, but it must be at least 1")
-        text = {name: content[name] for name in ("model", "fingerprint", "scheduler")}
-        return cls(**text, patch_size=content["patch_size"], blocks=tuple(blocks))
-
-    def check_fits(self, served: "BlockFacts", *, source: str) -> None:
+    def check_fits(self, served: Self, *, source: str) -> None:
         """Check that `source` was made for what is served. Raises UsageError that names the first different fact."""
-        model = served.model
-        remedy = f"run psctl profile blocks --model {model} and psctl train-predictor cache --model {model}"
-        self.check_model(served, source=source, remedy=remedy)
-        if self.patch_size != served.patch_size:
-            raise UsageError(
-                f"{source} was made for patches of {self.patch_size} latent pixels, but they have "
-                f"{served.patch_size} now; give --cache-patch-size {self.patch_size} or profile again"
-            )
-        if self.blocks != served.blocks:
-            raise UsageError(
-                f"{source} was made for {len(self.blocks)} blocks ({', '.join(self.blocks)}), but {served.model} "
-                f"has {len(served.blocks)} ({', '.join(served.blocks)}); {remedy}"
-            )
+        if (difference := self.difference(served)) is not None:
+            model = served.model
+            remedy = f"run psctl profile blocks --model {model} and psctl train-predictor cache --model {model}"
+            if self.patch_size != served.patch_size:
+                remedy = f"give --cache-patch-size {self.patch_size}, or {remedy}"
+            raise UsageError(f"{source} {difference}; {remedy}")

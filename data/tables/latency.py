@@ -16,8 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import UsageError
+from ..parsing import parse
 from ..records import read_records
-from ..resolution import Resolution, format_batch, parse, parse_batch
+from ..resolution import Resolution, format_batch, parse_batch
+from ..resolution import parse as parse_resolution
 from ..run_facts import RunFacts
 from .schemas import TableSchema, about_of, column, name_of, parquet_file, read_table, write_table
 
@@ -175,16 +177,14 @@ def read_latencies(path: str | Path) -> LatencyTable:
 def _read_own(path: Path) -> LatencyTable:
     table = read_table(path, LATENCIES)
     about = about_of(table.schema, path)
-    try:
-        circumstances, settings = about["circumstances"], about["settings"]
-        known = None if circumstances is None else RunFacts.from_json(circumstances)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: the latencies table is damaged ({error}); delete it to measure again") from error
+    where, remedy = f"{path}: the latencies table is damaged", "delete it to measure again"
+    settings, circumstances = parse(dict[str, Any], about.get("settings"), where, remedy), about.get("circumstances")
+    known = None if circumstances is None else parse(RunFacts, circumstances, where, remedy)
     rows = []
     for number, row in enumerate(table.to_pylist(maps_as_pydicts="strict"), start=1):
         where = f"{path}, row {number}"
         try:
-            counts = {parse(name): count for name, count in row["resolutions"].items()}
+            counts = {parse_resolution(name): count for name, count in row["resolutions"].items()}
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from error
         rows.append(_checked_row(where, counts, row["samples_ms"], row["first_step_ms"]))

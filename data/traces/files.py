@@ -15,9 +15,10 @@ from ..adapters import Adapters, adapters_text, read_adapters
 from ..checks import require_text
 from ..errors import UsageError
 from ..files import atomic_write
+from ..parsing import NamedResolution
 from ..records import csv_rows, keys_given_twice, open_text, parse_json, parsed_lines, unique_keys
 from ..requests import Request, TracedEdit
-from ..resolution import Resolution, parse
+from ..resolution import Resolution
 from .draws import RequestDraws, TraceDefaults
 from .edits import traced_edit
 
@@ -52,7 +53,7 @@ class TraceLine(TypedDict, total=False):
     timestamp: Number
     width: Whole
     height: Whole
-    resolution: Annotated[Resolution, PlainValidator(lambda text: parse(str(text)))]
+    resolution: NamedResolution
     prompt: Text
     negative_prompt: Text
     num_inference_steps: Whole

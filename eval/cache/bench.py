@@ -7,18 +7,22 @@ those of the same engine without the cache, and with their prompts.
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
-from typing import Any, Literal
+from typing import Literal
 
 from PIL.Image import Image
 
 from ...data.errors import UsageError
-from ...data.files import atomic_write, write_bytes
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
+from ...data.run_facts import describe
 from ...data.workspace import ModelWorkspace
-from ...profiling.report.grid import image_grid
+from ...profiling.experiment.experiment import Experiment, PartialRow, Result
+from ...profiling.experiment.rows import Row
+from ...profiling.experiment.turns import turns
+from ...profiling.report.grid import image_grid, to_png
+from ...profiling.report.table import Table
+from ...profiling.report.words import DASH, share
 from ...profiling.steps.combinations import Combination
-from ...profiling.steps.rows import BenchOutcome, measure_rows, name_of
 from ...serving.cache.options import CacheOptions
 from ...serving.models.served import ServedModel
 from ...serving.runs.machine import run_facts
@@ -27,7 +31,6 @@ from .plots import plot_quality, plot_saved
 from .quality import QualityOptions, compare_sides, real_features
 from .sides import CacheBenchSide, CacheSetting, make_side
 
-RESULT_FILE, QUALITY_PLOT, SAVED_PLOT, IMAGES_FILE = "cache.json", "cache.png", "cache-saved.png", "cache-images.png"
 _WARMUP_STEPS = 3
 Arrivals = Literal["together", "staggered"]
 
@@ -62,7 +65,7 @@ class CacheBenchSettings:
         return [place * self.num_inference_steps // batch_size for place in range(2 * batch_size)]
 
 
-def run_cache_bench(
+def cache_experiment(
     model: ServedModel,
     combinations: Sequence[Combination],
     cached: Sequence[CacheSetting],
@@ -72,27 +75,23 @@ def run_cache_bench(
     judges: Judges,
     *,
     on_batch: Callable[[str], None] = lambda label: None,
-) -> BenchOutcome:
-    """Measure all settings beside the engine without a cache. Writes result, plots and images to a new run.
+) -> Experiment[Combination]:
+    """Return the experiment that measures all settings beside the engine without a cache. Its cells are the batches;
+    each row has a row for each side. Ctrl-C keeps the rounds that all sides have finished. Measurements raise RunError
+    if a request failed.
 
     Args:
         model: the loaded model; its engine options apply to all sides.
         combinations: the batches, measured one after the other.
         cached: settings of the sides with a cache.
-        workspace: workspace for strategies of convolutions and for the run.
+        workspace: workspace for strategies of convolutions.
         settings: extent of the benchmark.
         quality: metrics of the images.
         judges: networks that judge the images.
         on_batch: called with a description of each batch of each side before it.
 
-    Returns:
-        The result: a row for each combination, with a row for each side in it. After Ctrl-C it holds the rounds that
-        all sides had finished.
-
     Raises:
-        RunError: a request failed.
         UsageError: a setting does not suit the model, or the real images are not available.
-        KeyboardInterrupt: on Ctrl-C before the first round is finished.
     """
     resolutions = sorted({size for each in combinations for size in each.resolutions})
     sides = [
@@ -100,39 +99,40 @@ def run_cache_bench(
         for setting in (CacheSetting("off", "off", CacheOptions()), *cached)
     ]
     real = real_features(judges, quality, resolutions, workspace.root.parent.parent)
-    run_dir = workspace.new_run("bench")
     drawn: list[tuple[Image, str]] = []
-    was_cut = False
 
-    def measure(combination: Combination) -> dict[str, Any]:
-        nonlocal was_cut
-        rounds, was_cut, texts = _serve_rounds(model, combination, sides, settings, on_batch)
+    def measure(combination: Combination) -> Row:
+        texts, was_cut = _serve_rounds(model, combination, sides, settings, on_batch)
         if not drawn:
             drawn.extend(
                 (image, side.setting.label) for side in sides for image in side.images[: combination.num_requests]
             )
+        rounds = len(sides[0].seconds)
         compared = compare_sides(sides, len(texts) // rounds, texts, judges, quality, real)
-        return name_of(combination) | {"rounds": rounds, "sides": compared}
-
-    def stop_if_cut() -> None:
+        row = combination.columns | {"rounds": rounds, "sides": compared}
         if was_cut:
-            raise KeyboardInterrupt
+            raise PartialRow(row)
+        return row
 
-    head = run_facts(model).to_json() | {
-        "settings": asdict(settings),
-        "quality": asdict(quality),
-        "clip_judge": judges.clip_name if quality.clip else None,
-        "run_dir": str(run_dir),
-    }
-    result = measure_rows(
-        combinations, measure, run_dir / RESULT_FILE, lambda rows: head, on_start=None, on_row=stop_if_cut
+    def sheet(result: Result) -> bytes:
+        images = image_grid(*map(list, zip(*drawn, strict=True)), columns=combinations[0].num_requests, cell_px=128)
+        return to_png(images, max(images.size))
+
+    return Experiment(
+        "bench",
+        "cache",
+        combinations,
+        measure,
+        run_facts(model).to_json()
+        | {
+            "settings": asdict(settings),
+            "quality": asdict(quality),
+            "clip_judge": judges.clip_name if quality.clip else None,
+        },
+        lambda result: [cache_table(result, row) for row in result["rows"]],
+        {"cache": plot_quality, "cache-saved": plot_saved, "cache-images": sheet},
+        products="Results, plots and images",
     )
-    write_bytes(run_dir / QUALITY_PLOT, plot_quality(result))
-    write_bytes(run_dir / SAVED_PLOT, plot_saved(result))
-    sheet = image_grid(*map(list, zip(*drawn, strict=True)), columns=combinations[0].num_requests, cell_px=128)
-    with atomic_write(run_dir / IMAGES_FILE) as temporary:
-        sheet.save(temporary, "png")
-    return BenchOutcome(result, run_dir)
 
 
 def _serve_rounds(
@@ -141,56 +141,70 @@ def _serve_rounds(
     sides: Sequence[CacheBenchSide],
     settings: CacheBenchSettings,
     on_batch: Callable[[str], None],
-) -> tuple[int, bool, list[str]]:
-    """Serve all batches of a combination. Returns the number of rounds that all sides have finished, whether Ctrl-C
-    ended them, and the prompts.
+) -> tuple[list[str], bool]:
+    """Serve all batches of a combination. Returns the prompts of the rounds that all sides have finished, and whether
+    Ctrl-C ended them. Raises KeyboardInterrupt if there is no such round.
     """
-    prompts, texts, rounds = load_prompts(), [], 0
-    joins = settings.join_steps(combination.num_requests)
+    prompts, joins = load_prompts(), settings.join_steps(combination.num_requests)
+    # Resolutions in turn, as often as the combination has them, and again for requests that follow.
+    numbers = range(max(combination.counts))
+    sizes = [size for number in numbers for size, count in combination.present.items() if number < count]
+    requests = [
+        [
+            Request(
+                index,
+                prompts[(first + index) % len(prompts)],
+                size,
+                num_inference_steps=settings.num_inference_steps,
+                guidance_scale=model.defaults.guidance_scale,
+                seed=settings.seed + first + index,
+            )
+            for index, size in zip(range(len(joins)), cycle(sizes))
+        ]
+        for first in range(0, settings.rounds * len(joins), len(joins))
+    ]
     for side in sides:
         side.reset()
+    was_cut = False
     try:
-        for number in range(-1, settings.rounds):
-            requests = _requests(model, combination, prompts, settings, max(number, 0), len(joins))
-            # The first round warms up. Then each round begins with another side.
-            first = number % len(sides)
-            for side in (*sides[first:], *sides[:first]):
-                on_batch(f"{combination.label}, {side.setting.label}")
-                side.serve(requests, joins, num_steps=_WARMUP_STEPS if number < 0 else None)
-                if number < 0:
-                    side.reset()
-            if number >= 0:
-                texts += [request.prompt for request in requests]
-                rounds += 1
+        for number, side in turns(sides, settings.rounds):
+            on_batch(f"{combination.label}, {side.setting.label}")
+            side.serve(requests[max(number, 0)], joins, num_steps=_WARMUP_STEPS if number < 0 else None)
+            if number < 0:
+                side.reset()
     except KeyboardInterrupt:
+        rounds = min(len(side.seconds) for side in sides)
         if not rounds:
             raise
+        was_cut = True
         for side in sides:
             side.keep_rounds(rounds, len(joins))
-        return rounds, True, texts
-    return rounds, False, texts
+    return [request.prompt for batch in requests[: len(sides[0].seconds)] for request in batch], was_cut
 
 
-def _requests(
-    model: ServedModel,
-    combination: Combination,
-    prompts: Sequence[str],
-    settings: CacheBenchSettings,
-    number: int,
-    count: int,
-) -> list[Request]:
-    """Return `count` requests of a round: those of the combination, repeated as needed, with resolutions in turn."""
-    counts = list(zip(combination.resolutions, combination.counts, strict=True))
-    sizes = [resolution for turn in range(max(combination.counts)) for resolution, of_it in counts if turn < of_it]
-    first = number * count
-    return [
-        Request(
-            index,
-            prompts[(first + index) % len(prompts)],
-            resolution,
-            num_inference_steps=settings.num_inference_steps,
-            guidance_scale=model.defaults.guidance_scale,
-            seed=settings.seed + first + index,
-        )
-        for index, resolution in zip(range(count), cycle(sizes))
-    ]
+def cache_table(result: Result, row: Row) -> Table:
+    """Return the sides of a row as a table for display."""
+    qualities = {"SSIM": ("ssim", 3), "PSNR": ("psnr_db", 1), "LPIPS": ("lpips", 3), "CLIP": ("clip", 1)}
+    qualities["FID"] = ("fid", 1)
+    shown = {name: each for name, each in qualities.items() if any(each[0] in side for side in row["sides"])}
+
+    def text(side: Row, key: str, digits: int) -> str:
+        change = f" ({side['clip_change']['mean']:+.2f})" if key == "clip" else ""
+        return DASH if side.get(key) is None else f"{side[key]:.{digits}f}{change}"
+
+    return Table(
+        f"{row['label']}, {result['settings']['num_inference_steps']} steps: {describe(result)}",
+        ["cache", "per image", "speed-up", "saved", "efficiency", "overhead", *shown],
+        [
+            [
+                side["label"],
+                f"{side['image_ms']:.0f} ms",
+                f"{side['speedup']:.2f}x",
+                *(share(side.get(key), 0) for key in ("saved_computation", "efficiency", "cache_overhead_of_off")),
+                *(text(side, *each) for each in shown.values()),
+            ]
+            for side in row["sides"]
+        ],
+        note="efficiency: time saved over computation saved; overhead: of a step without cache; quality against the "
+        "same engine without cache",
+    )

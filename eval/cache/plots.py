@@ -40,7 +40,7 @@ def plot_quality(result: Mapping[str, Any]) -> bytes:
         style_axes(
             ax,
             title=names[key],
-            x_label=f"times as fast per image as without cache\n{first['label']}, {describe(dict(result))}",
+            x_label=f"times as fast per image as without cache\n{first['label']}, {describe(result)}",
             y_label="",
             grid_axis="both",
         )

@@ -13,16 +13,17 @@ from ...data.datasets.registry import open_dataset
 from ...data.datasets.sampling import sample_pairs
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...profiling.steps.rows import median_interval
+from ...data.statistics import Estimate, ratios_of
+from ...profiling.experiment.rows import Row, row_of
+from ..measurer import Measurer
 from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.clip import clip_scores
-from ..metrics.features import features_of, features_of_images
+from ..metrics.features import features_of_images
 from ..metrics.fid import frechet_distance
 from ..metrics.judges import Judges
 from ..metrics.lpips import Lpips
 from ..metrics.measure import pair_values
 from ..metrics.psnr import MAX_PSNR_DB
-from ..options import FEATURES_DIR, SAMPLES_DIR
 from ..sets.image_sets import fitted_sample
 from .sides import CacheBenchSide
 
@@ -69,12 +70,13 @@ def real_features(
     if options.fid_dataset is None:
         return None
     dataset = open_dataset(options.fid_dataset)
-    sample = sample_pairs(dataset, options.num_real, options.seed, cache_dir=workspace_root / SAMPLES_DIR)
+    measurer = Measurer(judges, workspace_root)
+    sample = sample_pairs(dataset, options.num_real, options.seed, cache_dir=measurer.samples_dir)
     if not sample.has_images:
         raise UsageError(f"{sample.name}: holds captions only, but FID needs reference images")
     sizes = {image_id: resolutions[number % len(resolutions)] for number, image_id in enumerate(sample.ids)}
     fitted = fitted_sample(sample, sizes)
-    return features_of(fitted, judges.inception, judges.inception_sha256, workspace_root / FEATURES_DIR)
+    return measurer.features(fitted)
 
 
 def compare_sides(
@@ -129,19 +131,18 @@ def _note(row: dict[str, Any], name: str, values: np.ndarray) -> None:
 
 
 def _times(side: CacheBenchSide, off: CacheBenchSide, num_requests: int) -> dict[str, Any]:
-    ratios = [plain / own for plain, own in zip(off.seconds, side.seconds, strict=True)]
-    row: dict[str, Any] = {
+    ratios = ratios_of(off.seconds, side.seconds)
+    row: Row = {
         "label": side.setting.label,
         "kind": side.setting.kind,
         "threshold": side.setting.options.threshold,
         "image_ms": float(np.median(side.seconds)) / num_requests * 1e3,
-        "speedup": float(np.median(ratios)),
+        # Intervals of means over images are added later; that of the speedup, a median, needs six rounds.
+        **row_of({"speedup": Estimate(1.0) if side is off else Estimate.of_median(ratios)}),
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),
         "num_images": len(side.images),
         "seconds_by_round": side.seconds,
-        # Intervals of means over images are added later; that of the speedup, a median, needs six rounds.
-        "intervals": {"speedup": None if side is off else median_interval(ratios)},
     }
     if (stats := side.model.cache_stats) is not None:
         saved = stats.saved_share

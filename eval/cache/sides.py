@@ -116,10 +116,11 @@ class CacheBenchSide:
             step += 1
         if num_steps is None:
             patches, skipped, overhead_s = (after - own for own, after in zip(before, self._cache_use(), strict=True))
-            self.seconds.append(seconds)
+            self.images += [model.decode(prepared.latents) for prepared in served]
             self.saved.append(skipped / patches if patches else 0.0)
             self.overhead_s.append(overhead_s)
-            self.images += [model.decode(prepared.latents) for prepared in served]
+            # Last: a round that has its seconds is complete.
+            self.seconds.append(seconds)
         return served
 
     def _cache_use(self) -> tuple[float, float, float]:

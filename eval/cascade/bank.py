@@ -7,7 +7,7 @@ continue where they stopped.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,151 +28,148 @@ from ...serving.cascade.legs import LEGS, SIDES, Leg, Side
 from ...serving.models.served import ServedModel
 from ...training.cascade.discriminator import Discriminator, RealImages, load_discriminator, thumbnail
 from ...training.cascade.fitting import Examples
-from ..metrics.features import features_of
+from ..measurer import Measurer, StartPhase
 from ..metrics.fid import frechet_influence
 from ..metrics.judges import Judges
-from ..metrics.measure import measure_clip
-from ..options import FEATURES_DIR, EvalOptions, EvalPlan
-from ..run import DrawnSet, StartPhase, draw_set
+from ..options import EvalOptions, EvalPlan
+from ..run import DrawnSet, draw_set
 from ..sets.drawers import EngineDrawer
 from ..sets.generate import read_manifest
-from ..sets.image_sets import fitted_sample, set_of
+from ..sets.image_sets import MappedImages, fitted_sample, set_of
 
 _ALWAYS = frozenset({*LEGS, "reference"})
 _SHRINKAGE = 0.05
 """Shrinkage of covariances of some thousand images in 2,048 dimensions."""
 
 
-def draw_bank(
-    models: Mapping[Leg, ServedModel],
-    plans: Mapping[Leg, EvalPlan],
-    options: EvalOptions,
-    discriminator: Discriminator,
-    judges: Judges,
-    places: Mapping[Leg, ModelWorkspace],
-    folder: Path,
-    *,
-    reuse: float | None = None,
-    shared_root: Path,
-    start_phase: StartPhase,
-) -> tuple[Bank, Path]:
-    """Draw the missing parts of a bank. Returns the bank and its folder.
+@dataclass(frozen=True, slots=True)
+class LegDrawer:
+    """Draws images of both models of a cascade. Its methods raise as `draw_set`, and keep what is drawn on Ctrl-C.
 
-    Args:
+    Attributes:
         models: loaded light and heavy models, which may be the same.
         plans: plans of both models, with the same prompts and each model's own steps.
         options: options of the data set and the engine.
-        discriminator: discriminator that scores the light images.
-        judges: networks that provide Inception features.
+        measurer: provides Inception features, and reports progress.
         places: workspaces of both models, which receive their images.
-        folder: parent folder of the bank, whose name is derived from what determines its images and confidences.
-        reuse: strength of heavy images that start from light ones; None draws none.
-        shared_root: root of the workspace, for features.
-        start_phase: reports progress.
-
-    Raises:
-        UsageError, RunError: as `draw_set` and `features_of`.
-        KeyboardInterrupt: on Ctrl-C; what is drawn is kept.
     """
-    judges.check(("fid",))
-    drawn = draw_legs(models, plans, options, places, start_phase)
-    about = {
-        "discriminator": discriminator.digest,
-        "dataset": options.dataset,
-        "seed": options.seed,
-        **{leg: dict(drawn[leg].manifest.settings) for leg in LEGS},
-        "prompts": drawn["light"].manifest.prompts_digest,
-    }
-    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
-    place = folder / bank_name(f"{len(plans['light'].items)}-{key}", reuse)
-    sources: dict[Side, ImageSource] = {leg: set_of(drawn[leg].folder, drawn[leg].manifest) for leg in LEGS}
-    images: dict[Side, Path] = {leg: drawn[leg].folder for leg in LEGS}
-    if reuse is not None:
-        reused = _draw_reused(
-            models["heavy"], plans["heavy"], options, drawn["light"], reuse, places["heavy"], start_phase
+
+    models: Mapping[Leg, ServedModel]
+    plans: Mapping[Leg, EvalPlan]
+    options: EvalOptions
+    measurer: Measurer
+    places: Mapping[Leg, ModelWorkspace]
+
+    def bank(self, discriminator: Discriminator, folder: Path, *, reuse: float | None = None) -> tuple[Bank, Path]:
+        """Draw the missing parts of a bank. Returns the bank and its folder.
+
+        Args:
+            discriminator: discriminator that scores the light images.
+            folder: parent folder of the bank, whose name is derived from what determines its images and confidences.
+            reuse: strength of heavy images that start from light ones; None draws none.
+
+        Raises:
+            UsageError: as `features_of`.
+        """
+        measurer, plan = self.measurer, self.plans["light"]
+        measurer.judges.check(("fid",))
+        drawn: dict[Side, DrawnSet] = {leg: self._draw(leg) for leg in LEGS}
+        about = {
+            "discriminator": discriminator.digest,
+            "dataset": self.options.dataset,
+            "seed": self.options.seed,
+            **{leg: dict(drawn[leg].manifest.settings) for leg in LEGS},
+            "prompts": drawn["light"].manifest.prompts_digest,
+        }
+        key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+        place = folder / bank_name(f"{len(plan.items)}-{key}", reuse)
+        if reuse is not None:
+            drawn["reused"] = self._draw_reused(drawn["light"], reuse)
+            about["reused"] = dict(drawn["reused"].manifest.settings)
+        sources: dict[Side, ImageSource] = {side: set_of(each.folder, each.manifest) for side, each in drawn.items()}
+        score = measurer.start_phase("confidences", len(plan.items))
+        confidences = []
+        for small in thumbnails(sources["light"]):
+            confidences += discriminator.confidences(small[None]).tolist()
+            score(1)
+        entries = tuple(
+            BankEntry(item.prompt, Resolution(item.width, item.height), item.seed, confidence)
+            for item, confidence in zip(plan.items, confidences, strict=True)
         )
-        about["reused"] = dict(reused.manifest.settings)
-        sources["reused"], images["reused"] = set_of(reused.folder, reused.manifest), reused.folder
-    items = plans["light"].items
-    score = start_phase("confidences", len(items))
-    confidences = []
-    for small in thumbnails(sources["light"]):
-        confidences += discriminator.confidences(small[None]).tolist()
-        score(1)
-    entries = tuple(
-        BankEntry(item.prompt, Resolution(item.width, item.height), item.seed, confidence)
-        for item, confidence in zip(items, confidences, strict=True)
-    )
-    sizes = {item.id: Resolution(item.width, item.height) for item in items}
-    measured = {**sources, "reference": fitted_sample(plans["light"].sample, sizes)}
-    features = {
-        name: each.half() for name, each in _features_of(measured, judges, shared_root, len(items), start_phase).items()
-    }
-    bank = Bank(entries, about | {f"{side}_images": str(folder.resolve()) for side, folder in images.items()})
-    with atomic_write(place / FEATURES_FILE) as temporary:
-        save_file(features, temporary)
-    # Written last: a folder with this file holds a complete bank.
-    bank.save(place)
-    return bank, place
+        measured = {**sources, "reference": _real_images(plan)}
+        features = {name: measurer.features(source, name).half() for name, source in measured.items()}
+        bank = Bank(entries, about | {f"{side}_images": str(each.folder.resolve()) for side, each in drawn.items()})
+        with atomic_write(place / FEATURES_FILE) as temporary:
+            save_file(features, temporary)
+        # Written last: a folder with this file holds a complete bank.
+        bank.save(place)
+        return bank, place
 
+    def examples(self, real: RealImages) -> Examples:
+        """Return the examples of a discriminator: generated images, and images that count as real.
 
-def _draw_reused(
-    model: ServedModel,
-    plan: EvalPlan,
-    options: EvalOptions,
-    light: DrawnSet,
-    strength: float,
-    place: ModelWorkspace,
-    start_phase: StartPhase,
-) -> DrawnSet:
-    """Draw images of the heavy model, each from the light image of its prompt. Raises as `draw_set`."""
-    drawn_light = set_of(light.folder, light.manifest)
+        The heavy model draws every other prompt, and the light one the rest, so that no caption is on both sides. With
+        `heavy` as real, only the light model's images count as generated. With `near`, the light model draws all
+        prompts, and the half of its images at each resolution that adds least to FID counts as real.
+        """
+        if real == "near":
+            return self._near_and_far()
+        drawn = {leg: self._draw(leg, slice(start, None, 2)) for start, leg in enumerate(LEGS)}
+        small = {leg: torch.stack(list(thumbnails(set_of(each.folder, each.manifest)))) for leg, each in drawn.items()}
+        if real == "heavy":
+            return Examples(small["heavy"], small["light"])
+        truth, both = _real_images(self.plans["light"]), torch.cat([small["light"], small["heavy"]])
+        advance = self.measurer.start_phase("real images", len(truth.ids))
+        if real == "gt":
+            real_images = []
+            for each in thumbnails(truth):
+                real_images.append(each)
+                advance(1)
+            return Examples(torch.stack(real_images), both)
+        return Examples(_through_autoencoder(self.models["heavy"], truth, advance), both)
 
-    def from_light(request: Request) -> Request:
-        image = drawn_light.open_image(plan.items[request.request_id].id)
-        return replace(request, edit=EditSpec.of_whole_image(np.asarray(image.convert("RGB")), strength))
+    def _near_and_far(self) -> Examples:
+        drawn, plan = self._draw("light"), self.plans["light"]
+        source = set_of(drawn.folder, drawn.manifest)
+        light, real = self.measurer.features(source, "light"), self.measurer.features(_real_images(plan), "reference")
+        added = frechet_influence(real, light, shrinkage=_SHRINKAGE)
+        small = torch.stack(list(thumbnails(source)))
+        is_near = torch.zeros(len(small), dtype=torch.bool)
+        sizes = {item.id: Resolution(item.width, item.height) for item in plan.items}
+        for size in sorted(set(sizes.values())):
+            own = torch.tensor([sizes[image_id] == size for image_id in source.ids])
+            is_near |= own & (added <= added[own].median())
+        return Examples(small[is_near], small[~is_near])
 
-    return draw_set(
-        EngineDrawer(model, from_light),
-        plan,
-        options,
-        place,
-        start_phase=start_phase,
-        what="denoising steps from light images",
-        more={"strength": strength, "starts_from": light.manifest.digest},
-    )
+    def _draw(self, leg: Leg, chosen: slice = slice(None)) -> DrawnSet:
+        """Draw the missing images of a model, or of some of its prompts."""
+        plan = replace(self.plans[leg], items=self.plans[leg].items[chosen])
+        what, start_phase = f"denoising steps of the {leg} model", self.measurer.start_phase
+        drawer = EngineDrawer(self.models[leg])
+        return draw_set(drawer, plan, self.options, self.places[leg], start_phase=start_phase, what=what)
 
+    def _draw_reused(self, light: DrawnSet, strength: float) -> DrawnSet:
+        """Draw images of the heavy model, each from the light image of its prompt."""
+        drawn_light, plan = set_of(light.folder, light.manifest), self.plans["heavy"]
 
-def _features_of(
-    sources: Mapping[str, ImageSource], judges: Judges, shared_root: Path, count: int, start_phase: StartPhase
-) -> dict[str, torch.Tensor]:
-    """Return Inception features (n, 2048) of sets of `count` images each, by name."""
-    return {
-        name: features_of(
-            source,
-            judges.inception,
-            judges.inception_sha256,
-            shared_root / FEATURES_DIR,
-            on_images=start_phase(f"{name} features", count),
+        def from_light(request: Request) -> Request:
+            image = drawn_light.open_image(plan.items[request.request_id].id)
+            return replace(request, edit=EditSpec.of_whole_image(np.asarray(image.convert("RGB")), strength))
+
+        return draw_set(
+            EngineDrawer(self.models["heavy"], from_light),
+            plan,
+            self.options,
+            self.places["heavy"],
+            start_phase=self.measurer.start_phase,
+            what="denoising steps from light images",
+            more={"strength": strength, "starts_from": light.manifest.digest},
         )
-        for name, source in sources.items()
-    }
 
 
-def draw_legs(
-    models: Mapping[Leg, ServedModel],
-    plans: Mapping[Leg, EvalPlan],
-    options: EvalOptions,
-    places: Mapping[Leg, ModelWorkspace],
-    start_phase: StartPhase,
-) -> dict[Leg, DrawnSet]:
-    """Draw the missing images of both models. Raises as `draw_set`."""
-    drawn: dict[Leg, DrawnSet] = {}
-    for leg in LEGS:
-        what = f"denoising steps of the {leg} model"
-        drawer = EngineDrawer(models[leg])
-        drawn[leg] = draw_set(drawer, plans[leg], options, places[leg], start_phase=start_phase, what=what)
-    return drawn
+def _real_images(plan: EvalPlan) -> MappedImages:
+    """Return the real images of a plan's captions, in the sizes that are drawn."""
+    return fitted_sample(plan.sample, {item.id: Resolution(item.width, item.height) for item in plan.items})
 
 
 def load_features(folder: Path, num_entries: int) -> dict[str, torch.Tensor]:
@@ -226,7 +223,7 @@ def bank_scores(
                 own += each.confidences(image[None]).tolist()
                 advance(1)
         captions = {item.id: item.prompt for item in manifest.items}
-        _, values = measure_clip(judges.clip, judges.clip_name, source, captions, on_images=advance)
+        _, values = Measurer(judges, start_phase=lambda what, total, own=advance: own).clip(source, captions)
         found[clip_name][leg] = [values[image_id] for image_id in source.ids]
     return found
 
@@ -237,77 +234,6 @@ def _images_of(bank: Bank, leg: Leg) -> str:
             "the bank has features of its images only, as those in the box: psctl profile cascade draws one"
         )
     return folder
-
-
-def examples_for(
-    models: Mapping[Leg, ServedModel],
-    plans: Mapping[Leg, EvalPlan],
-    options: EvalOptions,
-    real: RealImages,
-    judges: Judges,
-    places: Mapping[Leg, ModelWorkspace],
-    shared_root: Path,
-    start_phase: StartPhase,
-) -> Examples:
-    """Return the examples of a discriminator: generated images, and images that count as real.
-
-    The heavy model draws every other prompt, and the light one the rest, so that no caption is on both sides. With
-    `heavy` as real, only the light model's images count as generated. With `near`, the light model draws all prompts,
-    and the half of its images at each resolution that adds least to FID counts as real.
-
-    Args:
-        models, plans, options, judges, places, shared_root, start_phase: as in `draw_bank`; each plan has all prompts.
-        real: kind of images that count as real.
-
-    Raises:
-        as `draw_bank`.
-    """
-    if real == "near":
-        return _near_and_far(
-            models["light"], plans["light"], options, judges, places["light"], shared_root, start_phase
-        )
-    halves: dict[Leg, EvalPlan] = {
-        leg: replace(plans[leg], items=plans[leg].items[start::2]) for start, leg in enumerate(LEGS)
-    }
-    drawn = draw_legs(models, halves, options, places, start_phase)
-    small = {leg: torch.stack(list(thumbnails(set_of(drawn[leg].folder, drawn[leg].manifest)))) for leg in LEGS}
-    if real == "heavy":
-        return Examples(small["heavy"], small["light"])
-    plan = plans["light"]
-    truth = fitted_sample(plan.sample, {item.id: Resolution(item.width, item.height) for item in plan.items})
-    advance = start_phase("real images", len(plan.items))
-    if real == "gt":
-        real_images = []
-        for each in thumbnails(truth):
-            real_images.append(each)
-            advance(1)
-        return Examples(torch.stack(real_images), torch.cat([small["light"], small["heavy"]]))
-    return Examples(_through_autoencoder(models["heavy"], truth, advance), torch.cat([small["light"], small["heavy"]]))
-
-
-def _near_and_far(
-    model: ServedModel,
-    plan: EvalPlan,
-    options: EvalOptions,
-    judges: Judges,
-    place: ModelWorkspace,
-    shared_root: Path,
-    start_phase: StartPhase,
-) -> Examples:
-    drawn = draw_set(
-        EngineDrawer(model), plan, options, place, start_phase=start_phase, what="denoising steps of the light model"
-    )
-    sizes = {item.id: Resolution(item.width, item.height) for item in plan.items}
-    source = set_of(drawn.folder, drawn.manifest)
-    sources = {"light": source, "reference": fitted_sample(plan.sample, sizes)}
-    features = _features_of(sources, judges, shared_root, len(plan.items), start_phase)
-    added = frechet_influence(features["reference"], features["light"], shrinkage=_SHRINKAGE)
-    small = torch.stack(list(thumbnails(source)))
-    is_near = torch.zeros(len(small), dtype=torch.bool)
-    for size in sorted(set(sizes.values())):
-        own = torch.tensor([sizes[image_id] == size for image_id in source.ids])
-        is_near |= own & (added <= added[own].median())
-    return Examples(small[is_near], small[~is_near])
 
 
 def thumbnails(source: ImageSource) -> Sequence[torch.Tensor]:

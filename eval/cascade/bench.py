@@ -8,17 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...data.errors import UsageError
-from ...data.files import write_bytes, write_json, write_text
 from ...data.run_facts import describe
 from ...data.statistics import Estimate
 from ...profiling.cascade.bank import Bank
-from ...profiling.report.page import image_tag, page
+from ...profiling.experiment.experiment import Outcome, write_page
 from ...profiling.report.table import Table
 from ...serving.cascade.legs import Side
 from ...serving.cascade.systems import get_cascade_system
@@ -26,11 +24,10 @@ from ...serving.core.metrics import slo_attainment_rate
 from ...serving.models.defaults import ModelDefaults
 from ...serving.runs.cascade.deployment import CascadeDeployment, CascadeRun
 from ...serving.runs.trace_settings import TraceSettings, draw_requests
-from ..run import StartPhase
+from ..measurer import StartPhase
 from .plots import plot_over_lateness, plot_over_slo_scales, plot_side_by_side
 from .quality import compare_served, quality_curve, served_quality
 
-RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 BASE = "diffserve"
 """System with which the others are compared."""
 Quality = tuple[tuple[float, float], ...]
@@ -224,19 +221,13 @@ def _row(
     return row
 
 
-def write_cascade_bench(result: dict[str, Any], run_dir: Path) -> Path:
-    """Write result, plots and page into a folder and return the page's path. Raises OSError."""
-    write_json(run_dir / RESULT_FILE, result)
-    parts = []
-    drawn = {"over-lateness": plot_over_lateness(result), "side-by-side": plot_side_by_side(result)}
+def write_cascade_bench(result: dict[str, Any]) -> Outcome:
+    """Write result, plots and page into the result's folder. Raises OSError."""
+    pictures = {"over-lateness": plot_over_lateness, "side-by-side": plot_side_by_side}
     if len(result["settings"]["slo_scales"]) > 1:
-        drawn["over-slo-scales"] = plot_over_slo_scales(result)
-    for name, png in drawn.items():
-        write_bytes(run_dir / f"{name}.png", png)
-    parts.append(bench_table(result).to_html())
-    parts += [image_tag(run_dir / f"{name}.png", name) for name in drawn]
-    write_text(run_dir / REPORT_FILE, page("A light and a heavy model: systems side by side", parts))
-    return run_dir / REPORT_FILE
+        pictures["over-slo-scales"] = plot_over_slo_scales
+    title = "A light and a heavy model: systems side by side"
+    return write_page(title, result, lambda result: [bench_table(result)], pictures)
 
 
 def bench_table(result: Mapping[str, Any]) -> Table:

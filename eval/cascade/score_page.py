@@ -2,35 +2,21 @@
 
 from collections.abc import Mapping
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.ticker import PercentFormatter
 
-from ...data.files import write_bytes, write_json, write_text
-from ...profiling.report.page import image_tag, page
+from ...profiling.experiment.experiment import Outcome, write_page
 from ...profiling.report.table import Table
 from ...profiling.report.theme import MARKERS, THEME, add_wide_legend, new_figure, series_colours, style_axes, to_png
 from .scores import RANDOM
 
-RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 
-
-def write_scores(result: Mapping[str, Any], run_dir: Path) -> Path:
-    """Write result, plots and page into a folder and return the page's path. Raises OSError."""
-    write_json(run_dir / RESULT_FILE, result)
-    drawn = {
-        "over-latency": plot_over_latency(result),
-        "easy-prompts": plot_easy(result),
-        "allocations": plot_allocations(result),
-    }
-    for name, png in drawn.items():
-        write_bytes(run_dir / f"{name}.png", png)
-    parts = [table.to_html() for table in score_tables(result)]
-    parts += [image_tag(run_dir / f"{name}.png", name) for name in drawn]
-    write_text(run_dir / REPORT_FILE, page("Which light images to defer", parts))
-    return run_dir / REPORT_FILE
+def write_scores(result: dict[str, Any]) -> Outcome:
+    """Write result, plots and page into the result's folder. Raises OSError."""
+    pictures = {"over-latency": plot_over_latency, "easy-prompts": plot_easy, "allocations": plot_allocations}
+    return write_page("Which light images to defer", result, score_tables, pictures)
 
 
 def score_tables(result: Mapping[str, Any]) -> list[Table]:

@@ -16,9 +16,9 @@ from ...data.errors import UsageError
 from ...data.statistics import wilson_interval
 from ...serving.cascade.legs import LEGS, Leg
 from ...serving.cascade.profile import CascadeProfile
+from ..measurer import StartPhase
 from ..metrics.bootstrap import bootstrap_centred
 from ..metrics.fid import counts_of, frechet_distance
-from ..run import StartPhase
 
 RANDOM = "random"
 

@@ -1,6 +1,6 @@
 """Pairwise comparison of two configurations, from their images or from the results of two evaluations."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,9 +10,8 @@ from ...data.datasets.base import BadEntries
 from ...data.datasets.folders import open_folder
 from ...data.datasets.loading import ImageSource
 from ...data.errors import UsageError
-from ..metrics.features import features_of
-from ..metrics.judges import Judges
-from ..metrics.measure import measure_clip, measure_paired_fid, measure_pairs, measure_sets
+from ..measurer import Measurer
+from ..metrics.measure import measure_paired_fid, measure_sets
 from ..options import PAIRED
 from ..result_files import RESULTS_FILE, EvalResults
 from ..results import Direction
@@ -25,7 +24,6 @@ from .paired import compare_fid, compare_values
 COMPARE_METRICS = ("psnr", "ssim", "lpips", "clip", "fid")
 USUAL_METRICS = ("psnr", "ssim", "lpips", "clip")
 """Default metrics of sets of images: those that need no real images."""
-StartPhase = Callable[[str, int], Callable[[int], None]]
 
 
 def check_metrics(names: tuple[str, ...]) -> None:
@@ -38,14 +36,9 @@ def compare(
     first: Path,
     second: Path,
     metrics: tuple[str, ...],
-    judges: Judges,
+    measurer: Measurer,
     *,
     reference: Path | None = None,
-    seed: int = 0,
-    max_bad: int = 0,
-    features_dir: Path | None = None,
-    samples_dir: Path | None = None,
-    start_phase: StartPhase = lambda what, total: lambda count: None,
 ) -> Comparison:
     """Compare two sets of images that psctl has drawn, or two results of `psctl eval`.
 
@@ -58,13 +51,8 @@ def compare(
     Args:
         first, second: folders with a manifest, or result files or folders of `psctl eval`.
         metrics: some of `COMPARE_METRICS`; for sets only.
-        judges: networks that judge the images.
+        measurer: measures the images.
         reference: folder of real images, for FID; None for those of the data set.
-        seed: seed of the bootstraps.
-        max_bad: maximum number of pairs that may be missing or damaged.
-        features_dir: cache folder of features.
-        samples_dir: cache folder of samples of data sets.
-        start_phase: reports progress.
 
     Raises:
         UsageError: the sides are of different kinds, do not have the same prompts, seeds and sizes, or FID is requested
@@ -74,18 +62,18 @@ def compare(
     if kinds[0] != kinds[1]:
         raise UsageError(f"{first} is {_kind(kinds[0])}, and {second} is {_kind(kinds[1])}; compare two of one kind")
     if not kinds[0]:
-        return _compare_results((first, second), seed)
+        return _compare_results((first, second), measurer.seed)
     check_metrics(metrics)
     manifests = read_manifest(first), read_manifest(second)
     require_same_prompts(*manifests)
     truth: ImageSource | None = None
     if "fid" in metrics:
         truth = (
-            ground_truth_of(manifests[0], max_bad=max_bad, cache_dir=samples_dir)
+            ground_truth_of(manifests[0], max_bad=measurer.max_bad, cache_dir=measurer.samples_dir)
             if reference is None
             else open_folder(reference)
         )
-    judges.check(metrics)
+    measurer.judges.check(metrics)
     comparison = Comparison(
         _side(first, manifests[0]),
         _side(second, manifests[1]),
@@ -95,7 +83,7 @@ def compare(
     for side, manifest in zip((comparison.first, comparison.second), manifests, strict=True):
         comparison.warnings.extend(cache_use_of(Path(side.path), manifest.settings, len(manifest.items))[1])
     sources = set_of(first, manifests[0]), set_of(second, manifests[1])
-    sets = _Sets(sources, judges, seed, max_bad, start_phase, comparison)
+    sets = _Sets(sources, measurer, comparison)
     paired = tuple(name for name in PAIRED if name in metrics)
     if paired:
         sets.measure_distances(paired)
@@ -104,7 +92,7 @@ def compare(
     if "lpips" in metrics and truth is not None and reference is None:
         sets.measure_lpips_to(truth)
     if truth is not None:
-        sets.measure_fid(truth, features_dir)
+        sets.measure_fid(truth)
     return comparison
 
 
@@ -122,45 +110,23 @@ class _Sets:
     """Two sets of images, whose measurements are recorded in `comparison`."""
 
     sources: tuple[ImageSource, ImageSource]
-    judges: Judges
-    seed: int
-    max_bad: int
-    start_phase: StartPhase
+    measurer: Measurer
     comparison: Comparison
 
     def measure_distances(self, names: tuple[str, ...]) -> None:
         """Measure PSNR, SSIM and LPIPS of the second side's images to the first's."""
         one, other = self.sources
-        bad = BadEntries(f"{other.name} against {one.name}", self.max_bad)
-        found, values = measure_pairs(
-            names,
-            other,
-            one,
-            lpips=self.judges.lpips if "lpips" in names else None,
-            seed=self.seed,
-            bad=bad,
-            details={"lpips": self.judges.lpips_details()} if "lpips" in names else None,
-            on_images=self.start_phase("pairs", len(one.ids)),
-        )
+        found, values, warnings = self.measurer.pairs(names, other, one)
         self.comparison.metrics.update(found)
         self.comparison.per_image.update(values)
-        self._warn(f"pair left out: {each}" for each in bad.problems)
+        self._warn(warnings)
 
     def measure_clip(self, manifest: Manifest) -> None:
         """Measure the CLIP score of each side's images, and the difference."""
         captions = {item.id: item.prompt for item in manifest.items}
-        all_values, name, details = [], "", self.judges.clip_details()
+        all_values, name = [], ""
         for what, source, side in self._sides():
-            result, values = measure_clip(
-                self.judges.clip,
-                self.judges.clip_name,
-                source,
-                captions,
-                seed=self.seed,
-                bad=BadEntries(source.name, self.max_bad),
-                details=details,
-                on_images=self.start_phase(f"CLIP score of the {what}", len(source.ids)),
-            )
+            result, values = self.measurer.clip(source, captions, f"CLIP score of the {what}")
             name, side.metrics[result.name] = result.name, result
             all_values.append(values)
         self._note_difference(name, all_values, "higher")
@@ -169,55 +135,39 @@ class _Sets:
         """Measure LPIPS of each side's images to the real ones of the same captions, and the difference."""
         all_values = []
         for what, source, side in self._sides():
-            found, values = measure_pairs(
-                ("lpips",),
-                source,
-                truth,
-                lpips=self.judges.lpips,
-                seed=self.seed,
-                bad=BadEntries(f"{source.name} against {truth.name}", self.max_bad),
-                details={"lpips": self.judges.lpips_details() | {"reference": truth.name}},
-                on_images=self.start_phase(f"{what} against real images", len(source.ids)),
+            found, values, _ = self.measurer.pairs(
+                ("lpips",), source, truth, f"{what} against real images", reference=truth.name
             )
             side.metrics.update(found)
             all_values.append(values["lpips"])
         self._note_difference("lpips", all_values, "lower")
 
-    def measure_fid(self, truth: ImageSource, features_dir: Path | None) -> None:
+    def measure_fid(self, truth: ImageSource) -> None:
         """Measure FID of each side to real images and of the second side to the first, and the difference."""
-        bad = [BadEntries(source.name, self.max_bad) for source in (*self.sources, truth)]
-        one, other, real = (
-            features_of(
-                source,
-                self.judges.inception,
-                self.judges.inception_sha256,
-                features_dir,
-                bad=each,
-                on_images=self.start_phase(f"{what} features", len(source.ids)),
-            )
-            for what, source, each in zip(("first", "second", "real"), (*self.sources, truth), bad, strict=True)
-        )
+        sources, seed = (*self.sources, truth), self.measurer.seed
+        bad = [BadEntries(source.name, self.measurer.max_bad) for source in sources]
+        one, other, real = map(self.measurer.features, sources, ("first", "second", "real"), bad)
         one, other = self._pairs_of_features((one, other), (bad[0], bad[1]))
         self._warn(f"real image left out: {each}" for each in bad[2].problems)
-        comparison, details = self.comparison, self.judges.inception_details() | {"reference": truth.name}
+        comparison, details = self.comparison, self.measurer.judges.inception_details() | {"reference": truth.name}
         warnings: list[str] = []
         for features, side in ((one, comparison.first), (other, comparison.second)):
-            found, more = measure_sets(("fid",), features, real, seed=self.seed, details=details)
+            found, more = measure_sets(("fid",), features, real, seed=seed, details=details)
             side.metrics.update(found)
             warnings += more
         details |= {"reference": self.sources[0].name}
-        to_first = measure_paired_fid(one, other, seed=self.seed, details=details)
+        to_first = measure_paired_fid(one, other, seed=seed, details=details)
         comparison.metrics[FID_TO_FIRST] = replace(to_first, name=FID_TO_FIRST)
         self._warn(warnings)
-        comparison.differences["fid"] = compare_fid(one, other, real, seed=self.seed)
+        comparison.differences["fid"] = compare_fid(one, other, real, seed=seed)
 
     def _pairs_of_features(
         self, features: tuple[Tensor, Tensor], bad: tuple[BadEntries, BadEntries]
     ) -> tuple[Tensor, Tensor]:
         """Return the rows of pairs whose images could be read on both sides; count and warn of the others."""
         one, other = self.sources
-        pairs = BadEntries(f"{other.name} against {one.name}", self.max_bad)
-        # The second side first, in the order of `measure_pairs`, so that a pair that is bad on both is reported once.
+        pairs = BadEntries(f"{other.name} against {one.name}", self.measurer.max_bad)
+        # The second side first, in the order of `Measurer.pairs`, so that a pair that is bad on both is reported once.
         for side in reversed(bad):
             for name, found in zip(side.names, side.problems, strict=True):
                 pairs.add(name, found.removeprefix(f"{name}: "))
@@ -238,11 +188,11 @@ class _Sets:
 
     def _note_difference(self, name: str, all_values: Sequence[Mapping[str, float]], direction: Direction) -> None:
         """Compare the values of both sides, image by image."""
-        one, other = _common(*all_values)
-        self.comparison.differences[name] = compare_values(name, one, other, direction, self.seed)
+        one, other = common_values(*all_values)
+        self.comparison.differences[name] = compare_values(name, one, other, direction, self.measurer.seed)
 
 
-def _common(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+def common_values(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
     """Return the values of the images that both sides have; an image that is bad on one side has no pair."""
     common = sorted(one.keys() & other.keys())
     return {name: one[name] for name in common}, {name: other[name] for name in common}
@@ -273,7 +223,7 @@ def _compare_results(paths: tuple[Path, Path], seed: int) -> Comparison:
             comparison.warnings.append(
                 f"{name}: {len(alone)} images were measured on one side only and left out; the first: {alone[0]}"
             )
-            one, other = _common(one, other)
+            one, other = common_values(one, other)
         comparison.differences[name] = compare_values(name, one, other, direction, seed)
     return comparison
 

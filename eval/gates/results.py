@@ -17,8 +17,9 @@ from typing import Any, Literal
 from ...data.errors import UsageError
 from ...data.figures import FIGURES_KEY, numbers_of, read_figures
 from ...data.parsing import parse
+from ...data.records import read_json
 from ...data.statistics import Estimate
-from ..result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND, read_json
+from ..result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND
 
 BASELINE_KIND = "psctl-baseline"
 RESULT_FILES = (RESULTS_FILE, COMPARE_FILE, "summary.json", "result.json", "steps.json", "cache.json")
@@ -92,7 +93,7 @@ def read_results(path: Path) -> list[ResultFile]:
 
 
 def _read(file: Path) -> ResultFile:
-    content = read_json(file)
+    content = read_json(file, "a result")
     if content.get("kind") == BASELINE_KIND:
         return ResultFile(file, read_figures(content, file, "metrics"))
     if FIGURES_KEY in content:

@@ -68,8 +68,9 @@ class Judges:
         """SHA-256 of the Inception weights file."""
         return sha256_of(find_inception_weights(self.fid_weights))
 
+    @cached_property
     def clip_details(self) -> dict[str, Any]:
-        """Return the details of the CLIP model for results: its name and the SHA-256 of its parameters."""
+        """Details of the CLIP model for results: its name and the SHA-256 of its parameters."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.clip.model.state_dict().items()):
             digest.update(name.encode())

@@ -1,26 +1,19 @@
-"""Metrics of `psctl eval` on image sources: streamed, with intervals, and with counts of bad images."""
+"""Metrics of pairs of images, and of features of sets, with intervals."""
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from ...data.datasets.base import BadEntries, BadImageError
-from ...data.datasets.loading import ImageSource, iter_images
-from ...data.datasets.prefetch import prefetch
 from ...data.errors import UsageError
 from ...data.statistics import Z95, Estimate
 from ..results import Direction, MetricResult
-from .bootstrap import bootstrap_mean
-from .clip import Clip, clip_scores
 from .fid import USUAL_NUM_IMAGES, fid, fid_infinity, paired_fid
 from .images import AnyImage, batches_by_size, to_array
 from .kid import kid
 from .lpips import Lpips
-from .psnr import MAX_PSNR_DB, psnr
+from .psnr import psnr
 from .ssim import ssim
 
 PAIR_METRICS: dict[str, tuple[str, Direction]] = {
@@ -33,90 +26,6 @@ BATCH_SIZE = 16
 OnImages = Callable[[int], None]
 Details = Mapping[str, Any]
 Key = TypeVar("Key", bound=Hashable)
-
-
-def measure_clip(
-    clip: Clip,
-    judge: str,
-    generated: ImageSource,
-    captions: Mapping[str, str],
-    *,
-    seed: int = 0,
-    bad: BadEntries | None = None,
-    details: Details | None = None,
-    on_images: OnImages = lambda count: None,
-) -> tuple[MetricResult, dict[str, float]]:
-    """Return the CLIP score, the mean over images of 100 max(cosine to the caption, 0), and the value of each image.
-
-    Args:
-        clip: the judge.
-        judge: name of the judge, included in the metric's name, because scores of two judges are not comparable.
-        generated: the images.
-        captions: caption by image id.
-        seed: seed of the bootstrap.
-        bad: counts images that cannot be read.
-        details: details that are added to the result.
-        on_images: called with the number of images after each batch.
-
-    Raises:
-        UsageError: an image has no caption, too many images are bad, or none is left.
-    """
-    without = [image_id for image_id in generated.ids if image_id not in captions]
-    if without:
-        raise UsageError(f"{generated.name}: {len(without)} images have no caption; the first: {without[0]}")
-    values: dict[str, float] = {}
-    images = iter_images(generated, crop="none", bad=bad)
-    while batch := dict(islice(images, BATCH_SIZE)):
-        texts = clip.embed_texts([captions[image_id] for image_id in batch])
-        scores = clip_scores(clip.embed_images(list(batch.values())), texts)
-        values.update(zip(batch, scores.tolist(), strict=True))
-        on_images(len(batch))
-    values = _in_order(values, generated)
-    return _result_of_mean(f"clip[{judge}]", values, "", "higher", seed, details or {}), values
-
-
-def measure_pairs(
-    names: tuple[str, ...],
-    generated: ImageSource,
-    reference: ImageSource,
-    *,
-    lpips: Lpips | None = None,
-    seed: int = 0,
-    bad: BadEntries | None = None,
-    details: Mapping[str, Details] | None = None,
-    on_images: OnImages = lambda count: None,
-) -> tuple[dict[str, MetricResult], dict[str, dict[str, float]]]:
-    """Measure PSNR, SSIM and LPIPS of each image to the reference of the same id, in one pass.
-
-    Args:
-        names: names from `PAIR_METRICS`.
-        generated, reference: sources with the same ids; the two images of a pair must have one size.
-        lpips: the network, if LPIPS is measured.
-        seed: seed of the bootstrap.
-        bad: counts pairs of which an image cannot be read.
-        details: details that are added to the results, by metric.
-        on_images: called with the number of pairs after each batch.
-
-    Returns:
-        Results and values of each image, by metric.
-
-    Raises:
-        UsageError: the ids or the sizes of a pair differ, too many images are bad, or none is left.
-    """
-    if set(generated.ids) != set(reference.ids):
-        count = len(set(generated.ids) ^ set(reference.ids))
-        raise UsageError(f"{generated.name} and {reference.name}: {count} images have no partner on the other side")
-    found = pair_values(names, _pairs(generated, reference, bad), lpips, on_images)
-    results, values = {}, {}
-    for name in names:
-        more = dict((details or {}).get(name, {}))
-        if name == "psnr":
-            num_identical = sum(map(math.isinf, found[name].values()))
-            more |= {"num_identical": num_identical, "identical_counts_as_db": MAX_PSNR_DB}
-            found[name] = {key: min(value, MAX_PSNR_DB) for key, value in found[name].items()}
-        values[name] = _in_order(found[name], generated)
-        results[name] = _result_of_mean(name, values[name], *PAIR_METRICS[name], seed, more)
-    return results, values
 
 
 def pair_values(
@@ -193,7 +102,7 @@ def measure_sets(
                 "fid_infinity_r2": endless.r2,
                 "finite_sample_bias": found.value - endless.estimate.value,
             }
-        results["fid"] = _result("fid", found, "", "lower", seed, common | more)
+        results["fid"] = result_of("fid", found, "", "lower", seed, common | more)
         if smallest < USUAL_NUM_IMAGES:
             hint = f"; fid_infinity is missing: {endless}" if isinstance(endless, str) else ", or see fid_infinity"
             warnings.append(
@@ -204,7 +113,7 @@ def measure_sets(
         each = kid(reference, generated, seed=seed)
         more = {"subset_size": each.subset_size, "num_subsets": each.num_subsets, "subset_std": each.subset_std}
         more["interval"] = "jackknife over images"
-        results["kid"] = _result("kid", each.estimate, "", "lower", seed, common | more)
+        results["kid"] = result_of("kid", each.estimate, "", "lower", seed, common | more)
     return results, warnings
 
 
@@ -225,56 +134,15 @@ def measure_paired_fid(
         UsageError: the sides have different numbers of images, or fewer than two.
     """
     more = {**(details or {}), "interval": "bootstrap over pairs, centred"}
-    return _result("fid", paired_fid(first, second, seed), "", "lower", seed, more)
+    return result_of("fid", paired_fid(first, second, seed), "", "lower", seed, more)
 
 
-def _result_of_mean(
-    name: str, values: Mapping[str, float], unit: str, direction: Direction, seed: int, details: Details
-) -> MetricResult:
-    if not values:
-        raise UsageError(f"{name}: there is no image to measure")
-    more = {**details, "interval": "bootstrap over images"}
-    return _result(name, bootstrap_mean(list(values.values()), seed), unit, direction, seed, more)
-
-
-def _result(
+def result_of(
     name: str, estimate: Estimate, unit: str, direction: Direction, seed: int, details: dict[str, Any]
 ) -> MetricResult:
+    """Return an estimate as the result of a metric."""
     assert estimate.n is not None
     return MetricResult(name, estimate.value, estimate.low, estimate.high, estimate.n, unit, direction, seed, details)
-
-
-def _in_order(values: Mapping[str, float], source: ImageSource) -> dict[str, float]:
-    """Return the values in the order of the source's ids: a bootstrap must not depend on the order of the files."""
-    return {image_id: values[image_id] for image_id in source.ids if image_id in values}
-
-
-def _pairs(
-    generated: ImageSource, reference: ImageSource, bad: BadEntries | None
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield each image and its reference, read ahead by threads.
-
-    The order is that of the reference, which may be a table that can be read fast in one order only.
-    """
-    bad = BadEntries(f"{generated.name} against {reference.name}") if bad is None else bad
-
-    def load(image_id: str) -> tuple[str, np.ndarray, np.ndarray] | tuple[str, BadImageError]:
-        try:
-            return image_id, np.array(generated.open_image(image_id)), np.array(reference.open_image(image_id))
-        except BadImageError as error:
-            return image_id, error
-
-    for loaded in prefetch(reference.reading_order, load, 2):
-        if len(loaded) == 2:
-            bad.add(loaded[0], loaded[1])
-            continue
-        image_id, image, other = loaded
-        if image.shape != other.shape:
-            raise UsageError(
-                f"{image_id}: the image is {image.shape[1]}x{image.shape[0]}, but its reference "
-                f"{other.shape[1]}x{other.shape[0]}; pairs need one size"
-            )
-        yield loaded
 
 
 def _array(image: torch.Tensor) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from ...data.errors import UsageError
 from ...serving.parallel.options import NormMode, NormOptions, ParallelOptions
+from ..compare.paired import PairedResult
 
 Part = Literal["table1", "fig7", "fig8"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -54,6 +55,19 @@ class Claim:
     worse: str
     better: str
     kind: Literal["better", "no worse", "near", "within"] = "better"
+
+    def holds(self, found: PairedResult) -> bool:
+        """Return whether the claim holds, given the paired difference of the better set from the worse one."""
+        if self.kind == "near":
+            return found.second <= _NEAR * found.first
+        if self.kind == "within":
+            return found.difference <= _MAX_FID
+        if found.low is None or found.high is None:
+            return False
+        is_higher = self.metric == "psnr"
+        if self.kind == "no worse":
+            return found.high >= 0 if is_higher else found.low <= 0
+        return found.low > 0 if is_higher else found.high < 0
 
 
 def name_of_original(*, few_steps: bool = False) -> str:
@@ -165,41 +179,6 @@ class ParallelPlan:
             yield Claim(text, "lpips", _norm(worse, self.num_ranks[-1]), corrected)
         yield Claim(f"figure 8: sync is no worse than {mode}", "lpips", corrected, sync, "no worse")
         yield Claim(f"figure 8: {mode} is within 10 % of sync", "lpips", sync, corrected, "near")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Verdict on a claim.
-
-    Attributes:
-        claim: the claim.
-        worse, better: values of both sets.
-        difference: better - worse, over the same prompts.
-        low, high: 95 % interval of the difference.
-        holds: whether the claim holds.
-    """
-
-    claim: Claim
-    worse: float
-    better: float
-    difference: float
-    low: float | None
-    high: float | None
-
-    @property
-    def holds(self) -> bool:
-        """Whether the claim holds, by the criterion of its kind."""
-        claim = self.claim
-        if claim.kind == "near":
-            return self.better <= _NEAR * self.worse
-        if claim.kind == "within":
-            return self.difference <= _MAX_FID
-        if self.low is None or self.high is None:
-            return False
-        is_higher = claim.metric == "psnr"
-        if claim.kind == "no worse":
-            return self.high >= 0 if is_higher else self.low <= 0
-        return self.low > 0 if is_higher else self.high < 0
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from diffusers import DPMSolverMultistepScheduler
 from ...data.datasets.base import BadEntries
 from ...data.errors import UsageError
 from ...data.resolution import RESOLUTION_MULTIPLE
-from ...data.statistics import Estimate
 from ...data.workspace import ModelWorkspace
 from ...serving.models.build import build_model
 from ...serving.models.served import ServedModel
@@ -21,15 +20,14 @@ from ...serving.parallel.strips import Strips
 from ...serving.parallel.swap import unit_of
 from ..compare.comparison import FID_TO_FIRST, Comparison
 from ..compare.paired import PairedResult, compare_fid, compare_values
-from ..compare.run import compare
-from ..metrics.features import features_of
-from ..metrics.judges import Judges
-from ..options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, EvalPlan
-from ..run import StartPhase, draw_set
+from ..compare.run import common_values, compare
+from ..measurer import Measurer, StartPhase
+from ..options import EvalOptions, EvalPlan
+from ..run import draw_set
 from ..sets.drawers import EngineDrawer
 from ..sets.generate import read_manifest
 from ..sets.image_sets import set_of
-from .plan import FEW_STEPS, Claim, ParallelPlan, ParallelSetting, Verdict, name_of_original
+from .plan import FEW_STEPS, Claim, ParallelPlan, ParallelSetting, name_of_original
 
 RESULT_KIND = "psctl-parallel-quality"
 METRICS = ("psnr", "ssim", "lpips", "fid")
@@ -43,12 +41,12 @@ class ParallelQuality:
 
     Attributes:
         comparisons: comparison with the original, by name of the set.
-        verdicts: verdicts on the claims.
+        verdicts: claims, each with the paired difference that it is judged by.
         settings: settings with which the sets were drawn.
     """
 
     comparisons: Mapping[str, Comparison]
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[tuple[Claim, PairedResult]]
     settings: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -58,9 +56,16 @@ class ParallelQuality:
             found = {metric: asdict(result.estimate) for metric, result in each.metrics.items()}
             found["fid"] = asdict(each.second.metrics["fid"].estimate)
             sets[name] = found | {"images": each.second.path}
-        claims = [asdict(each.claim) | asdict(each) | {"holds": each.holds} for each in self.verdicts]
-        for claim in claims:
-            del claim["claim"]
+        claims = [
+            {
+                **asdict(claim),
+                "worse": found.first,
+                "better": found.second,
+                **{name: getattr(found, name) for name in ("difference", "low", "high")},
+                "holds": claim.holds(found),
+            }
+            for claim, found in self.verdicts
+        ]
         return {"kind": RESULT_KIND, "version": 1, "settings": dict(self.settings), "sets": sets, "claims": claims}
 
 
@@ -69,11 +74,9 @@ def evaluate_parallel(
     wanted: ParallelPlan,
     plan: EvalPlan,
     options: EvalOptions,
-    judges: Judges,
+    measurer: Measurer,
     workspace: ModelWorkspace,
     *,
-    shared_root: Path,
-    start_phase: StartPhase,
     on_failed: Callable[[str], None],
 ) -> ParallelQuality:
     """Draw the missing images of the sets, and measure them.
@@ -83,22 +86,19 @@ def evaluate_parallel(
         wanted: plan of the sets.
         plan: plan from `plan_eval`, with real images.
         options: options with seed, batch size and number of bad images.
-        judges: networks that judge the images.
+        measurer: measures the images.
         workspace: workspace of the model.
-        shared_root: root of the workspace, for features.
-        start_phase: reports progress.
         on_failed: called with a line for each failed image.
 
     Raises:
         UsageError: as `check`, before anything is drawn.
         RunError, KeyboardInterrupt: as `draw_set`; images that are drawn are kept.
     """
-    judges.check(METRICS)
+    measurer.judges.check(METRICS)
     folders = draw_sets(
-        model, wanted.settings(), plan, options, workspace, start_phase=start_phase, on_failed=on_failed
+        model, wanted.settings(), plan, options, workspace, start_phase=measurer.start_phase, on_failed=on_failed
     )
-    settings = facts_of(model, wanted, plan, options)
-    return judge_sets(folders, settings, wanted, options, judges, shared_root=shared_root, start_phase=start_phase)
+    return judge_sets(folders, facts_of(model, wanted, plan, options), wanted, measurer)
 
 
 def facts_of(model: ServedModel, wanted: ParallelPlan, plan: EvalPlan, options: EvalOptions) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def draw_sets(
     start_phase: StartPhase,
     on_failed: Callable[[str], None],
 ) -> dict[str, Path]:
-    """Draw the missing images of these sets and return the folder of each set by name. Other arguments, and errors, are
-    as in `evaluate_parallel`.
+    """Draw the missing images of these sets and return the folder of each set by name; `start_phase` reports progress.
+    Other arguments, and errors, are as in `evaluate_parallel`.
     """
     for setting in settings:
         check(model, setting, plan)
@@ -145,33 +145,16 @@ def draw_sets(
 
 
 def judge_sets(
-    folders: Mapping[str, Path],
-    settings: Mapping[str, Any],
-    wanted: ParallelPlan,
-    options: EvalOptions,
-    judges: Judges,
-    *,
-    shared_root: Path,
-    start_phase: StartPhase,
+    folders: Mapping[str, Path], settings: Mapping[str, Any], wanted: ParallelPlan, measurer: Measurer
 ) -> ParallelQuality:
     """Compare the sets in these folders; `settings` describe how they were drawn. Raises as `compare`."""
     comparisons = {
-        setting.name: compare(
-            folders[setting.original],
-            folders[setting.name],
-            METRICS,
-            judges,
-            seed=options.seed,
-            max_bad=options.max_bad,
-            features_dir=shared_root / FEATURES_DIR,
-            samples_dir=shared_root / SAMPLES_DIR,
-            start_phase=start_phase,
-        )
+        setting.name: compare(folders[setting.original], folders[setting.name], METRICS, measurer)
         for setting in wanted.settings()
         if setting.options is not None
     }
-    judge = _ClaimJudge(comparisons, folders, judges, options, shared_root / FEATURES_DIR)
-    return ParallelQuality(comparisons, [judge.verdict(claim) for claim in wanted.claims()], settings)
+    judge = _ClaimJudge(comparisons, folders, measurer)
+    return ParallelQuality(comparisons, [(claim, judge.compare(claim)) for claim in wanted.claims()], settings)
 
 
 def check(model: ServedModel, setting: ParallelSetting, plan: EvalPlan) -> None:
@@ -209,39 +192,21 @@ class _ClaimJudge:
 
     comparisons: Mapping[str, Comparison]
     folders: Mapping[str, Path]
-    judges: Judges
-    options: EvalOptions
-    features_dir: Path
+    measurer: Measurer
 
-    def verdict(self, claim: Claim) -> Verdict:
-        """Return the verdict on a claim."""
+    def compare(self, claim: Claim) -> PairedResult:
+        """Return the difference that a claim is about. The FID to the original is measured to the original's images."""
         if claim.metric == "fid":
-            found = self.comparisons[claim.better].differences["fid"]
-        elif claim.metric == FID_TO_FIRST:
-            found = self._fid(claim)
-        else:
+            return self.comparisons[claim.better].differences["fid"]
+        if claim.metric != FID_TO_FIRST:
             worse, better = (self.comparisons[name].per_image[claim.metric] for name in (claim.worse, claim.better))
-            common = worse.keys() & better.keys()
-            found = compare_values(
-                claim.metric,
-                {key: worse[key] for key in sorted(common)},
-                {key: better[key] for key in sorted(common)},
-                "higher" if claim.metric == "psnr" else "lower",
-                self.options.seed,
-            )
-        difference: Estimate = found.estimate
-        return Verdict(claim, found.first, found.second, difference.value, difference.low, difference.high)
-
-    def _fid(self, claim: Claim) -> PairedResult:
-        """Compare the FIDs of both sets to the original's images."""
+            direction = "higher" if claim.metric == "psnr" else "lower"
+            return compare_values(claim.metric, *common_values(worse, better), direction, self.measurer.seed)
         first, second, original = (
-            features_of(
+            self.measurer.features(
                 set_of(self.folders[name], read_manifest(self.folders[name])),
-                self.judges.inception,
-                self.judges.inception_sha256,
-                self.features_dir,
-                bad=BadEntries(name, self.options.max_bad),
+                bad=BadEntries(name, self.measurer.max_bad),
             )
             for name in (claim.worse, claim.better, name_of_original())
         )
-        return compare_fid(first, second, original, self.options.seed)
+        return compare_fid(first, second, original, self.measurer.seed)

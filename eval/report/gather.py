@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ...data.errors import UsageError
+from ...data.records import read_json
 from ..compare.comparison import Comparison
 from ..compare.paired import PairedResult
-from ..result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND, EvalResults, read_json
+from ..result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND, EvalResults
 from ..results import MetricResult
 from ..sets.generate import MANIFEST_FILE, flat_settings
 
@@ -182,7 +183,7 @@ def read_sides(path: Path) -> list[ReportedSide]:
         if not files:
             raise UsageError(f"{path}: the folder holds no {COMPARE_FILE} and no {RESULTS_FILE}")
         path = files[0]
-    content = read_json(path)
+    content = read_json(path, "a result")
     if content.get("kind") == RESULTS_KIND:
         found = EvalResults.from_json(content, path)
         side = _side(path, found.settings, found.metrics, found.cache_use, found.settings.get("generated"))

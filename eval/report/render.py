@@ -114,9 +114,7 @@ def write_quality_report(
         for subject in subjects
         for side in subject.ours
     ]
-    files = {
-        kind: output_dir / f"report.{end}" for kind, end in (("markdown", "md"), ("json", "json"), ("html", "html"))
-    }
+    files = {kind: output_dir / f"report.{end}" for kind, end in _SUFFIXES.items()}
     content = to_json(subjects, tables, warnings)
     write_json(files["json"], content)
     advance = start_phase("image pairs", sum(len(pairs) for _, pairs, _ in sections))

@@ -2,20 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from statistics import median
 from typing import Any
 
 import numpy as np
 
-from ...data.statistics import Estimate
+from ...data.statistics import Estimate, ratios_of
+from ...profiling.experiment.rows import Row
 from ...profiling.report.block_plots import summarize_block_changes
-from ...profiling.steps.bench import STEPS, BenchKind, run_bench
+from ...profiling.steps.bench import STEPS, BenchKind, step_experiment
 from ...profiling.steps.breakdown import BREAKDOWN
 from ...profiling.steps.combinations import Combination
-from ...profiling.steps.lanes import BenchSettings, ratios_of
-from ...profiling.steps.rows import Row, median_interval
+from ...profiling.steps.lanes import BenchSettings
 from ...serving.cache.options import CacheOptions
-from ..cache.bench import CacheBenchSettings, run_cache_bench
+from ..cache.bench import CacheBenchSettings, cache_experiment
 from ..cache.quality import QualityOptions
 from ..cache.sides import CacheSetting, settings_of
 from ..metrics.judges import Judges
@@ -70,9 +69,7 @@ def step_latencies(lab: Lab, settings: _Settings) -> Measurement:
 
 def _latency_ratio(own: Row, other: Row) -> Estimate:
     """Return the median of the repeats' ratios of two independent batches, whose pairing does not matter."""
-    ratios = ratios_of(own["patched_samples_ms"], other["patched_samples_ms"])
-    low, high = median_interval(ratios) or (None, None)
-    return Estimate(median(ratios), low, high, len(ratios))
+    return Estimate.of_median(ratios_of(own["patched_samples_ms"], other["patched_samples_ms"]))
 
 
 def batched_with_and_without_cache(lab: Lab, settings: _Settings) -> Measurement:
@@ -252,9 +249,9 @@ def _step_bench(lab: Lab, settings: _Settings, kind: BenchKind, batches: Sequenc
     """Run a benchmark of single steps and return its result."""
     done = lab.start("combinations", len(batches))
     bench = BenchSettings(settings["repeats"], settings["warmup"], lab.seed)
-    outcome = run_bench(kind, lab.model, batches, lab.place, bench, on_row=lambda: done(1))
+    outcome = step_experiment(kind, lab.model, batches, lab.place, bench).run(lab.place, on_row=lambda: done(1))
     finish(outcome.was_interrupted)
-    return {**outcome.result, "run_dir": str(outcome.run_dir)}
+    return outcome.result
 
 
 def _cache_rows(
@@ -262,7 +259,7 @@ def _cache_rows(
 ) -> list[dict[str, Any]]:
     """Run a benchmark of the cache without judges of the images, and return its rows."""
     done = lab.start("batches", len(batches) * (len(sides) + 1) * (settings["rounds"] + 1))
-    outcome = run_cache_bench(
+    experiment = cache_experiment(
         lab.model,
         batches,
         sides,
@@ -272,5 +269,6 @@ def _cache_rows(
         Judges(),
         on_batch=lambda label: done(1),
     )
+    outcome = experiment.run(lab.place)
     finish(outcome.was_interrupted)
     return outcome.result["rows"]

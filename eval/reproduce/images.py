@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compare.run import compare
-from ..options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, plan_eval
+from ..measurer import Measurer
+from ..options import EvalOptions, plan_eval
 from ..run import draw_set
 from ..sets.drawers import EngineDrawer
 from .lab import Lab
@@ -40,16 +41,8 @@ def compare_quality(
                 EngineDrawer(model), plan, options, lab.place, start_phase=lab.start, what=f"denoising steps, {what}"
             )
             folders.append(drawn.folder)
-        comparison = compare(
-            folders[0],
-            folders[1],
-            (metric,),
-            lab.judges,
-            seed=lab.seed,
-            features_dir=lab.root / FEATURES_DIR,
-            samples_dir=lab.root / SAMPLES_DIR,
-            start_phase=lab.start,
-        )
+        measurer = Measurer(lab.judges, lab.root, lab.seed, start_phase=lab.start)
+        comparison = compare(folders[0], folders[1], (metric,), measurer)
         name, change = next((name, each) for name, each in comparison.differences.items() if name.startswith(metric))
         sides = {"Original": comparison.first, "PatchedServe": comparison.second}
         found[dataset] = {

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...data.errors import UsageError
 from ...data.files import write_bytes, write_json, write_text
+from ...data.records import read_json
 from ...profiling.report.page import plots_of, render
 from ...profiling.report.table import Table
 from ...profiling.report.theme import to_png
 from ...profiling.report.words import seconds
-from ..result_files import read_json, require_kind
+from ..result_files import require_kind
 from .statement import Statement, Verdict, count_verdicts, statements_table, verdicts_table
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _finished_result(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    result = read_json(path)
+    result = read_json(path, "a result")
     require_kind(result, path, RESULT_KIND, "psctl reproduce", _VERSION)
     return result
 

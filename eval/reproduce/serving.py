@@ -11,7 +11,7 @@ from ...data.statistics import Estimate
 from ...data.tables.latency import TABLE_PATTERN
 from ...profiling.sweep.engine_side import EngineSide
 from ...profiling.sweep.held import RATIO_TARGET, TARGETS, SustainedRates
-from ...profiling.sweep.runner import SweepSide, WarmUp, sweep
+from ...profiling.sweep.runner import Sweep, SweepSide, WarmUp
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
 from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
 from ...serving.runs.simulated.files import CALIBRATION_FILE
@@ -181,7 +181,6 @@ def _served(
     systems: Sequence[str],
     rates: Sequence[float],
     num_seeds: int,
-    engine: SweepEngine = "both",
 ) -> dict[str, Any]:
     """Serve traces on the engine and in the simulator; runs that other calls have finished are not repeated.
 
@@ -195,7 +194,7 @@ def _served(
         rates,
         num_seeds,
         settings["num_prompts"],
-        engine,
+        "both",
         duration_s=_longest_trace_s(lab, settings),
     )
     model = lab.cached_model()
@@ -237,7 +236,7 @@ def _sweep_settings(
 
 def _sweep(lab: Lab, settings: SweepSettings, side: SweepSide, folder: Path) -> dict[str, Any]:
     done = lab.start("served traces", settings.num_runs)
-    outcome = sweep(settings, side, lab.model.defaults, lambda: folder, on_done=lambda: done(1))
+    outcome = Sweep(settings, side, lab.model.defaults, lambda: folder).run(on_done=lambda: done(1))
     finish(outcome.was_interrupted)
     return outcome.result
 

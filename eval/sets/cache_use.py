@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ...data.errors import UsageError
 from ...data.files import write_json
-from ..result_files import read_json
+from ...data.parsing import parse
+from ...data.records import read_json
 
 if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
@@ -56,16 +56,8 @@ class CacheUse:
         file = folder / CACHE_USE_FILE
         if not file.is_file():
             return None
-        content = read_json(file)
-        try:
-            counts = {
-                str(name): (int(patches), int(skipped)) for name, (patches, skipped) in content["by_block"].items()
-            }
-            return cls(int(content["num_images"]), counts)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(
-                f"{file}: is damaged: {error!r}; delete it to continue without what the cache saved"
-            ) from error
+        remedy = "delete it to continue without what the cache saved"
+        return parse(cls, read_json(file, "savings"), f"{file}: is damaged", remedy)
 
 
 class CacheMeter:

@@ -19,7 +19,7 @@ from .cache_use import CacheMeter
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ...serving.cluster.deployment import ReplicaPlan
+    from ...serving.fleet.deployment import ReplicaPlan
     from ...serving.models.served import ServedModel
     from ...serving.runs.http.engine import EngineRecipe
 
@@ -124,15 +124,15 @@ class ReplicaDrawer:
         plan: number and size of the replicas.
 
     Raises:
-        MissingExtraError, UsageError, RunError: as `ClusterBackend.deploy`.
+        MissingExtraError, UsageError, RunError: as `ReplicaBackend.deploy`.
     """
 
     def __init__(self, recipe: "EngineRecipe", plan: "ReplicaPlan") -> None:
         from ...profiling.measure.for_serving import measure_latencies
-        from ...serving.cluster.backend import ClusterBackend
+        from ...serving.fleet.backend import ReplicaBackend
         from ...serving.runs.http.engine import build_for_replica
 
-        self._backend = ClusterBackend(plan, partial(build_for_replica, recipe, measure_latencies))
+        self._backend = ReplicaBackend(plan, partial(build_for_replica, recipe, measure_latencies))
         self._max_open = plan.most * plan.max_ongoing
         self.identity: ModelIdentity = self._backend.deploy().identity
 

@@ -15,10 +15,11 @@ from typing import Any
 from ... import __version__
 from ...data.errors import RunError, UsageError
 from ...data.files import require_folder, write_json
+from ...data.parsing import parse
+from ...data.records import read_json
 from ...data.requests import MAX_SEED, Request, steps_taken
 from ...data.resolution import Resolution
 from ...serving.models.identity import ModelIdentity
-from ..result_files import read_json
 from .drawers import Drawer
 
 MANIFEST_FILE = "manifest.json"
@@ -161,13 +162,11 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST_FILE
     if not file.is_file():
         raise UsageError(f"{folder}: holds no {MANIFEST_FILE}, so its prompts are not known")
-    content = read_json(file)
+    content = read_json(file, "a manifest")
     if content.get("kind") != MANIFEST_KIND or content.get("version") != VERSION:
         raise UsageError(f"{file}: is not a manifest of psctl, version {VERSION}")
-    try:
-        manifest = Manifest(tuple(ImageItem(**each) for each in content["images"]), content["settings"])
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{file}: is damaged: {error}") from error
+    images = parse(tuple[ImageItem, ...], content.get("images"), f"{file}: is damaged: images")
+    manifest = Manifest(images, parse(dict[str, Any], content.get("settings"), f"{file}: is damaged: settings"))
     if not manifest.items or manifest.digest != content.get("digest"):
         raise UsageError(f"{file}: was changed after it was written (its digest does not fit)")
     return manifest

@@ -97,8 +97,35 @@ def profile_leg(
     """
     for size in resolutions:
         model.check_resolution(size)
+    sizes: dict[str, SizeTimes] = {}
     with _like_worker(model):
-        return _measured(model, num_steps, resolutions, tables, batch_sizes, load_s, score, strength, on_batch)
+        model.tune(resolutions, tables)
+        start_s = time.perf_counter()
+        _batches(model, _example(model, max(resolutions, key=lambda size: size.pixels), _WARM_UP_STEPS), 1, 1, None)
+        warm_up_s = time.perf_counter() - start_s
+        for size in resolutions:
+            found = []
+            for count in batch_sizes:
+                found.append(measure_batches(model, size, count, num_steps, score, strength))
+                on_batch()
+            sizes[str(size)] = SizeTimes(
+                tuple(each.latency_s for each in found),
+                tuple(each.throughput for each in found),
+                tuple(each.step_s for each in found),
+                found[0].prepare_s,
+                found[0].postprocess_s,
+            )
+        return LegProfile(
+            num_steps,
+            model.defaults.guidance_scale,
+            tuple(batch_sizes),
+            sizes,
+            _switch_s(model),
+            load_s + warm_up_s,
+            0.0 if score is None else _score_s(resolutions[-1], score),
+            worker_facts(model),
+            strength,
+        )
 
 
 def worker_facts(model: ServedModel) -> RunFacts:
@@ -123,47 +150,6 @@ def _like_worker(model: ServedModel) -> Iterator[None]:
         torch.set_num_threads(threads)
         if cores is not None:
             os.sched_setaffinity(0, cores)
-
-
-def _measured(
-    model: ServedModel,
-    num_steps: int,
-    resolutions: Sequence[Resolution],
-    tables: Path,
-    batch_sizes: Sequence[int],
-    load_s: float,
-    score: Score | None,
-    strength: float,
-    on_batch: Callable[[], None],
-) -> LegProfile:
-    model.tune(resolutions, tables)
-    start_s = time.perf_counter()
-    _batches(model, _example(model, max(resolutions, key=lambda size: size.pixels), _WARM_UP_STEPS), 1, 1, None)
-    warm_up_s = time.perf_counter() - start_s
-    sizes: dict[str, SizeTimes] = {}
-    for size in resolutions:
-        found = []
-        for count in batch_sizes:
-            found.append(measure_batches(model, size, count, num_steps, score, strength))
-            on_batch()
-        sizes[str(size)] = SizeTimes(
-            tuple(each.latency_s for each in found),
-            tuple(each.throughput for each in found),
-            tuple(each.step_s for each in found),
-            found[0].prepare_s,
-            found[0].postprocess_s,
-        )
-    return LegProfile(
-        num_steps,
-        model.defaults.guidance_scale,
-        tuple(batch_sizes),
-        sizes,
-        _switch_s(model),
-        load_s + warm_up_s,
-        0.0 if score is None else _score_s(resolutions[-1], score),
-        worker_facts(model),
-        strength,
-    )
 
 
 def measure_batches(

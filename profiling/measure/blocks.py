@@ -156,6 +156,7 @@ def _check_settings(
     first = requests[0]
     wanted = {
         **facts.to_json(),
+        "blocks": list(facts.blocks),
         **asdict(settings),
         "resolutions": sorted({str(request.resolution) for request in requests}),
         "num_inference_steps": first.num_inference_steps,

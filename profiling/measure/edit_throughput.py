@@ -8,7 +8,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ...data.errors import RunError, UsageError
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request, TracedEdit
 from ...data.resolution import Resolution
+from ...data.statistics import Estimate, ratios_of
 from ...data.traces.edits import SHAPES, with_pixels
 from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
@@ -31,10 +33,11 @@ from ...serving.models.build import as_plain, with_engine
 from ...serving.models.served import ServedModel
 from ...serving.runs.machine import run_facts
 from ...serving.scheduling.policies import get_policy
+from ..experiment.experiment import Experiment
+from ..experiment.rows import Row, row_of
+from ..experiment.turns import turns
 from ..report.table import Table
 from ..report.words import DASH
-from ..steps.lanes import ratios_of
-from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval
 from ..steps.sides import patched_stepper
 
 RUN_KIND = "bench-edit"
@@ -205,18 +208,27 @@ class EditBench:
             )
             for name in WAYS
         }
-        self._rounds(ways)
+        # The first round is not timed.
+        for number, way in turns(list(ways.values()), settings.repeats):
+            way.draw()
+            if number < 0:
+                way.seconds.clear()
         for number, place in enumerate(places):
             whole = _edit_of(plain[number]).image.copy()
             whole[place] = ways["crop"].images[number]
             ways["crop"].images[number] = whole
-        exact, twin = ways["diffusers"].images, self._twin(over_records)
+        base, ours, twin = ways["diffusers"], ways["reuse"], self._twin(over_records)
         sides = {
             name: {
                 "edits_per_minute": 60 * len(plain) / statistics.median(way.seconds),
                 "seconds": way.seconds,
-                **_ratios(way.seconds, ways),
-                "difference": _difference(plain, way.images, twin if name in ("frozen", "reuse") else exact),
+                **row_of(
+                    {
+                        "speedup": Estimate.of_median(ratios_of(base.seconds, way.seconds)),
+                        "reuse_gain": Estimate.of_median(ratios_of(way.seconds, ours.seconds)),
+                    }
+                ),
+                "difference": _difference(plain, way.images, twin if name in ("frozen", "reuse") else base.images),
             }
             for name, way in ways.items()
         }
@@ -228,16 +240,6 @@ class EditBench:
             "read_a_record": sum(share <= self.model.reuse.masked_up_to for share in shares),
             "sides": sides,
         }
-
-    def _rounds(self, ways: Mapping[str, _EditMethod]) -> None:
-        """Run an untimed round, then `repeats` rounds in which the ways draw in turn, in rotated order."""
-        names = list(ways)
-        for number in range(-1, self.settings.repeats):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                ways[name].draw()
-            if number < 0:
-                for way in ways.values():
-                    way.seconds.clear()
 
     def _twin(self, requests: list[Request]) -> Images:
         """Return the images of edits with templates when they are computed whole, with the same noise."""
@@ -260,17 +262,6 @@ def _with_template(request: Request) -> Request:
     return replace(request, edit=replace(_edit_of(request), template=TemplateSpec()))
 
 
-def _ratios(seconds: Sequence[float], ways: Mapping[str, _EditMethod]) -> dict[str, Any]:
-    """Return the speed-ups of a way over diffusers and of `reuse` over that way: medians of the rounds' ratios."""
-    speedup = ratios_of(ways["diffusers"].seconds, seconds)
-    gain = ratios_of(seconds, ways["reuse"].seconds)
-    return {
-        "speedup": statistics.median(speedup),
-        "reuse_gain": statistics.median(gain),
-        "intervals": {"speedup": median_interval(speedup), "reuse_gain": median_interval(gain)},
-    }
-
-
 def _difference(requests: Sequence[Request], images: Images, reference: Images) -> float:
     """Return the mean absolute difference of pixels inside the masks, on a scale of 0 to 255."""
     found = []
@@ -280,39 +271,33 @@ def _difference(requests: Sequence[Request], images: Images, reference: Images) 
     return float(np.mean(found))
 
 
-def run_edit_bench(
-    model: ServedModel,
-    settings: EditBenchSettings,
-    workspace: ModelWorkspace,
-    *,
-    on_start: Callable[[float], None] | None = None,
-    on_row: Callable[[], None] | None = None,
-) -> BenchOutcome:
-    """Measure every mask ratio. Writes the rows to the run's folder after each of them.
+@contextmanager
+def edit_experiment(
+    model: ServedModel, settings: EditBenchSettings, workspace: ModelWorkspace
+) -> Iterator[Experiment[float]]:
+    """Yield the experiment whose cells are mask ratios; its records are deleted with the context.
 
     Raises:
         UsageError, RunError: as `EditBench` and its `measure`.
-        KeyboardInterrupt: on Ctrl-C before the first row is finished; later, the outcome records the interruption.
-        OSError: records or results cannot be written.
+        OSError: records cannot be written.
     """
     bench = EditBench(model, settings, workspace)
-    run_dir = workspace.new_run(RUN_KIND)
     facts = run_facts(model).to_json() | {
         "kind": RUN_KIND,
         "settings": asdict(settings) | {"resolutions": list(map(str, settings.resolutions))},
-        "run_dir": str(run_dir),
     }
     with tempfile.TemporaryDirectory(dir=workspace.tables.parent, prefix=".edits-") as records:
-        result = measure_rows(
+        yield Experiment(
+            RUN_KIND,
+            "edit",
             settings.mask_ratios,
             lambda ratio: bench.measure(ratio, Path(records)),
-            run_dir / "edit.json",
-            lambda rows: facts,
-            on_start=on_start,
-            on_row=on_row,
+            facts,
+            lambda result: [edit_table(result)],
+            label="{:.0%}".format,
+            unit="mask ratios",
         )
     model.reuse.store = None
-    return BenchOutcome(result, run_dir)
 
 
 def edit_table(result: Mapping[str, Any]) -> Table:

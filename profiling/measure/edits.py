@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ...data.errors import UsageError
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.resolution import Resolution
+from ...data.statistics import ratios_of
 from ...data.templates import Keep
 from ...data.traces.edits import drawn_mask
 from ...data.work import Work
@@ -36,6 +38,7 @@ from ...serving.editing.step_latency import terms_of
 from ...serving.families.geometry import Geometry
 from ...serving.models.served import ServedModel
 from ...serving.runs.machine import run_facts
+from ..experiment.turns import shuffled
 from ..steps.lanes import Lane
 from ..steps.sides import StepperSide
 
@@ -181,8 +184,8 @@ def profile_edits(
         load=Fit.of([(1.0, row["bytes"]) for row in loads], [row["load_s"] for row in loads], held_out_loads),
         bytes_per_pixel_step=num_bytes / (largest.pixels * RECORDED_STEPS),
         settings=asdict(settings) | {"resolutions": list(map(str, settings.resolutions))},
-        steps=steps,
-        loads=loads,
+        steps=tuple(steps),
+        loads=tuple(loads),
     )
 
 
@@ -241,9 +244,7 @@ def _measured_steps(
     # The largest batch warms up the machine, untimed.
     lanes[max(range(len(lanes)), key=lambda place: len(requests[place]))][1].warm_up()
     for number in range(settings.repeats):
-        order = list(lanes)
-        random.Random(settings.seed * 1_000_003 + number).shuffle(order)
-        for pair in order:
+        for pair in shuffled(lanes, settings.seed, number):
             for lane in pair:
                 lane.warm_up()
             for _ in range(TIMINGS_PER_VISIT):
@@ -259,15 +260,15 @@ def _measured_steps(
             "first_s": statistics.median(masked.first_ms) / 1e3,
             "whole_s": statistics.median(whole.samples_ms) / 1e3,
         }
-        ratios = [own / other for own, other in zip(whole.samples_ms, masked.samples_ms, strict=True)]
-        found.append({"edits": edits, **seconds, "ratio": statistics.median(ratios)})
+        ratio = statistics.median(ratios_of(whole.samples_ms, masked.samples_ms))
+        found.append({"edits": edits, **seconds, "ratio": ratio})
     return found
 
 
 def _with_own_record(prepared: PreparedRequest) -> PreparedRequest:
     """Return the request with its own copy of the record object, as for edits of different images."""
     assert isinstance(prepared.template, TemplateRecord), "the template was recorded, and the mask touches few cells"
-    return replace(prepared, template=replace(prepared.template))
+    return replace(prepared, template=copy(prepared.template))
 
 
 def _measured_loads(
@@ -281,9 +282,7 @@ def _measured_loads(
     samples: dict[tuple[Resolution, int], list[float]] = {point: [] for point in points}
     advance = on_start("loads", len(points) * settings.repeats)
     for number in range(settings.repeats):
-        order = list(points)
-        random.Random(settings.seed * 1_000_003 + number).shuffle(order)
-        for size, count in order:
+        for size, count in shuffled(points, settings.seed, number):
             _drop_from_page_cache(files[size][:count])
             start_s = time.perf_counter()
             for path in files[size][:count]:

@@ -10,7 +10,6 @@ every few seconds, and the same profile continues from there.
 import hashlib
 import json
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +26,7 @@ from ...data.workspace import ModelWorkspace
 from ...serving.models.served import ServedModel
 from ...serving.runs.machine import run_facts
 from ...training.latency.predictor import LatencyPredictor, load_workspace_predictor
+from ..experiment.turns import shuffled
 from ..report.latency_plots import plot_latencies
 from ..steps.combinations import Combination, single_combinations, stratified_combinations
 from ..steps.lanes import Lane
@@ -208,11 +208,6 @@ def _visits(
     which combinations are visited.
     """
 
-    def shuffled(some: Iterable[Combination], number: int) -> list[Combination]:
-        order = list(some)
-        random.Random(settings.seed * 1_000_003 + number).shuffle(order)
-        return order
-
     def num_visits(each: Combination) -> int:
         return len(samples[each.counts][1]) if each.counts in samples else 0
 
@@ -222,11 +217,11 @@ def _visits(
         return statistics.stdev(map(math.log, visits_ms)) / math.sqrt(len(visits_ms))
 
     for number in range(min(settings.repeats, _EVEN_ROUNDS)):
-        yield from (each for each in shuffled(combinations, number) if num_visits(each) <= number)
+        yield from (each for each in shuffled(combinations, settings.seed, number) if num_visits(each) <= number)
     left = len(combinations) * settings.repeats - sum(map(num_visits, combinations))
     while left > 0:
         most = min(left, math.ceil(len(combinations) * _UNSURE_SHARE))
-        yield from shuffled(sorted(combinations, key=doubt, reverse=True)[:most], left)
+        yield from shuffled(sorted(combinations, key=doubt, reverse=True)[:most], settings.seed, left)
         left -= most
 
 

@@ -7,16 +7,17 @@ measured beside them. `alone` is the computation of one rank: its strip, without
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...data.resolution import Resolution
-from ...data.workspace import ModelWorkspace
+from ...data.statistics import Estimate, ratios_of
 from ...serving.core.prepared import PreparedRequest
 from ...serving.core.stepper import Stepper
 from ...serving.models.build import build_plain, with_engine
@@ -30,11 +31,12 @@ from ...serving.parallel.stepper import ParallelStepper
 from ...serving.parallel.strip_model import StripModel
 from ...serving.plain.formats import PlainModels
 from ...serving.runs.machine import run_facts
+from ..experiment.experiment import Experiment
+from ..experiment.rows import Row, row_of
 from ..report.table import Table
 from ..report.words import DASH
 from ..steps.combinations import Combination
-from ..steps.lanes import BenchSettings, Lane, ratios_of, time_lanes
-from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval, name_of
+from ..steps.lanes import BenchSettings, Lane, time_lanes
 from ..steps.sides import RequestPool, StepperSide, plain_side
 from .ways import WAYS
 
@@ -209,12 +211,12 @@ class ParallelBench:
         differences = self._differences(combination)
         found = {name: self._figures(lane, lanes) | differences.get(name, {}) for name, lane in lanes.items()}
         size = next(size for size, count in combination.by_resolution.items() if count)
-        return {**name_of(combination), "resolution": size, "sides": found, "repeats": self.settings.repeats}
+        return {**combination.columns, "resolution": size, "sides": found, "repeats": self.settings.repeats}
 
     def _figures(self, lane: Lane, lanes: Mapping[str, Lane]) -> dict[str, Any]:
         """Return the figures of one side. Ratios are the times of one rank, the whole machine and sync to its time."""
         ratios = {
-            name: ratios_of(lanes[other].samples_ms, lane.samples_ms)
+            name: Estimate.of_median(ratios_of(lanes[other].samples_ms, lane.samples_ms))
             for name, other in (("speedup", _ONE), ("over_machine", _MACHINE), ("over_sync", "sync"))
             if other in lanes
         }
@@ -222,9 +224,8 @@ class ParallelBench:
         assert isinstance(side, MeasuredSide)
         return {
             "ms": lane.median_ms,
-            **{name: statistics.median(values) for name, values in ratios.items()},
+            **row_of(ratios),
             "waited_ms": statistics.median(side.waited_ms) if side.waited_ms else None,
-            "intervals": {name: median_interval(values) for name, values in ratios.items()},
         }
 
     def _differences(self, combination: Combination) -> dict[str, dict[str, float]]:
@@ -265,46 +266,40 @@ def _process_end(served: ServedModel) -> ProcessEnd | None:
     return end if isinstance(end, ProcessEnd) else None
 
 
-def run_parallel_bench(
+@contextmanager
+def parallel_experiment(
     model: ServedModel,
     options: ParallelOptions,
     ways: Sequence[str],
     combinations: Sequence[Combination],
-    workspace: ModelWorkspace,
     settings: BenchSettings,
-    *,
-    on_start: Callable[[Combination], None] | None = None,
-    on_row: Callable[[], None] | None = None,
-) -> BenchOutcome:
-    """Measure every combination. Writes the rows to the run's folder after each of them.
+) -> Iterator[Experiment[Combination]]:
+    """Yield the experiment whose cells are combinations; its ranks end with the context.
 
     Raises:
-        UsageError, RunError: as `ParallelBench`, and if a resolution does not fit; nothing has run then.
-        KeyboardInterrupt: on Ctrl-C before the first row is finished; later, the outcome records the interruption.
-        OSError: if results cannot be written.
+        UsageError, RunError: as `ParallelBench`, and if a resolution does not fit.
     """
     with closing(ParallelBench(model, options, ways, settings)) as bench:
         for resolution in combinations[0].resolutions:
             bench.check(resolution)
-        run_dir = workspace.new_run(RUN_KIND)
-        head = run_facts(model).to_json() | {
+        facts = run_facts(model).to_json() | {
             "kind": RUN_KIND,
             "parallel": options.ranks,
             "gn": options.norms.mode,
             "text": options.text,
             "warmup": settings.warmup,
             "seed": settings.seed,
-            "run_dir": str(run_dir),
         }
-        result = measure_rows(
+        yield Experiment(
+            RUN_KIND,
+            "parallel",
             combinations,
             bench.measure,
-            run_dir / "parallel.json",
-            lambda rows: head,
-            on_start=on_start,
-            on_row=on_row,
+            facts,
+            lambda result: [parallel_table(result)],
+            label=attrgetter("label"),
+            unit="resolutions",
         )
-    return BenchOutcome(result, run_dir)
 
 
 def parallel_table(result: Mapping[str, Any]) -> Table:

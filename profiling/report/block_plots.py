@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ...data.parsing import parse
 from ...data.tables.block_facts import BlockFacts
 from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import read_batches, read_facts
@@ -29,7 +30,7 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
     Raises:
         UsageError: the table is damaged.
     """
-    facts = BlockFacts.from_json(read_facts(table, BLOCKS), source=str(table))
+    facts = parse(BlockFacts, read_facts(table, BLOCKS), str(table))
     below: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
     num_rows = 0

@@ -47,6 +47,9 @@ def run_tables(summary: Mapping[str, Any]) -> list[Table]:
         rows.append(("patch cache", config["cache"]))
     if (cache := summary.get("cache")) is not None:
         rows.append(("  computation saved", share(cache["saved_computation"])))
+    if (graphs := summary.get("graphs")) is not None:
+        rows.append((f"recordings ({graphs['mode']})", f"{graphs['recordings']} of {graphs['keys']} kinds of passes"))
+        rows.append(("  steps replayed", share(graphs["replay_rate"])))
     served_by = " with ".join(config[name] for name in ("system", "policy") if config.get(name))
     whole = Table(f"{summary['model']}, {served_by}", ("figure", "value"), rows)
     return [whole, resolution_table(summary["per_resolution"])]

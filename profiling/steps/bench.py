@@ -12,24 +12,28 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ...data.files import write_bytes
 from ...data.resolution import Resolution
+from ...data.statistics import Estimate, ratios_of
 from ...data.workspace import ModelWorkspace
 from ...serving.core.captured import CudaRecorder
 from ...serving.models.build import check_graphs
 from ...serving.models.served import ServedModel
 from ...serving.plain.formats import Format
 from ...serving.runs.machine import run_facts
+from ..experiment.experiment import Experiment, Result
+from ..experiment.rows import Row, row_of
+from ..report.table import Table
+from ..report.tables import step_tables
 from .combinations import Combination, letters_of
-from .lanes import BenchSettings, Lane, operations_of, ratios_of, time_lanes
+from .lanes import BenchSettings, Lane, operations_of, time_lanes
 from .matrix_peak import matrix_peak
 from .plots import plot_steps
-from .rows import BenchOutcome, Row, measure_rows, median_interval, name_of
 from .sides import (
     EAGER,
     Effort,
@@ -130,7 +134,7 @@ class StepBench:
         best = {side: fastest(lanes, side) for side in get_args(SideName)}
         plain = min((best["one_by_one"], best["same_resolution"]), key=lambda each: lanes[each].median_ms)
         patched = best["patched"]
-        ratios = ratios_of(lanes[plain].samples_ms, lanes[patched].samples_ms)
+        ratio = Estimate.of_median(ratios_of(lanes[plain].samples_ms, lanes[patched].samples_ms))
         peak = matrix_peak(self.model.device, self.model.dtype)
         shares = {
             side: operations_of(lanes[best[side]].side) / (lanes[best[side]].median_ms / 1e3) / peak
@@ -138,7 +142,7 @@ class StepBench:
         }
         low, high = np.percentile(lanes[patched].samples_ms, [10, 90])
         return {
-            **name_of(combination),
+            **combination.columns,
             **{f"{side}_ms": lanes[each].median_ms for side, each in best.items()},
             **{f"{side}_effort": each.effort.name for side, each in best.items()},
             "same_resolution_format": best["same_resolution"].format,
@@ -147,12 +151,11 @@ class StepBench:
             "patched_samples_ms": lanes[patched].samples_ms,
             "patched_repack_ms": statistics.median(lanes[patched].first_ms),
             "baseline": plain.side,
-            "ratio": statistics.median(ratios),
+            **row_of({"ratio": ratio}),
             "patched_is_plain": self._is_plain(combination, patched.effort),
             **{f"{side}_share_of_peak": share for side, share in shares.items()},
             "times": [_times_of(each, lane) for each, lane in lanes.items()],
             "left_out": {each.name: failure for each, failure in failures.items() if failure is not None},
-            "intervals": {"ratio": median_interval(ratios)},
             "repeats": self.settings.repeats,
         }
 
@@ -193,7 +196,7 @@ def _times_of(contender: Contender, lane: Lane) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class BenchKind:
-    """A kind of benchmark: the measurement of a combination, the summary of all rows, and a PNG plot of the result.
+    """A kind of benchmark: the measurement of a combination, the summary of all rows, and the result's plot and tables.
 
     `name` is the stem of the `.json` and `.png` files.
     """
@@ -201,10 +204,11 @@ class BenchKind:
     name: str
     measure: Callable[[StepBench, Combination], Row]
     summarize: Callable[[Sequence[Row]], dict[str, Any]]
-    plot: Callable[[dict[str, Any]], bytes]
+    plot: Callable[[Result], bytes]
+    tables: Callable[[Result], list[Table]]
 
 
-def run_bench(
+def step_experiment(
     kind: BenchKind,
     model: ServedModel,
     combinations: Sequence[Combination],
@@ -212,53 +216,46 @@ def run_bench(
     settings: BenchSettings,
     *,
     efforts: Sequence[Effort] = (EAGER,),
-    on_start: Callable[[Combination], None] | None = None,
-    on_row: Callable[[], None] | None = None,
-) -> BenchOutcome:
-    """Measure every combination. Writes the rows to the run's folder after each of them, and a plot at the end.
+) -> Experiment[Combination]:
+    """Return the experiment whose cells are combinations. Its measurements raise RunError if a request fails.
 
     Args:
         kind: `STEPS` or `breakdown.BREAKDOWN`.
-        model: model on the eager patch engine; its strategies are measured first if the workspace has none.
+        model: model on the eager patch engine; its strategies are measured now if the workspace has none.
         combinations: at least one, all of the same resolutions.
         workspace: workspace of the model.
         settings: numbers of repeats and warm-up rounds, and the seed.
         efforts: efforts with which every side runs.
-        on_start, on_row: called before and after each combination.
 
     Raises:
-        UsageError: if the model or the engine's options do not fit a resolution; nothing has run then.
-        RunError: if a request fails.
-        KeyboardInterrupt: on Ctrl-C before the first row is finished; later, the outcome records the interruption.
-        OSError: if results cannot be written.
+        UsageError: if the model or the engine's options do not fit a resolution.
     """
     bench = StepBench(model, settings, efforts=efforts)
     resolutions = combinations[0].resolutions
     for resolution in resolutions:
         bench.pool.check(resolution)
     bench.tune(resolutions, workspace.tables)
-    run_dir = workspace.new_run(RUN_KIND)
-    patched = patched_stepper(model).model
-    head = run_facts(model).to_json() | {
-        "patch_size": patched.patch_size,
+    facts = run_facts(model).to_json() | {
+        "patch_size": patched_stepper(model).model.patch_size,
         "resolutions": list(map(str, resolutions)),
         "letters": {letter: str(resolution) for resolution, letter in letters_of(resolutions).items()},
         "matrix_peak_gflops": matrix_peak(model.device, model.dtype) / 1e9,
         "efforts": [effort.name for effort in efforts],
         "seed": settings.seed,
         "warmup": settings.warmup,
-        "run_dir": str(run_dir),
     }
-    result = measure_rows(
+    return Experiment(
+        RUN_KIND,
+        kind.name,
         combinations,
         partial(kind.measure, bench),
-        run_dir / f"{kind.name}.json",
-        lambda rows: head | kind.summarize(rows),
-        on_start=on_start,
-        on_row=on_row,
+        facts,
+        kind.tables,
+        {kind.name: kind.plot},
+        kind.summarize,
+        label=attrgetter("label"),
+        products="Results and plot",
     )
-    write_bytes(run_dir / f"{kind.name}.png", kind.plot(result))
-    return BenchOutcome(result, run_dir)
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
@@ -272,4 +269,4 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-STEPS = BenchKind("steps", StepBench.measure, summarize, plot_steps)
+STEPS = BenchKind("steps", StepBench.measure, summarize, plot_steps, step_tables)

@@ -18,12 +18,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...data.errors import RunError
 from ...serving.core.timing import synchronize
+from ..experiment.rows import Row
+from ..report.tables import breakdown_tables
 from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, HostSpan, Kernel, attribute
 from .bench import BenchKind, StepBench, fastest
 from .combinations import Combination
 from .lanes import Lane, time_lanes
 from .plots import plot_breakdown
-from .rows import Row, name_of
 from .sides import EAGER, patched_stepper
 
 # Parts of the class names of leaf modules, those of diffusers and those of the patch engine.
@@ -195,11 +196,13 @@ def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
         for name, lane in lanes.items()
     }
     return {
-        **name_of(combination),
+        **combination.columns,
         "same_resolution_format": best["same_resolution"].format,
         "sides": sides,
         "repeats": bench.settings.repeats,
     }
 
 
-BREAKDOWN = BenchKind("breakdown", measure_breakdown, lambda rows: {"categories": CATEGORIES}, plot_breakdown)
+BREAKDOWN = BenchKind(
+    "breakdown", measure_breakdown, lambda rows: {"categories": CATEGORIES}, plot_breakdown, breakdown_tables
+)

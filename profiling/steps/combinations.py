@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations as choose
 from itertools import cycle, pairwise, product
+from typing import Any
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution, format_batch
@@ -73,6 +74,16 @@ class Combination:
     def by_resolution(self) -> dict[str, int]:
         """Number of requests by resolution, including resolutions that have none."""
         return {str(resolution): count for resolution, count in zip(self.resolutions, self.counts, strict=True)}
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the combination, with which a row of a benchmark begins."""
+        return {
+            "combination": self.by_resolution,
+            "label": self.label,
+            "requests": self.num_requests,
+            "is_mixed": self.is_mixed,
+        }
 
     @property
     def label(self) -> str:

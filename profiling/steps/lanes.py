@@ -3,12 +3,13 @@
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
 
 from ...serving.core.timing import synchronize
+from ..experiment.turns import turns
 from .matrix_peak import count_operations
 from .sides import StepSide
 
@@ -70,15 +71,6 @@ class Lane:
         return (time.perf_counter() - start) / num_steps * 1e3
 
 
-def ratios_of(base_ms: Sequence[float], patched_ms: Sequence[float]) -> list[float]:
-    """Return the ratio of the base time to the patched time of every repeat.
-
-    Whatever slows the machine down affects both sides of a repeat alike, so that the ratios are nearly independent; the
-    times are not.
-    """
-    return [own / ours for own, ours in zip(base_ms, patched_ms, strict=True)]
-
-
 def operations_of(side: StepSide) -> int:
     """Return the number of operations of one step of a batch that stays the same."""
     side.begin()
@@ -91,12 +83,7 @@ def operations_of(side: StepSide) -> int:
     return count_operations(side.step)
 
 
-def time_lanes(lanes: Iterable[Lane], settings: BenchSettings) -> None:
+def time_lanes(lanes: Collection[Lane], settings: BenchSettings) -> None:
     """Warm up all lanes, then measure them in turn."""
-    lanes = list(lanes)
-    for _ in range(settings.warmup):
-        for lane in lanes:
-            lane.warm_up()
-    for _ in range(settings.repeats):
-        for lane in lanes:
-            lane.measure()
+    for number, lane in turns(list(lanes), settings.repeats, num_warmups=settings.warmup):
+        lane.warm_up() if number < 0 else lane.measure()

@@ -1,5 +1,6 @@
 """Plots of the benchmarks of single steps, in the style of `profiling.report`; every function returns a PNG."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...data.run_facts import describe
@@ -12,7 +13,7 @@ _BASELINES = {"same_resolution": "against same-resolution batches", "one_by_one"
 _RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32)
 
 
-def plot_steps(result: dict[str, Any]) -> bytes:
+def plot_steps(result: Mapping[str, Any]) -> bytes:
     """Plot the speed of the best patched step relative to the best baseline, one line for every combination."""
     rows = result["rows"]
     labels = [row["label"] for row in rows]
@@ -51,7 +52,7 @@ def plot_steps(result: dict[str, Any]) -> bytes:
     return to_png(figure)
 
 
-def plot_breakdown(result: dict[str, Any]) -> bytes:
+def plot_breakdown(result: Mapping[str, Any]) -> bytes:
     """Plot the time of a step by category, two bars for every combination."""
     bars = [
         (f"{row['label']}  {'patched' if side == 'patched' else 'same resolution'}", row["sides"][side])
@@ -85,6 +86,6 @@ def _width_in(names: list[str]) -> float:
     return _WIDTH_IN + 0.08 * max(0, max(map(len, names)) - 22)
 
 
-def _circumstances(result: dict[str, Any]) -> str:
+def _circumstances(result: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{letter} {size}" for letter, size in result["letters"].items())
     return "; ".join(filter(None, [describe(result), sizes]))

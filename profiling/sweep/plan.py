@@ -14,7 +14,7 @@ from ...serving.runs.step_latencies import table_for_simulation
 from ...serving.scheduling.policies import get_policy
 from ...training.cache.schedule import CacheSchedule
 from ...training.latency.predictor import PREDICTOR_FILE
-from .runner import SweepOutcome, SweepSide, WarmUp, examples_of, sweep
+from .runner import Sweep, SweepSide, WarmUp, examples_of
 from .settings import RUN_KIND, SweepSettings, check_resumed
 from .simulator_side import SimulatorFiles, SimulatorSide
 
@@ -56,7 +56,7 @@ class SweepPlan:
 
     def on_simulator(
         self, defaults: ModelDefaults, schedule: CacheSchedule | None, *, on_note: Notify, on_warning: Notify
-    ) -> "ReadySweep":
+    ) -> Sweep:
         """Return the sweep in the simulator.
 
         Args:
@@ -73,7 +73,7 @@ class SweepPlan:
             files = replace(files, latency=table_for_simulation(self.workspace, self.model, sizes, on_note=on_note))
         engines = files.engines(self.settings.max_batch_size, on_warning)
         side = SimulatorSide(self.settings, engines, self.model, files.sources(), schedule)
-        return ReadySweep(self, defaults, side, self.workspace.for_model(self.model, "simulated"))
+        return self._sweep(defaults, side, self.workspace.for_model(self.model, "simulated"))
 
     def on_engine(
         self,
@@ -82,7 +82,7 @@ class SweepPlan:
         *,
         on_note: Notify,
         on_warning: Notify,
-    ) -> "ReadySweep":
+    ) -> Sweep:
         """Return the sweep on the engine, and in the simulator beside it if the settings ask for both.
 
         Args:
@@ -112,26 +112,7 @@ class SweepPlan:
             warm_up=self.warm_up,
             on_note=on_note,
         )
-        return ReadySweep(self, defaults, side, place)
+        return self._sweep(defaults, side, place)
 
-
-@dataclass(frozen=True, slots=True)
-class ReadySweep:
-    """A plan, the model's defaults, the side that serves it, and the part of the workspace that receives its folder."""
-
-    plan: SweepPlan
-    defaults: ModelDefaults
-    side: SweepSide
-    place: ModelWorkspace
-
-    def run(self, *, on_run: Notify, on_done: Callable[[], None]) -> SweepOutcome:
-        """Serve the sweep, or what is left of it. Raises as `sweep`, which takes the same functions."""
-        plan = self.plan
-        return sweep(
-            plan.settings,
-            self.side,
-            self.defaults,
-            lambda: plan.resume or self.place.new_run(RUN_KIND),
-            on_run=on_run,
-            on_done=on_done,
-        )
+    def _sweep(self, defaults: ModelDefaults, side: SweepSide, place: ModelWorkspace) -> Sweep:
+        return Sweep(self.settings, side, defaults, lambda: self.resume or place.new_run(RUN_KIND))

@@ -12,6 +12,7 @@ from ...data.requests import Request
 from ...data.traces.traces import assign_slos
 from ...serving.models.defaults import ModelDefaults
 from ...serving.scheduling.systems import System, get_system
+from ..experiment.experiment import Outcome
 from .figures import EngineKind
 from .settings import SWEEP_FILE, SweepFolder, SweepRunResult, SweepSettings, read_head
 
@@ -42,8 +43,8 @@ Serve = Callable[[System, Sequence[Request], Standalone], SweepRunResult]
 
 
 class SweepSide(Protocol):
-    """Side that serves the runs of a sweep. `sweep` calls `check`, `head` and `begin` at most once each, in this order,
-    the first two with a request of every resolution.
+    """Side that serves the runs of a sweep. `Sweep.run` calls `check`, `head` and `begin` at most once each, in this
+    order, the first two with a request of every resolution.
     """
 
     @property
@@ -67,59 +68,89 @@ class SweepSide(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SweepOutcome:
-    """Outcome of a sweep: the result as in `result.json`, the page, the folder, and whether Ctrl-C ended it."""
+class Sweep:
+    """A sweep that is ready to run.
 
-    result: dict[str, Any]
-    report: Path
-    run_dir: Path
-    was_interrupted: bool
-
-
-def sweep(
-    settings: SweepSettings,
-    side: SweepSide,
-    defaults: ModelDefaults,
-    open_folder: Callable[[], Path],
-    *,
-    on_run: Callable[[str], None] = lambda text: None,
-    on_done: Callable[[], None] = lambda: None,
-) -> SweepOutcome:
-    """Serve the runs that the folder does not have yet, and write the results of all runs.
-
-    Args:
+    Attributes:
         settings, side, defaults: settings of the sweep, the side that serves, and the model's defaults.
         open_folder: returns an empty folder, or that of the sweep to continue; called after all checks.
-        on_run, on_done: as in `run_sweep`.
-
-    Raises:
-        UsageError: the model or the latencies do not suit a request, or the folder is of another sweep.
-        RunError: a measurement fails, or no run was finished.
-        KeyboardInterrupt: on Ctrl-C before the first run was finished; later, the outcome records the interruption.
-        OSError: results cannot be written.
     """
-    from .report import sweep_result, write_sweep
 
-    examples = examples_of(settings, defaults, side.extra_requests)
-    side.check(examples)
-    path = open_folder()
-    known_s = read_head(path)["standalone_s"] if (path / SWEEP_FILE).exists() else {}
-    folder = SweepFolder(path, side.head(examples, known_s))
-    standalone = folder.head["standalone_s"]
+    settings: SweepSettings
+    side: SweepSide
+    defaults: ModelDefaults
+    open_folder: Callable[[], Path]
 
-    def standalone_s(request: Request) -> float:
-        return standalone[str(request.resolution)]
+    def run(
+        self, *, on_run: Callable[[str], None] = lambda text: None, on_done: Callable[[], None] = lambda: None
+    ) -> Outcome:
+        """Serve the runs that the folder does not have yet, and write the results of all runs.
 
-    is_finished = folder.num_finished(settings) == settings.num_runs
-    runners = {} if is_finished else side.begin(folder, standalone_s)
-    was_interrupted = run_sweep(settings, runners, folder, standalone_s, defaults, on_run=on_run, on_done=on_done)
-    runs = folder.finished(settings)
-    if not runs:
-        if was_interrupted:
-            raise KeyboardInterrupt
-        raise RunError("no run of the sweep was finished")
-    result = sweep_result(settings, folder.head, runs, path, was_interrupted=was_interrupted)
-    return SweepOutcome(result, write_sweep(result, path), path, was_interrupted)
+        Args:
+            on_run: called with a description of each run before it.
+            on_done: called after each run, and for each run that was already finished.
+
+        Raises:
+            UsageError: the model or the latencies do not suit a request, or the folder is of another sweep.
+            RunError: a measurement fails, or no run was finished.
+            KeyboardInterrupt: on Ctrl-C before the first run was finished; later, the outcome records the interruption.
+            OSError: results cannot be written.
+        """
+        from .report import sweep_result, tables_of, write_sweep
+
+        settings, side, defaults = self.settings, self.side, self.defaults
+        examples = examples_of(settings, defaults, side.extra_requests)
+        side.check(examples)
+        path = self.open_folder()
+        known_s = read_head(path)["standalone_s"] if (path / SWEEP_FILE).exists() else {}
+        folder = SweepFolder(path, side.head(examples, known_s))
+        standalone = folder.head["standalone_s"]
+
+        def standalone_s(request: Request) -> float:
+            return standalone[str(request.resolution)]
+
+        is_finished = folder.num_finished(settings) == settings.num_runs
+        runners = {} if is_finished else side.begin(folder, standalone_s)
+        was_interrupted = False
+        try:
+            self._serve(folder, runners, standalone_s, on_run, on_done)
+        except KeyboardInterrupt:
+            was_interrupted = True
+        runs = folder.finished(settings)
+        if not runs:
+            if was_interrupted:
+                raise KeyboardInterrupt
+            raise RunError("no run of the sweep was finished")
+        result = sweep_result(settings, folder.head, runs, path, was_interrupted=was_interrupted)
+        hint = f"The same command with --resume {path} continues from here."
+        return Outcome(result, write_sweep(result, path), tables_of, "Report", hint)
+
+    def _serve(
+        self,
+        folder: SweepFolder,
+        runners: Mapping[EngineKind, Serve],
+        standalone_s: Standalone,
+        on_run: Callable[[str], None],
+        on_done: Callable[[], None],
+    ) -> None:
+        """Serve all unfinished runs, those of one engine before those of the next, and keep each as it ends. Raises
+        KeyboardInterrupt on Ctrl-C, whose run is not kept.
+        """
+        settings = self.settings
+        for engine, (rate, seed, names) in itertools.product(settings.engines, list(settings.order())):
+            requests: list[Request] | None = None
+            for name in names:
+                if not folder.has(engine, name, rate, seed):
+                    if requests is None:
+                        drawn = settings.requests(rate, seed, self.defaults)
+                        requests = assign_slos(drawn, standalone_s, settings.slo_scale)
+                    on_run(f"{name} at {rate:g}/s, seed {seed}")
+                    system = get_system(name, is_simulated=engine == "simulator")
+                    served = runners[engine](system, requests, standalone_s)
+                    if served.was_interrupted:
+                        raise KeyboardInterrupt
+                    folder.save(engine, name, rate, seed, served)
+                on_done()
 
 
 def examples_of(
@@ -134,49 +165,3 @@ def examples_of(
         for request in trace:
             found.setdefault(request.resolution, request)
     return [found[size] for size in sorted(found, key=lambda size: (size.pixels, size))]
-
-
-def run_sweep(
-    settings: SweepSettings,
-    runners: Mapping[EngineKind, Serve],
-    folder: SweepFolder,
-    standalone_s: Standalone,
-    defaults: ModelDefaults,
-    *,
-    on_run: Callable[[str], None] = lambda text: None,
-    on_done: Callable[[], None] = lambda: None,
-) -> bool:
-    """Serve all unfinished runs, those of one engine before those of the next, and keep each as it ends.
-
-    Args:
-        settings, defaults: settings of the sweep, and the model's defaults.
-        runners: function that serves the runs of each engine; may be empty if all runs are finished.
-        folder: folder that keeps the runs.
-        standalone_s: returns the standalone latency of a request, of which SLOs are multiples.
-        on_run: called with a description of each run before it.
-        on_done: called after each run, and for each run that was already finished.
-
-    Returns:
-        Whether Ctrl-C ended the sweep; the interrupted run is not kept.
-
-    Raises:
-        UsageError: a trace cannot be drawn or served.
-    """
-    try:
-        for engine, (rate, seed, names) in itertools.product(settings.engines, list(settings.order())):
-            requests: list[Request] | None = None
-            for name in names:
-                if not folder.has(engine, name, rate, seed):
-                    if requests is None:
-                        drawn = settings.requests(rate, seed, defaults)
-                        requests = assign_slos(drawn, standalone_s, settings.slo_scale)
-                    on_run(f"{name} at {rate:g}/s, seed {seed}")
-                    system = get_system(name, is_simulated=engine == "simulator")
-                    served = runners[engine](system, requests, standalone_s)
-                    if served.was_interrupted:
-                        return True
-                    folder.save(engine, name, rate, seed, served)
-                on_done()
-    except KeyboardInterrupt:
-        return True
-    return False

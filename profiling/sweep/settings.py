@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ...data.errors import UsageError
 from ...data.files import named_by_content, write_json
+from ...data.records import read_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.tables.schemas import RECORDS, STEPS, about_of, read_rows, read_table, write_table
@@ -30,6 +31,7 @@ from ...serving.runs.simulated.calibration import ServedRun
 from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
 from ...serving.scheduling.systems import COMPARED_SYSTEMS, System, get_system
 from ...serving.simulator.distrifusion import PUBLISHED
+from ..experiment.turns import rotated
 from .figures import EngineKind, FinishedRun
 
 SweepEngine = Literal["real", "simulator", "both"]
@@ -113,12 +115,8 @@ class SweepSettings:
 
     def order(self) -> Iterator[tuple[float, int, tuple[str, ...]]]:
         """Yield rate, seed and the systems in the order in which they run; all rates of a seed come before the next."""
-        cell = 0
-        for seed in self.seeds:
-            for rate in self.rates:
-                first = cell % len(self.systems)
-                yield rate, seed, (*self.systems[first:], *self.systems[:first])
-                cell += 1
+        for cell, (seed, rate) in enumerate(product(self.seeds, self.rates)):
+            yield rate, seed, rotated(self.systems, cell)
 
     def runs(self) -> Iterator[tuple[EngineKind, str, float, int]]:
         """Return an iterator over engine, system, rate and seed of all runs, in the order of the figures."""
@@ -291,11 +289,8 @@ def read_head(path: Path) -> dict[str, Any]:
     file = path / SWEEP_FILE
     if not file.is_file():
         raise UsageError(f"{path} is not a folder of psctl bench slo: it has no {SWEEP_FILE}")
-    try:
-        head = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{file} is damaged: {error}") from error
-    if not isinstance(head, dict) or head.get("version") != _VERSION:
+    head = read_json(file, "a sweep")
+    if head.get("version") != _VERSION:
         raise UsageError(f"{file} is not version {_VERSION} of a sweep")
     return head
 

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...data.run_facts import describe
 from ...serving.cache.options import CacheOptions
 from ...serving.options import EngineOptions
 from ..flags import flag
@@ -15,9 +14,6 @@ from ..options.common import OutputFile, Resolutions, Seed, numbers_of
 from ..options.groups import CACHE, ENGINE
 from ..options.target import Target
 from ..output import Output
-
-if TYPE_CHECKING:
-    from ...profiling.report.table import Table
 
 
 def bench_cache(
@@ -115,12 +111,11 @@ def bench_cache(
         )
     require_places(target.workspace, file=output_file)
     served, place = target.load(out, engine)
-    from ...eval.cache.bench import CacheBenchSettings, run_cache_bench
+    from ...eval.cache.bench import CacheBenchSettings, cache_experiment
     from ...eval.cache.quality import QualityOptions
     from ...eval.cache.sides import CacheSetting, settings_of
     from ...eval.metrics.clip import DEFAULT_CLIP
     from ...eval.metrics.judges import Judges
-    from ...profiling.report.table import to_rich
 
     settings = CacheBenchSettings(rounds, num_inference_steps, arrivals, seed)
     quality = QualityOptions(clip != "none", with_lpips, fid, num_real, seed)
@@ -159,48 +154,5 @@ def bench_cache(
             advance.show(label)
             advance()
 
-        outcome = run_cache_bench(served, batches, cached, place, settings, quality, judges, on_batch=on_batch)
-    out.data(
-        outcome.result,
-        table=lambda: to_rich(_table(outcome.result, row) for row in outcome.result["rows"]),
-        file=output_file,
-    )
-    out.note(f"Results, plots and images: {outcome.run_dir}")
-    if outcome.was_interrupted:
-        raise KeyboardInterrupt
-
-
-def _table(result: dict[str, Any], row: dict[str, Any]) -> "Table":
-    from ...profiling.report.table import Table
-
-    qualities = {"SSIM": ("ssim", 3), "PSNR": ("psnr_db", 1), "LPIPS": ("lpips", 3), "CLIP": ("clip", 1)}
-    qualities["FID"] = ("fid", 1)
-    shown = {name: each for name, each in qualities.items() if any(each[0] in side for side in row["sides"])}
-
-    def quality(side: dict[str, Any], key: str, digits: int) -> str:
-        value = side.get(key)
-        if value is None:
-            return "-"
-        change = f" ({side['clip_change']['mean']:+.2f})" if key == "clip" else ""
-        return f"{value:.{digits}f}{change}"
-
-    return Table(
-        f"{row['label']}, {result['settings']['num_inference_steps']} steps: {describe(result)}",
-        ["cache", "per image", "speed-up", "saved", "efficiency", "overhead", *shown],
-        [
-            [
-                side["label"],
-                f"{side['image_ms']:.0f} ms",
-                f"{side['speedup']:.2f}x",
-                *(_share(side.get(key)) for key in ("saved_computation", "efficiency", "cache_overhead_of_off")),
-                *(quality(side, *each) for each in shown.values()),
-            ]
-            for side in row["sides"]
-        ],
-        note="efficiency: time saved over computation saved; overhead: of a step without cache; quality against the "
-        "same engine without cache",
-    )
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+        done = cache_experiment(served, batches, cached, place, settings, quality, judges, on_batch=on_batch).run(place)
+    out.outcome(done, output_file)

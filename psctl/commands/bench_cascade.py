@@ -73,7 +73,6 @@ def bench_cascade(
         from ...eval.cascade.bench import (
             OURS,
             CascadeBenchSettings,
-            bench_table,
             run_cascade_bench,
             write_cascade_bench,
         )
@@ -95,8 +94,5 @@ def bench_cascade(
             deployment, images.bank, features, replace(trace, seed=seed), images.defaults, settings, start_phase=start
         )
     result |= {"cascade": cascade, "profile": str(images.profile_file), "bank": str(images.bank_folder)}
-    run_dir = images.place(target).new_run("cascade")
-    result["run_dir"] = str(run_dir)
-    report = write_cascade_bench(result, run_dir)
-    out.data(result, table=lambda: bench_table(result).to_rich(), file=output_file)
-    out.note(f"Results: {report}")
+    result["run_dir"] = str(images.place(target).new_run("cascade"))
+    out.outcome(write_cascade_bench(result), output_file)

@@ -57,7 +57,7 @@ def bench_edit(
     require_places(target.workspace, file=output_file)
 
     served, place = target.load(out, EngineOptions())
-    from ...profiling.measure.edit_throughput import EditBenchSettings, edit_table, run_edit_bench
+    from ...profiling.measure.edit_throughput import EditBenchSettings, edit_experiment
 
     settings = EditBenchSettings(
         sizes,
@@ -71,16 +71,5 @@ def bench_edit(
         cache_threshold,
         seed,
     )
-    with out.phases() as start:
-        advance = start("mask ratios", len(ratios))
-        outcome = run_edit_bench(
-            served,
-            settings,
-            place,
-            on_start=lambda ratio: advance.show(f"{ratio:.0%}"),
-            on_row=advance,
-        )
-    out.data(outcome.result, table=lambda: edit_table(outcome.result).to_rich(), file=output_file)
-    out.note(f"Results: {outcome.run_dir}")
-    if outcome.was_interrupted:
-        raise KeyboardInterrupt
+    with edit_experiment(served, settings, place) as experiment:
+        out.experiment(experiment, place, output_file)

@@ -55,23 +55,9 @@ def bench_parallel(
     require_places(target.workspace, file=output_file)
 
     served, place = target.load(out, EngineOptions("plain"))
-    from ...profiling.parallel.bench import parallel_table, run_parallel_bench
+    from ...profiling.parallel.bench import parallel_experiment
     from ...profiling.steps.lanes import BenchSettings
 
     chosen = [Combination(sizes, tuple(batch_size * (each == size) for each in sizes)) for size in sizes]
-    with out.phases() as start:
-        advance = start("resolutions", len(chosen))
-        outcome = run_parallel_bench(
-            served,
-            options,
-            names,
-            chosen,
-            place,
-            BenchSettings(repeats, warmup, seed),
-            on_start=lambda combination: advance.show(combination.label),
-            on_row=advance,
-        )
-    out.data(outcome.result, table=lambda: parallel_table(outcome.result).to_rich(), file=output_file)
-    out.note(f"Results: {outcome.run_dir}")
-    if outcome.was_interrupted:
-        raise KeyboardInterrupt
+    with parallel_experiment(served, options, names, chosen, BenchSettings(repeats, warmup, seed)) as experiment:
+        out.experiment(experiment, place, output_file)

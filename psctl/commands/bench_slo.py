@@ -21,7 +21,6 @@ from ..output import Output
 
 if TYPE_CHECKING:
     from ...data.workspace import ModelWorkspace
-    from ...profiling.sweep.plan import ReadySweep
     from ...serving.models.served import ServedModel
 
 _NAMES = ", ".join(name for name, system in SYSTEMS.items() if system.engine != "parallel")
@@ -154,30 +153,17 @@ def bench_slo(
     require_places(target.workspace, file=output_file)
     if on == "simulator":
         schedule = target.schedule() if any(each.cache == "schedule" for each in settings.presets) else None
-        ready = plan.on_simulator(defaults, schedule, on_note=out.note, on_warning=out.warn)
+        sweep = plan.on_simulator(defaults, schedule, on_note=out.note, on_warning=out.warn)
     else:
 
         def load() -> "tuple[ServedModel, ModelWorkspace]":
             return target.load(out, with_cache_of(list(settings.presets), patched, given_flags(context), target, out))
 
-        ready = plan.on_engine(defaults, load, on_note=out.note, on_warning=out.warn)
-    _run(ready, output_file, out)
-
-
-def _run(ready: "ReadySweep", output_file: Path | None, out: Output) -> None:
-    """Serve the sweep and print its figures."""
-    from ...profiling.report.table import to_rich
-    from ...profiling.sweep.report import tables_of
-
-    num_runs = ready.plan.settings.num_runs
+        sweep = plan.on_engine(defaults, load, on_note=out.note, on_warning=out.warn)
     with out.phases() as start:
-        runs = cache(lambda: start("runs", num_runs))
-        outcome = ready.run(on_run=lambda text: runs().show(text), on_done=lambda: runs()())
-    out.data(outcome.result, table=lambda: to_rich(tables_of(outcome.result)), file=output_file)
-    out.note(f"Report: {outcome.report}")
-    if outcome.was_interrupted:
-        out.note(f"The same command with --resume {outcome.run_dir} continues from here.")
-        raise KeyboardInterrupt
+        runs = cache(lambda: start("runs", settings.num_runs))
+        outcome = sweep.run(on_run=lambda text: runs().show(text), on_done=lambda: runs()())
+    out.outcome(outcome, output_file)
 
 
 def _check_side(context: typer.Context, on: str) -> None:

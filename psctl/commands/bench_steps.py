@@ -6,6 +6,7 @@ from typing import Annotated
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
+from ...serving.conflicts import refuse_conflicts
 from ..flags import flag
 from ..options.common import OutputFile, Resolutions, Seed
 from ..options.groups import PatchFlags
@@ -62,8 +63,8 @@ def bench_steps(
         random_combinations,
     )
 
-    if breakdown and (patched.compile or patched.cuda_graphs):
-        raise UsageError("--breakdown times single modules, which run as one with --compile and --cuda-graphs")
+    if breakdown:
+        refuse_conflicts(patched.features | {"--breakdown": "--breakdown"})
     sizes = target.defaults().resolutions if resolutions is None else parse_list(resolutions)
     if combinations is not None and random is not None:
         raise UsageError("--combinations and --random both say what to measure; give one of them")
@@ -76,29 +77,12 @@ def bench_steps(
     require_places(target.workspace, file=output_file)
 
     served, place = target.load(out, replace(patched, compile=False, cuda_graphs=False))
-    from ...profiling.report.table import to_rich
-    from ...profiling.report.tables import breakdown_tables, step_tables
-    from ...profiling.steps.bench import STEPS, run_bench
+    from ...profiling.steps.bench import STEPS, step_experiment
     from ...profiling.steps.breakdown import BREAKDOWN
     from ...profiling.steps.lanes import BenchSettings
     from ...profiling.steps.sides import EAGER, efforts_of
 
     is_recorded = patched.cuda_graphs or served.device.type == "cuda"
     efforts = (EAGER,) if breakdown else efforts_of(compiled=patched.compile, recorded=is_recorded)
-    with out.phases() as start:
-        advance = start("combinations", len(chosen))
-        outcome = run_bench(
-            BREAKDOWN if breakdown else STEPS,
-            served,
-            chosen,
-            place,
-            BenchSettings(repeats, warmup, seed),
-            efforts=efforts,
-            on_start=lambda combination: advance.show(combination.label),
-            on_row=advance,
-        )
-    tables = breakdown_tables if breakdown else step_tables
-    out.data(outcome.result, table=lambda: to_rich(tables(outcome.result)), file=output_file)
-    out.note(f"Results and plot: {outcome.run_dir}")
-    if outcome.was_interrupted:
-        raise KeyboardInterrupt
+    kind, settings = BREAKDOWN if breakdown else STEPS, BenchSettings(repeats, warmup, seed)
+    out.experiment(step_experiment(kind, served, chosen, place, settings, efforts=efforts), place, output_file)

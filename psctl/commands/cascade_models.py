@@ -25,7 +25,7 @@ class LoadedCascade:
 
 def plans_of(specs: dict[Leg, LegSpec], options: EvalOptions, target: Target) -> dict[Leg, EvalPlan]:
     """Return the drawing plans of both models: the same prompts in sizes of the heavy one, each with its own steps."""
-    defaults = {leg: replace(target, model=spec.model).defaults() for leg, spec in specs.items()}
+    defaults = {leg: replace(target, base=spec.model).defaults() for leg, spec in specs.items()}
     heavy = plan_eval(options, defaults["heavy"], target.root.root)
     return {
         leg: replace(
@@ -46,7 +46,7 @@ def load_both(specs: dict[Leg, LegSpec], target: Target, out: Output) -> "Loaded
             for each in (found.models, found.places, found.load_s):
                 each[leg] = each["light"]  # type: ignore[index]  of each mapping its own
             continue
-        found.models[leg], found.places[leg] = replace(target, model=specs[leg].model).load(out, ENGINE)
+        found.models[leg], found.places[leg] = replace(target, base=specs[leg].model).load(out, ENGINE)
         found.load_s[leg] = time.perf_counter() - start_s
     return found
 

@@ -10,6 +10,7 @@ from ...data.adapters import read_adapters
 from ...data.checks import require_prompt
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ...serving.conflicts import refuse_conflicts
 from ...serving.options import TemplateOptions, TemplateTiers
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
@@ -126,7 +127,7 @@ def edit(
     adapters = read_adapters(use_adapter)
     check_adapters_used(engine, [adapters])
     if reuse and adapters:
-        raise UsageError("--use-adapter: records that --reuse reads are of the model without adapters; leave one out")
+        refuse_conflicts({"--reuse": "--reuse", "--use-adapter": "--use-adapter"})
     geometry, defaults = model_geometry(target.model), target.defaults()
     require_seeds(seed, num_images, "images")
     spec = EditSpec(

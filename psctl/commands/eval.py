@@ -80,6 +80,7 @@ def _command(metric: str) -> Callable[..., None]:
             # Before anything is loaded.
             open_folders(drawing.metrics, generated, reference)
         with out.status("Loading ..."):
+            from ...eval.measurer import Measurer
             from ...eval.run import evaluate_folders, evaluate_model
             from ...serving.models.placement import resolve_device
 
@@ -89,17 +90,15 @@ def _command(metric: str) -> Callable[..., None]:
         if generated is not None:
             place = target.root.for_model(generated.resolve().name or "images", str(device))
             with out.phases() as start:
-                outcome = evaluate_folders(
-                    generated, reference, drawing, judges, place, shared_root=root, start_phase=start
-                )
+                measurer = Measurer.of(drawing, judges, root, start)
+                outcome = evaluate_folders(generated, reference, drawing, measurer, place)
         else:
             place = target.root.for_model(target.model, str(device))
             sizes = sorted({Resolution(item.width, item.height) for item in plan.items})
             drawer = _drawer(drawing, sizes, engine, replicas, target, out)
             with out.phases() as start:
-                outcome = evaluate_model(
-                    drawer, plan, drawing, judges, place, shared_root=root, images_dir=images, start_phase=start
-                )
+                measurer = Measurer.of(drawing, judges, root, start)
+                outcome = evaluate_model(drawer, plan, drawing, measurer, place, images_dir=images)
         results = outcome.results
         content = {name: value for name, value in results.to_json().items() if name != "per_image"}
         if output_file is not None:

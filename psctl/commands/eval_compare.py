@@ -8,7 +8,7 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places
-from ...eval.options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, plan_eval
+from ...eval.options import EvalOptions, plan_eval
 from ...serving.options import EngineOptions
 from ..flags import flag
 from ..options.common import OutputFile
@@ -65,6 +65,7 @@ def eval_compare(
     require_places(target.workspace, file=output_file)
     with out.status("Loading ..."):
         from ...eval.compare.run import COMPARE_METRICS, USUAL_METRICS, check_metrics, compare
+        from ...eval.measurer import Measurer
         from ...eval.result_files import COMPARE_FILE
         from ...serving.models.placement import resolve_device
 
@@ -79,18 +80,8 @@ def eval_compare(
         judges.check(wanted)
         first, second = _draw(out, replace(drawing, metrics=needed), (EngineOptions("plain"), patched), target)
     with out.phases() as start:
-        comparison = compare(
-            first,
-            second,
-            wanted,
-            judges,
-            reference=reference,
-            seed=drawing.seed,
-            max_bad=drawing.max_bad,
-            features_dir=root.root / FEATURES_DIR,
-            samples_dir=root.root / SAMPLES_DIR,
-            start_phase=start,
-        )
+        measurer = Measurer.of(drawing, judges, root.root, start)
+        comparison = compare(first, second, wanted, measurer, reference=reference)
     settings = comparison.second.settings
     place = root.for_model(str(settings.get("model", second.resolve().name)), str(settings.get("device", "cpu")))
     run_dir = place.new_run(_KIND)

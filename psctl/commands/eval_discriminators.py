@@ -67,9 +67,8 @@ def eval_discriminators(
     tested = tuple(numbers_of("--shares", shares))
     with out.status("Loading ..."):
         from ...eval.cascade.bank import bank_scores, load_features
-        from ...eval.cascade.score_page import score_tables, write_scores
+        from ...eval.cascade.score_page import write_scores
         from ...eval.cascade.scores import ScoreSettings, allocations, compare_scores, mean_latency_s
-        from ...profiling.report.table import to_rich
         from ...serving.models.placement import resolve_device
 
         settings = ScoreSettings(tested=tested, num_draws=num_draws, num_resamples=num_resamples, seed=seed)
@@ -91,11 +90,8 @@ def eval_discriminators(
             "rows": allocations(images.profile, best["curve"], gpus),
         },
     }
-    run_dir = images.place(target).new_run("discriminators")
-    result["run_dir"] = str(run_dir)
-    report = write_scores(result, run_dir)
-    out.data(result, table=lambda: to_rich(score_tables(result)), file=output_file)
-    out.note(f"Results: {report}")
+    result["run_dir"] = str(images.place(target).new_run("discriminators"))
+    out.outcome(write_scores(result), output_file)
 
 
 def _workspace_file(images: CascadeImages, cascade: str) -> Path:

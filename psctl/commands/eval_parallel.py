@@ -52,18 +52,18 @@ def eval_parallel(
         plan = plan_eval(drawing, target.defaults(), target.root.root)
 
     served, place = target.load(out, EngineOptions("plain"))
+    from ...eval.measurer import Measurer
     from ...eval.parallel.run import evaluate_parallel
 
     with out.phases() as start:
+        measurer = Measurer.of(drawing, judging.to_judges(served.device), target.root.root, start)
         found = evaluate_parallel(
             served,
             wanted,
             plan,
             drawing,
-            judging.to_judges(served.device),
+            measurer,
             place,
-            shared_root=target.root.root,
-            start_phase=start,
             on_failed=lambda reason: out.warn(f"image failed: {reason}"),
         )
     content = found.to_json()
@@ -89,15 +89,15 @@ def _tables(found: "ParallelQuality") -> "RenderableType":
     sets = Table("", ("set", "PSNR, dB", "SSIM", "LPIPS", "FID to the original", "FID to real images"), rows)
     claims = [
         (
-            each.claim.text,
-            each.claim.metric,
-            f"{each.worse:.4g}",
-            f"{each.better:.4g}",
+            claim.text,
+            claim.metric,
+            f"{each.first:.4g}",
+            f"{each.second:.4g}",
             f"{each.difference:+.4g}",
             interval_text(each.low, each.high),
-            "yes" if each.holds else "NO",
+            "yes" if claim.holds(each) else "NO",
         )
-        for each in found.verdicts
+        for claim, each in found.verdicts
     ]
     columns = ("claim", "metric", "first", "second", "difference", "95 % interval", "found")
     return to_rich([sets, Table("", columns, claims, num_words=2)])

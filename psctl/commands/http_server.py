@@ -20,7 +20,7 @@ SloOf = Callable[[Resolution], float | None]
 """Seconds that a request may take which names none, by resolution; None where `--slo` does not say."""
 
 if TYPE_CHECKING:
-    from ...serving.cluster.load_book import LoadBook
+    from ...serving.fleet.book import LoadBook
     from ...serving.options import EngineOptions, TemplateOptions
     from ...serving.runs.http.engine import EngineRecipe
     from ...serving.runs.http.server import HttpSettings, ServerParts

@@ -1,6 +1,6 @@
 """`psctl profile cascade`: times and images of both models of a cascade."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +79,7 @@ def profile_cascade(
     seed: Seed = 0,
     judging: JudgeFlags,
     output_file: OutputFile = None,
-    target: Annotated[Target, WHERE.without("model")],
+    target: Annotated[Target, WHERE.without("base")],
     out: Output,
 ) -> None:
     """Measure both models of a cascade: how long batches take, and what images they draw for the same prompts.
@@ -108,7 +108,7 @@ def profile_cascade(
         max_batch_size=max_batch_size,
     )
     require_places(target.workspace, file=output_file)
-    defaults = replace(target, model=specs["heavy"].model).defaults()
+    defaults = replace(target, base=specs["heavy"].model).defaults()
     sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
     plans = plans_of(specs, options, target) if num_prompts else None
     with out.status("Loading ..."):
@@ -155,19 +155,18 @@ def profile_cascade(
         "cascade": cascade,
         "profile": str(file),
         "discriminator": scorer.digest,
-        **{side: each.to_json() for side, each in known.items()},
+        **{side: asdict(each) for side, each in known.items()},
         "bank": None,
     }
     if plans is not None:
-        from ...eval.cascade.bank import draw_bank, load_features
+        from ...eval.cascade.bank import LegDrawer, load_features
         from ...eval.cascade.quality import served_quality
+        from ...eval.measurer import Measurer
 
         with out.phases() as start:
-            judges = judging.to_judges(device)
-            bank, folder = draw_bank(
-                models, plans, options, scorer, judges, loaded.places, place.tables, reuse=reuse_light,
-                shared_root=target.root.root, start_phase=start,
-            )  # fmt: skip
+            measurer = Measurer.of(options, judging.to_judges(device), target.root.root, start)
+            drawer = LegDrawer(models, plans, options, measurer, loaded.places)
+            bank, folder = drawer.bank(scorer, place.tables, reuse=reuse_light)
         features = load_features(folder, len(bank.entries))
         all_light: list[Side | None] = ["light" for _ in bank.entries]
         quality = served_quality(features, range(len(bank.entries)), all_light)

@@ -11,6 +11,7 @@ from ...serving.options import EngineOptions
 from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.scheduling.routers import DEFAULT_ROUTER, ROUTERS
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
+from ...serving.simulator.graphs import GraphsMode
 from ..flags import flag
 from ..options.cascade import CascadeOptions, CascadePlan, ServedCascade
 from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, SloScale, StageTimesRun
@@ -99,10 +100,27 @@ def simulate(
             "--slo-target", "Such as 0.99: find the highest rate of --gpus, and the number of GPUs for --request-rate."
         ),
     ] = None,
+    graphs: Annotated[
+        GraphsMode | None,
+        flag(
+            "--graphs",
+            "How passes are launched, with --graph-costs: kernel by kernel, by a CUDA graph for each composition of a "
+            "batch, or by one for each bucket of padded patches. Default: as measured in --latency.",
+        ),
+    ] = None,
+    graph_costs: Annotated[
+        Path | None,
+        flag(
+            "--graph-costs",
+            "Costs of launching, recording and replaying a pass, as JSON; --latency then holds times of the GPU alone.",
+            metavar="FILE",
+            dir_okay=False,
+        ),
+    ] = None,
     output_file: OutputFile = None,
     cascading: CascadeOptions,
     engine: Annotated[EngineOptions, ENGINE.only("engine")],
-    target: Annotated[Target, WHERE.only("model", "workspace")],
+    target: Annotated[Target, WHERE.only("base", "workspace")],
     out: Output,
 ) -> None:
     """Serve a trace on a virtual clock: no model is loaded, steps last as long as a table says.
@@ -120,6 +138,7 @@ def simulate(
         psctl simulate --gpus 8 --router least-requests --request-rate 20
         psctl simulate --edits 1 --mask-ratios public --gpus 8 --router mask-aware --request-rate 20
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
+        psctl simulate --latency replayed.csv --resolutions 512,1024 --graphs bucketed --graph-costs costs.json
         psctl simulate --system distrifusion-fcfs --speedups model --gpus 3
         psctl simulate --cascade emoji-xl-turbo:1,emoji-xl:50 --gpus 16 --trace diurnal --request-rate 20 --slo-scale 3
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
@@ -133,7 +152,9 @@ def simulate(
         trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)
         simulate_cascade(CascadePlan(cascade, system, trace, cascading, gpus, slo_scale), output_file, target, out)
         return
-    files = EngineFiles(latency, plain_latency, edit_profile, calibration, stage_times, prepare_ms, postprocess_ms)
+    files = EngineFiles(
+        latency, plain_latency, edit_profile, calibration, stage_times, prepare_ms, postprocess_ms, graph_costs
+    )
     chosen = chosen_system(system, policy, engine, is_simulated=True)
     plan = SimulationPlan(
         target.model,
@@ -148,6 +169,7 @@ def simulate(
         max_batch_size=max_batch_size,
         speedups=speedups,
         slo_target=slo_target,
+        graphs=graphs,
     )
     if chosen.cache == "schedule":
         plan = replace(plan, schedule=target.schedule())

@@ -209,7 +209,7 @@ def find_cascade_images(
     bank = Bank.load(folder)
     if bank.about.get("discriminator") != profile.discriminator:
         raise UsageError(f"{folder} was scored by another discriminator than {file}: psctl profile cascade makes both")
-    defaults = replace(target, model=specs["heavy"].model).defaults()
+    defaults = replace(target, base=specs["heavy"].model).defaults()
     images = CascadeImages(
         cascade, found, file, profile, folder, bank, replace(defaults, resolutions=profile.resolutions)
     )

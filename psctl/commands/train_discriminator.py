@@ -58,7 +58,7 @@ def train_predictor_discriminator(
         Path | None,
         flag("--output-file", "Write the discriminator here. Default: the workspace's predictors.", dir_okay=False),
     ] = None,
-    target: Annotated[Target, WHERE.without("model")],
+    target: Annotated[Target, WHERE.without("base")],
     out: Output,
 ) -> None:
     """Train the discriminator of a cascade: how likely a light image is to be real, so that it is good enough.
@@ -86,7 +86,8 @@ def train_predictor_discriminator(
     require_places(target.workspace, file=output_file)
     plans = plans_of(specs, options, target)
     with out.status("Loading ..."):
-        from ...eval.cascade.bank import examples_for
+        from ...eval.cascade.bank import LegDrawer
+        from ...eval.measurer import Measurer
         from ...training.cascade.discriminator import DISCRIMINATOR_FILE, DiscriminatorAbout
         from ...training.cascade.fitting import fit_discriminator
     loaded = load_both(specs, target, out)
@@ -97,7 +98,8 @@ def train_predictor_discriminator(
     place = place_of(target.root, specs, str(models["light"].device))
     file = output_file or place.predictors / DISCRIMINATOR_FILE
     with out.phases() as start:
-        examples = examples_for(models, plans, options, real, judges, loaded.places, target.root.root, start)
+        measurer = Measurer.of(options, judges, target.root.root, start)
+        examples = LegDrawer(models, plans, options, measurer, loaded.places).examples(real)
         advance = start("training steps", steps)
         light, heavy = facts_of(models, specs)
         about = DiscriminatorAbout(net, real, light, heavy)

@@ -224,9 +224,7 @@ ENGINE = Flags(
             "torch.compile the transformer blocks, which do not depend on the requests in the batch.",
             is_shared=True,
         ),
-        "cuda_graphs": flag(
-            "--cuda-graphs", "Record each batch composition's launches and play them back.", is_shared=True
-        ),
+        "cuda_graphs": flag("--cuda-graphs", "Record the launches of passes, and replay them.", is_shared=True),
         "cache": CACHE,
     },
 )

@@ -9,7 +9,7 @@ from ...serving.scheduling.routers import DEFAULT_ROUTER, ROUTERS
 from ..flags import Flags, flag
 
 if TYPE_CHECKING:
-    from ...serving.cluster.deployment import ReplicaPlan
+    from ...serving.fleet.deployment import ReplicaPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ReplicaFlags:
 
     def plan(self, *, takes_gpu: bool, max_ongoing: int, drain_s: float) -> "ReplicaPlan | None":
         """Return the plan of replicas, if requested. Raises UsageError: the options contradict each other."""
-        from ...serving.cluster.deployment import ReplicaPlan
+        from ...serving.fleet.deployment import ReplicaPlan
 
         least, most = self.min_replicas, self.max_replicas
         if self.num_replicas is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES
+from ...serving.conflicts import conflict_in
 from ...serving.scheduling.policies import POLICY_NAMES
 from ...serving.scheduling.systems import SYSTEMS, System, get_system
 from ..flags import flag, preset
@@ -81,18 +82,14 @@ def with_cache_of(
     options = replace(engine.cache, mode="patch" if "patch" in modes else modes.pop())
     if options.is_of_patches and engine.engine != "patched":
         return engine
-    against = {
-        "--adapter": bool(engine.model.adapter),
-        "--reuse-templates": reuses_templates,
-        "--compile or --cuda-graphs": engine.compile or engine.cuda_graphs,
-    }
-    if options.is_of_patches and (why := next((name for name, is_given in against.items() if is_given), None)):
-        out.note(f"With {why} no patch is reused: the system runs without its cache.")
+    used = engine.features | ({"--reuse": "--reuse-templates"} if reuses_templates else {})
+    if options.is_of_patches and (conflict := conflict_in(used | options.features)):
+        out.note(f"The system runs without its cache: {conflict}.")
         return engine
-    if engine.model.is_any:
+    if engine.model.is_any or (engine.model.adapter and options.is_of_patches):
         out.note(
-            "With --sampler, --lora or --quantize no patch is reused unless you choose --cache: predictors know the "
-            "model as it is."
+            "With --sampler, --lora, --adapter or --quantize no patch is reused unless you choose --cache: predictors "
+            "know the model as it is."
         )
         return engine
     found = target.with_cache_file(options).file

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
 from ...data.errors import UsageError
 from ...data.workspace import DEFAULT_WORKSPACE, ModelWorkspace, Workspace
 from ..flags import Flags, flag
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 class Target:
     """The model, its device and number format, and the folder through which commands share results."""
 
-    model: Annotated[
+    base: Annotated[
         str,
         flag(
             "--model -m",
@@ -59,20 +61,15 @@ class Target:
     ] = Path(DEFAULT_WORKSPACE)
 
     def __post_init__(self) -> None:
-        if self.config is not None:
-            if not Path(self.model).expanduser().is_file():
-                raise UsageError(
-                    f"--config {self.config} is of single files (.safetensors), and --model is {self.model}"
-                )
-            object.__setattr__(self, "model", f"{self.model}@{self.config}")
-            object.__setattr__(self, "config", None)
-        if self.revision is None:
-            return
-        if "/" not in self.model or Path(self.model.split("@")[0]).expanduser().exists():
-            raise UsageError(f"--revision {self.revision} is of hub ids (org/name), and --model is {self.model}")
-        # From here on it is a part of the name, so that tables of two revisions have separate folders.
-        object.__setattr__(self, "model", f"{self.model}@{self.revision}")
-        object.__setattr__(self, "revision", None)
+        if self.config is not None and not Path(self.base).expanduser().is_file():
+            raise UsageError(f"--config {self.config} is of single files (.safetensors), and --model is {self.base}")
+        if self.revision is not None and ("/" not in self.base or Path(self.base.split("@")[0]).expanduser().exists()):
+            raise UsageError(f"--revision {self.revision} is of hub ids (org/name), and --model is {self.base}")
+
+    @property
+    def model(self) -> str:
+        """Name of the model with its configuration or revision, so that two revisions have separate tables."""
+        return "@".join(filter(None, (self.base, self.config, self.revision)))
 
     @property
     def root(self) -> Workspace:
@@ -102,10 +99,20 @@ class Target:
         return CacheSchedule.load(file)
 
     def load(self, out: "Output", options: "EngineOptions | None" = None) -> "tuple[ServedModel, ModelWorkspace]":
-        """Load the model; return it with its part of the workspace. Raises what `load_model` raises."""
+        """Load the model; return it with its part of the workspace.
+
+        Raises what `load_model` raises, and typer.Exit once rank 0 has ended, if torchrun started this process as
+        another rank.
+        """
         with out.status(f"Loading {self.model} ..."):
             from ...serving.models.loading import load_model
 
+            if options is not None and options.parallel.is_on:
+                from ...serving.models.parts import follow_torchrun
+
+                if (code := follow_torchrun(self.model, options.parallel)) is not None:
+                    # A rank that torchrun has started runs no other part of the command.
+                    raise typer.Exit(code)
             served = load_model(self.model, self.device, self.dtype, options, workspace=self.root)
         place = self.root.for_model(self.model, str(served.device))
         if (options is None or options.cache.file is None) and (file := served.options.cache.file):

@@ -8,6 +8,7 @@ from typing import Annotated
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...data.templates import Keep, LoadPlan, TemplateKind
+from ...serving.conflicts import refuse_conflicts
 from ...serving.options import EngineOptions, LoadOptions, RecordTemplates, TemplateOptions, TemplateTiers
 from ..flags import Flags, flag
 
@@ -129,10 +130,7 @@ def loads_of(link_mbps: float | None, plan: LoadPlan, engine: EngineOptions) -> 
         return None
     if not 0 < link_mbps < math.inf:
         raise UsageError(f"--edit-link-mbps is {link_mbps:g}, but it must be above 0, and finite")
-    if engine.cuda_graphs:
-        raise UsageError(
-            "--edit-link-mbps plans by the times of parts of passes, and --cuda-graphs plays back whole ones"
-        )
+    refuse_conflicts(engine.features | {"--edit-link-mbps": "--edit-link-mbps"})
     return LoadOptions(link_mbps, plan)
 
 
@@ -147,10 +145,4 @@ def require_cells(model: str, sizes: Iterable[Resolution], *, several: bool = Fa
 
 def require_masked(options: EngineOptions, wanted: str = "--reuse") -> None:
     """Raise UsageError unless an engine can compute a part of an image and read the rest, as an option requires."""
-    given = {
-        f"--engine {options.engine}": options.engine != "patched",
-        f"--cache {options.cache.mode}": options.cache.is_of_patches,
-        "--compile": options.compile,
-    }
-    if refused := [name for name, is_given in given.items() if is_given]:
-        raise UsageError(f"{wanted} computes parts of an image, which does not go with {' and '.join(refused)}")
+    refuse_conflicts(options.features | {"--reuse": wanted})

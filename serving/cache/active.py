@@ -55,14 +55,15 @@ class ActiveRows:
         tables: tables of the batch that the rows are part of.
         own: tables of the rows' own batch, whose cells keep their slots.
         rows: (R,) the rows, ascending.
+        numbers: the same as a list.
         cells: (n,) their cells.
     """
 
     def __init__(self, tables: CellTables, rows: Integers) -> None:
         self.tables = tables
-        starts, self._numbers = tables.row_start.tolist(), rows.tolist()
-        cells = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in self._numbers])
-        self.own = tables.of_rows(self._numbers, tables.slots[cells])
+        starts, self.numbers = tables.row_start.tolist(), rows.tolist()
+        cells = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in self.numbers])
+        self.own = tables.of_rows(self.numbers, tables.slots[cells])
         self.rows, self.cells = (torch.from_numpy(each).to(tables.device) for each in (rows, cells))
         self._tokens: dict[int, Tensor] = {}
         self._streams: dict[int, StreamPart] = {}
@@ -70,7 +71,7 @@ class ActiveRows:
     def tokens(self, level: int) -> Tensor:
         """Return the indices of these rows' tokens in the whole batch, in the packed order of their own batch."""
         if level not in self._tokens:
-            tokens = np.concatenate([np.arange(*self.tables.token_span(row, level)) for row in self._numbers])
+            tokens = np.concatenate([np.arange(*self.tables.token_span(row, level)) for row in self.numbers])
             self._tokens[level] = torch.from_numpy(tokens).to(self.tables.device)
         return self._tokens[level]
 

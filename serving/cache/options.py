@@ -98,6 +98,18 @@ class CacheOptions:
         return self.mode not in ("off", "schedule")
 
     @property
+    def takes_whole_steps(self) -> bool:
+        """Whether a request takes all blocks of a step or none, so that the computed ones are a batch of their own."""
+        is_of_steps = self.mode == "accumulated" or self.needs_predictor
+        return self.is_of_patches and self.resolve_full_above(reuses_whole_steps=is_of_steps) is None
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Features in use, by their name in `serving.conflicts.CONFLICTS`, each as users write it."""
+        is_used = {"--cache": True, "a cache of blocks": not self.takes_whole_steps}
+        return {name: f"--cache {self.mode}" for name, is_given in is_used.items() if is_given and self.is_of_patches}
+
+    @property
     def file(self) -> Path | None:
         """File of the schedule or the predictor; None if none is given."""
         return self.schedule or self.predictor

@@ -6,14 +6,11 @@ thread, so that no response waits for them. No torch.
 
 import asyncio
 import contextlib
-import math
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +20,9 @@ from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
 from ..server.backend import Follower, Health, Load, ReplicaState
 from ..server.drain_rate import DrainRate
-from ..server.errors import ApiError, invalid
-from .cluster import CascadeCluster, Source, settings_for
+from ..server.errors import invalid, not_ready
 from .dispatcher import Dispatcher
-from .leg_model import LegModel
+from .fleet import cascade_fleet
 from .legs import LEGS, Leg
 from .result import CascadeResult
 from .worker import WorkerSettings, image_file
@@ -35,80 +31,38 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-@dataclass(frozen=True, slots=True)
-class CascadeSetup:
-    """Settings of the server's cascade.
-
-    Attributes:
-        worker: settings of each worker, except its image folder.
-        num_workers, num_cores: number of workers, and of cores for them.
-        models: light and heavy model; requests must have one of their sizes.
-        names: names of both models for clients.
-        make: builds the dispatcher from a callback for each final record, and the result that collects records.
-    """
-
-    worker: WorkerSettings
-    num_workers: int
-    num_cores: int
-    models: Mapping[Leg, LegModel]
-    names: Mapping[Leg, str]
-    make: Callable[[Callable[[RequestRecord], None], CascadeResult], Dispatcher]
-
-
-class _Clients(Source):
-    """Requests of clients, passed to the dispatcher's thread as calls."""
-
-    def __init__(self) -> None:
-        self._wake_reader, self._wake_writer = Pipe(duplex=False)
-        self.wake_connection = self._wake_reader
-        self._calls: deque[Callable[[Dispatcher, float], None]] = deque()
-
-    @property
-    def is_exhausted(self) -> bool:
-        return False
-
-    @property
-    def next_s(self) -> float:
-        return math.inf
-
-    def post(self, call: Callable[[Dispatcher, float], None]) -> None:
-        """Run a call in the dispatcher's thread."""
-        self._calls.append(call)
-        self._wake_writer.send_bytes(b"1")
-
-    def take(self, dispatcher: Dispatcher, now_s: float) -> None:
-        while self._wake_reader.poll():
-            self._wake_reader.recv_bytes()
-        while self._calls:
-            self._calls.popleft()(dispatcher, now_s)
-
-
 class CascadeBackend:
     """Implementation of `server.backend.Backend` by a cascade. It has no partial images.
 
     Args:
-        setup: settings of the cascade.
+        worker: settings of each worker, except its image folder. Requests must have one of the sizes of its models.
+        num_workers: number of workers.
+        names: names of both models for clients.
+        make: builds the dispatcher from a callback for each final record, and the result that collects records.
         on_note: called with a one-line message when a worker dies, is killed or is restarted.
 
     Attributes:
         on_stopped, on_row: callbacks of `Backend`; `on_row` is never called.
     """
 
-    def __init__(self, setup: CascadeSetup, *, on_note: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        worker: WorkerSettings,
+        num_workers: int,
+        names: Mapping[Leg, str],
+        make: Callable[[Callable[[RequestRecord], None], CascadeResult], Dispatcher],
+        *,
+        on_note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.on_stopped: Callable[[str], None] = lambda reason: None
         self.on_row: Callable[[StepRow], None] = lambda row: None
-        self._setup, self._health = setup, Health.STARTING
+        self._names, self._health = names, Health.STARTING
         self._folder = tempfile.TemporaryDirectory(prefix="psctl-cascade-", ignore_cleanup_errors=True)
-        self._settings = replace(setup.worker, image_dir=Path(self._folder.name), reports_steps=True)
-        self._clients = _Clients()
+        self._settings = replace(worker, image_dir=Path(self._folder.name), reports_steps=True)
         # Final records go to clients; none are kept.
-        self._dispatcher = setup.make(partial(self._post, self._ended), CascadeResult.keeping_last(0))
-        self._cluster = CascadeCluster(
-            settings_for(self._settings, setup.num_workers, setup.num_cores),
-            self._dispatcher,
-            on_note=on_note,
-            on_steps=partial(self._post, self._stepped),
-        )
+        self._dispatcher = make(partial(self._post, self._ended), CascadeResult.keeping_last(0))
+        steps = partial(self._post, self._stepped)
+        self._fleet = cascade_fleet(self._settings, num_workers, self._dispatcher, on_note=on_note, on_steps=steps)
         self._open: dict[int, tuple[Request, Follower]] = {}
         self._trouble = ""
         self._rate = DrainRate()
@@ -129,27 +83,21 @@ class CascadeBackend:
     def load(self) -> Load:
         """Load over all workers, with the requests that wait in the dispatcher."""
         slots = self._dispatcher.slots
-        waiting = (
-            sum(slot.worker.num_waiting for slot in slots if slot.worker is not None) + self._dispatcher.num_queued
-        )
+        waiting = sum(slot.num_waiting for slot in slots) + self._dispatcher.num_queued
         is_open = self._dispatcher.num_open
-        pending = float(sum(slot.pending_pixel_steps for slot in slots))
+        pending = float(sum(slot.work.pixel_steps for slot in slots))
         return Load(max(0, is_open - waiting), min(waiting, is_open), pending, self._rate.value)
 
     @property
     def replicas(self) -> Sequence[ReplicaState]:
         """State of each worker, labelled with the model that it serves."""
-        pids = self._cluster.pid_of
+        pids = self._fleet.pids
         return tuple(
             ReplicaState(
                 f"{slot.index} ({slot.leg or 'light, heavy'})",
                 pids.get(slot.index, 0),
                 Health.READY if slot.is_accepting else Health.RESTARTING,
-                Load(
-                    max(0, len(slot.assignments) - (slot.worker.num_waiting if slot.worker else 0)),
-                    slot.worker.num_waiting if slot.worker else 0,
-                    float(slot.pending_pixel_steps),
-                ),
+                Load(max(0, slot.work.num_requests - slot.num_waiting), slot.num_waiting, float(slot.work.pixel_steps)),
             )
             for slot in self._dispatcher.slots
         )
@@ -157,7 +105,7 @@ class CascadeBackend:
     @property
     def plan(self) -> str:
         """The current plan, in words."""
-        plan, heavy = self._dispatcher.plan, self._setup.names["heavy"]
+        plan, heavy = self._dispatcher.plan, self._names["heavy"]
         if plan.threshold is None:
             return f"{plan.share:.0%} of requests go to {heavy}, whatever their images are worth"
         return (
@@ -183,48 +131,43 @@ class CascadeBackend:
                 models are not profiled for.
         """
         if self._health is not Health.READY:
-            raise ApiError(503, f"the cascade is {self._health.value}", code="not_ready", headers={"Retry-After": "5"})
+            raise not_ready(f"the cascade is {self._health.value}")
         if num_partials:
             raise invalid(f"partial_images is {num_partials}, but a cascade has none", "partial_images")
         if request.edit is not None:
             raise invalid("an image is given, but a cascade draws new ones only", "image")
-        sizes = self._setup.models["light"].batches.latency_s
+        sizes = self._settings.models["light"].batches.latency_s
         if str(request.resolution) not in sizes:
             raise invalid(f"size is {request.resolution}, but a cascade draws {', '.join(sizes)} only", "size")
         if not self._open:
             self._busy_from_s, self._drawn = self._loop.time(), 0
         self._open[request.request_id] = request, follower
-        # The cluster's clock has another origin but the same rate.
-        arrival_s = max(0.0, self._cluster.now_s() - (self._loop.time() - request.arrival_s))
-        own = replace(request, arrival_s=arrival_s)
-        self._clients.post(lambda dispatcher, now_s: dispatcher.arrive(own, now_s))
+        # The fleet's clock has another origin but the same rate.
+        arrival_s = max(0.0, self._fleet.now_s() - (self._loop.time() - request.arrival_s))
+        self._fleet.post(partial(self._dispatcher.arrive, replace(request, arrival_s=arrival_s)))
 
     def cancel(self, request_id: int, reason: str) -> None:
         """Cancel a request; ids of requests that are not open are ignored."""
-        self._clients.post(lambda dispatcher, now_s: dispatcher.cancel(request_id, now_s, reason))
+        self._fleet.post(lambda now_s: self._dispatcher.cancel(request_id, now_s, reason))
 
     async def stop(self) -> None:
         """Stop the workers, wait for the dispatcher's thread, and delete the image folder."""
         self._health = Health.STOPPED
-        self._cluster.end()
+        self._fleet.end()
         if self._thread.is_alive():
-            self._clients.post(lambda dispatcher, now_s: None)
             await self._loop.run_in_executor(None, self._thread.join)
         self._folder.cleanup()
 
     def _run(self) -> None:
         reason = "all workers have gone"
         try:
-            self._cluster.run(self._clients, partial(self._post, self._has_started, None))
-        except PsctlError as error:
-            reason = str(error)
-            self._post(self._has_started, error)
+            self._fleet.run(on_start=partial(self._post, self._has_started))
         except BaseException as error:  # noqa: BLE001  clients must get an answer whatever fails
-            reason = f"the dispatcher has crashed: {error!r}"
+            reason = str(error) if isinstance(error, PsctlError) else f"the dispatcher has crashed: {error!r}"
             self._post(self._has_started, error)
         self._post(self._has_stopped, reason)
 
-    def _has_started(self, error: BaseException | None) -> None:
+    def _has_started(self, error: BaseException | None = None) -> None:
         if self._started.done():
             return
         if error is None:
@@ -261,7 +204,7 @@ class CascadeBackend:
             self._note_rate(record)
         if follower is not None:
             leg = record.served_by
-            own = replace(record, image_path=None, served_by=self._setup.names[leg] if leg in LEGS else None)
+            own = replace(record, image_path=None, served_by=self._names[leg] if leg in LEGS else None)
             follower.on_end(own, image)
 
     def _read_image(self, record: RequestRecord) -> "Image | None":
@@ -281,7 +224,7 @@ class CascadeBackend:
 
     def _note_rate(self, record: RequestRecord) -> None:
         """Update the drain rate with a completed image, which counts with the heavy model's steps, as in admission."""
-        self._drawn += record.resolution.pixels * self._setup.models["heavy"].num_steps
+        self._drawn += record.resolution.pixels * self._settings.models["heavy"].num_steps
         busy_s = self._loop.time() - self._busy_from_s
         if busy_s > 1.0:
             self._rate.note(self._drawn, busy_s)

@@ -1,4 +1,4 @@
-"""The dispatcher of a cascade, shared by the simulator and the cluster of processes. No torch.
+"""The dispatcher of a cascade, shared by the simulator and the fleet of processes. No torch.
 
 The dispatcher has no clock: callers report every event with its time, and it sends commands to workers. It sends each
 request to a worker of the light model, or directly to the heavy model if the plan routes requests by a share. A light
@@ -16,23 +16,24 @@ from typing import Literal
 
 from ...data.errors import UsageError
 from ...data.requests import Request, TracedEdit
-from ..core.request_state import RequestRecord, Status
+from ..core.request_state import RequestRecord, RequestView, Status
+from ..core.retries import MAX_DEATHS
+from ..fleet.book import Workload
+from ..fleet.messages import Cancel, Draw, LimitBatchSize, SwitchModel
+from ..scheduling.routers import Router
 from .aimd import Aimd
-from .balancer import Balancer
 from .controller import Controller
 from .deferral import threshold_at
 from .leg_model import LegModel
 from .legs import LEGS, Leg
 from .problem import AllocationPlan
 from .result import CascadeResult, LegRow, PlanRow
-from .slots import Assignment, Worker, WorkerSlot
+from .slots import Worker, WorkerSlot
 
 OnLate = Literal["discard", "light"]
 Batching = Literal["plan", "aimd"]
 SKIPPED_FROM = 0.98
 """Share of deferred requests from which light images are skipped, with `skip_light`."""
-MAX_ATTEMPTS = 2
-"""Most attempts of one model at a request when workers die."""
 
 
 class Dispatcher:
@@ -41,7 +42,7 @@ class Dispatcher:
     Args:
         models: light and heavy model.
         controller: makes the plans.
-        balancer: chooses workers.
+        router: chooses workers.
         direct: maps a request id to a number from 0 to 1. If the plan routes requests by a share, a request whose
             number is below the share goes to the heavy model directly.
         on_late: whether a deferred request that the heavy model cannot finish in time is discarded, or completes with
@@ -61,7 +62,7 @@ class Dispatcher:
         self,
         models: Mapping[Leg, LegModel],
         controller: Controller,
-        balancer: Balancer,
+        router: Router,
         direct: Callable[[int], float],
         on_late: OnLate,
         batching: Batching,
@@ -71,7 +72,7 @@ class Dispatcher:
         costs: Mapping[str, float] | None = None,
         result: CascadeResult | None = None,
     ) -> None:
-        self._models, self._controller, self._balancer, self._direct = models, controller, balancer, direct
+        self._models, self._controller, self._router, self._direct = models, controller, router, direct
         self._on_late, self._on_end, self._skip_light = on_late, on_end, skip_light
         self._costs = costs or {}
         self._limits = {leg: Aimd(models[leg].batches.batch_sizes) for leg in LEGS} if batching == "aimd" else None
@@ -82,7 +83,8 @@ class Dispatcher:
         self._light_records: dict[int, RequestRecord] = {}
         # Confidences and thresholds of light images.
         self._scores: dict[int, tuple[float, float]] = {}
-        self._attempts: Counter[tuple[int, Leg]] = Counter()
+        # Workers that have died with a request, by its id and the model.
+        self._deaths: Counter[tuple[int, Leg]] = Counter()
         self.result = result or CascadeResult()
         self.slots: list[WorkerSlot] = []
 
@@ -101,12 +103,13 @@ class Dispatcher:
         """Open requests that wait because their model has no worker."""
         return sum(map(len, self._queue.values()))
 
-    def start(self, make: Callable[[int, Leg | None], Worker], num_workers: int) -> None:
-        """Create the workers, each with the model that the first plan assigns to it."""
+    def start(self, make: Callable[[int], Worker], num_workers: int) -> None:
+        """Make the workers, each for the model (`WorkerSlot.leg`) that the first plan assigns to it."""
         plan = self._controller.plan
         for index in range(num_workers):
             leg: Leg | None = None if plan.is_shared else "light" if index < plan.num_light else "heavy"
-            self.slots.append(WorkerSlot(index, make(index, leg), leg))
+            self.slots.append(slot := WorkerSlot(index, None, leg))
+            slot.worker = make(index)
         self._apply(plan, 0.0)
 
     def arrive(self, request: Request, now_s: float) -> None:
@@ -130,8 +133,7 @@ class Dispatcher:
         self._discard_late(now_s)
         queues: dict[Leg, int] = {leg: len(self._queue[leg]) for leg in LEGS}
         for slot in self.slots:
-            if slot.worker is not None:
-                queues[slot.leg or "light"] += slot.worker.num_waiting
+            queues[slot.leg or "light"] += slot.num_waiting
         if (plan := self._controller.sample(now_s, queues)) is not None:
             self._apply(plan, now_s)
 
@@ -148,7 +150,7 @@ class Dispatcher:
         assignment = slot.unassign(record.request_id)
         if assignment is None or record.request_id not in self._requests:
             return  # no longer assigned to this worker, for example after a cancellation
-        request, (leg, start_s, _) = self._requests[record.request_id], assignment
+        request, (leg, start_s) = self._requests[record.request_id], assignment
         threshold = self._controller.plan.threshold if leg == "light" else None
         is_deferred = False
         if threshold is None or record.status != "completed":
@@ -181,7 +183,7 @@ class Dispatcher:
             return
         for slot in self.slots:
             if slot.unassign(request_id) is not None and slot.worker is not None:
-                slot.worker.cancel(request_id, reason)
+                slot.worker.send(Cancel(request_id, reason))
         for queue in self._queue.values():
             for waiting in [each for each in queue if each.request_id == request_id]:
                 queue.remove(waiting)
@@ -193,7 +195,6 @@ class Dispatcher:
         for request_id in request_ids:
             assignment = slot.unassign(request_id)
             if assignment is not None and request_id in self._requests:
-                self._attempts[request_id, assignment.leg] -= 1
                 self._send(assignment.leg, self._requests[request_id], now_s)
 
     def switch_started(self, index: int) -> None:
@@ -208,17 +209,17 @@ class Dispatcher:
         """Record that a worker serves again; `worker` replaces the previous object, if given."""
         slot = self.slots[index]
         slot.worker = worker or slot.worker
-        slot.next_leg, slot.is_away, slot.batch_size = None, False, 0
+        slot.next_leg, slot.is_away, slot.work.max_batch_size = None, False, 0
         self._limit(slot)
         self._serve_queue(now_s)
 
     def worker_died(self, index: int, now_s: float, reason: str) -> None:
         """Handle the death of a worker: retry its requests on other workers and make a plan for the remaining ones.
 
-        A request that has used up `MAX_ATTEMPTS` fails.
+        A request fails if `MAX_DEATHS` workers have died while they drew its image with the same model.
         """
         slot = self.slots[index]
-        slot.worker, slot.is_away, slot.pending_pixel_steps = None, True, 0
+        slot.worker, slot.is_away, slot.work = None, True, Workload()
         slot.leg, slot.next_leg = slot.target_leg, None
         self.result.num_lost += 1
         lost_assignments, slot.assignments = slot.assignments, {}
@@ -226,7 +227,8 @@ class Dispatcher:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            if self._attempts[request_id, assignment.leg] < MAX_ATTEMPTS:
+            self._deaths[request_id, assignment.leg] += 1
+            if self._deaths[request_id, assignment.leg] < MAX_DEATHS:
                 self._send(assignment.leg, request, now_s)
             else:
                 self._finish(request, "failed", now_s, reason, assignment.leg)
@@ -262,9 +264,8 @@ class Dispatcher:
         if not slots:
             self._queue[leg].append(request)
             return
-        slot, model = self._balancer.choose(slots), self._models[leg]
+        model = self._models[leg]
         self._controller.sent(leg)
-        self._attempts[request.request_id, leg] += 1
         left_s = None if request.deadline_s is None else max(request.deadline_s - now_s, 1e-9)
         own = replace(
             request,
@@ -275,9 +276,11 @@ class Dispatcher:
         )
         if leg == "heavy" and self._reuses_light(request.request_id):
             own = replace(own, traced=TracedEdit("light", "all", 1.0, model.strength))
-        slot.assign(request.request_id, Assignment(leg, now_s, request.resolution.pixels * own.num_steps))
+        view = RequestView.of(own)
+        slot = slots[self._router.choose(view, [each.work for each in slots])]
+        slot.assign(leg, view)
         assert slot.worker is not None
-        slot.worker.take(own, now_s)
+        slot.worker.send(Draw(own))
 
     def _reuses_light(self, request_id: int) -> bool:
         """Return whether the heavy model starts from the light image of this request."""
@@ -334,7 +337,7 @@ class Dispatcher:
         del self._requests[request.request_id]
         self._light_records.pop(request.request_id, None)
         for each in LEGS:
-            self._attempts.pop((request.request_id, each), None)
+            self._deaths.pop((request.request_id, each), None)
         self.result.records.append(record)
         self._on_end(record)
 
@@ -346,10 +349,10 @@ class Dispatcher:
         for leg, other in zip(LEGS, reversed(LEGS), strict=True):
             num_bound = sum(slot.target_leg == leg for slot in self.slots if slot.worker is not None)
             free = [slot for slot in self.slots if slot.leg == leg and slot.is_accepting]
-            for slot in sorted(free, key=lambda slot: slot.pending_pixel_steps)[: max(0, num_bound - wanted[leg])]:
+            for slot in sorted(free, key=lambda slot: slot.work.pixel_steps)[: max(0, num_bound - wanted[leg])]:
                 slot.next_leg = other
                 assert slot.worker is not None
-                slot.worker.switch_model(other, now_s)
+                slot.worker.send(SwitchModel(other))
         for slot in self.slots:
             self._limit(slot)
 
@@ -359,7 +362,7 @@ class Dispatcher:
         size = plan.heavy_batch if slot.leg == "heavy" else plan.light_batch
         if self._limits is not None and slot.leg is not None:
             size = self._limits[slot.leg].batch_size
-        if slot.is_accepting and size and size != slot.batch_size:
+        if slot.is_accepting and size and size != slot.work.max_batch_size:
             assert slot.worker is not None
-            slot.batch_size = size
-            slot.worker.limit_batch_size(size)
+            slot.work.max_batch_size = size
+            slot.worker.send(LimitBatchSize(size))

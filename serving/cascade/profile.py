@@ -5,16 +5,17 @@ worker draws a second in batches of b. Both are measured for each resolution, be
 resolution (run to completion); a mix of resolutions has the harmonic mean of their T_i(b), weighted by their shares.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
 
 from ...data.errors import UsageError
 from ...data.files import write_json
-from ...data.resolution import Resolution, parse
+from ...data.parsing import parse
+from ...data.records import read_json
+from ...data.resolution import Resolution
+from ...data.resolution import parse as parse_resolution
 from ...data.run_facts import RunFacts
 from ..scheduling.step_latency import TableLatency
 from ..simulator.stage_times import StageTimes
@@ -75,9 +76,15 @@ class LegProfile:
 
     def __post_init__(self) -> None:
         for name, times in self.sizes.items():
+            _ = parse_resolution(name)
             _ = ModelTimes(
                 self.batch_sizes, times.throughput, {name: times.latency_s, f"steps of {name}": times.step_s}
             )
+        numbers = [number for each in self.sizes.values() for number in (each.prepare_s, each.postprocess_s)]
+        if not all(0 <= number < math.inf for number in (*numbers, self.switch_s, self.load_s, self.score_s)):
+            raise UsageError("a time is negative, or no number")
+        if not 0 < self.strength <= 1:
+            raise UsageError(f"strength is {self.strength!r}, but it must be above 0 and at most 1")
 
     def batches(self, weights: Mapping[str, float]) -> ModelTimes:
         """Return e(b) and T(b) for a mix of resolutions. Weights need not add up to 1.
@@ -107,7 +114,7 @@ class LegProfile:
     def model(self, weights: Mapping[str, float]) -> CascadeModel:
         """Return the model for the simulator. Raises UsageError: a resolution was not profiled."""
         batches = self.batches(weights)
-        sizes = {parse(name): self.sizes[name] for name in weights}
+        sizes = {parse_resolution(name): self.sizes[name] for name in weights}
         steps = TableLatency(
             {
                 (size,) * count: step_s
@@ -133,61 +140,6 @@ class LegProfile:
                 f"{', '.join(missing)} is not profiled for {self.facts.model}, only {', '.join(self.sizes)}: "
                 "psctl profile cascade --resolutions ..."
             )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of the file."""
-        return {
-            "num_steps": self.num_steps,
-            "guidance_scale": self.guidance_scale,
-            "batch_sizes": list(self.batch_sizes),
-            "sizes": {
-                name: {
-                    "latency_s": list(times.latency_s),
-                    "throughput": list(times.throughput),
-                    "step_s": list(times.step_s),
-                    "prepare_s": times.prepare_s,
-                    "postprocess_s": times.postprocess_s,
-                }
-                for name, times in self.sizes.items()
-            },
-            "switch_s": self.switch_s,
-            "load_s": self.load_s,
-            "score_s": self.score_s,
-            "facts": self.facts.to_json(),
-            "strength": self.strength,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Build a profile from the result of `to_json`. Raises KeyError, TypeError or ValueError for other input."""
-        sizes = {
-            str(parse(name)): SizeTimes(
-                tuple(each["latency_s"]),
-                tuple(each["throughput"]),
-                tuple(each["step_s"]),
-                each["prepare_s"],
-                each["postprocess_s"],
-            )
-            for name, each in data["sizes"].items()
-        }
-        found = cls(
-            data["num_steps"],
-            data["guidance_scale"],
-            tuple(data["batch_sizes"]),
-            sizes,
-            data["switch_s"],
-            data["load_s"],
-            data["score_s"],
-            RunFacts.from_json(data["facts"]),
-            data.get("strength", 1.0),
-        )
-        numbers = [number for each in sizes.values() for number in (each.prepare_s, each.postprocess_s)]
-        numbers += [found.switch_s, found.load_s, found.score_s]
-        if not all(0 <= number < math.inf for number in numbers):
-            raise ValueError("a time is negative, or no number")
-        if not 0 < found.strength <= 1:
-            raise ValueError(f"strength is {found.strength!r}")
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +171,7 @@ class CascadeProfile:
     def resolutions(self) -> tuple[Resolution, ...]:
         """Resolutions that both models were profiled for, from small to large."""
         both = set(self.legs["light"].sizes) & set(self.legs["heavy"].sizes)
-        return tuple(sorted(map(parse, both), key=lambda size: (size.pixels, size)))
+        return tuple(sorted(map(parse_resolution, both), key=lambda size: (size.pixels, size)))
 
     def standalone_s(self, resolution: Resolution) -> float:
         """Return e(1) of the heavy model, the unit of SLOs. Raises UsageError: the resolution was not profiled."""
@@ -231,7 +183,7 @@ class CascadeProfile:
         """Write the profile to a file, atomically. Raises OSError."""
         content = {"kind": KIND, "version": VERSION, "discriminator": self.discriminator}
         known: Mapping[Side, LegProfile | None] = {**self.legs, "reused": self.reused}
-        write_json(path, content | {side: each.to_json() for side, each in known.items() if each is not None})
+        write_json(path, content | {side: asdict(each) for side, each in known.items() if each is not None})
 
 
 def read_profile(path: Path) -> CascadeProfile:
@@ -239,20 +191,18 @@ def read_profile(path: Path) -> CascadeProfile:
 
     Raises UsageError: there is no such file, it is damaged, or it is not a profile of a cascade.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(f"{path}: there is no such file; psctl profile cascade writes it") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as the profile of a cascade ({error})") from error
-    if not isinstance(content, dict) or content.get("kind") != KIND or content.get("version") != VERSION:
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file; psctl profile cascade writes it")
+    content = read_json(path, "the profile of a cascade")
+    if content.get("kind") != KIND or content.get("version") != VERSION:
         raise UsageError(f"{path}: is not the profile of a cascade, version {VERSION}")
-    try:
-        found: dict[Side, LegProfile] = {
-            side: LegProfile.from_json(content[side]) for side in SIDES if side in LEGS or side in content
-        }
-        if any(each.batch_sizes[0] != 1 for each in found.values()):
-            raise ValueError("batches of one request are missing")
-        return CascadeProfile({leg: found[leg] for leg in LEGS}, content["discriminator"], found.get("reused"))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path}: the profile of a cascade is damaged ({error}); measure it again") from error
+    where, remedy = f"{path}: the profile of a cascade is damaged", "measure it again"
+    found: dict[Side, LegProfile] = {
+        side: parse(LegProfile, content.get(side), f"{where}: {side}", remedy)
+        for side in SIDES
+        if side in LEGS or side in content
+    }
+    if any(each.batch_sizes[0] != 1 for each in found.values()):
+        raise UsageError(f"{where}: batches of one request are missing; {remedy}")
+    discriminator = parse(str, content.get("discriminator"), f"{where}: discriminator", remedy)
+    return CascadeProfile({leg: found[leg] for leg in LEGS}, discriminator, found.get("reused"))

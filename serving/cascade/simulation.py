@@ -5,20 +5,20 @@ The result is deterministic. No torch.
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop
+from typing import cast
 
-from ...data.errors import UsageError
 from ...data.requests import Request
 from ..core.request_state import RequestRecord, RequestView
+from ..fleet.messages import Command, Draw, LimitBatchSize, SwitchModel
 from ..scheduling.scheduler import Scheduler
 from ..simulator.stage_times import StageTimes
 from ..simulator.step_durations import StepDurations
 from ..simulator.worker import SimulatedWorker, SimulationClock
-from .balancer import Balancer
-from .controller import SAMPLE_S, Controller
-from .dispatcher import Batching, Dispatcher, OnLate
+from .controller import SAMPLE_S
+from .dispatcher import Dispatcher
 from .leg_model import LegModel, policy_for
 from .legs import Leg
 from .result import CascadeResult
@@ -49,31 +49,28 @@ class CascadeModel(LegModel):
 class _Worker:
     """One simulated GPU, which implements `slots.Worker`."""
 
-    def __init__(self, index: int, leg: Leg | None, simulation: "_Simulation") -> None:
+    def __init__(self, index: int, simulation: "_Simulation") -> None:
         self.index, self._simulation = index, simulation
         self.next_leg: Leg | None = None
-        self.sim = simulation.serving(index, leg)
+        self.sim = simulation.serving(index, simulation.dispatcher.slots[index].leg)
 
     @property
     def num_waiting(self) -> int:
         return self.sim.scheduler.num_waiting
 
-    def take(self, request: Request, now_s: float) -> None:
-        self.sim.arrive(request, RequestView.of(request), now_s)
-        self._simulation.touched.add(self.index)
-
-    def cancel(self, request_id: int, reason: str) -> None:
-        """Do nothing: the simulated worker finishes the request, and the dispatcher ignores its record."""
-
-    def limit_batch_size(self, batch_size: int) -> None:
-        self.sim.scheduler.max_batch_size = batch_size
-        self._simulation.touched.add(self.index)
-
-    def switch_model(self, leg: Leg, now_s: float) -> None:
-        self.next_leg = leg
-        waiting = [request.request_id for request in self.sim.scheduler.withdraw_waiting()]
-        self._simulation.touched.add(self.index)
-        self._simulation.dispatcher.requests_returned(self.index, waiting, now_s)
+    def send(self, command: Command) -> None:
+        """Execute a command; a cancelled request is finished, and the dispatcher ignores its record."""
+        simulation = self._simulation
+        simulation.touched.add(self.index)
+        match command:
+            case Draw(request):
+                self.sim.arrive(request, RequestView.of(request), simulation.now_s)
+            case LimitBatchSize(batch_size):
+                self.sim.scheduler.max_batch_size = batch_size
+            case SwitchModel(model):
+                self.next_leg = cast(Leg, model)
+                waiting = [request.request_id for request in self.sim.scheduler.withdraw_waiting()]
+                simulation.dispatcher.requests_returned(self.index, waiting, simulation.now_s)
 
     def switch_if_idle(self, now_s: float) -> None:
         """Begin a pending switch of models if the batch has ended."""
@@ -100,6 +97,7 @@ class _Simulation:
         self._busy = -1
         self.clock = SimulationClock(lambda record: self._ended.append((self._busy, record)))
         self.touched: set[int] = set()
+        self.now_s = 0.0
         self._workers: list[_Worker] = []
         dispatcher.start(self._new_worker, num_workers)
 
@@ -118,7 +116,7 @@ class _Simulation:
         self.clock.push(SAMPLE_S, _CONTROL, -1)
         while place < len(requests) or dispatcher.num_open:
             now_s = requests[place].arrival_s if place < len(requests) else math.inf
-            now_s = min(now_s, events[0][0])
+            self.now_s = now_s = min(now_s, events[0][0])
             while place < len(requests) and requests[place].arrival_s <= now_s:
                 dispatcher.arrive(requests[place], now_s)
                 place += 1
@@ -130,8 +128,8 @@ class _Simulation:
         result.records = sorted(result.records, key=lambda record: record.request_id)
         return result
 
-    def _new_worker(self, index: int, leg: Leg | None) -> _Worker:
-        self._workers.append(_Worker(index, leg, self))
+    def _new_worker(self, index: int) -> _Worker:
+        self._workers.append(_Worker(index, self))
         return self._workers[-1]
 
     def _handle_event(self, what: int, index: int, number: int, now_s: float) -> None:
@@ -163,36 +161,23 @@ class _Simulation:
 def simulate_cascade(
     requests: Sequence[Request],
     models: dict[Leg, CascadeModel],
-    controller: Controller,
+    dispatcher: Dispatcher,
     confidence_of: Callable[[int], float],
-    *,
     num_workers: int,
-    balancer: Balancer | None = None,
-    direct: Callable[[int], float] = lambda request_id: 0.0,
-    on_late: OnLate = "discard",
-    batching: Batching = "plan",
-    skip_light: bool = False,
-    costs: Mapping[str, float] | None = None,
 ) -> CascadeResult:
     """Serve a trace with a light and a heavy model.
 
     Args:
         requests: requests in order of arrival, with distinct ids.
         models: light and heavy model.
-        controller, direct, on_late, batching, skip_light, costs: arguments of `Dispatcher`.
+        dispatcher: a new dispatcher of these models.
         confidence_of: maps a request id to the confidence of its light image.
         num_workers: number of workers.
-        balancer: chooses workers; None for the worker with the least pending work.
 
     Returns:
-        The result, with its records sorted by id.
+        The dispatcher's result, with its records sorted by id.
 
     Raises:
-        UsageError: the trace is empty, or repeats an id.
+        UsageError: the trace repeats an id.
     """
-    if not requests:
-        raise UsageError("the trace is empty, but it must hold at least one request")
-    dispatcher = Dispatcher(
-        models, controller, balancer or Balancer(), direct, on_late, batching, skip_light=skip_light, costs=costs
-    )
     return _Simulation(models, confidence_of, dispatcher, num_workers).run(requests)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ...data.requests import Request
+from ..core.request_state import RequestView
+from ..fleet.book import Workload
+from ..fleet.messages import Command
 from .legs import Leg
 
 
@@ -17,32 +19,20 @@ class Worker(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
-    def take(self, request: Request, now_s: float) -> None:
-        """Serve a request with its own number of steps, and report its end to `Dispatcher.request_ended`.
+    def send(self, command: Command) -> None:
+        """Send a command. A `Draw` of an edit starts from the request's light image.
 
-        A request that is an edit starts from its light image.
-        """
-
-    def cancel(self, request_id: int, reason: str) -> None:
-        """Stop work on a request. The dispatcher ignores later reports of it."""
-
-    def limit_batch_size(self, batch_size: int) -> None:
-        """Limit the size of batches from now on."""
-
-    def switch_model(self, leg: Leg, now_s: float) -> None:
-        """Switch to the other model.
-
-        The worker returns its waiting requests (`Dispatcher.requests_returned`), finishes its batch, and reports the
-        start and the end of the switch (`Dispatcher.switch_started`, `Dispatcher.switch_finished`).
+        The end of a request is reported to `Dispatcher.request_ended`, which ignores it after a `Cancel`. For
+        `SwitchModel`, the worker's waiting requests go to `Dispatcher.requests_returned`, and the start and the end of
+        the switch are reported to `Dispatcher.switch_started` and `Dispatcher.switch_finished`.
         """
 
 
 class Assignment(NamedTuple):
-    """A request that was sent to a worker: its model, the time when it was sent, and its pixels times steps."""
+    """A request that was sent to a worker: its model, and the time when it was sent."""
 
     leg: Leg
     since_s: float
-    pixel_steps: int
 
 
 @dataclass(slots=True)
@@ -55,8 +45,7 @@ class WorkerSlot:
         leg: the model that it serves; None for both at once.
         next_leg: the model that it is switching to, until it serves that model; None if it keeps its model.
         is_away: whether it serves no model now.
-        pending_pixel_steps: pixels times steps of its unfinished requests; see `HasPendingWork`.
-        batch_size: batch size of the last `limit_batch_size`.
+        work: its unfinished requests, whose steps count until they end, and its batch size.
         assignments: unfinished requests that were sent to it, by id.
     """
 
@@ -65,8 +54,7 @@ class WorkerSlot:
     leg: Leg | None
     next_leg: Leg | None = None
     is_away: bool = False
-    pending_pixel_steps: int = 0
-    batch_size: int = 0
+    work: Workload = field(default_factory=Workload)
     assignments: dict[int, Assignment] = field(default_factory=dict)
 
     @property
@@ -75,18 +63,21 @@ class WorkerSlot:
         return self.worker is not None and self.next_leg is None and not self.is_away
 
     @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait on the worker for its next batch."""
+        return 0 if self.worker is None else self.worker.num_waiting
+
+    @property
     def target_leg(self) -> Leg | None:
         """The model that it switches to, or else the one that it serves."""
         return self.next_leg or self.leg
 
-    def assign(self, request_id: int, assignment: Assignment) -> None:
-        """Add a request that was sent to the worker."""
-        self.assignments[request_id] = assignment
-        self.pending_pixel_steps += assignment.pixel_steps
+    def assign(self, leg: Leg, view: RequestView) -> None:
+        """Add a request that was sent to the worker when it arrived by its view."""
+        self.assignments[view.request_id] = Assignment(leg, view.arrival_s)
+        self.work.take(view)
 
     def unassign(self, request_id: int) -> Assignment | None:
         """Remove a request and return its entry; None if it was not assigned to the worker."""
-        assignment = self.assignments.pop(request_id, None)
-        if assignment is not None:
-            self.pending_pixel_steps -= assignment.pixel_steps
-        return assignment
+        self.work.drop(request_id)
+        return self.assignments.pop(request_id, None)

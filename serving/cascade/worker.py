@@ -1,11 +1,9 @@
 """A worker process of a cascade, which holds both models and serves one of them, or both at once.
 
 Each switch to the other model starts a new engine. Both models are served at once if they are one model with different
-numbers of steps. The worker receives commands and sends events through one connection; a message is a tuple of a word
-and its arguments. Times count from the start of the trace, on the clock that all processes of a machine share.
+numbers of steps. Times count from the start of the trace, on the clock that all processes of a machine share.
 """
 
-import contextlib
 import math
 import os
 import threading
@@ -14,13 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...data.errors import PsctlError, RunError
 from ...data.requests import Request
 from ...data.resolution import Resolution, parse
+from ..core.failures import MAX_FAILURES
 from ..core.request_state import RequestRecord
 from ..engine.collectors import Collector, InMemory
+from ..fleet import messages
+from ..fleet.worker import WorkerEnd
 from .leg_model import LegModel, policy_for
 from .legs import ENGINE, LEGS, Leg
 
@@ -31,11 +32,9 @@ if TYPE_CHECKING:
     from ..engine.watch import Watch
     from ..models.served import ServedModel
 
-ALIVE_EVERY_S = 1.0
 WORKER_THREADS = 1
 """Number of torch threads in a worker on a CPU."""
 _WARM_UP_STEPS = 2
-_TIMES = ("arrival_s", "prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,6 @@ class WorkerSettings:
     """Settings of a worker.
 
     Attributes:
-        index: its number.
         names: names of both models, in the form that `load_model` accepts.
         models: steps and profiled times of both models.
         device, dtype: device and dtype of both models.
@@ -55,7 +53,6 @@ class WorkerSettings:
         core: processor that the process is bound to; None for any.
     """
 
-    index: int
     names: Mapping[Leg, str]
     models: Mapping[Leg, LegModel]
     device: str
@@ -74,7 +71,7 @@ def image_file(settings: WorkerSettings, request_id: int, leg: Leg) -> Path:
 
 
 def run_worker(settings: WorkerSettings, leg: Leg | None, connection: Connection) -> None:
-    """Entry point of the process: load the models, send `ready`, and serve until `stop` arrives or the parent is gone.
+    """Entry point of the process: load the models, send `Loaded`, and serve until `Stop` arrives or the parent is gone.
 
     Args:
         settings: settings of the worker.
@@ -83,25 +80,26 @@ def run_worker(settings: WorkerSettings, leg: Leg | None, connection: Connection
     """
     if settings.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {settings.core})
+    end = WorkerEnd(connection)
     try:
-        worker = _WorkerProcess(settings, leg, connection)
+        worker = _WorkerProcess(settings, leg, end)
     except PsctlError as error:
-        connection.send(("failed", str(error)))
+        end.send(messages.Loaded(str(error)))
         return
     worker.serve()
 
 
 class _WorkerProcess:
-    """The engines of a worker, which run one after the other, and the thread that receives messages."""
+    """The engines of a worker, which run one after the other, and the thread that receives commands."""
 
-    def __init__(self, settings: WorkerSettings, leg: Leg | None, connection: Connection) -> None:
+    def __init__(self, settings: WorkerSettings, leg: Leg | None, end: WorkerEnd) -> None:
         import torch
 
         from ...training.cascade.discriminator import load_discriminator
         from ..models.loading import load_model
 
         torch.set_num_threads(settings.threads)
-        self._settings, self._connection = settings, connection
+        self._settings, self._end = settings, end
         self._leg: Leg | None = leg
         self._models: dict[Leg, ServedModel] = {}
         for each in LEGS:
@@ -113,7 +111,6 @@ class _WorkerProcess:
         self._discriminator = load_discriminator(settings.discriminator).to(self._models["light"].device)
         for each in LEGS:
             self._warm_up(each)
-        self._sending = threading.Lock()
         # Guards the state that the listener and the engine's threads share.
         self._changed = threading.Condition()
         self._engine: Engine | None = None
@@ -149,10 +146,10 @@ class _WorkerProcess:
                 raise RunError(f"warming up: {record.reason}")
 
     def serve(self) -> None:
-        """Send `ready`, and serve until `stop`."""
-        threading.Thread(target=self._receive_messages, name="psctl-listen", daemon=True).start()
-        self._send("ready")
-        threading.Thread(target=self._send_heartbeats, name="psctl-live", daemon=True).start()
+        """Send `Loaded`, and serve until `Stop`."""
+        threading.Thread(target=self._receive_commands, name="psctl-listen", daemon=True).start()
+        self._end.send(messages.Loaded())
+        threading.Thread(target=self._end.send_heartbeats, args=(self._beat,), name="psctl-live", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._zero_s or self._is_stopped)
         while not self._is_stopped:
@@ -164,24 +161,18 @@ class _WorkerProcess:
                 assert self._next_leg is not None, "an engine ends when the worker is told to change or to stop"
                 self._leg = self._next_leg
                 self._next_leg = self._engine = None
-            self._send("left")
-            self._send("changed")
+                self._num_waiting = 0
+            self._end.send(messages.Switched())
         for model in self._models.values():
             model.close()
 
-    def _send_heartbeats(self) -> None:
-        is_stopped = False
-        while not is_stopped:
-            engine = self._engine
-            # A stalled engine counts as dead, although this thread is alive.
-            if engine is None or not engine.is_stalled:
-                self._send("alive")
-            with self._changed:
-                is_stopped = self._changed.wait_for(lambda: self._is_stopped, ALIVE_EVERY_S)
+    def _beat(self) -> messages.Alive | None:
+        engine = self._engine
+        # A stalled engine counts as dead, although this thread is alive.
+        return None if engine is not None and engine.is_stalled else messages.Alive(self._num_waiting)
 
     def _new_engine(self) -> "Engine":
         from ..engine.engine import Engine
-        from ..engine.side_stages import MAX_FAILURES
 
         engine = Engine(
             self._models[self._leg or "light"],
@@ -198,54 +189,51 @@ class _WorkerProcess:
         with self._changed:
             self._offset_s = time.perf_counter() - self._zero_s - engine.now_s()
             self._engine = engine
-            if self._is_stopped:  # `stop` arrived before there was an engine to abort
+            if self._is_stopped:  # `Stop` arrived before there was an engine to abort
                 engine.abort()
             self._changed.notify_all()
         return engine
 
-    def _receive_messages(self) -> None:
+    def _receive_commands(self) -> None:
         while True:
-            word, rest = self._receive()
+            command = self._end.receive()
             with self._changed:
-                if word == "zero":
-                    self._zero_s = rest[0]
-                elif word == "limit":
-                    # The first `limit` arrives before there is an engine.
-                    self._batch_size = rest[0]
-                elif word == "stop":
-                    self._is_stopped = True
+                match command:
+                    case messages.Begin(zero_s):
+                        self._zero_s = zero_s
+                    case messages.LimitBatchSize(batch_size):
+                        # The first limit arrives before there is an engine.
+                        self._batch_size = batch_size
+                    case messages.Draw() | messages.SwitchModel():
+                        self._changed.wait_for(lambda: self._engine is not None or self._is_stopped)
+                    case messages.Stop():
+                        self._is_stopped = True
                 self._changed.notify_all()
-                if word in ("take", "change"):
-                    self._changed.wait_for(lambda: self._engine is not None or self._is_stopped)
                 engine = self._engine
-            if word == "stop":
-                if engine is not None:
-                    engine.abort()
+            if engine is not None:
+                self._execute(command, engine)
+            if self._is_stopped:
                 return
-            if engine is None:
-                continue
-            if word == "take":
-                self._take(engine, rest[0])
-            elif word == "cancel":
-                self._cancelled.add(rest[0])
-                engine.cancel(*rest)
-            elif word == "limit":
-                engine.max_batch_size = rest[0]
-            elif word == "change":
+
+    def _execute(self, command: messages.Command, engine: "Engine") -> None:
+        match command:
+            case messages.Draw(request):
+                self._draw(engine, request)
+            case messages.Cancel(request_id, reason):
+                self._cancelled.add(request_id)
+                engine.cancel(request_id, reason)
+            case messages.LimitBatchSize(batch_size):
+                engine.max_batch_size = batch_size
+            case messages.SwitchModel(model):
                 with self._changed:
-                    self._next_leg = rest[0]
-                self._send("back", [request.request_id for request in engine.withdraw_waiting()])
+                    self._next_leg = cast(Leg, model)
+                waiting = [request.request_id for request in engine.withdraw_waiting()]
+                self._end.send(messages.Returned(waiting))
                 engine.close()
+            case messages.Stop():
+                engine.abort()
 
-    def _receive(self) -> tuple[str, list[Any]]:
-        """Return the next message, or `stop` if the parent is gone."""
-        try:
-            word, *rest = self._connection.recv()
-        except (EOFError, OSError):
-            return "stop", []
-        return word, rest
-
-    def _take(self, engine: "Engine", request: Request) -> None:
+    def _draw(self, engine: "Engine", request: Request) -> None:
         arrival_s = max(0.0, request.arrival_s - self._offset_s)
         slo_s = None
         if request.deadline_s is not None:
@@ -256,7 +244,7 @@ class _WorkerProcess:
         except PsctlError as error:
             record = RequestRecord.of(request)
             record.close("failed", time.perf_counter() - self._zero_s, str(error))
-            self._send("ended", record, None)
+            self._end.send(messages.Ended(record))
 
     def _from_light(self, request: Request) -> Request:
         """Return the request as an edit of its light image, which a worker on this machine has written.
@@ -277,7 +265,7 @@ class _WorkerProcess:
         from ..engine.watch import Watch
 
         number = request.request_id
-        return Watch(on_step=lambda steps_done: self._send("steps", number, steps_done), may_lag=True)
+        return Watch(on_step=lambda steps_done: self._end.send(messages.Stepped(number, steps_done)), may_lag=True)
 
     def _score(self, request: Request, image: "Image") -> None:
         """Score a light image, in the postprocess thread before its record closes.
@@ -300,21 +288,16 @@ class _WorkerProcess:
     def _note_waiting(self, count: int) -> None:
         if count != self._num_waiting:
             self._num_waiting = count
-            self._send("waiting", count)
+            self._end.send(messages.Alive(count))
 
     def report_ended(self, record: RequestRecord) -> None:
         """Send the record of a request that has ended; delete the image if the request was cancelled."""
         if record.request_id in self._cancelled:
             self._cancelled.discard(record.request_id)
             image_file(self._settings, record.request_id, self._leg_of(record)).unlink(missing_ok=True)
-        known = {name: time_s for name in _TIMES if (time_s := getattr(record, name)) is not None}
-        own = replace(record, **{name: time_s + self._offset_s for name, time_s in known.items()})
-        self._send("ended", own, self._confidences.pop(record.request_id, None))
-
-    def _send(self, *message: Any) -> None:
-        # If the parent is gone, the listener notices it too, and aborts the engine.
-        with contextlib.suppress(OSError), self._sending:
-            self._connection.send(message)
+        own = record.shifted(self._offset_s)
+        own.confidence = self._confidences.pop(record.request_id, None)
+        self._end.send(messages.Ended(own))
 
 
 class _EndReporter(Collector):

@@ -6,7 +6,7 @@ An adapter adds scale * up(down(x)) to a layer's output for x, where `down` has 
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -70,48 +70,67 @@ class AdaptedEntries:
             flat.index_add_(0, self.entries, change)
 
 
+@dataclass(slots=True, eq=False)
 class RowAdapters:
     """Adapters of the rows of a batch.
 
-    Args:
-        adapters: adapters of each row.
-        device: device of the model.
+    Attributes:
+        scales: (rows,) scale of each row, by adapter; 0 where a row has it not.
         place: returns the position of rows in the input of a layer. None: along its first dimension.
+        for_all: whether all entries go through every adapter, at a scale of 0 where they have it not, so that the work
+            does not depend on which rows have which adapter.
     """
 
-    def __init__(self, adapters: Sequence[Adapters], device: torch.device, place: Place | None = None) -> None:
-        self._place = place or self._by_row
-        self._rows = torch.arange(len(adapters), device=device)
-        self._scales = {
-            name: torch.tensor([dict(each).get(name, 0.0) for each in adapters], device=device)
-            for name in {name for each in adapters for name, scale in each if scale}
-        }
-        self._cached_entries: dict[Any, AdaptedEntries] = {}
+    scales: dict[str, Tensor]
+    place: Place | None = None
+    for_all: bool = False
+    _cached_entries: dict[Any, AdaptedEntries] = field(default_factory=dict, init=False)
 
-    def _by_row(self, x: Tensor) -> Entries:
-        if len(x) != len(self._rows):
-            raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, but the batch has {len(self._rows)} rows")
-        return Entries("rows", lambda: self._rows, are_tokens=False)
+    @classmethod
+    def of(
+        cls, adapters: Sequence[Adapters], device: torch.device, place: Place | None = None, **options: bool
+    ) -> Self:
+        """Return the given adapters of each row, on the device of the model. Options are those of the class."""
+        names = {name for each in adapters for name, scale in each if scale}
+        scales = {
+            name: torch.tensor([dict(each).get(name, 0.0) for each in adapters], device=device)
+            for name in sorted(names)
+        }
+        return cls(scales, place, **options)
+
+    def of_rows(self, rows: Tensor) -> Self:
+        """Return the adapters of some rows, as a batch of their own."""
+        scales = {name: own.index_select(0, rows) for name, own in self.scales.items()}
+        return type(self)(scales, self.place, self.for_all)
 
     def entries_with(self, name: str, x: Tensor) -> AdaptedEntries | None:
         """Return the entries of a layer's input that have this adapter; None if no row has it."""
-        if name not in self._scales:
+        if name not in self.scales:
             return None
-        key, rows, are_tokens = self._place(x)
+        key, rows, are_tokens = _by_row(x, len(self.scales[name])) if self.place is None else self.place(x)
         if (name, key) not in self._cached_entries:
-            scales = self._scales[name].index_select(0, rows())
-            entries = scales.nonzero()[:, 0]
-            some = None if len(entries) == len(scales) else entries
-            self._cached_entries[name, key] = AdaptedEntries(some, scales.index_select(0, entries), are_tokens)
+            scales = self.scales[name].index_select(0, rows())
+            some = None
+            if not self.for_all:
+                entries = scales.nonzero()[:, 0]
+                some = None if len(entries) == len(scales) else entries
+                scales = scales.index_select(0, entries)
+            self._cached_entries[name, key] = AdaptedEntries(some, scales, are_tokens)
         return self._cached_entries[name, key]
 
 
+def _by_row(x: Tensor, num_rows: int) -> Entries:
+    if len(x) != num_rows:
+        raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, but the batch has {num_rows} rows")
+    return Entries("rows", lambda: torch.arange(num_rows, device=x.device), are_tokens=False)
+
+
 def adapters_of(
-    requests: Sequence[PreparedRequest], device: torch.device, place: Place | None = None
+    requests: Sequence[PreparedRequest], device: torch.device, place: Place | None = None, **options: bool
 ) -> RowAdapters | None:
-    """Return the adapters of these requests' rows; None if no request has an adapter."""
+    """Return the adapters of these requests' rows, see `RowAdapters.of`; None if no request has an adapter."""
     rows = [prepared.request.adapters for prepared in requests for _ in range(prepared.num_rows)]
-    return RowAdapters(rows, device, place) if any(rows) else None
+    return RowAdapters.of(rows, device, place, **options) if any(rows) else None
 
 
 class AdaptedLayers:

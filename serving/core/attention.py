@@ -26,6 +26,8 @@ class FusedLinear(nn.Module):
     def __init__(self, *layers: nn.Linear) -> None:
         super().__init__()
         self._layers = layers
+        # A quantised weight is a tensor that is made of others.
+        self._is_quantised = hasattr(layers[0].weight, "__tensor_flatten__")
         self._fused = Derived(self._fuse)
         ends = list(accumulate((layer.out_features for layer in layers), initial=0))
         found = zip(map(adapted_of, layers), ends, ends[1:], strict=False)
@@ -41,7 +43,7 @@ class FusedLinear(nn.Module):
         return self._fused.of(self._layers[0].weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(self._layers[0].weight) is not nn.Parameter:
+        if self._is_quantised:
             return torch.cat([layer(x) for layer in self._layers], -1)
         out = F.linear(x, *self.fuse())
         for adapted, start, end in self._adapted:

@@ -1,33 +1,42 @@
-"""`--cuda-graphs`: whole forward passes recorded once and replayed, so that the host makes one launch per step.
+"""`--cuda-graphs`: forward passes recorded once and replayed, so that the host makes few launches per step.
 
-A pass is recorded for each composition of rows: attention runs once per resolution, so that the number of patches alone
-does not determine the kernels. The first pass of a patched batch runs eagerly; it computes the tensors that the batch
-keeps (text keys and values), which are then copied to where the recorded pass reads them. The plain model keeps its
-conditions and has nothing to compute beforehand.
+A recorded pass depends on a key and on the shapes of its inputs. The patch engine pads batches to buckets and passes
+its layout as data, so that one recorded pass serves all mixes of sizes in a bucket; work that depends on the sizes runs
+eagerly between the segments of a pass (`Pause`). Tensors that a batch keeps (text keys and values) are copied to where
+the recorded pass reads them when the batch changes. The plain model keeps its conditions, and its passes have a key for
+each composition.
 
-Recording stalls the device, and there are hundreds of compositions. Passes are therefore recorded only for batches that
-stay for a while and for compositions that recur, and the memory of recorded passes is bounded.
+Recording stalls the device. Passes are therefore recorded only for batches that stay for a while and for keys that
+recur, and the memory of recorded passes is bounded.
 """
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from .prepared import describe
 
-Forward = Callable[[dict[str, Any], dict[Any, Any]], Tensor]
-Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+Path = tuple[Any, ...]
+Results = tuple[Tensor, ...]
+Pause = Callable[[Callable[..., Results], Sequence[Tensor]], Results]
+"""Interrupts a recording: runs a function of tensors, now and in every replay, whose results have the same shapes each
+time. Returns the tensors that hold the results from then on."""
+Forward = Callable[[dict[str, Any], Any, Pause | None], Tensor]
+Recorder = Callable[[Callable[[Pause], Tensor]], tuple[Callable[[], object], Tensor]]
 """Records work; returns a function that replays it on the same memory, and the tensor that then holds its result."""
 PATIENCE = 4
-"""Number of passes of a composition that run eagerly before it is recorded, in one batch or in several."""
+"""Number of passes of a key that run eagerly before it is recorded, in one batch or in several."""
 MEMORY_BYTES = 4_000_000_000
 """Largest size of the inputs, text keys and values, and results of all recorded passes, which share working memory."""
 _NUM_COUNTED = 4096
-"""Number of compositions whose passes are counted."""
+"""Number of keys whose passes are counted."""
 
 
 class CudaRecorder:
@@ -39,16 +48,74 @@ class CudaRecorder:
         # High priority: torch takes such streams from another pool than those of the stages, which run meanwhile.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Record work in a graph; return its replay function, and the tensor that then holds the result."""
+    def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """Record work in graphs; return its replay function, and the tensor that then holds the result."""
+        parts: list[Callable[[], object]] = []
         graph = torch.cuda.CUDAGraph()
-        # Other threads encode prompts and decode images meanwhile; their allocations do not belong to the graph.
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            result = work()
-        return graph.replay, result
+
+        def begin() -> None:
+            nonlocal graph
+            graph = torch.cuda.CUDAGraph()
+            # Other threads encode prompts and decode images meanwhile; their allocations do not belong to the graph.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def end() -> None:
+            graph.capture_end()
+            parts.append(graph.replay)
+
+        def pause(run: Callable[..., Results], inputs: Sequence[Tensor]) -> Results:
+            end()
+            shapes = run(*inputs)
+            begin()
+            # In the memory of the graphs, so that passes share it.
+            results = tuple(torch.empty_like(each) for each in shapes)
+            own, targets = (tuple(map(_borrowed, each)) for each in (inputs, results))
+            parts.append(lambda: _copy(run(*own), targets))
+            return results
+
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), _no_collections():
+            begin()
+            try:
+                result = work(pause)
+            finally:
+                end()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+        def replay() -> None:
+            for part in parts:
+                part()
+
+        return replay, result
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect garbage now and not meanwhile: freeing memory of the device would invalidate a recording."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """Return the same tensor on the device without keeping its memory, which later segments may use."""
+    whole = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory that recorded passes read, and the batch whose values it holds; None if it changes in every pass."""
+
+    tensor: Tensor
+    filled_by: "PassBatch | None" = None
 
 
 @dataclass(slots=True, eq=False)
@@ -56,15 +123,10 @@ class _RecordedPass:
     """A recorded pass and the memory that it reads and writes. `kept_alive` is not read."""
 
     play: Callable[[], object]
-    inputs: dict[str, Any]
-    batch_values: dict[Any, Any]
+    inputs: Mapping[Path, _Buffer]
+    batch_values: Mapping[Path, _Buffer]
     result: Tensor
     kept_alive: object
-    filled_by: "PassBatch"
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for part in (self.inputs, self.batch_values, self.result) for tensor in _tensors(part))
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +143,8 @@ class PassBatch:
 class CapturedPasses:
     """Runs passes eagerly, or replays recorded ones. Not thread-safe.
 
-    The first `patience` passes of a composition run eagerly. Recorded passes hold at most `memory_bytes`; the least
-    recently used ones are dropped, and must wait for `patience` passes again.
+    The first `patience` passes of a key run eagerly. Recorded passes hold at most `memory_bytes`; inputs of the same
+    name and shape share memory. The least recently used passes are dropped, and must wait for `patience` passes again.
 
     Attributes:
         recorder: records the passes.
@@ -93,20 +155,19 @@ class CapturedPasses:
     def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int = MEMORY_BYTES) -> None:
         self.recorder, self._patience, self._memory_bytes = recorder, patience, memory_bytes
         self._recorded: OrderedDict[Hashable, _RecordedPass] = OrderedDict()
-        self._num_bytes = 0
+        self._buffers: WeakValueDictionary[Hashable, _Buffer] = WeakValueDictionary()
         self._num_eager: OrderedDict[Hashable, int] = OrderedDict()
         self.failure: str | None = None
 
     def clear(self) -> None:
         """Discard all recorded passes, after a change of what they do."""
         self._recorded.clear()
-        self._num_bytes = 0
 
     def run(
         self,
         batch: PassBatch,
         key: Hashable,
-        batch_values: dict[Any, Any],
+        batch_values: Any,
         forward: Forward,
         inputs: dict[str, Any],
         kept_alive: object = None,
@@ -116,54 +177,81 @@ class CapturedPasses:
         Args:
             batch: batch of the pass.
             key: determines, with the shapes of the inputs, which kernels run.
-            batch_values: tensors that the batch keeps from pass to pass; the first pass fills it, unless the batch is
-                complete.
-            forward: computes the pass from the inputs and `batch_values`. It must not wait for the device.
-            inputs: tensors by name, or dicts of such.
+            batch_values: tensors that the batch keeps from pass to pass, in dicts, tuples or data classes; the first
+                pass fills it, unless the batch is complete.
+            forward: computes the pass from the inputs and `batch_values`. It must not wait for the device, except where
+                it pauses the recording.
+            inputs: tensors by name, or dicts or tuples of such.
             kept_alive: other objects that a recorded pass reads and must keep alive (index tensors of the layout).
 
         Returns:
             The result; later passes leave it unchanged.
         """
-        place = key, tuple((tensor.shape, tensor.dtype) for tensor in _tensors(inputs))
+        place = key, tuple((tensor.shape, tensor.dtype) for _, tensor in _tensors(inputs))
         recorded = self._recorded.get(place)
         is_due = recorded is not None or self._is_due(place)
         if not batch.is_complete or not is_due:
-            found = forward(inputs, batch_values)
+            found = forward(inputs, batch_values, None)
             batch.is_complete = True
             return found
         if recorded is None:
             recorded = self._record(batch, forward, inputs, batch_values, kept_alive)
             if recorded is None:
-                return forward(inputs, batch_values)
+                return forward(inputs, batch_values, None)
             self._store(place, recorded)
         else:
             self._recorded.move_to_end(place)
-            _copy(inputs, recorded.inputs)
-            if recorded.filled_by is not batch:
-                _copy(batch_values, recorded.batch_values)
-                recorded.filled_by = batch
+            self._fill(recorded, batch, inputs, batch_values)
         recorded.play()
         return recorded.result.clone()
+
+    def _fill(self, recorded: _RecordedPass, batch: PassBatch, inputs: dict[str, Any], batch_values: Any) -> None:
+        """Copy the inputs of a pass, and the values of its batch unless they are there, to where they are read."""
+        pairs = [(tensor, recorded.inputs[path].tensor) for path, tensor in _tensors(inputs)]
+        for path, tensor in _tensors(batch_values):
+            buffer = recorded.batch_values[path]
+            if buffer.filled_by is not batch:
+                pairs.append((tensor, buffer.tensor))
+                buffer.filled_by = batch
+        _copy(*zip(*pairs, strict=True))
 
     def _record(
         self,
         batch: PassBatch,
         forward: Forward,
         inputs: dict[str, Any],
-        batch_values: dict[Any, Any],
+        batch_values: Any,
         kept_alive: object,
     ) -> _RecordedPass | None:
-        own_inputs, own_values = _cloned(inputs), _cloned(batch_values)
+        of_inputs, of_values = (
+            {path: self._buffer(name, path, tensor) for path, tensor in _tensors(tree)}
+            for name, tree in (("inputs", inputs), ("values", batch_values))
+        )
+        own_inputs, own_values = _replaced(inputs, of_inputs), _replaced(batch_values, of_values)
         try:
-            play, result = self.recorder(lambda: forward(own_inputs, own_values))
+            play, result = self.recorder(lambda pause: forward(own_inputs, own_values, pause))
         except Exception as error:  # noqa: BLE001  the pass itself may still run eagerly
             self.failure = describe("recording a pass", error)
             return None
-        return _RecordedPass(play, own_inputs, own_values, result, kept_alive, batch)
+        recorded = _RecordedPass(play, of_inputs, of_values, result, kept_alive)
+        self._fill(recorded, batch, inputs, batch_values)
+        return recorded
+
+    def _buffer(self, kind: str, path: Path, tensor: Tensor) -> _Buffer:
+        """Return the memory for a tensor: that of others with the same path and shape, if there are any."""
+        place = kind, path, tensor.shape, tensor.stride(), tensor.dtype
+        found = self._buffers.get(place)
+        if found is None:
+            found = self._buffers[place] = _Buffer(tensor.clone())
+        return found
+
+    @property
+    def _num_bytes(self) -> int:
+        results = sum(recorded.result.nbytes for recorded in self._recorded.values())
+        return results + sum(buffer.tensor.nbytes for buffer in self._buffers.values())
 
     def _is_due(self, place: Hashable) -> bool:
-        """Count one more pass of a composition; return whether it has run often enough to be recorded."""
+        """Count one more pass of a key; return whether it has run often enough to be recorded."""
         count = self._num_eager.pop(place, 0)
         self._num_eager[place] = count + 1
         if len(self._num_eager) > _NUM_COUNTED:
@@ -172,32 +260,46 @@ class CapturedPasses:
 
     def _store(self, place: Hashable, recorded: _RecordedPass) -> None:
         self._recorded[place] = recorded
-        self._num_bytes += recorded.num_bytes
         while self._num_bytes > self._memory_bytes and len(self._recorded) > 1:
-            dropped, old = self._recorded.popitem(last=False)
-            self._num_bytes -= old.num_bytes
+            dropped, _ = self._recorded.popitem(last=False)
             self._num_eager.pop(dropped, None)
 
 
-def _cloned(value: Any) -> Any:
-    """Clone all tensors of a value, also in dicts and tuples."""
-    if isinstance(value, Tensor):
-        return value.clone()
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of a dict, a tuple or a data class by name; None for other values."""
     if isinstance(value, dict):
-        return {name: _cloned(part) for name, part in value.items()}
-    return tuple(map(_cloned, value)) if isinstance(value, tuple) else value
+        return value
+    if isinstance(value, tuple):
+        return dict(enumerate(value))
+    if not is_dataclass(value):
+        return None
+    return {each.name: getattr(value, each.name) for each in fields(value) if each.init}
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Iterate over all tensors of a value, in order."""
+def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Iterate over all tensors of a value, also in its parts, each with its path."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+        yield path, value
+        return
+    for name, part in (_parts(value) or {}).items():
+        yield from _tensors(part, (*path, name))
 
 
-def _copy(source: Any, target: Any) -> None:
-    """Copy the tensors of one value into those of another, in few launches."""
-    if targets := list(_tensors(target)):
-        torch._foreach_copy_(targets, list(_tensors(source)))
+def _replaced(value: Any, buffers: Mapping[Path, _Buffer], path: Path = ()) -> Any:
+    """Return a value with all tensors replaced by those of buffers."""
+    if isinstance(value, Tensor):
+        return buffers[path].tensor
+    parts = _parts(value)
+    if parts is None:
+        return value
+    found = {name: _replaced(part, buffers, (*path, name)) for name, part in parts.items()}
+    if isinstance(value, dict):
+        return found
+    return tuple(found.values()) if isinstance(value, tuple) else type(value)(**found)
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy tensors into others, with a call for each dtype: one for several dtypes would launch for each tensor."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in sources):
+        chosen = [index for index, tensor in enumerate(sources) if tensor.dtype == dtype]
+        torch._foreach_copy_([targets[index] for index in chosen], [sources[index] for index in chosen])

@@ -7,7 +7,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from ..families.text import join_texts
-from ..layout.packing import Packing, WholeImages
+from ..layout.packing import Packing, WholeImages, to_device
 from ..samplers.batched import BatchedSampler, SamplerBatch
 from ..samplers.single import PerRequestBatch, PerRequestSampler
 from .known_area import KnownAreas
@@ -34,7 +34,8 @@ class DenoiseBatch:
 
     Args:
         requests: requests in the order of the packing.
-        packing, row_packing: packing of the requests, and packing of the rows that the model sees.
+        packing, row_packing: packing of the requests, and packing of the rows that the model sees, which may have
+            dummies.
         sampler: updates all of them at once, or calls each request's own scheduler.
         predict: calls the model with the text of the batch.
         dtype: data type of the model.
@@ -54,8 +55,6 @@ class DenoiseBatch:
         self._ids = set(map(id, requests))
         self._packing, self._predict, self._dtype = packing, predict, dtype
         device = requests[0].latents.device
-        rows = [row for index, prepared in enumerate(requests) for row in [index] * prepared.num_rows]
-        self._row_request = torch.tensor(rows, device=device)
         self._guide = _Guidance(requests, packing, row_packing, device)
         is_edit = any(prepared.known_area is not None for prepared in requests)
         self._known_areas = KnownAreas(requests, packing) if is_edit else None
@@ -97,7 +96,7 @@ class DenoiseBatch:
     def inputs(self) -> tuple[Tensor, Tensor]:
         """Return the model's inputs for the next step, in the row packing and its dtype, and the timesteps (rows,)."""
         rows = self._guide.repeat(self._sampler.model_input()).to(self._dtype)
-        return rows, self._sampler.timesteps().index_select(0, self._row_request)
+        return rows, self._sampler.timesteps().index_select(0, self._guide.row_request)
 
     def failures(self) -> dict[int, str]:
         """Return the reasons by id of the requests whose last step failed. Waits for the device."""
@@ -149,7 +148,11 @@ class DenoiseBatch:
 
 
 class _Guidance:
-    """Classifier-free guidance on patches: from requests to rows and back."""
+    """Classifier-free guidance on patches: from requests to rows and back.
+
+    Attributes:
+        row_request: (rows,) index of the request of each row.
+    """
 
     def __init__(
         self,
@@ -159,19 +162,26 @@ class _Guidance:
         device: torch.device,
     ) -> None:
         starts, row_starts = packing.starts, row_packing.starts
-        sources, unconditional, conditional, row = [], [], [], 0
+        sources, unconditional, conditional, rows = [], [], [], []
         for index, prepared in enumerate(batch):
             own = torch.arange(starts[index], starts[index + 1])
-            shift = row_starts[row] - starts[index]
+            shift = row_starts[len(rows)] - starts[index]
             sources += [own] * prepared.num_rows
             unconditional.append(own + shift)
             conditional.append(own + shift + (prepared.num_rows - 1) * len(own))
-            row += prepared.num_rows
-        self._sources = torch.cat(sources).to(device) if row > len(batch) else None
-        self._unconditional = torch.cat(unconditional).to(device)
-        self._conditional = torch.cat(conditional).to(device)
-        scales = torch.tensor([each.request.guidance_scale + 1 - each.neutral_scale for each in batch], device=device)
-        self._scale = scales[packing.row_index][:, None, None, None]
+            rows += [index] * prepared.num_rows
+        # Dummies have the timestep of the first request, and padding is a copy of the first patch.
+        num_rows, num_padding = len(rows), row_packing.num_patches - row_starts[-1]
+        rows += [0] * (row_packing.num_rows - num_rows)
+        sources.append(torch.zeros(num_padding, dtype=torch.long))
+        tables, self._sources = [torch.tensor(rows)], None
+        if num_rows > len(batch) or num_padding:
+            tables += map(torch.cat, (sources, unconditional, conditional))
+        self.row_request, *places = to_device(torch.cat(tables), device).split(list(map(len, tables)))
+        if places:
+            self._sources, self._unconditional, self._conditional = places
+            scales = torch.tensor([each.request.guidance_scale + 1 - each.neutral_scale for each in batch])
+            self._scale = to_device(scales, device)[packing.row_index][:, None, None, None]
         self._packing, self._norms = packing, [each.guided_norm if each.is_guided else None for each in batch]
 
     def repeat(self, patches: Tensor) -> Tensor:

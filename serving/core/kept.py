@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...data.files import quarantine, write_json
+from ...data.parsing import parse
 
 _VERSION = 2
 Point = TypeVar("Point")
@@ -17,7 +18,7 @@ def load_or_measure(
     folder: Path,
     name: str,
     circumstances: dict[str, Any],
-    kind: Callable[..., Point],
+    kind: type[Point],
     measure: Callable[[], Sequence[Point]],
 ) -> list[Point]:
     """Load the measurements for these circumstances from `folder`, or make them.
@@ -38,5 +39,5 @@ def load_or_measure(
     return _read(path, kind)
 
 
-def _read(path: Path, kind: Callable[..., Point]) -> list[Point]:
-    return [kind(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+def _read(path: Path, kind: type[Point]) -> list[Point]:
+    return parse(list[kind], json.loads(path.read_text(encoding="utf-8"))["rows"])

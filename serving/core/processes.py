@@ -1,9 +1,10 @@
-"""Processes that psctl starts on the same machine: workers, ranks and stages. No torch."""
+"""Processes that psctl starts on the same machine (workers, ranks and stages), and memory for them. No torch."""
 
 import contextlib
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from importlib import import_module
@@ -44,6 +45,14 @@ def is_parent_alive() -> bool:
     """Return whether the process that has started this one is still alive."""
     parent = multiprocessing.parent_process()
     return parent is None or parent.is_alive()
+
+
+def memory_file() -> int:
+    """Return the descriptor of an unnamed file, in memory if the system supports it. It vanishes with its last user."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("psctl")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _context_for(device: str) -> ForkServerContext | SpawnContext:

@@ -3,50 +3,22 @@
 All times are in seconds from the start of the trace, on the engine's (or the simulator's) clock.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from ...data.adapters import adapters_text
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.work import Work, work_of
+from .record_key import RecordKey
 
 Status = Literal["pending", "completed", "failed", "discarded", "cancelled"]
 FINAL_STATUSES: tuple[str, ...] = tuple(status for status in get_args(Status) if status != "pending")
 Stage = Literal["waiting", "joining", "active", "decoding"]
 """Stage of an open request: not admitted yet; admitted but not prepared; taking steps; done with its steps."""
+_TIMES = ("arrival_s", "prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s")
 _DERIVED = ("deadline_s", "queueing_s", "latency_s", "slo_met")
-
-
-class RecordId(NamedTuple):
-    """Identity of the template record that an edit reads, as far as it is known without the model.
-
-    Attributes:
-        image: name of the image in a trace; otherwise a checksum of its pixels and of the other properties that
-            distinguish templates.
-        resolution, num_inference_steps: resolution and number of steps of the edit.
-    """
-
-    image: str
-    resolution: Resolution
-    num_inference_steps: int
-
-    @classmethod
-    def of(cls, request: Request) -> Self | None:
-        """Return the record that an edit reads; None if it reads none. Hashes the pixels of an image that has them."""
-        edit = request.edit
-        if request.traced is not None:
-            image = request.traced.image
-        elif edit is not None and edit.template is not None:
-            # A trajectory depends on the guidance scale; a noised image only on whether there is guidance.
-            scale = request.guidance_scale
-            about = edit.template, scale if edit.template.kind == "trajectory" else scale > 1
-            image = hashlib.sha256(edit.image.tobytes() + repr(about).encode()).hexdigest()
-        else:
-            return None
-        return cls(image, request.resolution, request.num_inference_steps)
 
 
 class RequestView(NamedTuple):
@@ -61,7 +33,7 @@ class RequestView(NamedTuple):
         steps_done: number of these steps that are done; 0 while it waits.
         standalone_s: its latency when served alone; None when not measured.
         active_share: share of its image that steps compute; below 1 for an edit that reads the rest from a record.
-        record: that record, which has to be loaded first; None if it reads none.
+        record: key of that record, which has to be loaded first; None if it reads none.
     """
 
     request_id: int
@@ -72,7 +44,7 @@ class RequestView(NamedTuple):
     steps_done: int = 0
     standalone_s: float | None = None
     active_share: float = 1.0
-    record: RecordId | None = None
+    record: RecordKey | None = None
 
     @classmethod
     def of(
@@ -99,7 +71,7 @@ class RequestView(NamedTuple):
             0,
             standalone_s,
             active_share,
-            RecordId.of(request) if active_share < 1 else None,
+            RecordKey.of(request) if active_share < 1 else None,
         )
 
     @property
@@ -187,6 +159,11 @@ class RequestRecord:
         if status not in FINAL_STATUSES:
             raise RuntimeError(f"request {self.request_id} cannot end as {status}")
         self.status, self.finish_s, self.reason = status, now_s, reason
+
+    def shifted(self, ahead_s: float) -> Self:
+        """Return the record on the clock of another process, which is `ahead_s` ahead of this one's."""
+        known = {name: time_s for name in _TIMES if (time_s := getattr(self, name)) is not None}
+        return replace(self, **{name: time_s + ahead_s for name, time_s in known.items()})
 
     @property
     def resolution(self) -> Resolution:

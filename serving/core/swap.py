@@ -5,7 +5,7 @@ refused by name.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from diffusers import UNet2DConditionModel
@@ -60,6 +60,13 @@ class Swap(ABC):
         self._undo.append((parent, name, getattr(parent, name)))
         # ModuleList names its children by number, and setattr takes that.
         setattr(parent, name, leaf)
+
+    def wrap(self, parent: nn.Module, name: str | None, leaf: Callable[..., Any], *arguments: Any) -> None:
+        """Replace a module within `parent` by a leaf, which takes the module and these arguments; None: nothing."""
+        if name is not None:
+            where, _, attribute = name.rpartition(".")
+            own = parent.get_submodule(where)
+            self.put(own, attribute, leaf(getattr(own, attribute), *arguments))
 
     def undo(self) -> None:
         """Put every original module back."""

@@ -12,7 +12,7 @@ from ...data.errors import UsageError
 from ...data.requests import Request, TracedEdit
 from ...data.resolution import Resolution
 from ...data.traces.edits import mask_of
-from ..core.request_state import RecordId
+from ..core.record_key import RecordKey
 from ..families.geometry import Geometry
 from .profile import EditProfile
 
@@ -25,7 +25,7 @@ class EditCosts:
     record in memory reads it while it prepares the edit.
 
     Attributes:
-        active_share: maps an edit to the share of the image that it computes; 1 if it is computed whole.
+        share_of: maps a request to the share of its image that steps compute; 1 if they compute all of it.
         record_bytes: maps a record to its size.
         load_s: maps a number of bytes to the seconds until a record of this size is in memory.
         memory_mb: memory for records on each worker.
@@ -34,33 +34,14 @@ class EditCosts:
         UsageError: `memory_mb` is not above 0.
     """
 
-    active_share: Callable[[Request], float]
-    record_bytes: Callable[[RecordId], float]
+    share_of: Callable[[Request], float]
+    record_bytes: Callable[[RecordKey], float]
     load_s: Callable[[float], float]
     memory_mb: float = 2_000.0
 
     def __post_init__(self) -> None:
         if not self.memory_mb > 0:
             raise UsageError(f"memory of records is {self.memory_mb:g} MB, but it must be above 0")
-
-    def share_of(self, request: Request) -> float:
-        """Return the share of the image that steps compute; 1 for a new image and for an exact edit.
-
-        Raises UsageError: as `MaskShares`.
-        """
-        return self.active_share(request) if reads_record(request) else 1.0
-
-
-def reads_record(request: Request) -> bool:
-    """Return whether the request is an edit that reads a record if there is one.
-
-    An edit over HTTP may be exact, without a template, and requests with adapters read no records, because records are
-    of the model without adapters.
-    """
-    edit = request.edit
-    if request.adapters:
-        return False
-    return request.traced is not None or (edit is not None and edit.template is not None)
 
 
 class MaskShares:
@@ -76,21 +57,14 @@ class MaskShares:
         self._known: dict[tuple[TracedEdit, Resolution], float] = {}
 
     def __call__(self, request: Request) -> float:
-        """Return the active share of a request.
-
-        The share is 1 under the same conditions under which the engine computes an edit whole: it reads no record, its
-        mask is large, or there is no record for its size or its strength.
+        """Return the share of the image that steps compute: 1 without a record, and if the mask is large.
 
         Raises UsageError: the mask cannot be read, the mask does not fit the image, or the edit takes no step.
         """
         geometry, edit = self._geometry, request.edit or request.traced
-        if edit is None or not reads_record(request):
-            return 1.0
-        if any(side % geometry.cell for side in geometry.latent_size(request.resolution)):
+        if edit is None or not geometry.has_record(request):
             return 1.0
         geometry.check_strength(request)
-        if edit.strength < 1 and geometry.first_step(request) == 0:
-            return 1.0
         share = self._traced(request, edit) if isinstance(edit, TracedEdit) else geometry.active_share(edit)
         return share if share <= self._up_to else 1.0
 
@@ -117,14 +91,14 @@ class HeldRecords:
 
     def __init__(self, edits: EditCosts) -> None:
         self._edits = edits
-        self._bytes_of: OrderedDict[RecordId, float] = OrderedDict()
+        self._bytes_of: OrderedDict[RecordKey, float] = OrderedDict()
         self._num_bytes = 0.0
 
-    def missing_s(self, record: RecordId) -> float:
+    def missing_s(self, record: RecordKey) -> float:
         """Return the seconds that reading the record would take; 0 if it is in memory."""
         return 0.0 if record in self._bytes_of else self._edits.load_s(self._edits.record_bytes(record))
 
-    def read(self, record: RecordId) -> float:
+    def read(self, record: RecordKey) -> float:
         """Read a record into memory, and return the seconds that this takes, as `missing_s` does."""
         seconds, size = self.missing_s(record), self._edits.record_bytes(record)
         self._num_bytes += size - self._bytes_of.pop(record, 0.0)

@@ -7,9 +7,9 @@ active ones.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-PlanName = Literal["optimal", "paper", "strawman", "sequential", "none", "ideal"]
+from ...data.templates import LoadPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,30 +106,17 @@ def strawman_plan(units: Sequence[UnitTimes]) -> ReusePlan:
     return ReusePlan(reuses, latency_of(units, reuses))
 
 
-def sequential_plan(units: Sequence[UnitTimes]) -> ReusePlan:
-    """All units reuse, and each waits for its own load, which starts when the unit before it is done."""
-    return ReusePlan((True,) * len(units), sum(unit.load_s + unit.active_s for unit in units))
-
-
 def plan_without_reuse(units: Sequence[UnitTimes]) -> ReusePlan:
     """No unit reuses."""
     reuses = (False,) * len(units)
     return ReusePlan(reuses, latency_of(units, reuses))
 
 
-def ideal_plan(units: Sequence[UnitTimes]) -> ReusePlan:
-    """The fastest plan if loads take no time, which is a bound for all others."""
-    reuses = tuple(unit.active_s <= unit.all_s for unit in units)
-    return ReusePlan(reuses, sum(min(unit.active_s, unit.all_s) for unit in units))
-
-
-PLANS: Mapping[PlanName, Callable[[Sequence[UnitTimes]], ReusePlan]] = {
+PLANS: Mapping[LoadPlan, Callable[[Sequence[UnitTimes]], ReusePlan]] = {
     "optimal": optimal_plan,
     "paper": paper_plan,
     "strawman": strawman_plan,
-    "sequential": sequential_plan,
     "none": plan_without_reuse,
-    "ideal": ideal_plan,
 }
 
 

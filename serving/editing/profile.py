@@ -11,10 +11,11 @@ from typing import Any, Self
 
 from ...data.errors import UsageError
 from ...data.files import write_json
+from ...data.parsing import parse
 from ...data.records import read_json
 from ...data.run_facts import RunFacts
-from ...data.templates import KEEPS, Keep
-from ..core.request_state import RecordId
+from ...data.templates import Keep
+from ..core.record_key import RecordKey
 from ..scheduling.policies.base import StepLatencyPredictor
 from .step_latency import TERMS, EditStepLatency, fitted_line, on_line
 
@@ -35,7 +36,7 @@ class Fit:
         r2: coefficient of determination over held-out times; None if they are all equal.
 
     Raises:
-        ValueError: a coefficient is negative or not finite, or all are 0.
+        UsageError: a coefficient is negative or not finite, or all are 0.
     """
 
     coefficients: tuple[float, ...]
@@ -45,7 +46,7 @@ class Fit:
 
     def __post_init__(self) -> None:
         if not all(0 <= each < math.inf for each in self.coefficients) or not any(self.coefficients):
-            raise ValueError(f"its coefficients are {self.coefficients}, but none may be below 0, nor all be 0")
+            raise UsageError(f"its coefficients are {self.coefficients}, but none may be below 0, nor all be 0")
 
     @classmethod
     def of(cls, terms: Sequence[Sequence[float]], times_s: Sequence[float], held_out: Sequence[int]) -> Self:
@@ -60,15 +61,6 @@ class Fit:
         missed = math.fsum((predicted - measured) ** 2 for predicted, measured in pairs)
         mape = math.fsum(abs(predicted / measured - 1) for predicted, measured in pairs) / len(held_out)
         return cls(line, len(held_out), mape, 1 - missed / spread if spread else None)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], num_terms: int) -> Self:
-        """Build a fit from the result of `asdict`. Raises ValueError, KeyError or TypeError for other input."""
-        coefficients = tuple(map(float, data["coefficients"]))
-        if len(coefficients) != num_terms:
-            raise ValueError(f"it has {len(coefficients)} coefficients, but there must be {num_terms}")
-        r2 = data["r2"]
-        return cls(coefficients, int(data["num_held_out"]), float(data["mape"]), None if r2 is None else float(r2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +87,15 @@ class EditProfile:
     load: Fit
     bytes_per_pixel_step: float
     settings: Mapping[str, Any]
-    steps: Sequence[Mapping[str, Any]]
-    loads: Sequence[Mapping[str, Any]]
+    steps: tuple[Mapping[str, Any], ...]
+    loads: tuple[Mapping[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        if not (0 < self.up_to <= 1 and 0 < self.bytes_per_pixel_step < math.inf):
+            raise UsageError(f"up_to is {self.up_to}, bytes_per_pixel_step is {self.bytes_per_pixel_step}")
+        for fit, terms in ((self.compute, TERMS), (self.first, TERMS), (self.load, LOAD_TERMS)):
+            if len(fit.coefficients) != len(terms):
+                raise UsageError(f"a fit has {len(fit.coefficients)} coefficients, but there must be {len(terms)}")
 
     def steady_latency(self, whole: StepLatencyPredictor) -> EditStepLatency:
         """Return the predictor for batches that stay the same, with edits among whole images."""
@@ -106,7 +105,7 @@ class EditProfile:
         """Return the predictor for batches that have changed; `whole` must predict such batches, too."""
         return EditStepLatency(whole, self.first.coefficients)
 
-    def record_bytes(self, record: RecordId) -> float:
+    def record_bytes(self, record: RecordKey) -> float:
         """Return the size of a record with all its steps."""
         return self.bytes_per_pixel_step * record.resolution.pixels * record.num_inference_steps
 
@@ -116,14 +115,7 @@ class EditProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file."""
-        return {
-            "kind": KIND,
-            "version": VERSION,
-            **asdict(self),
-            "terms": TERMS,
-            "load_terms": LOAD_TERMS,
-            "facts": self.facts.to_json(),
-        }
+        return {"kind": KIND, "version": VERSION, **asdict(self), "terms": TERMS, "load_terms": LOAD_TERMS}
 
     def write(self, path: Path) -> None:
         """Write the profile to a file. Raises OSError."""
@@ -137,23 +129,4 @@ class EditProfile:
             raise UsageError(f"{path} is no profile of edits: psctl profile edits makes one")
         if data.get("version") != VERSION:
             raise UsageError(f"{path} is of version {data.get('version')}, but it must be {VERSION}: measure it again")
-        try:
-            if data["keep"] not in KEEPS:
-                raise ValueError(f"keep is {data['keep']!r}")
-            found = cls(
-                RunFacts.from_json(data["facts"]),
-                data["keep"],
-                float(data["up_to"]),
-                Fit.from_json(data["compute"], len(TERMS)),
-                Fit.from_json(data["first"], len(TERMS)),
-                Fit.from_json(data["load"], len(LOAD_TERMS)),
-                float(data["bytes_per_pixel_step"]),
-                data["settings"],
-                tuple(data["steps"]),
-                tuple(data["loads"]),
-            )
-            if not (0 < found.up_to <= 1 and 0 < found.bytes_per_pixel_step < math.inf):
-                raise ValueError(f"up_to is {found.up_to}, bytes_per_pixel_step is {found.bytes_per_pixel_step}")
-            return found
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}; measure it again") from error
+        return parse(cls, data, f"{path} is damaged", "measure it again")

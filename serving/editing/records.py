@@ -1,11 +1,11 @@
 """The record of a template, in memory or in one file per step (InstGenIE section 4.2)."""
 
+import itertools
 import math
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ...data.templates import unit_of
 from ..core.prepared import RecordedRow
-from .link import RecordLink
-from .staging import StagedSteps, Staging
-from .uploads import LoadedUnit, PackedRows, Uploads, uploads_to
+from .staging import LazyRow, Staging
+from .uploads import LoadedUnit, PackedRows, upload
 
 LATENTS, END = "latents", "end"
 """Keys in the first row of a generation's record: latents (1, channels, h, w) before each step, and the final ones."""
@@ -32,13 +31,20 @@ class FileSteps:
 
     Args:
         folder: folder with the files.
-        uploads: copies to the model's device; None for the CPU.
+        num_steps, num_rows, num_bytes: see `StepSource`.
+        device: device of the model.
     """
 
-    def __init__(self, folder: Path, uploads: Uploads | None) -> None:
-        self.folder, self._uploads = folder, uploads
+    def __init__(self, folder: Path, num_steps: int, num_rows: int, num_bytes: int, device: torch.device) -> None:
+        self.num_steps, self.num_rows, self.num_bytes, self.device = num_steps, num_rows, num_bytes, device
+        self._folder = folder
         # The open files, by step, with the keys of each unit.
         self._files: OrderedDict[int, tuple[Any, Mapping[str, Sequence[str]]]] = OrderedDict()
+
+    def first_row(self, step: int, operator: str) -> Tensor:
+        """Return a tensor of the first row at a step."""
+        with safe_open(self._folder / file_of(step), "pt") as file:
+            return file.get_tensor(f"0.{operator}")
 
     def unit(self, step: int, name: str) -> LoadedUnit:
         """Read the tensors of one unit at a step from its file."""
@@ -48,12 +54,12 @@ class FileSteps:
             row, _, operator = key.partition(".")
             rows[int(row)][operator] = file.get_tensor(key)
         # Copying reads the mapped file here, rather than at the first use of a tensor.
-        if self._uploads is not None:
-            return self._uploads.send(PackedRows(rows, is_pinned=True))
+        if self.device.type != "cpu":
+            return upload(PackedRows(rows, is_pinned=True), self.device)
         return LoadedUnit({row: {name: tensor.clone() for name, tensor in seen.items()} for row, seen in rows.items()})
 
     def _open(self, step: int) -> tuple[Any, Mapping[str, Sequence[str]]]:
-        file, keys = safe_open(self.folder / file_of(step), "pt"), defaultdict[str, list[str]](list)
+        file, keys = safe_open(self._folder / file_of(step), "pt"), defaultdict[str, list[str]](list)
         for key in file.keys():  # noqa: SIM118  it is no dictionary
             keys[unit_of(key.partition(".")[2])].append(key)
         self._files[step] = file, keys
@@ -62,20 +68,25 @@ class FileSteps:
         return file, keys
 
 
-class HostSteps:
-    """Steps in pinned memory, from which a CUDA device copies asynchronously, as a `StepSource`.
+class MemorySteps:
+    """Steps in memory, as a `StepSource`. If the model is on a CUDA device, the memory is pinned, so that the device
+    copies from it asynchronously.
 
     Args:
-        steps: recorded tensors of each step and row, by operator name.
-        uploads: copies to the device.
+        steps: recorded tensors of each step and row, by operator name: [cells, entries of a cell, ...].
+        num_bytes: size of all steps.
+        device: device of the model.
 
     Attributes:
-        steps: the same tensors, in pinned memory.
+        steps: the same tensors, in pinned memory for a CUDA device.
     """
 
-    def __init__(self, steps: Sequence[Sequence[RecordedRow]], uploads: Uploads) -> None:
-        self._uploads = uploads
+    def __init__(self, steps: Sequence[Sequence[RecordedRow]], num_bytes: int, device: torch.device) -> None:
+        self.num_steps, self.num_rows, self.num_bytes, self.device = len(steps), len(steps[0]), num_bytes, device
+        self.steps = steps
         self._packed: list[dict[str, PackedRows]] = []
+        if device.type == "cpu":
+            return
         for rows in steps:
             units: dict[str, dict[int, dict[str, Tensor]]] = defaultdict(lambda: defaultdict(dict))
             for row, seen in enumerate(rows):
@@ -85,100 +96,65 @@ class HostSteps:
         self.steps = [
             [
                 {name: tensor for each in units.values() for name, tensor in each.rows().get(row, {}).items()}
-                for row in range(len(steps[0]))
+                for row in range(self.num_rows)
             ]
             for units in self._packed
         ]
 
+    def first_row(self, step: int, operator: str) -> Tensor:
+        """Return a tensor of the first row at a step."""
+        return self.steps[step][0][operator]
+
     def unit(self, step: int, name: str) -> LoadedUnit:
         """Start the upload of one unit at a step."""
         packed = self._packed[step].get(name)
-        return LoadedUnit({}) if packed is None else self._uploads.send(packed)
+        return LoadedUnit({}) if packed is None else upload(packed, self.device)
 
 
-class _LazyRow(dict[str, Tensor]):
-    """Recorded tensors of a row by operator name, each fetched at its first access."""
-
-    def __init__(self, fetch: Callable[[str], Tensor]) -> None:
-        super().__init__()
-        self._fetch = fetch
-
-    def __missing__(self, operator: str) -> Tensor:
-        self[operator] = found = self._fetch(operator)
-        return found
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TemplateRecord:
-    """A record in memory or in files, as a `core.prepared.Template`.
+    """A record in memory or in files, as a `core.prepared.Template`. Any thread may use it.
+
+    Args:
+        source: its steps. A model on the CPU reads those in memory in place.
+        staging: holds the steps that are read ahead or in use otherwise.
 
     Attributes:
-        device: device of the model.
+        source: see above.
         num_bytes: size of all steps.
-        steps: recorded tensors of each step and row, by operator name: [cells, entries of a cell, ...]. None if they
-            are in files.
-        staged: reads the steps from files, or from memory for another device; None if the model reads `steps`.
+
+    Raises:
+        RunError: a step exceeds the bound of `staging`.
     """
 
-    device: torch.device
-    num_bytes: int
-    steps: Sequence[Sequence[RecordedRow]] | None
-    staged: StagedSteps | None = None
+    _numbers = itertools.count()
+
+    def __init__(self, source: FileSteps | MemorySteps, staging: Staging) -> None:
+        self.source, self.num_bytes = source, source.num_bytes
+        self._in_place = source.steps if isinstance(source, MemorySteps) and source.device.type == "cpu" else None
+        self._staging, self._number = staging, next(self._numbers)
+        if self._in_place is None:
+            staging.check(source)
+            weakref.finalize(self, staging.evict, self._number)
 
     def latents(self, first: int) -> Tensor:
         """Return the latents of a generation before each step from `first` on, and at the end.
 
         Their shape is (steps + 1, channels, h, w).
         """
-        if self.steps is not None:
-            found = [rows[0][LATENTS] for rows in self.steps[first:]] + [self.steps[-1][0][END]]
-        else:
-            assert self.staged is not None
-            assert isinstance(self.staged.source, FileSteps)
-            files = [str(path) for path in sorted(self.staged.source.folder.glob("step-*.safetensors"))[first:]]
-            found = [_read_one(path, LATENTS) for path in files] + [_read_one(files[-1], END)]
-        return torch.cat(found).to(self.device)
+        source = self.source
+        found = [source.first_row(step, LATENTS) for step in range(first, source.num_steps)]
+        return torch.cat([*found, source.first_row(source.num_steps - 1, END)]).to(source.device)
 
     def expect(self, step: int, units: Sequence[str]) -> None:
-        """Start to read these units of a step ahead, in this order; nothing happens if the model reads `steps`."""
-        if self.staged is not None:
-            self.staged.expect(step, units)
+        """Start to read these units of a step ahead, in this order; nothing happens if the step is read in place."""
+        if self._in_place is None and step < self.source.num_steps:
+            self._staging.read_ahead(self._number, self.source, step, units)
 
     def read_rows(self, step: int, units: Sequence[str]) -> Sequence[RecordedRow]:
         """Return the recorded tensors of each row at a step; each is fetched at its first access."""
-        if self.staged is None:
-            assert self.steps is not None
-            fetches = [row.__getitem__ for row in self.steps[step]]
-        else:
-            reading = self.staged.read(step, units)
-            fetches = [partial(reading.wait_for, row) for row in range(self.staged.num_rows)]
-        return [_LazyRow(fetch) for fetch in fetches]
-
-
-def in_memory(
-    device: torch.device, num_bytes: int, steps: Sequence[Sequence[RecordedRow]], link: RecordLink, staging: Staging
-) -> TemplateRecord:
-    """Return a record in memory: in pinned memory that is uploaded through the link, if the model is not on the CPU."""
-    if (uploads := uploads_to(device)) is None:
-        return TemplateRecord(device, num_bytes, steps)
-    host = HostSteps(steps, uploads)
-    staged = StagedSteps(host, len(steps), len(steps[0]), num_bytes, link, staging)
-    return TemplateRecord(device, num_bytes, host.steps, staged)
-
-
-def from_files(
-    device: torch.device,
-    num_bytes: int,
-    folder: Path,
-    num_steps: int,
-    num_rows: int,
-    link: RecordLink,
-    staging: Staging,
-) -> TemplateRecord:
-    """Return a record that is read from its files at every step."""
-    source = FileSteps(folder, uploads_to(device))
-    staged = StagedSteps(source, num_steps, num_rows, num_bytes, link, staging)
-    return TemplateRecord(device, num_bytes, None, staged)
+        if self._in_place is None:
+            return self._staging.read(self._number, self.source, step, units)
+        return [LazyRow(row.__getitem__) for row in self._in_place[step]]
 
 
 @contextmanager
@@ -199,9 +175,9 @@ def in_files(
         (place / file_of(0)).write_bytes(content_of(rows))
         for step in range(1, num_steps):
             (place / file_of(step)).symlink_to(file_of(0))
-        link, staging = RecordLink(), Staging(math.inf)
+        staging = Staging(math.inf)
         num_bytes = num_steps * sum(tensor.nbytes for row in rows for tensor in row.values())
-        yield [from_files(device, num_bytes, place, num_steps, len(rows), link, staging) for _ in range(count)]
+        yield [TemplateRecord(FileSteps(place, num_steps, len(rows), num_bytes, device), staging) for _ in range(count)]
 
 
 def file_of(step: int) -> str:
@@ -213,11 +189,6 @@ def content_of(rows: Sequence[RecordedRow]) -> bytes:
     """Return the content of a step's file, in the form that `read_step` reads."""
     named = {f"{row}.{operator}": tensor for row, each in enumerate(rows) for operator, tensor in each.items()}
     return save({name: tensor.cpu().contiguous() for name, tensor in named.items()})
-
-
-def _read_one(path: str, operator: str) -> Tensor:
-    with safe_open(path, "pt") as file:
-        return file.get_tensor(f"0.{operator}")
 
 
 def read_step(path: Path) -> list[dict[str, Tensor]]:

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,9 @@ from ...data.files import (
 from ...data.requests import Request
 from ...data.templates import Keep
 from ..core.prepared import RecordedRow
+from ..core.record_key import VERSION, RecordKey, digest_of
 from ..options import TemplateTiers
-from .keys import VERSION, TemplateKey, facts_of, no_generation
-from .link import RecordLink
-from .records import TemplateRecord, content_of, file_of, from_files, in_memory, read_step
+from .records import FileSteps, MemorySteps, TemplateRecord, content_of, file_of, read_step
 from .staging import Staging
 
 MANIFEST = "manifest.json"
@@ -64,10 +64,9 @@ class TemplateStore:
         tiers = tiers or TemplateTiers()
         self.folder, self._max_disk_bytes = folder, tiers.disk_mb * 1e6
         self._max_bytes = tiers.memory_mb * 1e6 if link_mbps is None else 0.0
-        self.staging = Staging(tiers.staging_mb * 1e6)
+        self.staging = Staging(tiers.staging_mb * 1e6, link_mbps)
         self.num_added = 0
         self._lock = threading.Lock()
-        self._link = RecordLink(link_mbps)
         self._in_memory: FairStore[TemplateRecord] = FairStore(self._max_bytes)
         self._checked: set[str] = set()
 
@@ -76,7 +75,7 @@ class TemplateStore:
         """Size of the records in memory."""
         return int(self._in_memory.size)
 
-    def find(self, key: TemplateKey, device: torch.device) -> TemplateRecord | None:
+    def find(self, key: RecordKey, device: torch.device) -> TemplateRecord | None:
         """Return the record for a key, or None if there is none. A damaged record is put aside with a warning.
 
         Raises RunError: the record exists but cannot be read.
@@ -95,7 +94,7 @@ class TemplateStore:
                     reading.enter_context(lock_folder(self.folder / digest, is_shared=True))
                     self._check(digest)
                     found = self._read(digest, device)
-                    if found.steps is None:
+                    if isinstance(found.source, FileSteps):
                         # As long as it is read from its files.
                         weakref.finalize(found, reading.pop_all().close)
             except _DAMAGE as error:
@@ -110,7 +109,7 @@ class TemplateStore:
                 os.utime(self.folder / digest / MANIFEST)
             return found
 
-    def add(self, key: TemplateKey, steps: Iterable[Sequence[RecordedRow]], device: torch.device) -> None:
+    def add(self, key: RecordKey, steps: Iterable[Sequence[RecordedRow]], device: torch.device) -> None:
         """Add a record, step by step: to the folder unless it is there already, and to memory if it fits.
 
         Raises:
@@ -119,7 +118,7 @@ class TemplateStore:
         """
         digest, place = key.digest, self.folder / key.digest
         collector, failure = _StepCollector(self._max_bytes), None
-        recorded = collector.collect(map(_on_cpu, steps))
+        recorded = collector.collect(steps)
         if not (place / MANIFEST).is_file():
             try:
                 private_folder(self.folder)
@@ -132,17 +131,16 @@ class TemplateStore:
         for _ in recorded:  # consume the steps that were not written
             pass
         if collector.steps is not None:
+            source = MemorySteps(collector.steps, collector.num_bytes, device)
             with self._lock:
-                self._cache_in_memory(
-                    key, in_memory(device, collector.num_bytes, collector.steps, self._link, self.staging)
-                )
+                self._cache_in_memory(key, TemplateRecord(source, self.staging))
         if failure is not None:
             raise failure
         self.num_added += 1
         self._make_room(key)
 
     def _write(
-        self, key: TemplateKey, steps: Iterator[Sequence[RecordedRow]], collector: "_StepCollector", folder: Path
+        self, key: RecordKey, steps: Iterator[Sequence[RecordedRow]], collector: "_StepCollector", folder: Path
     ) -> None:
         files = {}
         for step, rows in enumerate(steps):
@@ -154,7 +152,7 @@ class TemplateStore:
             content = content_of(rows)
             if step == 0:
                 # An estimate: all steps are about as large as the first.
-                self._make_room(key, len(content) * int(key.about["num_inference_steps"]))
+                self._make_room(key, len(content) * key.num_inference_steps)
             (folder / file_of(step)).write_bytes(content)
             files[file_of(step)] = hashlib.sha256(content).hexdigest()
         manifest = {"version": VERSION, "about": key.about, "bytes": collector.num_bytes, "files": files}
@@ -179,9 +177,13 @@ class TemplateStore:
 
     def require_generation(self, request: Request, keep: Keep) -> None:
         """Raise UsageError unless there is a record, of any model, of the generation of an edit's image."""
-        wanted = facts_of(request, keep).items()
-        if not any(wanted <= each["about"].items() for each in self.list() if "about" in each):
-            raise no_generation(request, keep)
+        key = RecordKey.of(request)
+        assert key is not None, "only edits of a template have records"
+        key = replace(key, of_model=(("keep", keep),))
+        wanted = key.about
+        del wanted["rows"]  # only the model knows how many rows a pass has
+        if not any(wanted.items() <= each["about"].items() for each in self.list() if "about" in each):
+            raise no_generation(key)
 
     def check(self, template_id: str) -> None:
         """Verify the checksums of a record. Raises RunError: it is damaged; UsageError: there is no such record."""
@@ -199,7 +201,7 @@ class TemplateStore:
             self._in_memory.pop(template_id)
         self._delete(template_id)
 
-    def _make_room(self, protected: TemplateKey, num_bytes: float = 0.0) -> None:
+    def _make_room(self, protected: RecordKey, num_bytes: float = 0.0) -> None:
         """Delete leftovers of killed processes, and evict the least recently read records of the owners that have most
         until `num_bytes` more fit.
 
@@ -213,7 +215,7 @@ class TemplateStore:
                 manifest = place / MANIFEST
                 read_s = (manifest if manifest.exists() else place).stat().st_mtime
                 size = sum(file.stat().st_size for file in place.iterdir())
-                found.append((read_s, each["id"], size, TemplateKey(each.get("about", {})).owner))
+                found.append((read_s, each["id"], size, each.get("about", {}).get("owner", "")))
         sizes = {protected.owner: num_bytes}
         for _, _, size, owner in found:
             sizes[owner] = sizes.get(owner, 0.0) + size
@@ -252,14 +254,15 @@ class TemplateStore:
     def _read(self, digest: str, device: torch.device) -> TemplateRecord:
         place = self.folder / digest
         content = _manifest_of(place)
-        if content["bytes"] > self._max_bytes:
-            num_steps, num_rows = len(content["files"]), content["about"]["rows"]
-            return from_files(device, content["bytes"], place, num_steps, num_rows, self._link, self.staging)
-        steps = [read_step(place / name) for name in sorted(content["files"])]
-        return in_memory(device, content["bytes"], steps, self._link, self.staging)
+        num_bytes, names = content["bytes"], sorted(content["files"])
+        if num_bytes > self._max_bytes:
+            source = FileSteps(place, len(names), content["about"]["rows"], num_bytes, device)
+        else:
+            source = MemorySteps([read_step(place / name) for name in names], num_bytes, device)
+        return TemplateRecord(source, self.staging)
 
-    def _cache_in_memory(self, key: TemplateKey, record: TemplateRecord) -> None:
-        if record.steps is not None:
+    def _cache_in_memory(self, key: RecordKey, record: TemplateRecord) -> None:
+        if isinstance(record.source, MemorySteps):
             self._in_memory.put(key.owner, key.digest, record, record.num_bytes)
 
 
@@ -277,12 +280,16 @@ class _StepCollector:
         self.steps: list[Sequence[RecordedRow]] | None = []
 
     def collect(self, steps: Iterable[Sequence[RecordedRow]]) -> Iterator[Sequence[RecordedRow]]:
-        """Yield the steps and keep them. Raises RunError: a number is not finite."""
-        for rows in steps:
-            for row in rows:
-                if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
-                    raise RunError("the template's passes give numbers that are not finite: nothing is recorded")
-            self.num_bytes += sum(tensor.nbytes for row in rows for tensor in row.values())
+        """Copy the steps to the CPU, because all together exceed the memory of a device; keep and yield them.
+
+        Raises RunError: a number is not finite.
+        """
+        for step in steps:
+            rows = [{name: tensor.cpu().contiguous() for name, tensor in row.items()} for row in step]
+            tensors = [tensor for row in rows for tensor in row.values()]
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+                raise RunError("the template's passes give numbers that are not finite: nothing is recorded")
+            self.num_bytes += sum(tensor.nbytes for tensor in tensors)
             if self.num_bytes > self._max_bytes:
                 self.steps = None
             elif self.steps is not None:
@@ -290,14 +297,18 @@ class _StepCollector:
             yield rows
 
 
-def _on_cpu(rows: Sequence[RecordedRow]) -> Sequence[RecordedRow]:
-    """Copy a step to the CPU, because all steps together exceed the memory of a device."""
-    return [{name: tensor.cpu().contiguous() for name, tensor in row.items()} for row in rows]
+def no_generation(key: RecordKey) -> UsageError:
+    """Return the error for an edit whose image has no record of its generation."""
+    about = key.about
+    return UsageError(
+        f"there is no record of the image's generation with {about['num_inference_steps']} steps, guidance scale "
+        f"{about['guidance']:g} and --keep {about['keep']}: psctl generate --save-template makes it"
+    )
 
 
 def _manifest_of(place: Path) -> dict[str, Any]:
     """Read the manifest of a record. Raises an error of `_DAMAGE`: it is missing, or belongs to another record."""
     content = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-    if content["version"] != VERSION or TemplateKey(content["about"]).digest != place.name:
+    if content["version"] != VERSION or digest_of(content["about"]) != place.name:
         raise ValueError("it was put aside, or its manifest is of another template")
     return content

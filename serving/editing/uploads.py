@@ -79,22 +79,16 @@ class PackedRows:
         return found
 
 
-class Uploads:
-    """Copies to one CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-
-    def send(self, packed: PackedRows) -> LoadedUnit:
-        """Start an asynchronous copy to the device from pinned memory."""
-        with torch.cuda.stream(self._stream):
-            memory = packed.memory.to(self._device, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record(self._stream)
-        return LoadedUnit(packed.rows(memory), ready)
+def upload(packed: PackedRows, device: torch.device) -> LoadedUnit:
+    """Start an asynchronous copy from pinned memory to a CUDA device."""
+    stream = _stream_to(device)
+    with torch.cuda.stream(stream):
+        memory = packed.memory.to(device, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record(stream)
+    return LoadedUnit(packed.rows(memory), ready)
 
 
 @functools.cache
-def uploads_to(device: torch.device) -> Uploads | None:
-    """Return the uploads to a device; None for the CPU, which needs no copies."""
-    return None if device.type == "cpu" else Uploads(device)
+def _stream_to(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -18,18 +18,20 @@ from functools import partial
 from ...data.errors import UsageError
 from ...data.requests import Request
 from ..core.checked_request import CheckedRequest
-from ..core.failures import Failures
-from ..core.prepared import PreparedRequest
+from ..core.failures import Failures, FailureStreaks
 from ..core.request_state import RequestRecord, RequestState
 from ..core.step_row import StepRow
 from ..models.served import ServedModel
 from ..scheduling.policies import Policy, StepLatencyPredictor
 from ..scheduling.scheduler import Scheduler
 from .collectors import Collector, InMemory
+from .open_requests import OpenRequest, OpenRequests
 from .preview import Preview
+from .recorder import TemplateRecorder
+from .reports import Reports
 from .run_result import RunResult
-from .side_stages import ImagePath, OnImage, SideStages
-from .stages import is_stalled
+from .side_stages import ImagePath, OnImage, Postprocessing, Preparing
+from .stages import InlineStage, is_stalled
 from .watch import Watch
 
 _CTRL_C_S = 0.5
@@ -80,31 +82,38 @@ class Engine:
         max_failures: int | None = None,
     ) -> None:
         self._model = model
-        self.collector = collector or InMemory()
+        self.collector = collector = collector or InMemory()
         self._on_step = on_step
         # Seconds that the policy has taken since the last step.
         self._decided_s = 0.0
-        self._scheduler = Scheduler(
+        self._scheduler = scheduler = Scheduler(
             policy,
             predictor,
             max_batch_size=max_batch_size,
             max_prepared_ahead=max_prepared_ahead,
             on_decision=self._decided,
         )
-        self._stages = SideStages(
+        self._open = open_requests = OpenRequests(scheduler, self.now_s)
+        self._reports = reports = Reports(open_requests, collector, on_finish)
+        self._failures = failures = FailureStreaks(max_failures, open_requests.wake)
+        self._preparing = Preparing(model, open_requests, reports, failures)
+        self._recorder = None
+        if records_templates:
+            self._recorder = TemplateRecorder(model, open_requests.changed, open_requests.wake)
+        self._postprocessing = Postprocessing(
             model,
-            self._scheduler,
-            self.collector,
-            self.now_s,
+            open_requests,
+            reports,
+            failures,
+            self._recorder,
             image_path=image_path,
-            on_finish=on_finish,
             on_image=on_image,
             preview=preview,
-            records_templates=records_templates,
-            max_failures=max_failures,
         )
-        # Guards the scheduler, the open requests and the fields below.
-        self._changed = self._stages.changed
+        self._stages = self._preparing.stage, self._postprocessing.stage, reports.stage
+        self._inline = [stage for stage in self._stages if isinstance(stage, InlineStage)]
+        # Guards the fields below, too.
+        self._changed = open_requests.changed
         self._is_closed = self._is_aborted = False
         self._cancelled: list[tuple[RequestState, str]] = []
         self._zero: float | None = None
@@ -114,7 +123,7 @@ class Engine:
     @property
     def callback_failures(self) -> Failures:
         """Number of failures of callbacks and watches, and the first reason, whose traceback went to stderr."""
-        return self._stages.callback_failures
+        return self._reports.callback_failures
 
     @property
     def num_active(self) -> int:
@@ -135,7 +144,7 @@ class Engine:
     def max_batch_size(self, size: int) -> None:
         with self._changed:
             self._scheduler.max_batch_size = size
-            self._stages.prepare_next()
+            self._preparing.put_next()
             self._changed.notify_all()
 
     @property
@@ -145,10 +154,11 @@ class Engine:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the current step of the batch, or preparing or decoding one request, takes far longer than the
-        previous one (`stages.STALLED_S`). Thread-safe.
+        """Whether the current step of the batch, preparing or decoding one request, or a callback takes far longer than
+        the previous one (`stages.STALLED_S`). Thread-safe.
         """
-        return self._stages.is_stalled or (self.num_active > 0 and is_stalled(self._progress_s, self._last_step_s))
+        is_stage_stalled = any(stage.pulse.is_stalled for stage in self._stages)
+        return is_stage_stalled or (self.num_active > 0 and is_stalled(self._progress_s, self._last_step_s))
 
     def start(self) -> None:
         """Start the stage threads and set the engine's clock to 0. `run` calls this if it has not been called.
@@ -158,7 +168,12 @@ class Engine:
         if self._zero is not None:
             raise RuntimeError("an engine runs once; make a new one")
         self._zero = time.perf_counter()
-        self._stages.start()
+        for stage in (*self._stages, self._recorder):
+            if stage is not None:
+                stage.start()
+        with self._changed:
+            self._preparing.is_running = True
+            self._preparing.put_next()
 
     def now_s(self) -> float:
         """Seconds since `start`, on a clock that never goes back. Raises RuntimeError before `start`."""
@@ -174,7 +189,7 @@ class Engine:
         """
         with self._changed:
             while not self._is_closed and (left_s := time_s - self.now_s()) > 0:
-                if skips_idle and not self._stages.open and self._stages.recorder is None:
+                if skips_idle and not self._open.by_id and self._recorder is None:
                     assert self._zero is not None
                     self._zero -= left_s
                 else:
@@ -206,12 +221,10 @@ class Engine:
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")
-            if request.request_id in self._stages.open:
+            if request.request_id in self._open.by_id:
                 raise UsageError(f"request id {request.request_id} is used twice")
-            self._stages.open[request.request_id] = self._scheduler.add(request, view)
-            if watch is not None:
-                self._stages.watches[request.request_id] = watch
-            self._stages.prepare_next()
+            self._open.by_id[request.request_id] = OpenRequest(self._scheduler.add(request, view), watch)
+            self._preparing.put_next()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -226,18 +239,18 @@ class Engine:
         Returns whether there is an open request with this id. It may still be completed meanwhile.
         """
         with self._changed:
-            state = self._stages.open.get(request_id)
-            if state is not None:
-                self._cancelled.append((state, reason))
+            found = self._open.by_id.get(request_id)
+            if found is not None:
+                self._cancelled.append((found.state, reason))
                 self._changed.notify_all()
-        return state is not None
+        return found is not None
 
     def withdraw_waiting(self) -> list[Request]:
         """Remove and return all requests that wait for the batch. They are not reported anywhere. Thread-safe."""
         with self._changed:
             requests = self._scheduler.withdraw_waiting()
             for request in requests:
-                self._stages.discard(request.request_id)
+                del self._open.by_id[request.request_id]
             self._changed.notify_all()
         return requests
 
@@ -265,55 +278,70 @@ class Engine:
             was_interrupted = True
         finally:
             self.close()
-            was_interrupted |= self._stages.stop(at_once=self._is_aborted) or self._is_aborted
-        if self._stages.error is not None:
-            raise self._stages.error
-        duration_s = self.now_s() if self._stages.last_end_s is None else self._stages.last_end_s
+            was_interrupted |= self._stop() or self._is_aborted
+        if (error := self._error) is not None:
+            raise error
+        duration_s = self.now_s() if self._reports.last_end_s is None else self._reports.last_end_s
         return RunResult(duration_s, was_interrupted, self._scheduler.max_prepared, self.collector)
 
     def _decided(self, decision_s: float) -> None:
         self._decided_s += decision_s
-        self._stages.queue_call(partial(self.collector.on_decision, decision_s), may_lag=True)
+        self._reports.queue_call(partial(self.collector.on_decision, decision_s), may_lag=True)
+
+    @property
+    def _error(self) -> BaseException | None:
+        """Error that has ended one of the threads, or that of a stage in which everything fails."""
+        sources = (*self._stages, self._recorder, self._failures)
+        return next((each.error for each in sources if each is not None and each.error is not None), None)
 
     def _denoise_until_closed(self) -> None:
-        scheduler, stages = self._scheduler, self._stages
+        scheduler, requests = self._scheduler, self._open.by_id
         while True:
             with self._changed:
-                while not (self._has_work or self._is_aborted or self._cancelled or stages.error):
+                while not (self._has_work or self._is_aborted or self._cancelled or self._error):
                     if self._is_closed and scheduler.is_idle:
                         return
                     self._changed.wait(_CTRL_C_S)
-                if self._is_aborted or stages.error is not None:
+                if self._is_aborted or self._error is not None:
                     return
                 ended = self._end_cancelled()
                 if not scheduler.active:
                     self._progress_s = time.monotonic()
                 # Inline stages run first, so that requests prepared in them can take the next step.
-                if not (is_due := stages.is_due):
+                if not (is_due := self._is_stage_due):
                     ended += scheduler.decide(self.now_s())
-                    stages.prepare_next()
+                    self._preparing.put_next()
                 num_waiting = scheduler.num_waiting
-                batch = [stages.prepared[state.request.request_id] for state in scheduler.active]
+                batch = [requests[state.request.request_id] for state in scheduler.active]
                 can_step, may_record = scheduler.can_step, self._may_record
             for state in ended:
-                stages.release_and_report(state)
+                self._reports.report(state)
             if is_due:
-                stages.serve()
+                self._serve_stages()
                 continue
             if can_step:
                 self._step(batch, num_waiting)
-            if may_record and stages.recorder is not None:
+            if may_record and self._recorder is not None:
                 # One at a time while requests are active, as more passes would delay their steps.
-                stages.recorder.take_passes(1 if batch else self.max_batch_size)
+                self._recorder.take_passes(1 if batch else self.max_batch_size)
 
     @property
     def _has_work(self) -> bool:
-        return self._scheduler.is_due or self._stages.is_due or self._may_record
+        return self._scheduler.is_due or self._is_stage_due or self._may_record
+
+    @property
+    def _is_stage_due(self) -> bool:
+        return any(stage.is_due for stage in self._inline)
+
+    def _serve_stages(self) -> None:
+        """Run the queued work of stages that run inline."""
+        for stage in self._inline:
+            stage.serve()
 
     @property
     def _may_record(self) -> bool:
         """Whether passes of a template are pending and a place is free for them; never once the engine is closed."""
-        recorder, scheduler = self._stages.recorder, self._scheduler
+        recorder, scheduler = self._recorder, self._scheduler
         is_free = len(scheduler.active) < scheduler.max_batch_size
         return recorder is not None and recorder.is_due and is_free and not self._is_closed
 
@@ -329,27 +357,57 @@ class Engine:
             and self._scheduler.end(state.request.request_id, "cancelled", now_s, reason)
         ]
 
-    def _step(self, batch: Sequence[PreparedRequest], num_waiting: int) -> None:
+    def _step(self, batch: Sequence[OpenRequest], num_waiting: int) -> None:
+        prepared = [each.prepared for each in batch if each.prepared is not None]
+        assert len(prepared) == len(batch), "requests join the batch when they are prepared"
         start_s = self.now_s()
-        failures = self._model.stepper.step(batch)
+        failures = self._model.stepper.step(prepared)
         end_s = self.now_s()
         self._progress_s, self._last_step_s = time.monotonic(), end_s - start_s
-        self._stages.count_attempt("denoising", next(iter(failures.values())) if len(failures) == len(batch) else None)
+        self._failures.count("denoising", next(iter(failures.values())) if len(failures) == len(batch) else None)
         decided_s, self._decided_s = self._decided_s, 0.0
         scheduler = self._scheduler
         ran, forecast = None, self._model.stepper.forecast
         if forecast:
-            ran = [each.request.resolution for each in batch if each.request.request_id not in forecast]
+            ran = [each.request.resolution for each in prepared if each.request.request_id not in forecast]
         row = StepRow.of(scheduler.num_steps, start_s, end_s - start_s, scheduler.batch, num_waiting, decided_s, ran)
         with self._changed:
             left = scheduler.stepped(end_s, row.duration_s, failures)
-        self._stages.queue_call(partial(self.collector.on_step, row), may_lag=True)
+        self._reports.queue_call(partial(self.collector.on_step, row), may_lag=True)
         if self._on_step is not None:
-            self._stages.queue_call(partial(self._stages.call_safely, partial(self._on_step, row)))
-        if self._stages.watches:
-            self._stages.show_progress(batch, self._model.stepper.peek)
+            self._reports.queue_callback(partial(self._on_step, row))
+        self._postprocessing.show_progress(batch)
         for state in left:
             if state.stage == "decoding":
-                self._stages.postprocess(state)
+                self._postprocessing.put(state)
             else:
-                self._stages.release_and_report(state)
+                self._reports.report(state)
+
+    def _stop(self) -> bool:
+        """End the threads and close every open record. Return whether Ctrl-C was pressed meanwhile.
+
+        Images whose denoising is done are still written, unless Ctrl-C is pressed or the run is aborted.
+        """
+        preparing, postprocessing = self._preparing.stage, self._postprocessing.stage
+        with self._changed:
+            self._preparing.is_running = False
+        preparing.discard_queued()
+        if self._is_aborted:
+            postprocessing.discard_queued()
+        was_interrupted = False
+        for stage in (self._recorder, preparing, postprocessing):
+            try:
+                if stage is not None:
+                    stage.finish()
+            except KeyboardInterrupt:
+                was_interrupted = True
+                postprocessing.discard_queued()
+        with self._changed:
+            now_s, reason = self.now_s(), "the run was stopped before it had finished"
+            self._scheduler.end_all("cancelled", now_s, reason)
+            left = [each.state for each in self._open.by_id.values()]
+        for state in left:
+            if state.record.status == "pending":  # Ctrl-C came when the scheduler was about to close it
+                state.record.close("cancelled", now_s, reason)
+            self._reports.report(state)
+        return self._reports.finish() or was_interrupted

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...data.requests import Request
 from ..core.prepared import PreparedRequest
-from ..editing.keys import TemplateKey
+from ..core.record_key import RecordKey
 from ..models.reuse import PASSES_TOGETHER
 from ..models.served import ServedModel
 from .stages import StageThread
@@ -35,8 +35,8 @@ class TemplateRecorder:
     def __init__(self, model: ServedModel, changed: threading.Condition, on_error: Callable[[], None]) -> None:
         assert model.reuse.store is not None, "there is no place for records"
         self._model, self._store, self._changed = model, model.reuse.store, changed
-        self._owners_recording: dict[str, str] = {}
-        self._given_up: deque[str] = deque(maxlen=_MAX_GIVEN_UP)
+        self._recording: set[RecordKey] = set()
+        self._given_up: deque[RecordKey] = deque(maxlen=_MAX_GIVEN_UP)
         self._pending_passes: Sequence[PreparedRequest] = ()
         self._results: queue.SimpleQueue[_RecordedPasses | Exception | None] = queue.SimpleQueue()
         self._thread = StageThread("psctl-record", self._record, device=model.device, on_error=on_error)
@@ -62,20 +62,12 @@ class TemplateRecorder:
         over, if no edit could or should read the record, or if many others of its owner wait; a later edit then
         requests it again.
         """
-        edit = request.edit
-        if (
-            edit is None
-            or edit.template is None
-            or edit.template.kind != "noised"
-            or not self._model.reuse.is_worth_masking(edit)
-        ):
+        key = self._model.reuse.masked_key_of(request)
+        if key is None or key.kind != "noised" or key in self._recording or key in self._given_up:
             return
-        key = self._model.reuse.key_of(request)
-        if key is None or key.digest in self._owners_recording or key.digest in self._given_up:
+        if sum(each.owner == key.owner for each in list(self._recording)) >= _MAX_WAITING:
             return
-        if sum(owner == key.owner for owner in list(self._owners_recording.values())) >= _MAX_WAITING:
-            return
-        self._owners_recording[key.digest] = key.owner
+        self._recording.add(key)
         self._thread.put((request, key))
 
     def take_passes(self, num_free: int) -> None:
@@ -92,7 +84,7 @@ class TemplateRecorder:
         self._results.put(None)
         self._thread.finish()
 
-    def _record(self, wanted: tuple[Request, TemplateKey]) -> None:
+    def _record(self, wanted: tuple[Request, RecordKey]) -> None:
         request, key = wanted
         try:
             # Another process may have recorded it meanwhile.
@@ -101,10 +93,10 @@ class TemplateRecorder:
         except _StoppedError:
             return
         except Exception as error:  # noqa: BLE001  edits are exact without a record
-            self._given_up.append(key.digest)
+            self._given_up.append(key)
             warnings.warn(f"template {key.digest} could not be recorded, and is not tried again: {error}", stacklevel=1)
         finally:
-            self._owners_recording.pop(key.digest, None)
+            self._recording.discard(key)
 
     def _recorded_steps(self, request: Request) -> Iterator[Sequence[Mapping[str, Tensor]]]:
         passes = self._model.reuse.template_passes(request)

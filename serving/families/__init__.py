@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .geometry import Geometry
 from .table import FAMILIES, SUPPORTED_PIPELINES, Entry, entry_of
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ...data.requests import Request
+    from .geometry import Geometry
     from .transformer import Transformer
 
 
@@ -52,7 +52,7 @@ class Family:
             from the autoencoder's posterior, or are its mode if the pipelines use the mode.
     """
 
-    geometry: Geometry
+    geometry: "Geometry"
     latent_channels: int
     max_side: int | None
     is_distilled: bool

@@ -28,9 +28,8 @@ TRANSFORMER = Transformer(
     single=Blocks(name="single_transformer_blocks", kind="ChromaSingleTransformerBlock", modulation="norm"),
     embed=flux.embed,
     image_ids=flux.image_ids,
-    norm_out="norm_out",
-    # Embeds the guidance scale, which is always 0.
-    constant="time_text_embed.guidance_proj",
+    # The second one embeds the guidance scale, which is always 0.
+    leaves={"norm_out": "rows", "time_text_embed.guidance_proj": "constant"},
     mask="attention_mask",
     adds_mask=True,
     attention={"FluxAttention": "FluxAttnProcessor"},

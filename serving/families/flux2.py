@@ -58,22 +58,17 @@ def _tokens_of(latents: Tensor) -> Tensor:
 
 TRANSFORMER = Transformer(
     call=call,
-    joint=Blocks(
-        name="transformer_blocks",
-        kind="Flux2TransformerBlock",
-        modulation=None,
-        shared="double_stream_modulation_img.linear",
-    ),
-    single=Blocks(
-        name="single_transformer_blocks",
-        kind="Flux2SingleTransformerBlock",
-        modulation=None,
-        shared="single_stream_modulation.linear",
-    ),
+    joint=Blocks(name="transformer_blocks", kind="Flux2TransformerBlock", modulation=None),
+    single=Blocks(name="single_transformer_blocks", kind="Flux2SingleTransformerBlock", modulation=None),
     embed=lambda model, latents: model.x_embedder(_tokens_of(latents)),
     image_ids=image_ids,
     text_ids=text_ids,
-    text_embedder="context_embedder",
+    leaves={
+        "context_embedder": "text",
+        "double_stream_modulation_img.linear": "rows",
+        "single_stream_modulation.linear": "stream",
+        "norm_out.linear": "rows",
+    },
     attention={
         "Flux2Attention": "Flux2AttnProcessor",
         "Flux2ParallelSelfAttention": "Flux2ParallelSelfAttnProcessor",

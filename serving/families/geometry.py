@@ -98,6 +98,19 @@ class Geometry:
             least = math.ceil(1000 / steps) / 1000
             raise UsageError(f"strength is {edit.strength:g}, but with {steps} steps it must be at least {least}")
 
+    def has_record(self, request: Request) -> bool:
+        """Return whether there can be a record for a request.
+
+        There is none for an edit without a template; with adapters, because records are of the model without adapters;
+        of a size that is not a multiple of cells; or that takes all steps from a partly noised image.
+        """
+        edit = request.edit or request.traced
+        if edit is None or request.adapters or (isinstance(edit, EditSpec) and edit.template is None):
+            return False
+        if any(side % self.cell for side in self.latent_size(request.resolution)):
+            return False
+        return edit.strength == 1 or self.first_step(request) > 0
+
     def active_share(self, edit: EditSpec) -> float:
         """Return the share of the cells that an edit computes if it reads a record."""
         return active_share(latent_mask(edit.mask, self.latent_factor), self.cell, edit.dilate)

@@ -16,19 +16,16 @@ from .transformer import Blocks, Transformer
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """Call the model, as a `transformer.Call`.
+    """Call the model, as a `transformer.Call`."""
+    return -model(latents, timestep=1 - timesteps / 1000, return_dict=False, **conditions)[0]
 
-    Without a mask, which the patched leaves then hold, tokens are passed as an image that is one token wide.
-    """
-    is_packed, (count, channels, height, width) = "encoder_attention_mask" not in conditions, latents.shape
-    if is_packed:
-        cut = _cut(latents, side := model.config.patch_size)
-        latents, conditions = cut.reshape(1, channels, -1, side), {**conditions, "encoder_attention_mask": None}
-    predicted = -model(latents, timestep=1 - timesteps / 1000, return_dict=False, **conditions)[0]
-    if is_packed:
-        cut = predicted.view(channels, *cut.shape[1:]).permute(1, 0, 2, 4, 3, 5)
-        predicted = cut.reshape(count, channels, height, width)
-    return predicted
+
+def call_packed(model: Any, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+    """Call the model with all tokens as an image that is one token wide, as `Transformer.call_packed`."""
+    cut = _cut(patches, side := model.config.patch_size)
+    image = cut.reshape(1, len(cut), -1, side)
+    predicted = call(model, image, timesteps, {**conditions, "encoder_attention_mask": None})
+    return predicted.view(cut.shape).permute(1, 0, 2, 4, 3, 5).reshape(patches.shape)
 
 
 def embed(model: Any, latents: Tensor) -> Tensor:
@@ -45,11 +42,11 @@ def _cut(latents: Tensor, side: int) -> Tensor:
 
 TRANSFORMER = Transformer(
     call=call,
+    call_packed=call_packed,
+    layout="one row",
     joint=Blocks(name="noise_refiner", kind="Lumina2TransformerBlock", modulation="norm1.linear"),
     single=Blocks(name="layers", kind="Lumina2TransformerBlock", modulation="norm1.linear"),
     embed=embed,
-    text_refiner="context_refiner",
-    norm_out="norm_out.linear_1",
     mask="encoder_attention_mask",
     attention={"Attention": "Lumina2AttnProcessor2_0"},
     known_classes=frozenset({

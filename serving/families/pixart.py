@@ -41,9 +41,7 @@ TRANSFORMER = Transformer(
         name="transformer_blocks", kind="BasicTransformerBlock", modulation=None, attention=("attn1", "attn2")
     ),
     positions=positions,
-    norm_out=None,
-    modulation="adaln_single",
-    caption="caption_projection",
+    leaves={"adaln_single": "results", "caption_projection": "caption"},
     mask="encoder_attention_mask",
     known_classes=frozenset({
         *("PixArtTransformer2DModel", "PatchEmbed", "AdaLayerNormSingle", "PixArtAlphaCombinedTimestepSizeEmbeddings"),

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...data.templates import KEEPS, Keep
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -17,8 +15,6 @@ class Entry:
         model: class of the denoising model.
         packs: side of the square of latents that the pipeline packs into one input of its transformer.
         folds: side of the square of the autoencoder's latents that the pipeline folds into the channels of one.
-        lacks: options that the family does not support yet.
-        keeps: which tensors records of templates may hold, see `data.templates`.
         settings: maps the configuration of model and pipeline to default settings, used if `psctl.json` has none.
     """
 
@@ -27,8 +23,6 @@ class Entry:
     model: str
     packs: int = 1
     folds: int = 1
-    lacks: tuple[str, ...] = ()
-    keeps: tuple[Keep, ...] = ("kv", "all")
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
 
 
@@ -47,19 +41,14 @@ def _flux_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES: Mapping[str, Entry] = {
-    "StableDiffusionPipeline": Entry(
-        title="Stable Diffusion 1.x, 2.x", module="sd", model="UNet2DConditionModel", keeps=KEEPS
-    ),
-    "StableDiffusionXLPipeline": Entry(title="SDXL", module="sdxl", model="UNet2DConditionModel", keeps=KEEPS),
-    "StableDiffusion3Pipeline": Entry(
-        title="Stable Diffusion 3, 3.5", module="sd3", model="SD3Transformer2DModel", keeps=KEEPS
-    ),
+    "StableDiffusionPipeline": Entry(title="Stable Diffusion 1.x, 2.x", module="sd", model="UNet2DConditionModel"),
+    "StableDiffusionXLPipeline": Entry(title="SDXL", module="sdxl", model="UNet2DConditionModel"),
+    "StableDiffusion3Pipeline": Entry(title="Stable Diffusion 3, 3.5", module="sd3", model="SD3Transformer2DModel"),
     "FluxPipeline": Entry(
         title="FLUX.1 dev, schnell",
         module="flux",
         model="FluxTransformer2DModel",
         packs=2,
-        lacks=("--parallel",),
         settings=_flux_settings,
     ),
     "Flux2Pipeline": Entry(
@@ -67,7 +56,6 @@ FAMILIES: Mapping[str, Entry] = {
         module="flux2",
         model="Flux2Transformer2DModel",
         folds=2,
-        lacks=("--parallel",),
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
     ),
     "Flux2KleinPipeline": Entry(
@@ -75,14 +63,12 @@ FAMILIES: Mapping[str, Entry] = {
         module="flux2",
         model="Flux2Transformer2DModel",
         folds=2,
-        lacks=("--parallel",),
         settings=_klein_settings,
     ),
     "AuraFlowPipeline": Entry(
         title="AuraFlow",
         module="aura",
         model="AuraFlowTransformer2DModel",
-        lacks=("--parallel",),
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 3.5},
     ),
     "ChromaPipeline": Entry(
@@ -90,35 +76,30 @@ FAMILIES: Mapping[str, Entry] = {
         module="chroma",
         model="ChromaTransformer2DModel",
         packs=2,
-        lacks=("--parallel",),
         settings=lambda _: {"num_inference_steps": 35, "guidance_scale": 5.0},
     ),
     "PixArtSigmaPipeline": Entry(
         title="PixArt-Sigma",
         module="pixart",
         model="PixArtTransformer2DModel",
-        lacks=("--parallel", "--adapter"),
         settings=lambda _: {"num_inference_steps": 20, "guidance_scale": 4.5},
     ),
     "Lumina2Pipeline": Entry(
         title="Lumina 2",
         module="lumina2",
         model="Lumina2Transformer2DModel",
-        lacks=("--parallel",),
         settings=lambda _: {"num_inference_steps": 30, "guidance_scale": 4.0},
     ),
     "QwenImagePipeline": Entry(
         title="Qwen-Image",
         module="qwen",
         model="QwenImageTransformer2DModel",
-        lacks=("--parallel",),
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
     ),
     "ZImagePipeline": Entry(
         title="Z-Image",
         module="z_image",
         model="ZImageTransformer2DModel",
-        lacks=("--parallel", "--adapter"),
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 5.0},
     ),
 }

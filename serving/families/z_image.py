@@ -20,19 +20,20 @@ from .transformer import PAD, Blocks, Transformer
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """Call the model, as a `transformer.Call`.
+    """Call the model, as a `transformer.Call`."""
+    texts = zip(conditions["encoder_hidden_states"], conditions["text_mask"], strict=True)
+    own = [text[mask == 1] for text, mask in texts]
+    predicted = model(list(latents[:, :, None]), (1000 - timesteps) / 1000, own, return_dict=False)[0]
+    return -torch.stack(predicted)[:, :, 0]
 
-    Without a mask, which the patched leaves then hold, tokens are passed as an image that is one token wide.
-    """
-    texts, timesteps = conditions["encoder_hidden_states"], (1000 - timesteps) / 1000
-    if "text_mask" in conditions:
-        texts = [text[mask == 1] for text, mask in zip(texts, conditions["text_mask"], strict=True)]
-        predicted = model(list(latents[:, :, None]), timesteps, texts, return_dict=False)[0]
-        return -torch.stack(predicted)[:, :, 0]
-    (count, channels, height, width), side = latents.shape, model.all_patch_size[0]
-    cut = latents.view(count, channels, height // side, side, width // side, side).permute(1, 0, 2, 4, 3, 5)
-    predicted = model([cut.reshape(channels, 1, -1, side)], timesteps, [texts[0]], return_dict=False)[0]
-    return -predicted[0].view(cut.shape).permute(1, 0, 2, 4, 3, 5).reshape(latents.shape)
+
+def call_packed(model: Any, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+    """Call the model with all tokens as an image that is one token wide, as `Transformer.call_packed`."""
+    (count, channels, height, width), side = patches.shape, model.all_patch_size[0]
+    cut = patches.view(count, channels, height // side, side, width // side, side).permute(1, 0, 2, 4, 3, 5)
+    image, text = cut.reshape(channels, 1, -1, side), conditions["encoder_hidden_states"][0]
+    predicted = model([image], (1000 - timesteps) / 1000, [text], return_dict=False)[0]
+    return -predicted[0].view(cut.shape).permute(1, 0, 2, 4, 3, 5).reshape(patches.shape)
 
 
 def embed(model: Any, latents: Tensor) -> Tensor:
@@ -44,12 +45,11 @@ def embed(model: Any, latents: Tensor) -> Tensor:
 
 TRANSFORMER = Transformer(
     call=call,
+    call_packed=call_packed,
+    layout="padded",
     embed=embed,
     joint=Blocks(name="noise_refiner", kind="ZImageTransformerBlock", modulation="adaLN_modulation.0"),
     single=Blocks(name="layers", kind="ZImageTransformerBlock", modulation="adaLN_modulation.0"),
-    text_refiner="context_refiner",
-    text_embedder="cap_embedder",
-    pads_to=SEQ_MULTI_OF,
     mask="text_mask",
     attention={"Attention": "ZSingleStreamAttnProcessor"},
     known_classes=frozenset({

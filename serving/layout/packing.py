@@ -6,9 +6,13 @@ A batch is one tensor [patches, channels, side, side], channels-last in memory, 
 `image`  a patch is one position (of the model's smallest unit), so the tokens of an image are in raster order and the
          images of a resolution are a view: regrouping them copies nothing. After down-sampling there are fewer patches.
 `patch`  patches of the layout's size (PatchedServe 4.1). Down-sampling keeps their number and shortens their sides.
+
+In patch order a packing may be padded to a `Bucket`, so that passes over many mixes of sizes have the same shapes:
+dummy rows come last, and the last of them owns the padding patches, which have no neighbours.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -20,6 +24,7 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ...kernels.patch import patch_join, patch_split
+from .bucket import Bucket
 from .patch_layout import PatchLayout, patch_size_of
 
 Order = Literal["image", "patch"]
@@ -56,29 +61,36 @@ class Level:
         index: number of halvings.
         side: side of a patch in the tensors of this level.
         grain: tokens on a side of a patch; less than `side` only where a token covers several latent pixels (SD3).
-        groups: rows by resolution, in order.
+        groups: rows by resolution, in order, without dummies.
+        num_rows: number of rows.
         num_patches: number of patches, P.
         row_index: (P,) row of each patch.
         neighbours: (P, 8) as in `PatchLayout`; None in image order.
         row_tokens: (rows, 1) number of tokens of each row, float32.
         num_tokens: number of tokens of all rows.
+        num_padding: number of tokens of the dummies among them, which come last.
     """
 
     index: int
     side: int
     grain: int
     groups: tuple[Group, ...]
+    num_rows: int
     num_patches: int
     row_index: Tensor
     neighbours: Tensor | None
     row_tokens: Tensor = field(init=False)
     num_tokens: int = field(init=False)
+    num_padding: int = field(init=False)
     _tables: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         counts = [float(group.height * group.width) for group in self.groups for _ in range(group.rows)]
-        self.row_tokens = torch.tensor(counts, device=self.row_index.device)[:, None]
         self.num_tokens = self.num_patches * self.grain**2
+        self.num_padding = self.num_tokens - self.groups[-1].end
+        counts += [0.0] * (self.num_rows - len(counts))
+        counts[-1] += self.num_padding
+        self.row_tokens = to_device(torch.tensor(counts), self.row_index.device)[:, None]
 
     def windows(self, stride: int) -> Tensor:
         """Return, in image order, the 9 tokens that each output of a 3 x 3 convolution with padding 1 reads,
@@ -88,7 +100,7 @@ class Level:
         """
         name = f"windows{stride}"
         if name not in self._tables:
-            self._tables[name] = self._build_windows(stride).to(self.row_index.device)
+            self._tables[name] = to_device(self._build_windows(stride), self.row_index.device)
         return self._tables[name]
 
     def sources_of(self, finer: "Level") -> Tensor:
@@ -102,7 +114,7 @@ class Level:
                 taken = torch.nn.functional.interpolate(image, size=(there.height, there.width), mode="nearest")
                 rows = torch.arange(here.rows)[:, None] * (here.height * here.width) + here.start
                 parts.append((rows + taken.long().view(1, -1)).flatten())
-            self._tables["sources"] = torch.cat(parts).to(self.row_index.device)
+            self._tables["sources"] = to_device(torch.cat(parts), self.row_index.device)
         return self._tables["sources"]
 
     def _build_windows(self, stride: int) -> Tensor:
@@ -123,11 +135,13 @@ class Packing:
 
     Attributes:
         order: order of the tokens, `image` or `patch`.
-        layout: patch layout of the rows.
-        sizes: (height, width) of the latents of each row.
+        layout: patch layout of the rows, without dummies.
+        sizes: (height, width) of the latents of each row, without dummies.
         levels: levels of the model, from the latents down.
         kernels: one of `kernels.launch.KERNELS`, for cutting and joining patches.
-        starts: (rows + 1,) first patch of each row, then P.
+        bucket: what the packing is padded to; None without padding.
+        starts: first patch of each row in `sizes`, then the end of the last.
+        num_dummies: number of dummy rows.
     """
 
     order: Order
@@ -135,27 +149,58 @@ class Packing:
     sizes: tuple[tuple[int, int], ...]
     levels: tuple[Level, ...]
     kernels: str
+    bucket: Bucket | None = None
     starts: list[int] = field(init=False)
+    num_dummies: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_dummies = self.num_rows - len(self.sizes)
         area = self.levels[0].side ** 2
         self.starts = np.cumsum([0, *(height * width // area for height, width in self.sizes)]).tolist()
 
     @property
     def num_rows(self) -> int:
-        return len(self.sizes)
+        """Number of rows, with dummies."""
+        return self.levels[0].num_rows
+
+    @property
+    def num_patches(self) -> int:
+        """Number of patches of latents, with padding."""
+        return self.levels[0].num_patches
 
     @property
     def row_index(self) -> Tensor:
         """(P,) row of each patch of latents."""
         return self.levels[0].row_index
 
-    def of_rows(self, rows: Sequence[int]) -> "Packing":
+    @property
+    def value_rows(self) -> Tensor:
+        """(rows,) the row whose values (text, adapters) each row has: its own, or for a dummy the last one's."""
+        return torch.arange(self.num_rows, device=self.row_index.device).clamp(max=len(self.sizes) - 1)
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Tables that passes read in patch order: `row_index` and `neighbours`, the same at all levels."""
+        finest = self.levels[0]
+        assert finest.neighbours is not None, "in image order, levels have tables of their own"
+        return finest.row_index, finest.neighbours
+
+    def reading(self, tables: tuple[Tensor, Tensor]) -> "Packing":
+        """Return the same packing with its `tables` in other memory."""
+        found = copy(self)
+        found.levels = tuple(map(copy, self.levels))
+        for level in found.levels:
+            level.row_index, level.neighbours = tables
+        return found
+
+    def of_rows(self, rows: Sequence[int], *, is_padded: bool = False) -> "Packing":
         """Return the packing of only these rows, ascending: a batch of their own, cut in the same way."""
         finest, size = self.levels[0], self.layout.patch_size
         device, unit = finest.row_index.device, finest.side // finest.grain
         sizes = tuple(self.sizes[row] for row in rows)
-        return _pack_rows(sizes, self.order, size, len(self.levels), unit, device, self.kernels)
+        return _pack_rows(
+            sizes, self.order, size, len(self.levels), unit, device, self.kernels, self.bucket is not None
+        )
 
     def pack(self, images: Sequence[Tensor]) -> Tensor:
         """Cut one image [channels, height, width] per row into patches [P, channels, side, side]."""
@@ -172,6 +217,7 @@ class WholeImages:
     """Packing of rows of one resolution that keeps each image whole, for plain diffusers."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.num_rows = self.num_patches = num_rows
         self.starts = list(range(num_rows + 1))
         self.row_index = torch.arange(num_rows, device=device)
 
@@ -193,6 +239,7 @@ def pack_rows(
     unit: int,
     device: torch.device,
     kernels: str = "auto",
+    is_padded: bool = False,
 ) -> Packing:
     """Return the packing of these rows. Recent packings are cached.
 
@@ -201,12 +248,13 @@ def pack_rows(
         order, num_levels, device, kernels: as in `Packing` and its levels.
         patch_size: side of a patch in latent pixels; None for the largest that divides all sides.
         unit: side, in latent pixels, of the smallest unit that the model distinguishes (SD3: its patch size).
+        is_padded: whether to pad it to its bucket, in patch order.
 
     Raises:
         UsageError: if the patch size does not divide a side, or is too small for the model's levels.
     """
     wanted = patch_size_of(sizes) if patch_size is None else patch_size
-    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device, kernels)
+    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device, kernels, is_padded)
 
 
 def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_levels: int, unit: int) -> None:
@@ -235,32 +283,55 @@ def _pack_rows(
     unit: int,
     device: torch.device,
     kernels: str,
+    is_padded: bool,
 ) -> Packing:
     if order == "patch":
         check_patch_size(patch_size, sizes, num_levels, unit)
     layout = PatchLayout.build(sizes, patch_size)
     assert (layout.order == np.arange(len(sizes))).all(), "rows must come sorted by resolution"
-    if order == "patch":
-        tensors = index_tensors(layout, device)
-        levels = tuple(_patch_level(layout, *tensors, index, unit) for index in range(num_levels))
-    else:
+    if order == "image":
+        assert not is_padded
         levels = tuple(_image_level(layout, index, unit, device) for index in range(num_levels))
-    return Packing(order, layout, sizes, levels, kernels)
+        return Packing(order, layout, sizes, levels, kernels)
+    bucket = Bucket.of(layout.num_patches, len(sizes)) if is_padded else None
+    tensors = index_tensors(layout, device, bucket)
+    num_rows = len(sizes) if bucket is None else bucket.num_rows
+    levels = tuple(_patch_level(layout, num_rows, *tensors, index, unit) for index in range(num_levels))
+    return Packing(order, layout, sizes, levels, kernels, bucket)
 
 
-def index_tensors(layout: PatchLayout, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Copy the tables for kernels to the device: `request_index` (P,), `neighbours` (P, 8), int64; one transfer."""
+def to_device(table: Tensor, device: torch.device | str) -> Tensor:
+    """Return a table of the host on a device. A GPU copies it in the order of its work, and the host does not wait."""
+    if torch.device(device).type != "cuda":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+def index_tensors(
+    layout: PatchLayout, device: torch.device | str, bucket: Bucket | None = None
+) -> tuple[Tensor, Tensor]:
+    """Copy the tables for kernels to the device: `request_index` (P,), `neighbours` (P, 8), int64; one transfer.
+
+    They are padded to a bucket, if one is given.
+    """
+    index, neighbours = layout.request_index, layout.neighbours.reshape(-1)
+    if bucket is not None:
+        padding = bucket.num_patches - layout.num_patches
+        index = np.pad(index, (0, padding), constant_values=bucket.num_rows - 1)
+        neighbours = np.pad(neighbours, (0, 8 * padding), constant_values=-1)
     # Concatenating copies, so the tensors do not share the layout's read-only memory.
-    packed = torch.from_numpy(np.concatenate([layout.request_index, layout.neighbours.reshape(-1)])).to(device)
-    request_index, neighbours = packed.split([layout.num_patches, 8 * layout.num_patches])
-    return request_index, neighbours.view(-1, 8)
+    packed = to_device(torch.from_numpy(np.concatenate([index, neighbours])), device)
+    request_index, flat = packed.split([len(index), len(neighbours)])
+    return request_index, flat.view(-1, 8)
 
 
-def _patch_level(layout: PatchLayout, row_index: Tensor, neighbours: Tensor, index: int, unit: int) -> Level:
+def _patch_level(
+    layout: PatchLayout, num_rows: int, row_index: Tensor, neighbours: Tensor, index: int, unit: int
+) -> Level:
     side = layout.patch_size >> index
     shrink = unit << index
     groups = _groups(layout, [(height // shrink, width // shrink) for height, width in layout.resolutions])
-    return Level(index, side, side // unit, groups, layout.num_patches, row_index, neighbours)
+    return Level(index, side, side // unit, groups, num_rows, len(row_index), row_index, neighbours)
 
 
 def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.device) -> Level:
@@ -269,9 +340,9 @@ def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.devic
         layout, [(-(-height // (unit << index)), -(-width // (unit << index))) for height, width in layout.resolutions]
     )
     lengths = [group.height * group.width for group in groups for _ in range(group.rows)]
-    row_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+    row_index = to_device(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), device)
     # Latents of a model whose smallest unit is larger than a pixel (SD3) are in patches of that side.
-    return Level(index, unit if index == 0 else 1, 1, groups, len(row_index), row_index, None)
+    return Level(index, unit if index == 0 else 1, 1, groups, len(lengths), len(row_index), row_index, None)
 
 
 def _groups(layout: PatchLayout, sizes: list[tuple[int, int]]) -> tuple[Group, ...]:

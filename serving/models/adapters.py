@@ -65,7 +65,7 @@ class ModelAdapters:
         """Apply the adapters of a request to the text encoders until the context ends, in the encoding thread."""
         rows = None
         if adapters:
-            rows = RowAdapters([adapters], self._device, place=_of_one_row)
+            rows = RowAdapters.of([adapters], self._device, place=_of_one_row)
         with self._texts.on(rows):
             yield
 

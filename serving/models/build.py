@@ -15,6 +15,7 @@ from ...kernels.launch import KERNELS, is_triton_installed, use_triton
 from ...training.cache.schedule import CacheSchedule
 from ..cache.options import CacheOptions
 from ..cache.rules import load_rule
+from ..conflicts import refuse_conflicts
 from ..core.captured import CapturedPasses, CudaRecorder
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
@@ -34,7 +35,6 @@ from ..samplers.batched import BatchedSampler
 from ..samplers.choice import choose_sampler
 from ..samplers.single import PerRequestSampler
 from .adapters import ModelAdapters
-from .checkpoint import check_options
 from .defaults import ModelDefaults
 from .served import ServedModel
 from .stage_process import StageProcesses
@@ -52,12 +52,12 @@ def build_model(
 ) -> ServedModel:
     """Build a `ServedModel` from a pipeline of a supported class, which several models may share.
 
-    `adapters` are those loaded into the pipeline, and `stages` the processes that encode and decode for it. Raises what
-    `check_options` and `build_stepper` raise.
+    `adapters` are those loaded into the pipeline, and `stages` the processes that encode and decode for it. Raises
+    UsageError if an option does not work with the pipeline, and what `build_stepper` raises.
     """
     defaults, options = defaults or ModelDefaults(), options or EngineOptions()
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
-    check_options(type(pipe).__name__, options)
+    refuse_conflicts(options.features | {type(pipe).__name__: f"a {type(pipe).__name__}"})
     if options.stages == "auto":
         options = replace(options, stages=stages_on(denoiser_of(pipe).device.type, usable_cores()))
     facts, schedule = partial(block_facts, pipe, name, fingerprint), None
@@ -90,9 +90,9 @@ def load_schedule(pipe: Any, name: str, fingerprint: str, cache: CacheOptions) -
     if cache.schedule is None:
         raise UsageError("--cache schedule needs a list of steps (psctl train-predictor schedule) or --cache-schedule")
     schedule = CacheSchedule.load(cache.schedule)
-    served = ProfiledModel(name, fingerprint, type(pipe.scheduler).__name__)
-    remedy = f"run psctl train-predictor schedule --model {name}"
-    schedule.facts.check_model(served, source=str(cache.schedule), remedy=remedy)
+    difference = schedule.facts.difference(ProfiledModel(name, fingerprint, type(pipe.scheduler).__name__))
+    if difference is not None:
+        raise UsageError(f"{cache.schedule} {difference}; run psctl train-predictor schedule --model {name}")
     return schedule
 
 
@@ -168,8 +168,6 @@ def build_stepper(
     order = options.order
     if order == "auto":
         order = "patch" if device.type == "cuda" or options.kernels == "triton" else "image"
-    if order == "image" and options.kernels == "triton":
-        raise UsageError("--kernels triton works on patches; use it with --order patch")
     patched = PatchedModel(
         denoiser,
         order=order,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.errors import MissingExtraError, RunError, UsageError
+from ..conflicts import refuse_conflicts
 from ..options import Lora, ModelOptions, QuantizeName
 from ..samplers.names import SCHEDULERS
 from .checkpoint import check_safetensors
@@ -56,7 +57,8 @@ def check_changes(options: ModelOptions, model_dir: Path) -> None:
     if options.sampler is not None:
         own = read_json(model_dir / "scheduler" / "scheduler_config.json").get("_class_name")
         if str(own).startswith(_OF_FLOWS):
-            raise UsageError(f"--sampler {options.sampler} is for models that predict noise; this one has {own}")
+            sampler = f"--sampler {options.sampler}"
+            refuse_conflicts({"--sampler": sampler, "a model that predicts a flow": f"a model with {own}"})
 
 
 def changed_fingerprint(options: ModelOptions, fingerprint: str) -> str:

@@ -6,11 +6,12 @@ import os
 import pickle
 import socket
 import struct
-import tempfile
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import torch
+
+from ..core.processes import memory_file
 
 _HEADER = struct.Struct("<Q")
 _ALIGNMENT = 64
@@ -44,7 +45,7 @@ class Channel:
         _Pickler(stream, 5, buffer_callback=buffers.append).dump(value)
         raws = [buffer.raw() for buffer in buffers]
         message = pickle.dumps(([raw.nbytes for raw in raws], stream.getvalue()))
-        with _shared_file() as file:
+        with os.fdopen(memory_file(), "wb") as file:
             for raw in raws:
                 file.write(raw)
                 file.write(bytes(-raw.nbytes % _ALIGNMENT))
@@ -90,13 +91,6 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tens
     if memoryview(buffer).nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-def _shared_file() -> BinaryIO:
-    """Return an unnamed file, in memory if the system supports it, which vanishes with the last process that has it."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("psctl"), "wb")
-    return tempfile.TemporaryFile()
 
 
 def _mapped(file: BinaryIO, sizes: Sequence[int]) -> list[memoryview]:

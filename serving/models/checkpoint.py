@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...data.errors import RunError, UsageError
-from ...data.templates import Keep
-from ..families.table import FAMILIES, SUPPORTED_PIPELINES
-from ..options import EngineOptions
+from ..families.table import SUPPORTED_PIPELINES
 from .defaults import read_json
 
 INDEX_FILE = "model_index.json"
@@ -41,24 +39,6 @@ def read_index(path: Path, *, source: str) -> dict[str, Any]:
             f"model {source}: pipeline class {name} is not supported; supported: {', '.join(SUPPORTED_PIPELINES)}"
         )
     return index
-
-
-def check_options(pipeline: str, options: EngineOptions) -> None:
-    """Raise UsageError if pipelines of a supported class do not support one of these options; the error names it."""
-    given = {
-        "--cache": options.cache.is_of_patches,
-        "--parallel": options.parallel.is_on,
-        "--adapter": bool(options.model.adapter),
-    }
-    for name in FAMILIES[pipeline].lacks:
-        if given[name]:
-            raise UsageError(f"{name} does not work with a {pipeline} yet: leave it out")
-
-
-def check_keep(pipeline: str, keep: Keep) -> None:
-    """Raise UsageError if records of templates do not support this `keep` with pipelines of a supported class."""
-    if keep not in (known := FAMILIES[pipeline].keeps):
-        raise UsageError(f"--keep {keep} does not work with a {pipeline} yet: give --keep {' or '.join(known)}")
 
 
 def weight_components(index: dict[str, Any]) -> dict[str, tuple[str, str]]:

@@ -4,12 +4,12 @@ Settings come from the optional file `psctl.json` beside `model_index.json`. Wit
 from the training size in the model's configuration files.
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ...data import records
 from ...data.errors import RunError, UsageError
 from ...data.resolution import Resolution, parse
 
@@ -31,12 +31,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RunError(f"missing file {path}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path} is corrupt: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise RunError(f"{path} is corrupt: a JSON object is expected")
-    return content
+        return records.read_json(path, "a configuration")
+    except UsageError as error:
+        raise RunError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +81,12 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
         UsageError: if the file is not a JSON object, or has an unknown key or a value of the wrong kind.
         RunError: if a configuration file of the model is damaged.
     """
-    from pydantic import ValidationError
-
+    from ...data import parsing
     from ..families.table import FAMILIES, entry_of
 
-    path, kind = model_dir / DEFAULTS_FILE, _given()
-    try:
-        given = kind.model_validate_json(path.read_bytes() if path.exists() else "{}")
-    except ValidationError as error:
-        problem, known = error.errors(include_url=False)[0], ", ".join(kind.model_fields)
-        what = " ".join(map(str, problem["loc"][:1])) or "content"
-        raise UsageError(f"{path}: {what}: {problem['msg']}; known keys: {known}") from error
+    path = model_dir / DEFAULTS_FILE
+    content = records.read_json(path, "settings of the model") if path.exists() else {}
+    given = parsing.parse(_given(), content, str(path))
     side = _training_side(model_dir)
     # Multiples of 16 fit every supported model; equal sizes of a tiny model count once.
     usual = dict.fromkeys(max(16, round(side * share / 16) * 16) for share in (0.5, 0.75)) | {side: None}

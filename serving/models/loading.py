@@ -4,14 +4,14 @@ Loading is strict. An unsupported pipeline class, a missing or damaged file, or 
 diffusers would silently fill with random values) is refused with a one-line error that names the file.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...data.errors import RunError, UsageError
+from ...data.errors import RunError
 from ...data.templates import Keep
 from ...data.workspace import Workspace
+from ..conflicts import refuse_conflicts
 from ..core.garbage import imports_are_no_garbage
 from ..families.geometry import Geometry
 from ..options import EngineOptions
@@ -19,8 +19,6 @@ from .changes import apply_changes, changed_fingerprint, check_changes
 from .checkpoint import (
     INDEX_FILE,
     check_directory,
-    check_keep,
-    check_options,
     fingerprint,
     read_index,
     variants_for,
@@ -33,9 +31,6 @@ from .single_file import components_inside
 from .source import locate_model
 
 if TYPE_CHECKING:
-    import torch
-
-    from .offload import TextOffload
     from .served import ServedModel
 
 
@@ -70,14 +65,11 @@ def load_model(
     index = read_index(model_dir / INDEX_FILE, source=spec)
     options = options or EngineOptions()
     changes = options.model
-    check_options(index["_class_name"], options)
+    used = options.features | {index["_class_name"]: f"a {index['_class_name']}"}
+    if source.file is not None:
+        used["a single file"] = f"a single file ({source.file})"
+    refuse_conflicts(used)
     check_changes(changes, model_dir)
-    if source.file is not None and options.parallel.is_on:
-        raise UsageError(f"--parallel: ranks load a diffusers directory, and {source.file} is a single file")
-    if source.file is not None and options.stages == "processes":
-        raise UsageError(
-            f"--stages processes: processes load a diffusers directory, and {source.file} is a single file"
-        )
     defaults = read_defaults(model_dir)
 
     with imports_are_no_garbage():
@@ -85,22 +77,18 @@ def load_model(
         from ..core.allocator import keep_freed_memory
         from .adapters import ModelAdapters
         from .build import build_model
+        from .offload import TextOffload
         from .stage_process import StageProcesses, StageSettings
 
     torch_device = resolve_device(device)
+    if options.offload == "text" and torch_device.type == "cpu":
+        on_cpu = "--offload text on a CPU"
+        refuse_conflicts(used | {on_cpu: on_cpu})
     torch_dtype = resolve_dtype(dtype, torch_device, index["_class_name"])
     variants = variants_for(name_of(torch_dtype))
     model_dir = source.with_weights(index, variants)
     inside = set() if source.file is None else components_inside(source.file, weight_components(index))
     check_directory(model_dir, index, variants, elsewhere=inside)
-    if options.parallel.is_on:
-        from ..parallel.torchrun import TorchRun
-        from .parts import load_rank
-
-        run = TorchRun.from_environment(options.parallel)
-        if run is not None and run.rank:
-            # A rank that torchrun has started runs no other part of the command.
-            sys.exit(run.follow(lambda own: load_rank(replace(own, model=str(model_dir)))))
     keep_freed_memory()
     if workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
@@ -109,7 +97,7 @@ def load_model(
     if options.stages == "processes":
         # The processes load in parallel with this one.
         stages = StageProcesses(StageSettings(str(model_dir), str(torch_device), name_of(torch_dtype)))
-    offload = _offload(options, torch_device, source.file)
+    offload = None if options.offload == "none" else TextOffload(rereads=torch_device.type == "cpu")
     pipe = load_pipeline(model_dir, index, torch_dtype, source.file, inside, offload)
     pipe.set_progress_bar_config(disable=True)
     apply_changes(changes, pipe)
@@ -163,22 +151,5 @@ def check_keep_of(spec: str, keep: Keep) -> None:
 
     Raises also what `read_index` raises.
     """
-    path = resolve_model(spec) / INDEX_FILE
-    check_keep(read_index(path, source=spec)["_class_name"], keep)
-
-
-def _offload(options: EngineOptions, device: "torch.device", file: Path | None) -> "TextOffload | None":
-    """Return the offload of text encoders, if requested. Raises UsageError: they cannot be read again."""
-    from .offload import TextOffload
-
-    if options.offload == "none":
-        return None
-    if device.type != "cpu":
-        return TextOffload()
-    if file is not None or options.model.loras or options.model.adapters:
-        option = "--lora changes weights" if options.model.loras else "--adapter has layers of its own"
-        what = f"{file} is a single file" if file is not None else option
-        raise UsageError(
-            f"--offload text reads text encoders again from their files on a CPU, and {what}: leave one out"
-        )
-    return TextOffload(rereads=True)
+    pipeline, option = read_index(resolve_model(spec) / INDEX_FILE, source=spec)["_class_name"], f"--keep {keep}"
+    refuse_conflicts({option: option, pipeline: f"a {pipeline}"})

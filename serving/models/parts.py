@@ -1,17 +1,42 @@
 """Loading of a model's parts by processes that compute for the serving one: ranks and stages."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..core.allocator import keep_freed_memory
 from ..families import Family, build_family
+from ..parallel.options import ParallelOptions
+from ..parallel.torchrun import TorchRun
 from ..parallel.worker import RankModels, RankSettings
 from .checkpoint import INDEX_FILE, check_directory, fingerprint, read_index, variants_for, weight_components
 from .components import hollow, load_component, load_pipeline
 from .defaults import read_defaults
 from .offload import TEXT_ENCODER
 from .placement import name_of, quiet_libraries, resolve_device, resolve_dtype
+from .source import locate_model
 from .stage_process import StageSettings
+
+
+def follow_torchrun(spec: str, options: ParallelOptions) -> int | None:
+    """Follow rank 0 until it ends, if torchrun has started this process as another rank of the same command.
+
+    Args:
+        spec: name of the model, as in `load_model`.
+        options: options of the ranks.
+
+    Returns:
+        The exit code of this process; None if it is rank 0, or torchrun has not started it.
+    """
+    run = TorchRun.from_environment(options)
+    return None if run is None or not run.rank else run.follow(lambda own: _load_found(spec, own))
+
+
+def _load_found(spec: str, settings: RankSettings) -> RankModels:
+    """Load a rank's parts from the model's folder on this machine, which may differ from that of rank 0."""
+    source = locate_model(spec)
+    index = read_index(source.folder / INDEX_FILE, source=spec)
+    return load_rank(replace(settings, model=str(source.with_weights(index, variants_for(settings.dtype)))))
 
 
 def load_rank(settings: RankSettings) -> RankModels:

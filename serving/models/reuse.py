@@ -1,10 +1,10 @@
 """Records of templates for edits with one model: their lookup and their recording (InstGenIE section 3.1)."""
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ from ...data.edits import EditSpec, TemplateSpec
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.templates import Keep
+from ..conflicts import refuse_conflicts
 from ..core.prepared import PreparedRequest
+from ..core.record_key import RecordKey
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
-from ..editing.keys import TemplateKey, facts_of, no_generation
 from ..editing.planner import LoadPlanner
 from ..editing.records import TemplateRecord, in_files
 from ..editing.start import noised_steps
-from ..editing.templates import TemplateStore
+from ..editing.templates import TemplateStore, no_generation
 from ..editing.trajectory import Trajectory
 from ..families import Family
 from ..options import LoadOptions, TemplateOptions
@@ -101,45 +102,44 @@ class TemplateReuse:
             returns = self._stepper.masked.returns
             self._stepper.planner = LoadPlanner(measured, loads.plan, loads.link_mbps, returns=returns)
 
-    def key_of(self, request: Request) -> TemplateKey | None:
-        """Return the key of the record that an edit can read; None if it cannot read any.
+    def key_of(self, request: Request) -> RecordKey | None:
+        """Return the key of the record of an edit's template; None if there can be none (`Geometry.has_record`).
 
-        An edit reads no record without a template or with adapters, because records are of the model without adapters;
-        on another engine than the patch engine; if its scheduler is not batched, because such a scheduler counts its
-        own steps and cannot take them in any order; if its size is not a multiple of cells; or if it takes all steps
-        from a partly noised image, for which there are no records.
+        There are records on the patch engine only, and only for batched schedulers, because others count their own
+        steps and cannot take them in any order.
         """
-        edit, geometry = request.edit, self._family.geometry
-        if edit is None or edit.template is None or request.adapters:
+        if self._stepper is None or self._unbatched is not None or not self._family.geometry.has_record(request):
             return None
-        if self._stepper is None or self._unbatched is not None:
-            return None
-        if any(side % geometry.cell for side in geometry.latent_size(request.resolution)):
-            return None
-        if edit.strength < 1 and geometry.first_step(request) == 0:
-            return None
-        scheduler, facts = self._scheduler, facts_of(request, self._stepper.masked.keep)
-        if self._family.is_distilled:
-            facts["guidance"] = request.guidance_scale
-        return TemplateKey({
-            "model": self._identity.fingerprint,
-            "dtype": self._identity.dtype,
-            # Hashed, because its numbers may be infinite, which JSON cannot represent.
-            "scheduler": [type(scheduler).__name__, hashlib.sha256(scheduler.to_json_string().encode()).hexdigest()],
-            "rows": 2 if self._family.uses_guidance(request.guidance_scale) else 1,
-            **facts,
-        })  # fmt: skip
+        key, scheduler, scale = RecordKey.of(request), self._scheduler, request.guidance_scale
+        assert key is not None, "it has a record"
+        return replace(
+            key,
+            is_guided=self._family.uses_guidance(scale),
+            guidance_scale=scale if self._family.is_distilled else key.guidance_scale,
+            of_model=(
+                ("model", self._identity.fingerprint),
+                ("dtype", self._identity.dtype),
+                # Hashed, because its numbers may be infinite, which JSON cannot represent.
+                ("scheduler", (type(scheduler).__name__, sha256(scheduler.to_json_string().encode()).hexdigest())),
+                ("keep", self._stepper.masked.keep),
+            ),
+        )
+
+    def masked_key_of(self, request: Request) -> RecordKey | None:
+        """Return `key_of` an edit that reads the record; None if computing all of its image is as fast."""
+        edit = request.edit
+        is_masked = edit is not None and edit.template is not None and self.is_worth_masking(edit)
+        return self.key_of(request) if is_masked else None
 
     def find(self, request: Request) -> TemplateRecord | None:
         """Return the record for an edit, and start to read it ahead; None, with a warning, if it cannot be read."""
-        edit = request.edit
-        if self.store is None or edit is None or edit.template is None or not self.is_worth_masking(edit):
+        store, edit = self.store, request.edit
+        if store is None or edit is None or (key := self.masked_key_of(request)) is None:
             return None
-        key = self.key_of(request)
         try:
-            found = None if key is None else self.store.find(key, self._device)
-            if found is None and key is not None and key.owner:
-                found = self.store.find(key.without_owner, self._device)
+            found = store.find(key, self._device)
+            if found is None and key.owner:
+                found = store.find(replace(key, owner=""), self._device)
         except RunError as error:
             warnings.warn(str(error), stacklevel=4)
             return None
@@ -183,8 +183,8 @@ class TemplateReuse:
             )
         if self.store.find(key, self._device) is not None:
             return False
-        if edit is not None and edit.template is not None and edit.template.kind == "trajectory":
-            raise no_generation(request, key.about["keep"])
+        if key.kind == "trajectory":
+            raise no_generation(key)
         try:
             self.store.add(key, self.recorded(request, on_step), self._device)
         except OSError as error:
@@ -250,7 +250,7 @@ class TemplateReuse:
 
     def end_trajectory(
         self, request: Request, pixels: NDArray[np.uint8], latents: Tensor, store: TemplateStore
-    ) -> TemplateKey:
+    ) -> RecordKey:
         """Add the record of a drawn image to a store; return its key.
 
         Args:
@@ -271,7 +271,7 @@ class TemplateReuse:
 
     def _require_recordable(self, request: Request) -> None:
         if request.adapters:
-            raise UsageError("what an image's template has shown is of the model without adapters: leave them out")
+            refuse_conflicts({"--reuse": "a record of an image", "--use-adapter": "an adapter"})
         if self._unbatched is not None:
             raise UsageError(
                 f"what an image's template has shown is reused with batched samplers only: {self._unbatched}"

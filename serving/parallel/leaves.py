@@ -124,8 +124,7 @@ class StripGroupNorm(nn.Module):
         parts, before = context.gather(self, own, [own.shape] * now.strips.count, at_once=options.mode == "sync")
         weights = now.strips.weights(self._factor)
         if any(now.is_displaced) and options.mode not in ("sync", "stale"):
-            pixels = x.shape[1] // num_groups * x.shape[2] * x.shape[3]
-            found = displaced(own, parts, before, context.place, weights, options, pixels)
+            found = displaced(own, parts, before, context.place, weights, options)
             if not all(now.is_displaced):
                 rows = torch.tensor(now.is_displaced, device=x.device)[:, None]
                 found = tuple(torch.where(rows, *both) for both in zip(found, combined(parts, weights), strict=True))
@@ -199,7 +198,6 @@ def displaced(
     place: int,
     weights: Sequence[float],
     options: NormOptions,
-    num_values: int,
 ) -> tuple[Tensor, Tensor]:
     """Return mean and variance [rows, groups] in float64 of rows that know the other strips from the previous call.
 
@@ -214,8 +212,7 @@ def displaced(
         before: those of the rank's own strip in the call that the other parts come from.
         place: index of the rank's own strip.
         weights: share of each strip in the pixels.
-        options: `mode`, `bessel` and `guard`.
-        num_values: number of values per group in the rank's own strip, for `bessel`.
+        options: `mode` and `guard`.
     """
     own_mean, own_variance = own.double().unbind(1)
     if options.mode == "separate":
@@ -227,8 +224,6 @@ def displaced(
     mean = (shares * means).sum(0) + (own_mean - means[place])
     square = (shares * squares).sum(0) + (own_variance + own_mean.square() - squares[place])
     variance = square - mean.square()
-    if options.bessel:
-        variance = variance * (num_values / (num_values - 1))
     return mean, torch.where(variance < options.guard * own_variance, own_variance, variance)
 
 

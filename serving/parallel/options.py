@@ -23,13 +23,11 @@ class NormOptions:
             strip. `sync`: current statistics of all strips, for which ranks wait. `stale`: current statistics of the
             rank's own strip with those of the others from the previous call. `separate`: statistics of the rank's own
             strip alone.
-        bessel: multiplies the variance by N / (N - 1), as the authors' code does; for comparisons only.
         guard: share of the own strip's variance below which the corrected variance is not used. At 0, as in the paper,
             images of small strips break (`psctl eval parallel`, figure 8).
     """
 
     mode: NormMode = "corrected"
-    bessel: bool = False
     guard: float = 0.25
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...data.run_facts import usable_cores
+from ..core.processes import memory_file
 from .group import GroupError
 
 _WORD = struct.Struct("<IIQQ")
@@ -94,7 +95,8 @@ class Peer:
             block = free.pop()
         else:
             if not self._own or self._used + size > len(self._own[-1]):
-                file = _new_file(max(_MEMORY_BYTES, size))
+                file = memory_file()
+                os.ftruncate(file, max(_MEMORY_BYTES, size))
                 self._own.append(_mapped(file))
                 self._used = 0
             block = Block(len(self._own) - 1, self._used, self._own[-1][self._used : self._used + size])
@@ -310,17 +312,6 @@ class ReceiveTransfer:
         """Wait for the tensor and return it. Raises GroupError."""
         self._transport.take(self._rank, self._into, self._tag, timeout.total_seconds())
         return self._into
-
-
-def _new_file(size: int) -> int:
-    """Create an anonymous file in memory or, if the system has none, in the folder of temporary files."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("psctl")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, size)
-    return file
 
 
 def _mapped(file: int) -> Tensor:

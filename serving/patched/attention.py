@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..cache.cells import CellTables
 from ..cache.slots import TokenSlots
 from ..core.attention import FusedLinear, Rotary, attend, check_unused, constant, heads_of, normed
+from ..core.captured import Results
 from .context import PatchContext, joined
 from .queries import attended_keys_values, resolutions_of
 
@@ -34,11 +35,17 @@ class PatchedSelfAttention(nn.Module):
         check_unused(unused)
         qkv = heads_of(self.qkv(hidden_states.flatten(0, 1)), 3, self.heads())
         qkv = normed(qkv, attention.norm_q, attention.norm_k)
-        kept, parts = attended_keys_values(self.slots, qkv[:, 1:], context), []
-        for images in resolutions_of(context):
-            key, value = images.keys_values(kept).unbind(2)
-            parts.append(images.pack(attend(images.queries(qkv[:, 0]), key, value, attention.scale)))
-        return attention.to_out[0](joined(parts)).view(hidden_states.shape)
+        kept = attended_keys_values(self.slots, qkv[:, 1:], context)
+
+        def by_resolution(query: Tensor, kept: Tensor) -> Results:
+            parts = []
+            for images in resolutions_of(context):
+                key, value = images.keys_values(kept).unbind(2)
+                parts.append(images.pack(attend(images.queries(query), key, value, attention.scale)))
+            return (joined(parts, context.num_padding),)
+
+        (attended,) = context.eagerly(by_resolution, qkv[:, 0], kept)
+        return attention.to_out[0](attended).view(hidden_states.shape)
 
 
 class PatchedCrossAttention(nn.Module):
@@ -60,18 +67,24 @@ class PatchedCrossAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> Tensor:
         """[P, tokens, channels] -> the same. The text argument is ignored in favour of the result of `read`."""
-        attention, rows, parts = self.attention, self.context.rows, []
+        attention, context, rows = self.attention, self.context, self.context.rows
         assert self.text is not None
         check_unused(unused)
         text = self.text if rows is None else tuple(each.index_select(0, rows.rows) for each in self.text)
         query = heads_of(attention.to_q(hidden_states.flatten(0, 1)), 1, self.heads())[:, 0]
         if attention.norm_q is not None:
             query = attention.norm_q(query)
-        for images in resolutions_of(self.context):
-            key, value = (images.of_rows(each).transpose(1, 2) for each in text)
-            bias = images.bias(key.shape[1])
-            parts.append(images.pack(attend(images.queries(query), key, value, attention.scale, bias)))
-        return attention.to_out[0](joined(parts)).view(hidden_states.shape)
+
+        def by_resolution(query: Tensor, *text: Tensor) -> Results:
+            parts = []
+            for images in resolutions_of(context):
+                key, value = (images.of_rows(each).transpose(1, 2) for each in text)
+                bias = images.bias(key.shape[1])
+                parts.append(images.pack(attend(images.queries(query), key, value, attention.scale, bias)))
+            return (joined(parts, context.num_padding),)
+
+        (attended,) = context.eagerly(by_resolution, query, *text)
+        return attention.to_out[0](attended).view(hidden_states.shape)
 
 
 class PatchedJointAttention(nn.Module):
@@ -183,7 +196,7 @@ def _attend_in_stream(
     """
     attention, context, num_tokens = leaf.attention, leaf.context, leaf.context.num_tokens
     num_text = len(qkv) - num_tokens
-    num_rows = len(context.level.row_tokens) if context.active is None else len(context.active.rows)
+    num_rows = context.level.num_rows if context.active is None else len(context.active.rows)
     text_turns, turns = _parted(all_turns, num_tokens)
     text, image = qkv.split([num_text, num_tokens])
     text = normed(text, attention.norm_q, attention.norm_k, text_turns)
@@ -204,7 +217,7 @@ def _parted(turns: Rotary | None, num_tokens: int) -> tuple[Rotary | None, Rotar
 
 def _attend_both(
     slots: TokenSlots, image: Tensor, text: Tensor, context: PatchContext, *, queries_text: bool = True
-) -> tuple[Tensor, Tensor]:
+) -> Results:
     """Attend from the tokens of each image and of its text to both.
 
     Args:
@@ -217,22 +230,27 @@ def _attend_both(
     Returns:
         [tokens, heads * width] and [rows, length, heads * width].
     """
-    kept, image_parts, text_parts = attended_keys_values(slots, image[:, 1:], context), [], []
-    for images in resolutions_of(context):
-        own_text, query = text[images.text_rows], images.queries(image[:, 0])
-        key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
-        num_queries, bias = query.shape[1], images.bias(key.shape[1]) if own_text.shape[1] else None
-        own_query = own_text[:, :, 0] if queries_text else own_text[:, :0, 0]
-        if context.biased_text is None:
-            attended = attend(torch.cat([query, own_query], 1), key, value, bias=bias)
-            parts = attended[:, :num_queries], attended[:, num_queries:]
-        else:
-            assert bias is not None
-            own_bias = bias * images.of_rows(context.biased_text)[:, None, :, None]
-            parts = attend(query, key, value, bias=bias), attend(own_query, key, value, bias=own_bias)
-        image_parts.append(images.pack(parts[0]))
-        text_parts.append(parts[1].flatten(2))
-    return joined(image_parts), joined(text_parts)
+    kept = attended_keys_values(slots, image[:, 1:], context)
+
+    def by_resolution(packed: Tensor, kept: Tensor, text: Tensor) -> Results:
+        image_parts, text_parts = [], []
+        for images in resolutions_of(context):
+            own_text, query = text[images.text_rows], images.queries(packed)
+            key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
+            num_queries, bias = query.shape[1], images.bias(key.shape[1]) if own_text.shape[1] else None
+            own_query = own_text[:, :, 0] if queries_text else own_text[:, :0, 0]
+            if context.biased_text is None:
+                attended = attend(torch.cat([query, own_query], 1), key, value, bias=bias)
+                parts = attended[:, :num_queries], attended[:, num_queries:]
+            else:
+                assert bias is not None
+                own_bias = bias * images.of_rows(context.biased_text)[:, None, :, None]
+                parts = attend(query, key, value, bias=bias), attend(own_query, key, value, bias=own_bias)
+            image_parts.append(images.pack(parts[0]))
+            text_parts.append(parts[1].flatten(2))
+        return joined(image_parts, context.num_padding), joined(text_parts, context.packing.num_dummies)
+
+    return context.eagerly(by_resolution, image[:, 0], kept, text)
 
 
 LEFT_OUT = -1e4

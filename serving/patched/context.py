@@ -3,18 +3,21 @@
 Patches are [P, channels, side, side], channels-last, so that they are also the tokens [P * side * side, channels].
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels.patch import patch_join, patch_split
 from ..cache.active import ActiveRows, ActiveSet
 from ..cache.cells import CellTables
-from ..core.adapters import Entries
+from ..core.adapters import Entries, RowAdapters
+from ..core.attention import Rotary
+from ..core.captured import Pause, Results
 from ..layout.packing import Level, Packing
 
 Strategy = Literal["stitch", "regroup"]
@@ -25,6 +28,62 @@ Choose = Callable[[Any, Level, Level], Strategy]
 
 
 @dataclass(slots=True, eq=False)
+class BatchValues:
+    """Values that all passes of a batch read while it has the same rows; the first pass computes what is missing.
+
+    Attributes:
+        repeats: number of times that the last text token of every row counts.
+        adapters: adapters of the rows; None if no row has any.
+        text: embedded text [rows, length, width], of models that embed it once for a batch.
+        text_mask: (rows, length), above 0 for valid tokens; None if all are.
+        text_bias: see `PatchContext`.
+        text_turns: rotary angles of the text tokens of all rows, where text has positions of its own.
+        keys_values: keys and values of the text [rows, heads, length, width], for each cross attention.
+        positions: learnt positions [tokens, width] of all image tokens.
+        turns: rotary angles of all tokens of a stream, by the number of text tokens of each row ahead of the images.
+        pad_bias: (rows, 1), bias for the scores of the pad of each image (`padded`).
+    """
+
+    repeats: int = 1
+    adapters: RowAdapters | None = None
+    text: Tensor | None = None
+    text_mask: Tensor | None = None
+    text_bias: Tensor | None = None
+    text_turns: Rotary | None = None
+    keys_values: tuple[tuple[Tensor, Tensor], ...] = ()
+    positions: Tensor | None = None
+    turns: dict[int, Rotary] = field(default_factory=dict)
+    pad_bias: Tensor | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What passes depend on beside the shapes of these values."""
+        return self.repeats, () if self.adapters is None else tuple(self.adapters.scales)
+
+    def of_rows(self, rows: Tensor) -> "BatchValues":
+        """Return the values of some rows, without those that depend on the packing of these rows."""
+
+        def chosen(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.index_select(0, rows)
+
+        pairs = tuple((key.index_select(0, rows), value.index_select(0, rows)) for key, value in self.keys_values)
+        bias = self.text_bias
+        if bias is not None and len(bias) > 1:  # one row is for all
+            bias = bias.index_select(0, rows)
+        text, mask = chosen(self.text), chosen(self.text_mask)
+        adapters = None if self.adapters is None else self.adapters.of_rows(rows)
+        return BatchValues(self.repeats, adapters, text=text, text_mask=mask, text_bias=bias, keys_values=pairs)
+
+
+class BatchLeaf(nn.Module, ABC):
+    """A leaf that computes values of the batch, before its first pass or in it."""
+
+    @abstractmethod
+    def fill(self, text: Tensor) -> object:
+        """Compute its values unless they are known, for text [rows, length, width] as the model receives it."""
+
+
+@dataclass(slots=True, eq=False)
 class PatchContext:
     """State shared by the leaves of one patched model during a pass. For one thread at a time.
 
@@ -32,8 +91,7 @@ class PatchContext:
         choose: chooses the strategy of a convolution.
         kernels: one of `kernels.launch.KERNELS`.
         timesteps: (rows,) timestep of every row, for this forward pass.
-        batch_values: values that stay the same while the batch has the same rows (text keys and values, positions,
-            adapters).
+        batch_values: values of the batch.
         text_bias: bias for the scores of text keys, [rows or 1, keys] for the last keys; None for no bias.
         biased_text: (rows, length), 1 for text tokens as queries whose scores have this bias, else 0; None if all have
             it.
@@ -41,18 +99,20 @@ class PatchContext:
         stream_rows: (tokens,) row of each token of single-stream blocks.
         active: set while a block runs on only some cells; all tensors then hold the tokens of these, cell by cell.
         rows: set while a block runs on only some rows, as a batch of their own.
+        pause: interrupts the recording of a pass; None while passes run eagerly.
     """
 
     choose: Choose
     kernels: str = "auto"
     timesteps: Tensor | None = None
-    batch_values: dict[Any, Any] = field(default_factory=dict)
+    batch_values: BatchValues = field(default_factory=BatchValues)
     text_bias: Tensor | None = None
     biased_text: Tensor | None = None
     stream_rows: Tensor | None = None
     cells: CellTables | None = None
     active: ActiveSet | None = None
     rows: ActiveRows | None = None
+    pause: Pause | None = None
     _packing: Packing | None = None
     _level: Level | None = None
     _fused: set[Fused] = field(default_factory=set)
@@ -86,6 +146,11 @@ class PatchContext:
         return self.level.num_tokens if self.active is None else len(self.active.tokens(self.level.index))
 
     @property
+    def num_padding(self) -> int:
+        """Number of padding tokens among them, at the end."""
+        return self.level.num_padding if self.active is None else 0
+
+    @property
     def row_of_patch(self) -> Tensor:
         """(P,) the row of each patch that is computed."""
         if self.active is not None:
@@ -99,15 +164,92 @@ class PatchContext:
             return self.active.row_index(self.level.index, True)
         return self.level.row_index.repeat_interleave(self.level.grain**2)
 
-    def begin(self, packing: Packing) -> None:
-        """Start a batch, and discard the values of the previous one."""
-        self._packing = packing
-        self.batch_values.clear()
+    @property
+    def text(self) -> Tensor:
+        """[rows, length, width], the embedded text of the rows that are computed."""
+        text = self.batch_values.text
+        assert text is not None, "a patched model runs inside PatchedModel only"
+        return text if self.rows is None else text.index_select(0, self.rows.rows)
 
-    def begin_pass(self, timesteps: Tensor | None = None, level: Level | None = None) -> None:
+    @property
+    def text_mask(self) -> Tensor:
+        """(rows, length), the mask of the text of all rows of the batch."""
+        mask = self.batch_values.text_mask
+        assert mask is not None, "a patched model runs inside PatchedModel only"
+        return mask
+
+    def turns(self, length: int, compute: Callable[[], Rotary]) -> Rotary:
+        """Return the rotary angles of the computed tokens of a stream with `length` text tokens of each row.
+
+        `compute` returns those of all tokens of the batch, and is called once for a batch.
+        """
+        known = self.batch_values.turns
+        if length not in known:
+            known[length] = compute()
+        cosines, sines = known[length]
+        some = self.rows or self.active
+        if some is None:
+            return cosines, sines
+        places = some.stream(length).places
+        return cosines.index_select(0, places), sines.index_select(0, places)
+
+    def begin_stream(self, length: int) -> None:
+        """Set the row of each token of a stream: first text, `length` tokens for each row, then images."""
+        if self.rows is not None:
+            self.stream_rows = self.rows.stream(length).rows
+            return
+        image = self.row_of_token
+        own = torch.arange(self.packing.num_rows, device=image.device).repeat_interleave(length)
+        self.stream_rows = torch.cat([own, image])
+
+    def begin(self, packing: Packing, *, repeats: int = 1) -> None:
+        """Start a batch with new values."""
+        self._packing, self.batch_values = packing, BatchValues(repeats)
+
+    def begin_pass(
+        self, timesteps: Tensor | None = None, pause: Pause | None = None, *, level: Level | None = None
+    ) -> None:
         """Start a forward pass at a level, by default that of the latents, and reset the state of a failed pass."""
-        self.timesteps, self._level = timesteps, level
+        self.timesteps, self.pause, self._level = timesteps, pause, level
         self._fused.clear()
+
+    @contextmanager
+    def reading(self, batch_values: BatchValues, tables: tuple[Tensor, Tensor] | None) -> Iterator[None]:
+        """Read the values of the batch and the tables of its packing from other memory until the context ends.
+
+        None: the tables stay where they are.
+        """
+        before = self._packing, self.batch_values
+        self._packing = self.packing if tables is None else self.packing.reading(tables)
+        self.batch_values = batch_values
+        try:
+            yield
+        finally:
+            self._packing, self.batch_values = before
+            self.pause = None
+
+    def eagerly(self, run: Callable[..., Results], *inputs: Tensor) -> Results:
+        """Run work that depends on the sizes in the batch. It runs again, with the sizes of that batch, in each replay.
+
+        Args:
+            run: computes from the inputs and from the packing, level and text bias of this context.
+            inputs: tensors of the pass.
+        """
+        if self.pause is None:
+            return run(*inputs)
+        level, biases, num_inputs = self.level.index, (self.text_bias, self.biased_text), len(inputs)
+        given = [bias for bias in biases if bias is not None]
+
+        def replayed(*tensors: Tensor) -> Results:
+            before, own = (self._level, self.text_bias, self.biased_text), iter(tensors[num_inputs:])
+            self._level = self.packing.levels[level]
+            self.text_bias, self.biased_text = (None if bias is None else next(own) for bias in biases)
+            try:
+                return run(*tensors[:num_inputs])
+            finally:
+                self._level, self.text_bias, self.biased_text = before
+
+        return self.pause(replayed, (*inputs, *given))
 
     @contextmanager
     def restricted_to(self, rows: ActiveRows) -> Iterator[None]:
@@ -127,7 +269,7 @@ class PatchContext:
             self.text_bias, self.biased_text = text_bias, biased_text
 
     @contextmanager
-    def switch_batch(self, packing: Packing, batch_values: dict[Any, Any]) -> Iterator[None]:
+    def switch_batch(self, packing: Packing, batch_values: BatchValues) -> Iterator[None]:
         """Switch to another batch and its values until the context ends."""
         before = self._packing, self.batch_values, self.text_bias, self.biased_text
         self._packing, self.batch_values, self.text_bias, self.biased_text = packing, batch_values, None, None
@@ -174,12 +316,6 @@ class PatchContext:
         return is_done
 
 
-def embedded_text(context: PatchContext) -> Tensor:
-    """Return the text of all rows [rows, length, width], as embedded by `PatchedModel` for a batch."""
-    assert "embedded text" in context.batch_values, "a patched model runs inside PatchedModel only"
-    return context.batch_values["embedded text"]
-
-
 def to_tokens(x: Tensor) -> Tensor:
     """[P, channels, side, side], channels-last -> [P * side * side, channels]; a view."""
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
@@ -213,15 +349,17 @@ def tokens_of(images: list[Tensor], level: Level, kernels: str = "auto") -> Tens
 def repeated(level: Level, table: Callable[[int, int], Tensor], kernels: str = "auto") -> Tensor:
     """Repeat values that depend on the size of an image for all images of a level: [tokens, channels], in packed order.
 
-    `table` returns them for an image of (height, width) tokens, [height * width, channels].
+    They are zero for padding. `table` returns them for an image of (height, width) tokens, [height * width, channels].
     """
     parts = []
     for group in level.groups:
         image = table(group.height, group.width).view(1, group.height, group.width, -1)
         parts.append(image.expand(group.rows, -1, -1, -1).permute(0, 3, 1, 2))
-    return tokens_of(parts, level, kernels)
+    return joined([tokens_of(parts, level, kernels)], level.num_padding)
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate the tokens of all resolutions."""
+def joined(parts: list[Tensor], num_padding: int = 0) -> Tensor:
+    """Concatenate the tokens, or rows, of all resolutions, and zeros for padding."""
+    if num_padding:
+        parts = [*parts, parts[0].new_zeros(num_padding, *parts[0].shape[1:])]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

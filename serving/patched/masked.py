@@ -24,6 +24,7 @@ from ..cache.slots import NormSlots, TokenSlots
 from ..core.captured import CapturedPasses, PassBatch, Recorder
 from ..core.prepared import RecordedRow
 from ..layout.packing import Packing, pack_rows
+from .context import BatchValues
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
 from .spans import spans_of
@@ -125,7 +126,7 @@ class MaskedPasses:
         units = tuple(unit for part, is_reused in zip(self.parts, reuses, strict=True) if is_reused for unit in part)
         graphs = None if chosen is None or self.failure is not None else self._model.captured
         playback = None if graphs is None else _PassPlayback(graphs.recorder)
-        return MaskedRows(tables, chosen, tuple(reuses), units, {"repeats": repeats}, playback)
+        return MaskedRows(tables, chosen, tuple(reuses), units, BatchValues(repeats), playback)
 
     def record(
         self, rows: "MaskedRows", tokens: Tensor, timesteps: Tensor, conditions: dict[str, Any]
@@ -184,7 +185,7 @@ class MaskedPasses:
         return predicted
 
     def _run(
-        self, rows: "MaskedRows", recorded: Sequence[RecordedRow], inputs: PassInputs, batch_values: dict[Any, Any]
+        self, rows: "MaskedRows", recorded: Sequence[RecordedRow], inputs: PassInputs, batch_values: BatchValues
     ) -> Tensor:
         tokens, timesteps, conditions = inputs
         context, active = self._model.context, rows.active
@@ -229,10 +230,10 @@ class _PassPlayback:
 
     def run(
         self,
-        run: Callable[[Sequence[RecordedRow], PassInputs, dict[Any, Any]], Tensor],
+        run: Callable[[Sequence[RecordedRow], PassInputs, BatchValues], Tensor],
         recorded: Sequence[RecordedRow],
         inputs: PassInputs,
-        batch_values: dict[Any, Any],
+        batch_values: BatchValues,
     ) -> Tensor:
         """Run a pass eagerly or by replay; `run` takes recorded tensors, inputs and the batch's values."""
         # Edits of one image at the same step read the same tensors, now and in later steps.
@@ -244,7 +245,7 @@ class _PassPlayback:
             self._batch,
             places,
             batch_values,
-            lambda given, values: run([given["recorded"][place] for place in places], given["inputs"], values),
+            lambda given, values, _: run([given["recorded"][place] for place in places], given["inputs"], values),
             {"recorded": tuple(distinct), "inputs": inputs},
         )
         # All passes read the tensors that the first one has read.
@@ -261,7 +262,7 @@ class MaskedRows:
         active: the cells that are computed; None for all.
         reuses: for each part of a pass, whether it reads its units.
         units: units of records that are read.
-        batch_values: values that stay the same for the batch.
+        batch_values: values of the batch.
         playback: captures and replays its passes; None if all run eagerly.
     """
 
@@ -269,5 +270,5 @@ class MaskedRows:
     active: ActiveSet | None
     reuses: tuple[bool, ...]
     units: tuple[str, ...]
-    batch_values: dict[Any, Any]
+    batch_values: BatchValues
     playback: _PassPlayback | None

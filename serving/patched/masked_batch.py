@@ -1,7 +1,7 @@
 """Batches of edits that read records of templates, and batches of requests whose passes are recorded."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from ...data.work import Work
 from ..cache.rules import Booleans
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
-from ..core.prepared import PreparedRequest, RecordedRow, Template
+from ..core.prepared import PreparedRequest, Template
 from ..layout.packing import Packing
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
@@ -118,8 +118,8 @@ class MaskedBatch(_SeparatePasses):
         if self._planner is not None:
             works = [Work(*each.request.resolution, float(own.mean())) for own, each in rows]
             loaded = {
-                (id(template), step): len(own) * each.num_rows
-                for (template, step), own, each in zip(self._places(), cells, self._batch, strict=True)
+                place: len(own) * each.num_rows
+                for place, own, each in zip(self._places(), cells, self._batch, strict=True)
             }
             self.plan = self._planner.plan(works, sum(loaded.values()))
         reuses = None if self.plan is None else self.plan.reuses
@@ -127,22 +127,21 @@ class MaskedBatch(_SeparatePasses):
         return self._passes.batch(row_packing, repeats=repeats, active=active, reuses=reuses)
 
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
-        units = self._rows.units
+        units, places = self._rows.units, self._places()
         # Edits of one image at the same step read the same tensors.
-        known: dict[tuple[int, int], Sequence[RecordedRow]] = {}
-        for template, step in self._places():
-            if (id(template), step) not in known:
-                known[id(template), step] = template.read_rows(step, units)
-        for template, step in self._places():
+        rows = {(template, step): template.read_rows(step, units) for template, step in dict.fromkeys(places)}
+        for template, step in rows:
             template.expect(step + 1, units)
-        seen = [row for template, step in self._places() for row in known[id(template), step]]
+        seen = [row for place in places for row in rows[place]]
         return self._passes.run(self._rows, seen, tokens, timesteps, self._conditions)
 
-    def _places(self) -> Iterator[tuple[Template, int]]:
-        """Yield the record of each edit, and the step of the record that comes next."""
+    def _places(self) -> list[tuple[Template, int]]:
+        """Return the record of each edit, and the step of the record that comes next."""
+        places = []
         for each in self._batch:
             assert each.template is not None, "only edits have templates"
-            yield each.template, each.state.first + each.state.steps_done
+            places.append((each.template, each.state.first + each.state.steps_done))
+        return places
 
 
 class RecordedBatch(_SeparatePasses):

@@ -10,37 +10,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import PatchContext, repeated
-from .streams import begin_stream
+from ..core.attention import Rotary
+from ..core.swap import Swap
+from ..families.transformer import Transformer
+from .attention import PatchedStreamAttention
+from .context import BatchLeaf, PatchContext, repeated
+from .streams import BlocksWithBoundaries, CachedText, rows_to_stream
 
 
-class RefinedText(nn.Module):
+class RefinedText(CachedText):
     """The timestep embedding of each row, and its text, which is refined once for a batch."""
 
-    def __init__(self, embed: Any, refiner: nn.ModuleList, rotary: Any, context: PatchContext) -> None:
-        super().__init__()
-        self.embed, self.refiner, self.rotary, self.context = embed, refiner, rotary, context
+    def __init__(self, embedder: Any, refiner: nn.ModuleList, rotary: Any, context: PatchContext) -> None:
+        super().__init__(embedder, context)
+        self.refiner, self.rotary = refiner, rotary
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Timesteps (rows,) -> embeddings [rows, width], and the refined text, [1, rows * length, width]."""
-        embed, batch_values, rows = self.embed, self.context.batch_values, self.context.rows
-        assert "refined text" in batch_values, "a patched model runs inside PatchedModel only"
-        text = batch_values["refined text"]
-        if rows is not None:
-            text = text.index_select(0, rows.rows)
-        embedded = embed.timestep_embedder(embed.time_proj(timestep).type_as(hidden_states))
-        return embedded, text.flatten(0, 1)[None]
+        embedder = self.embedder
+        embedded = embedder.timestep_embedder(embedder.time_proj(timestep).type_as(hidden_states))
+        return embedded, self.context.text.flatten(0, 1)[None]
 
-    def refine(self, text: Tensor, mask: Tensor) -> Tensor:
-        """Refine the text [rows, length, channels] of a batch, with its mask, for `context.batch_values`."""
-        text = self.embed.caption_embedder(text)
+    def embed(self, text: Tensor, mask: Tensor | None) -> Tensor:
+        """Embed and refine text, as `CachedText.embed`."""
+        text = self.embedder.caption_embedder(text)
         turns = self.rotary._get_freqs_cis(_text_ids(text.shape[1], text.device)[None])
         for block in self.refiner:
             text = block(text, mask, turns)
         return text
 
 
-class SingleStreamTokens(nn.Module):
+class SingleStreamTokens(BatchLeaf):
     """Cuts the input of the model into tokens, and computes the rotary angles of each token.
 
     The position of a text token is its number; that of an image token is the length of its text, row and column.
@@ -59,30 +59,26 @@ class SingleStreamTokens(nn.Module):
         """
         context, (_, channels, _, side) = self.context, hidden_states.shape
         tokens = hidden_states.view(1, channels, -1, side, side).permute(0, 2, 3, 4, 1).flatten(2)
-        if "positions" not in context.batch_values:
-            context.batch_values["positions"] = self._angles()
-        both, some = context.batch_values["positions"], context.rows or context.active
-        if some is not None:
-            own = some.stream(context.batch_values["text mask"].shape[1]).places
-            both = tuple(part.index_select(0, own) for part in both)
+        both = self.fill()
         context.stream_rows = context.row_of_token
         num_text = len(both[0]) - tokens.shape[1]
         image = tuple(part[num_text:] for part in both)
         return tokens, None, image, both, [num_text], [num_text + tokens.shape[1]]
 
-    def _angles(self) -> tuple[Tensor, ...]:
+    def fill(self, text: Tensor | None = None) -> Rotary:
+        """Return the angles of all tokens that are computed, which depend on the mask of the text alone."""
+        return self.context.turns(self.context.text_mask.shape[1], self._angles)
+
+    def _angles(self) -> Rotary:
         """Return cosines and sines [tokens, width] of the text of all rows, then of image tokens in packed order."""
         context = self.context
-        mask, level = context.batch_values["text mask"], context.batch.levels[0]
+        mask, level = context.text_mask, context.batch.levels[0]
         text = _text_ids(mask.shape[1], mask.device).repeat(len(mask), 1)
         places = repeated(level, lambda *size: places_of(size, mask.device), context.kernels)
         lengths = mask.sum(1).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([lengths[:, None].to(places.dtype), places], 1)
-        return self._turned(torch.cat([text.to(image.dtype), image]))
-
-    def _turned(self, ids: Tensor) -> tuple[Tensor, ...]:
-        turns = self.rotary._get_freqs_cis(ids[None])[0]
-        return tuple(part.float().repeat_interleave(2, 1) for part in (turns.real, turns.imag))
+        turns = self.rotary._get_freqs_cis(torch.cat([text.to(image.dtype), image])[None])[0]
+        return turns.real.float().repeat_interleave(2, 1), turns.imag.float().repeat_interleave(2, 1)
 
 
 def _text_ids(length: int, device: torch.device) -> Tensor:
@@ -104,7 +100,7 @@ class StreamStart(nn.Module):
         self.context = context
 
     def forward(self, hidden_states: Tensor, *unused: object) -> Tensor:
-        begin_stream(self.context, *self.context.batch_values["text mask"].shape)
+        self.context.begin_stream(self.context.text_mask.shape[1])
         return hidden_states.transpose(0, 1)
 
 
@@ -118,3 +114,20 @@ class SwappedAxes(nn.Module):
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[1, tokens, channels] -> [tokens, 1, channels], or back."""
         return self.module(x).transpose(0, 1)
+
+
+def insert_one_row(swap: Swap, model: Any, transformer: Transformer, context: PatchContext) -> None:
+    """Insert the leaves into a model."""
+    image, both, rotary = transformer.joint, transformer.single, model.rope_embedder
+    assert both is not None, "text that is refined joins a stream"
+    for block in (*getattr(model, image.name), *getattr(model, both.name)):
+        swap.wrap(block, image.modulation, rows_to_stream, context)
+        swap.wrap(block, "attn", PatchedStreamAttention, context)
+    swap.wrap(model, "norm_out.linear_1", rows_to_stream, context)
+    swap.wrap(model, "norm_out.linear_2", SwappedAxes)
+    swap.wrap(model, "time_caption_embed", RefinedText, model.context_refiner, rotary, context)
+    swap.put(model, "context_refiner", nn.ModuleList())
+    swap.wrap(model, "rope_embedder", SingleStreamTokens, context)
+    swap.wrap(model, "x_embedder", SwappedAxes)
+    swap.put(model, image.name, BlocksWithBoundaries(getattr(model, image.name), behind=[SwappedAxes(nn.Identity())]))
+    swap.put(model, both.name, BlocksWithBoundaries(getattr(model, both.name), before=[StreamStart(context)]))

@@ -9,14 +9,16 @@ image. The pads of a text differ by their positions, and are treated as ordinary
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor, nn
 
 from ..cache.active import ActiveRows, ActiveSet
-from ..families.transformer import PAD
+from ..core.swap import Swap
+from ..families.transformer import PAD, Transformer
 from .attention import LEFT_OUT, PatchedStreamAttention
-from .context import PatchContext, repeated
-from .one_row import places_of
-from .streams import begin_stream, text_of_rows
+from .context import BatchLeaf, PatchContext, repeated
+from .one_row import SwappedAxes, places_of
+from .streams import BlocksWithBoundaries, CachedText, rows_to_stream
 
 
 def no_angles(ids: Tensor) -> Tensor:
@@ -24,17 +26,16 @@ def no_angles(ids: Tensor) -> Tensor:
     return ids.new_zeros(len(ids), 1, dtype=torch.float32)
 
 
-class PaddedText(nn.Module):
+class PaddedText(CachedText):
     """The text of each row with its pads, refined once for a batch because it does not depend on the step."""
 
-    def __init__(self, model: Any, refiner: nn.ModuleList, context: PatchContext) -> None:
-        super().__init__()
-        self.embedder, self.refiner, self.context = model.cap_embedder, refiner, context
-        self.rotary, self.pad = model.rope_embedder, model.cap_pad_token
+    def __init__(self, embedder: Any, model: Any, context: PatchContext) -> None:
+        super().__init__(embedder, context)
+        self.refiner, self.rotary, self.pad = model.context_refiner, model.rope_embedder, model.cap_pad_token
 
-    def embed(self, text: Tensor) -> Tensor:
-        """Embed and refine text: [rows, length, channels] -> [rows, length, width]."""
-        mask = self.context.batch_values["text mask"]
+    def embed(self, text: Tensor, mask: Tensor | None) -> Tensor:
+        """Embed and refine text, as `CachedText.embed`."""
+        assert mask is not None, "pads are marked"
         text = torch.where((mask == PAD)[:, :, None], self.pad, self.embedder(text))
         turns = self.rotary(_text_places(text.shape[1], text.device)[1:])[None]
         for block in self.refiner:
@@ -65,8 +66,8 @@ class PaddedStream:
         pads: [rows, 1, width], the pads of images, passed from the first stream to the second.
     """
 
-    def __init__(self, model: Any, multiple: int, context: PatchContext) -> None:
-        self.context, self.rotary, self.pad, self._multiple = context, model.rope_embedder, model.x_pad_token, multiple
+    def __init__(self, model: Any, context: PatchContext) -> None:
+        self.context, self.rotary, self.pad = context, model.rope_embedder, model.x_pad_token
         self.pads: Tensor | None = None
         self._length = 0
         # Cache of the last angles, because the blocks of a pass mostly compute the same tokens.
@@ -79,21 +80,29 @@ class PaddedStream:
             text: [rows, length, width], the pad of each row, followed in the second stream by its text.
             image: image tokens [tokens, width].
         """
-        context, (rows, length, _) = self.context, text.shape
-        if ("turns", length) not in context.batch_values:
-            context.batch_values["turns", length] = self._compute_angles(length, image.device)
-            context.batch_values["pad bias"] = self._bias(text)
-        begin_stream(context, rows, length)
-        self._length, bias = length, context.batch_values["pad bias"]
+        context, values, length = self.context, self.context.batch_values, text.shape[1]
+        self.fill(length, text)
+        context.begin_stream(length)
+        self._length, bias = length, values.pad_bias
+        assert bias is not None
         if length > 1:
-            bias = torch.cat([bias, context.batch_values["text bias"]], 1)
+            assert values.text_bias is not None, "text has a mask"
+            bias = torch.cat([bias, values.text_bias], 1)
         context.text_bias = bias if context.rows is None else bias.index_select(0, context.rows.rows)
         return torch.cat([text.flatten(0, 1), image])[:, None]
+
+    def fill(self, length: int, like: Tensor) -> None:
+        """Compute the angles of a stream with `length` tokens of each row before images, and the bias of pads."""
+        values = self.context.batch_values
+        if length not in values.turns:
+            values.turns[length] = self._compute_angles(length, like.device)
+        if values.pad_bias is None:
+            values.pad_bias = self._bias(like)
 
     def angles(self) -> tuple[Tensor, ...]:
         """Return cosines and sines of the tokens of the present stream that are computed."""
         context, length = self.context, self._length
-        both, some = context.batch_values["turns", length], context.rows or context.active
+        both, some = context.batch_values.turns[length], context.rows or context.active
         if some is None:
             return both
         if self._last is None or self._last[0] is not some or self._last[1] != length:
@@ -103,7 +112,7 @@ class PaddedStream:
 
     def _bias(self, like: Tensor) -> Tensor:
         """Return the bias that weights the pad of each row by the row's number of pads, (rows, 1)."""
-        counts = -self.context.batch.levels[0].row_tokens % self._multiple
+        counts = -self.context.batch.levels[0].row_tokens % SEQ_MULTI_OF
         return torch.where(counts > 0, counts.log(), LEFT_OUT).to(like.dtype)
 
     def _compute_angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -112,7 +121,7 @@ class PaddedStream:
         The position of a text token is its number; that of an image token is the length of its text, row and column.
         """
         context = self.context
-        level, mask = context.batch.levels[0], context.batch_values["text mask"]
+        level, mask = context.batch.levels[0], context.text_mask
         image = repeated(level, lambda *size: places_of(size, device), context.kernels).long()
         behind = (1 + (mask > 0).sum(1)).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([behind[:, None], image], 1)
@@ -134,13 +143,18 @@ class _StreamBoundary(nn.Module):
         self.stream = stream
 
 
-class ImageStreamStart(_StreamBoundary):
+class ImageStreamStart(_StreamBoundary, BatchLeaf):
     """First entry of the list of blocks that compute the images alone."""
+
+    def fill(self, text: Tensor) -> None:
+        """Compute the values of both streams; see `BatchLeaf`."""
+        for length in (1, 1 + self.stream.context.text_mask.shape[1]):
+            self.stream.fill(length, text)
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[1, tokens with the pads that the forward has added, width] -> [rows and tokens, 1, width]."""
         context, pad = self.stream.context, self.stream.pad
-        return self.stream.begin(pad.expand(len(text_of_rows(context)), 1, -1), x[0, : context.num_tokens])
+        return self.stream.begin(pad.expand(context.packing.num_rows, 1, -1), x[0, : context.num_tokens])
 
 
 class ImageStreamEnd(_StreamBoundary):
@@ -160,7 +174,7 @@ class JointStreamStart(_StreamBoundary):
         """[1, tokens, width] -> all tokens [tokens, 1, width]."""
         pads = self.stream.pads
         assert pads is not None, "images come first"
-        return self.stream.begin(torch.cat([pads, text_of_rows(self.stream.context)], 1), x[0])
+        return self.stream.begin(torch.cat([pads, self.stream.context.text], 1), x[0])
 
 
 class JointStreamEnd(_StreamBoundary):
@@ -170,3 +184,22 @@ class JointStreamEnd(_StreamBoundary):
         context = self.stream.context
         context.stream_rows = context.row_of_token
         return x[-context.num_tokens :]
+
+
+def insert_padded(swap: Swap, model: Any, transformer: Transformer, context: PatchContext) -> None:
+    """Insert the leaves into a model."""
+    stream, image, both = PaddedStream(model, context), transformer.joint, transformer.single
+    assert both is not None, "text that is refined joins a stream"
+    for block in (*getattr(model, image.name), *getattr(model, both.name)):
+        swap.wrap(block, image.modulation, rows_to_stream, context)
+        swap.wrap(block, "attention", StreamRotaryAttention, stream)
+    for final in model.all_final_layer.values():
+        swap.wrap(final, "adaLN_modulation.1", rows_to_stream, context)
+        swap.wrap(final, "linear", SwappedAxes)
+    swap.wrap(model, "cap_embedder", PaddedText, model, context)
+    swap.put(model, "context_refiner", nn.ModuleList())
+    swap.put(model, "rope_embedder", no_angles)
+    ends = {image.name: (ImageStreamStart, ImageStreamEnd), both.name: (JointStreamStart, JointStreamEnd)}
+    for name, (start, end) in ends.items():
+        blocks = BlocksWithBoundaries(getattr(model, name), before=[start(stream)], behind=[end(stream)])
+        swap.put(model, name, blocks)

@@ -1,7 +1,9 @@
 """A diffusers model that runs on packed batches of mixed resolutions, and shares the weights of the unmodified one."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -18,18 +20,20 @@ from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
 from ..core.adapters import AdaptedLayers
-from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Recorder
+from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Pause, Recorder
 from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
-from ..layout.packing import Order, Packing, check_patch_size, pack_rows
+from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows, to_device
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
-from .context import Choose, PatchContext, Strategy, to_tokens
+from .context import BatchLeaf, BatchValues, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
+from .row_leaves import CachedCaption
 from .strategy import StrategyTable
+from .streams import CachedText
 from .swap import PatchSwap
 from .text import Shorten
 
@@ -69,12 +73,14 @@ class PatchedModel:
         self.adapters = adapters or AdaptedLayers()
         self.model: Any = copy_modules(model)
         self.table = StrategyTable()
-        self._is_measured = strategy == "auto"
-        # `self.table` is read at each call, because `use_table` replaces it.
-        choose: Choose = (lambda *place: self.table.choose(*place)) if strategy == "auto" else lambda *_: strategy
-        self.context = PatchContext(choose, kernels)
+        self._fixed_strategy: Strategy | None = None if strategy == "auto" else strategy
+        self.context = PatchContext(self._choose, kernels)
         self.swap = PatchSwap(self.model, self.context)
-        self._readers = [leaf for leaf in self.model.modules() if isinstance(leaf, PatchedCrossAttention)]
+        leaves = list(self.model.modules())
+        self._readers = [leaf for leaf in leaves if isinstance(leaf, PatchedCrossAttention)]
+        self._with_values = [leaf for leaf in leaves if isinstance(leaf, BatchLeaf)]
+        self._caption = next((leaf for leaf in leaves if isinstance(leaf, CachedCaption)), None)
+        self._text = next((leaf for leaf in leaves if isinstance(leaf, CachedText)), None)
         self.order: Order = order
         self.patch_size = patch_size
         self.is_unet = isinstance(model, UNet2DConditionModel)
@@ -87,6 +93,8 @@ class PatchedModel:
         self.cache: PatchCache | None = None
         self.captured: CapturedPasses | None = None
         self._pass_batch = PassBatch()
+        self._own: _OwnBatch | None = None
+        self._served_size: int | None = None
         self.is_compiled = False
 
     @property
@@ -98,8 +106,8 @@ class PatchedModel:
         return "repeats" if transformer.mask is None else "padding"
 
     def use_graphs(self, recorder: Recorder, patience: int = PATIENCE) -> None:
-        """Record and replay whole passes from now on (`CapturedPasses`). Not possible with the patch cache."""
-        assert self.cache is None, "what a pass with the cache runs differs from step to step"
+        """Record and replay passes from now on (`CapturedPasses`), which a cache that decides for patches rules out."""
+        assert self.cache is None or self.cache.is_whole, "what such a pass runs differs from step to step"
         self.captured = CapturedPasses(recorder, patience)
 
     def compile(self, *, backend: str | Callable[..., Any] = "inductor") -> int:
@@ -132,7 +140,22 @@ class PatchedModel:
     @property
     def is_tuned(self) -> bool:
         """Whether `table` is used: transformers have no convolutions, and a fixed strategy leaves no choice."""
-        return self.is_unet and self._is_measured
+        return self.is_unet and self._fixed_strategy is None and not self.is_padded
+
+    def _choose(self, conv: PatchedConv, level: Level, out_level: Level) -> Strategy:
+        # Passes over padded batches serve images of other sizes, too.
+        own = "stitch" if self.context.packing.bucket is not None else self._fixed_strategy
+        return self.table.choose(conv, level, out_level) if own is None else own
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether batches are padded to buckets, because passes are recorded.
+
+        They are not with compiled blocks, which cannot be interrupted for attention, in image order, which has other
+        tables at every level, and if convolutions regroup images.
+        """
+        can_be = self.order == "patch" and self._fixed_strategy != "regroup" and not self.is_compiled
+        return self.captured is not None and can_be
 
     @property
     def always_packs(self) -> bool:
@@ -150,17 +173,32 @@ class PatchedModel:
             wanted = self.patch_size or patch_size_of([size])
             check_patch_size(wanted, [size], self.num_levels, self.unit)
 
-    def pack(self, sizes: list[tuple[int, int]]) -> Packing:
-        """Return the packing of rows with these latent sizes, sorted by resolution. Raises what `pack_rows` raises."""
+    def use_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Cut padded batches as if they had all of these latent sizes, so that fewer passes differ in patch size."""
+        self._served_size = patch_size_of(sizes)
+
+    def pack(self, sizes: list[tuple[int, int]], *, is_padded: bool = False) -> Packing:
+        """Return the packing of rows with these latent sizes, sorted by resolution. Raises what `pack_rows` raises.
+
+        `is_padded`: whether to pad it to its bucket, if this model does so.
+        """
+        patch_size = self.patch_size
+        if self.is_padded and patch_size is None:
+            patch_size = math.gcd(patch_size_of(sizes), self._served_size or 0)
         return pack_rows(
             sizes,
             order=self.order,
-            patch_size=self.patch_size,
+            patch_size=patch_size,
             num_levels=self.num_levels,
             unit=self.unit,
             device=self.device,
             kernels=self.context.kernels,
+            is_padded=is_padded and self.is_padded,
         )
+
+    def pad_conditions(self, conditions: dict[str, Any], packing: Packing) -> dict[str, Any]:
+        """Add conditions of the dummy rows of a packing, if it has any."""
+        return conditions if packing.bucket is None else _of_rows(conditions, packing.value_rows)
 
     def use_table(self, table: StrategyTable) -> None:
         """Choose the strategy of each convolution from this table from now on."""
@@ -190,11 +228,10 @@ class PatchedModel:
             repeats: number of times that the last text token of every row counts (see `PatchedJointAttention`).
             requests: the owners of the rows, in order, for the patch cache, which is not used without them.
         """
-        self.context.begin(packing)
-        self.context.batch_values["repeats"] = repeats
+        self.context.begin(packing, repeats=repeats)
         if self.cache is not None:
             self.cache.begin(packing, requests)
-        self._pass_batch = PassBatch()
+        self._pass_batch, self._own = PassBatch(), None
 
     def __call__(
         self, patches: Tensor, timesteps: Tensor, *, steps_done: Sequence[int] = (), **conditions: Any
@@ -206,23 +243,39 @@ class PatchedModel:
             timesteps: (rows,).
             steps_done: number of steps done by every request given to `begin`, for the patch cache if there is one.
             conditions: tensors with one entry per row, named as the model's own forward names them.
+
+        Rows include the dummies of a padded packing, whose predictions have no meaning.
         """
         if self.cache is not None and self.cache.is_used:
             self.cache.begin_step(steps_done)
             if self.cache.is_whole:
                 return self._step_of_some(self.cache, patches, timesteps, conditions)
-        inputs = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
-        context = self.context
+        return self._predict(self._pass_batch, patches, timesteps, conditions)
+
+    def _predict(self, batch: PassBatch, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+        """Run one pass over all rows of the context's batch, or replay it."""
         if self.captured is None:
-            return self.forward(patches, timesteps, conditions, context.batch_values)
-        key = context.packing.sizes, context.batch_values["repeats"]
+            return self.forward(patches, timesteps, conditions, self.context.batch_values)
+        context, packing = self.context, self.context.packing
+        if not batch.is_complete:
+            # So that the first pass may be replayed, too.
+            self._compute_text(conditions)
+            for leaf in self._with_values:
+                leaf.fill(conditions["encoder_hidden_states"])
+            batch.is_complete = True
+        inputs: dict[str, Any] = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
+        is_padded = packing.bucket is not None
+        if is_padded:
+            inputs["tables"] = packing.tables
         return self.captured.run(
-            self._pass_batch,
-            key,
+            batch,
+            (packing.bucket or packing.sizes, context.batch_values.key),
             context.batch_values,
-            lambda inputs, batch_values: self.forward(**inputs, batch_values=batch_values),
+            lambda inputs, values, pause: self.forward(
+                **inputs, batch_values=values, pause=pause if is_padded else None
+            ),
             inputs,
-            kept_alive=context.packing,
+            kept_alive=None if is_padded else packing,
         )
 
     @property
@@ -236,26 +289,37 @@ class PatchedModel:
         return () if self.cache is None or not self.cache.is_used else self.cache.has_reused.nonzero()[0].tolist()
 
     def forward(
-        self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], batch_values: dict[Any, Any]
+        self,
+        patches: Tensor,
+        timesteps: Tensor,
+        conditions: dict[str, Any],
+        batch_values: BatchValues,
+        *,
+        tables: tuple[Tensor, Tensor] | None = None,
+        pause: Pause | None = None,
     ) -> Tensor:
         """Run one pass in the state of the context, without starting a step of the patch cache.
 
-        The arguments and the result are those of a call; `batch_values` holds what stays the same from pass to pass.
+        The arguments and the result are those of a call.
+
+        Args:
+            patches, timesteps, conditions: see above.
+            batch_values: values of the batch; the pass computes what is missing.
+            tables: tables of the packing, if the pass reads them from other memory.
+            pause: interrupts the recording of this pass.
         """
         context = self.context
-        context.begin_pass(timesteps)
-        before, context.batch_values = context.batch_values, batch_values
-        try:
-            with self.adapters.on(batch_values.get("adapters")):
-                return self._denoise(patches, timesteps, self._read_text(conditions, batch_values))
-        finally:
-            context.batch_values = before
+        context.begin_pass(timesteps, pause)
+        with context.reading(batch_values, tables), self.adapters.on(batch_values.adapters):
+            return self._denoise(patches, timesteps, self._read_text(conditions, batch_values))
 
     def _denoise(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
         # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
-        timestep = timesteps[0] if self.is_unet else timesteps
+        timestep, call = timesteps[0] if self.is_unet else timesteps, denoise
+        if self._transformer is not None and self._transformer.call_packed is not None:
+            call = self._transformer.call_packed
         with compiler_settings() if self.is_compiled else nullcontext():
-            return denoise(self.model, patches, timestep, conditions)
+            return call(self.model, patches, timestep, conditions)
 
     def _step_of_some(
         self, cache: PatchCache, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]
@@ -270,21 +334,30 @@ class PatchedModel:
         decision = cache.decide(0, inputs)
         active = decision.active
         if decision.kind != "skipped":
-            context.begin_pass(timesteps)
-            conditions = self._read_text(conditions, context.batch_values)
-            if active is None:
-                output = self._denoise(patches, timesteps, conditions)
-            else:
-                assert isinstance(active, ActiveRows), "requests are computed whole"
-                with context.restricted_to(active):
-                    context.timesteps = timesteps.index_select(0, active.rows)
-                    own = self._patches_of(patches, active)
-                    output = self._denoise(own, context.timesteps, _of_rows(conditions, active.rows))
+            assert active is None or isinstance(active, ActiveRows), "requests are computed whole"
+            output = self._predict_some(patches, timesteps, conditions, active)
             outputs = with_previous(store, self._to_tokens(output.float()), active)
             cache.store_outputs(0, inputs, outputs, (), active)
             if active is None:
                 return output.float()
         return self._from_tokens(forecast(store), patches.shape)
+
+    def _predict_some(
+        self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], active: ActiveRows | None
+    ) -> Tensor:
+        """Predict for some rows, None for all, in a pass over a batch of their own: [their patches, ...]."""
+        if active is None and not self.is_padded:
+            return self._predict(self._pass_batch, patches, timesteps, conditions)
+        context, packing = self.context, self.context.packing
+        numbers = tuple(range(packing.num_rows) if active is None else active.numbers)
+        if self._own is None or self._own.numbers != numbers:
+            self._compute_text(conditions)
+            self._own = _own_batch(numbers, packing, conditions, context.batch_values, is_padded=self.is_padded)
+        own = self._own
+        with context.switch_batch(own.packing, own.values):
+            given = patches.index_select(0, own.patches), timesteps.index_select(0, own.rows)
+            found = self._predict(own.passes, *given, own.conditions)
+        return found[: own.packing.starts[-1]]
 
     def _first_tokens(self, patches: Tensor) -> Tensor:
         """Return the input of the first block for these patches: [tokens, channels]."""
@@ -292,11 +365,6 @@ class PatchedModel:
             return to_tokens(self.model.conv_in(patches))
         embed = self._transformer.embed
         return (self.model.pos_embed(patches) if embed is None else embed(self.model, patches)).flatten(0, 1)
-
-    def _patches_of(self, patches: Tensor, active: ActiveRows) -> Tensor:
-        tokens_of_patch = (patches.shape[2] // self.unit) ** 2
-        first = active.tokens(0)[::tokens_of_patch]
-        return patches.index_select(0, first // tokens_of_patch)
 
     def _to_tokens(self, patches: Tensor) -> Tensor:
         """Patches of latents -> [tokens of the finest level, values of a token]."""
@@ -310,36 +378,70 @@ class PatchedModel:
         cut = tokens.view(count, side // unit, side // unit, channels, unit, unit)
         return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
-    def _read_text(self, conditions: dict[str, Any], batch_values: dict[Any, Any]) -> dict[str, Any]:
+    def _compute_text(self, conditions: dict[str, Any]) -> None:
+        """Compute the values of the text of the context's batch, unless they are known."""
+        values = self.context.batch_values
+        with self.adapters.on(values.adapters):
+            self._read_text(conditions, values)
+
+    def _read_text(self, conditions: dict[str, Any], values: BatchValues) -> dict[str, Any]:
         """Pass the text to the attention leaves; it is computed in the first pass of a batch.
 
         Returns the conditions for the model, without the mask, which the leaves hold.
         """
         text, transformer, context = conditions["encoder_hidden_states"], self._transformer, self.context
-        if self._readers and self._readers[0] not in batch_values:
-            caption = None if transformer is None else transformer.caption
-            read = text if caption is None else getattr(self.model, caption).projection(text)
-            batch_values |= {leaf: leaf.read(read) for leaf in self._readers}
-        for leaf in self._readers:
-            leaf.text = batch_values[leaf]
+        if self._readers and not values.keys_values:
+            read = text if self._caption is None else self._caption.projection(text)
+            values.keys_values = tuple(leaf.read(read) for leaf in self._readers)
+        for leaf, keys_values in zip(self._readers, values.keys_values, strict=True):
+            leaf.text = keys_values
         if transformer is None:
             return conditions
         mask = None if transformer.mask is None else conditions[transformer.mask]
-        if "text bias" not in batch_values:
-            batch_values["text bias"] = text_bias_of(
-                text, batch_values["repeats"], mask, adds_mask=transformer.adds_mask
-            )
-            if mask is not None:
-                batch_values["text mask"] = mask
-            if transformer.text_refiner is not None and transformer.text_embedder is None:
-                batch_values["refined text"] = self.model.time_caption_embed.refine(text, mask)
-        if transformer.text_embedder is not None:
-            if "embedded text" not in batch_values:
-                batch_values["embedded text"] = getattr(self.model, transformer.text_embedder).embed(text)
+        if values.text_bias is None:
+            values.text_mask = mask
+            values.text_bias = text_bias_of(text, values.repeats, mask, adds_mask=transformer.adds_mask)
+        if self._text is not None:
+            if values.text is None:
+                values.text = self._text.embed(text, mask)
             conditions = conditions | {"encoder_hidden_states": text[:, :0]}
-        context.text_bias = batch_values["text bias"]
+        context.text_bias = values.text_bias
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OwnBatch:
+    """Rows of a batch that are computed as a batch of their own, until others are.
+
+    Attributes:
+        numbers: the rows.
+        packing: their packing.
+        rows, patches: rows and patches of the whole batch that its rows and patches are copies of.
+        conditions: conditions of its rows.
+        values: values that its passes read.
+        passes: its passes.
+    """
+
+    numbers: tuple[int, ...]
+    packing: Packing
+    rows: Tensor
+    patches: Tensor
+    conditions: dict[str, Any]
+    values: BatchValues
+    passes: PassBatch
+
+
+def _own_batch(
+    numbers: tuple[int, ...], packing: Packing, conditions: dict[str, Any], values: BatchValues, *, is_padded: bool
+) -> _OwnBatch:
+    """Make a batch of some rows of a packing, with conditions and values of theirs."""
+    own, device = packing.of_rows(numbers, is_padded=is_padded), packing.row_index.device
+    places = [place for row in numbers for place in range(packing.starts[row], packing.starts[row + 1])]
+    places += places[:1] * (own.num_patches - len(places))
+    rows = to_device(torch.tensor(numbers), device).index_select(0, own.value_rows)
+    of_rows = _of_rows(conditions, rows), values.of_rows(rows)
+    return _OwnBatch(numbers, own, rows, to_device(torch.tensor(places), device), *of_rows, PassBatch())
 
 
 def _of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.adapters import adapted_of
-from .context import PatchContext, repeated
+from .context import BatchLeaf, PatchContext, repeated
 
 
 class RowsToPatches(nn.Module):
@@ -34,6 +33,11 @@ class EmbToPatches(nn.Module):
         return self.norm(x, emb=emb.index_select(0, self.context.row_of_patch))
 
 
+def rows_to_patches(module: nn.Module, context: PatchContext) -> nn.Module:
+    """Return the leaf for a linear layer or a norm that modulates the tokens of images."""
+    return (RowsToPatches if isinstance(module, nn.Linear) else EmbToPatches)(module, context)  # type: ignore[arg-type]
+
+
 class ResultsToPatches(nn.Module):
     """A module with several outputs of one entry per row, each of which is repeated for the row's patches."""
 
@@ -52,15 +56,16 @@ class CachedConstant(nn.Module):
     The model passes it an input on the CPU, and a copy from there would wait for the device in every pass.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, context: PatchContext) -> None:
         super().__init__()
-        self.module, self._device = module, device
+        self.module, self.context = module, context
         self._cached_outputs: dict[int, Tensor] = {}
 
     def forward(self, numbers: Tensor) -> Tensor:
         rows = len(numbers)
         if rows not in self._cached_outputs:
-            self._cached_outputs[rows] = self.module(numbers).to(self._device)
+            assert self.context.timesteps is not None, "a patched model runs inside PatchedModel only"
+            self._cached_outputs[rows] = self.module(numbers).to(self.context.timesteps.device)
         return self._cached_outputs[rows]
 
 
@@ -90,7 +95,7 @@ class RowTimesteps(nn.Module):
         return self.embedding(self.context.timesteps)
 
 
-class PatchedPatchEmbed(nn.Module):
+class PatchedPatchEmbed(BatchLeaf):
     """The embedding of latent pixels, with the positions of each image at its own size; see `Transformer`."""
 
     def __init__(
@@ -110,15 +115,20 @@ class PatchedPatchEmbed(nn.Module):
         tokens = F.linear(pixels, weight, projection.bias)
         if (adapted := adapted_of(projection)) is not None:
             adapted.add(pixels, tokens)
-        if "positions" not in self.context.batch_values:
-            table = partial(self.positions, self.embed)
-            self.context.batch_values["positions"] = repeated(level, table, self.context.kernels)
-        positions = self.context.batch_values["positions"]
+        positions = self.fill()
         some = self.context.rows or self.context.active
         if some is not None:
             own = some.tokens(0)
             positions = positions.index_select(0, own)
         return (tokens + positions.view(tokens.shape)).to(tokens.dtype)
+
+    def fill(self, text: Tensor | None = None) -> Tensor:
+        """Return the positions [tokens, width] of the batch, which do not depend on the text."""
+        context, values = self.context, self.context.batch_values
+        if values.positions is None:
+            table = partial(self.positions, self.embed)
+            values.positions = repeated(context.batch.levels[0], table, context.kernels)
+        return values.positions
 
 
 def _cropped(embed: Any, height: int, width: int) -> Tensor:

@@ -32,6 +32,9 @@ from .patched_model import PatchedModel
 from .text import conditions_of
 from .tuning import strategy_table
 
+_TEXT_MULTIPLE = 64
+"""Masked text of padded batches is padded to a multiple of this, so that fewer passes differ in its length."""
+
 
 class PatchedStepper:
     """Advances all active requests by one denoising step, on a patched model or the unmodified one (`plain`).
@@ -108,6 +111,7 @@ class PatchedStepper:
         model, sizes = self.model, target.sizes
         if model.cache is not None:
             model.cache.check_sizes(sizes)
+        model.use_sizes(sizes)
         model.pack(sorted(sizes, key=by_size))  # refuses a patch size that does not fit
         if model.is_tuned:
             model.use_table(strategy_table(model, target))
@@ -249,14 +253,17 @@ class PackedBatch:
         self._model = model = stepper.model
         self._batch = batch = sorted(active, key=lambda prepared: by_size(prepared.size))
         sizes = [prepared.size for prepared in batch]
-        self._conditions, repeats = conditions_of(batch, stepper.conditions, shorten=model.shorten)
+        multiple = _TEXT_MULTIPLE if model.is_padded else 1
+        self._conditions, repeats = conditions_of(batch, stepper.conditions, shorten=model.shorten, multiple=multiple)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are merged.
         self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
         if self.is_plain:
             self.denoise_batch = plain_batch(stepper.plain, self._conditions, batch, stepper.sampler)
             return
         rows = [size for prepared, size in zip(batch, sizes, strict=True) for _ in range(prepared.num_rows)]
-        row_packing = model.pack(rows)
+        # With the cache, the computed rows of each step are padded.
+        row_packing = model.pack(rows, is_padded=model.cache is None)
+        self._conditions = model.pad_conditions(self._conditions, row_packing)
         known = [
             CachedRequest(
                 each.key,
@@ -268,8 +275,10 @@ class PackedBatch:
             for each in batch
         ]
         model.begin(row_packing, repeats=repeats, requests=known)
-        if (adapters := adapters_of(batch, model.device, model.context.entries_of)) is not None:
-            model.context.batch_values["adapters"] = adapters
+        # Recorded passes do the same work whichever row has an adapter.
+        options = {"for_all": model.captured is not None}
+        if (adapters := adapters_of(batch, model.device, model.context.entries_of, **options)) is not None:
+            model.context.batch_values.adapters = adapters.of_rows(row_packing.value_rows)
         self.denoise_batch = DenoiseBatch(
             batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
         )

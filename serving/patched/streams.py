@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import PatchContext, embedded_text, repeated
+from ..core.attention import Rotary
+from .context import BatchLeaf, PatchContext, joined, repeated
 
 
-class RotaryPositions(nn.Module):
+class RotaryPositions(BatchLeaf):
     """The rotary angles of each image token at its place in its own image.
 
     Args:
@@ -32,42 +33,44 @@ class RotaryPositions(nn.Module):
         super().__init__()
         self.embed, self.image_ids, self.text_ids, self.context = embed, image_ids, text_ids, context
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor) -> Rotary:
         """Return cosines and sines [image tokens, width], in packed order; only dtype and device of `ids` are used.
 
         If `ids` is empty, return those of the text tokens of all rows: a model that requests them separately receives
         no text.
         """
-        context = self.context
         if self.text_ids is not None and not len(ids):
             return self._of_texts(self.text_ids, ids)
-        if "positions" not in context.batch_values:
-            angles = {
-                (group.height, group.width): self.embed(self.image_ids(group.height, group.width, ids))
-                for group in context.batch.levels[0].groups
-            }
-            context.batch_values["positions"] = tuple(
-                repeated(context.batch.levels[0], lambda *size, part=part: angles[size][part], context.kernels)
-                for part in (0, 1)
-            )
-        cosines, sines = context.batch_values["positions"]
-        some = context.rows or context.active
-        if some is None:
-            return cosines, sines
-        own = some.tokens(0)
-        return cosines.index_select(0, own), sines.index_select(0, own)
+        return self.context.turns(0, lambda: self._of_images(ids))
 
-    def _of_texts(self, text_ids: Callable[[int, Tensor], Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-        batch_values, (rows, length, _) = self.context.batch_values, embedded_text(self.context).shape
-        if "text positions" not in batch_values:
-            batch_values["text positions"] = tuple(part.repeat(rows, 1) for part in self.embed(text_ids(length, like)))
-        some = self.context.rows
-        num_tokens = length * (rows if some is None else len(some.rows))  # they are the same for all rows
-        cosines, sines = batch_values["text positions"]
-        return cosines[:num_tokens], sines[:num_tokens]
+    def fill(self, text: Tensor) -> None:
+        """Compute the angles of image tokens, and of text tokens if they have positions; see `BatchLeaf`."""
+        self.context.turns(0, lambda: self._of_images(text))
+        if self.text_ids is not None:
+            self._of_texts(self.text_ids, text)
+
+    def _of_images(self, like: Tensor) -> Rotary:
+        level = self.context.batch.levels[0]
+        angles = {
+            (group.height, group.width): self.embed(self.image_ids(group.height, group.width, like))
+            for group in level.groups
+        }
+        cosines, sines = (
+            repeated(level, lambda *size, part=part: angles[size][part], self.context.kernels) for part in (0, 1)
+        )
+        return cosines, sines
+
+    def _of_texts(self, text_ids: Callable[[int, Tensor], Tensor], like: Tensor) -> Rotary:
+        context, values, (rows, length, _) = self.context, self.context.batch_values, self.context.text.shape
+        if values.text_turns is None:
+            cosines, sines = self.embed(text_ids(length, like))
+            num_rows = context.batch.num_rows
+            values.text_turns = cosines.repeat(num_rows, 1), sines.repeat(num_rows, 1)
+        cosines, sines = values.text_turns  # they are the same for all rows
+        return cosines[: rows * length], sines[: rows * length]
 
 
-class JointRotary(nn.Module):
+class JointRotary(BatchLeaf):
     """The rotary angles of all tokens, for models in which those of a text depend on the size of its image.
 
     Args:
@@ -79,24 +82,24 @@ class JointRotary(nn.Module):
         super().__init__()
         self.embed, self.joint_angles, self.context = embed, joint_angles, context
 
-    def forward(self, sizes: object, max_txt_seq_len: int, device: torch.device) -> tuple[Tensor, ...]:
+    def forward(self, sizes: object, max_txt_seq_len: int, device: torch.device) -> Rotary:
         """Return cosines and sines [tokens, width], with the text tokens of all rows first; `sizes` is ignored."""
-        context = self.context
-        if "positions" not in context.batch_values:
-            context.batch_values["positions"] = self._angles(max_txt_seq_len, device)
-        both, some = context.batch_values["positions"], context.rows or context.active
-        if some is not None:
-            both = both.index_select(0, some.stream(max_txt_seq_len).places)
-        return both[:, 0], both[:, 1]
+        return self.context.turns(max_txt_seq_len, lambda: self._angles(max_txt_seq_len, device))
 
-    def _angles(self, length: int, device: torch.device) -> Tensor:
-        """Return [tokens, 2, width]: angles of the text tokens of all rows, then of image tokens in packed order."""
-        level = self.context.batch.levels[0]
+    def fill(self, text: Tensor) -> None:
+        """Compute the angles of all tokens; see `BatchLeaf`."""
+        self.forward(None, text.shape[1], text.device)
+
+    def _angles(self, length: int, device: torch.device) -> Rotary:
+        """Return the angles of the text tokens of all rows, then of image tokens in packed order."""
+        context, level = self.context, self.context.batch.levels[0]
         sizes = {(group.height, group.width) for group in level.groups}
         made = {size: tuple(map(_parts_of, self.joint_angles(self.embed, *size, length, device))) for size in sizes}
-        text = torch.cat([made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups])
+        texts = [made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups]
+        text = joined(texts, context.batch.num_dummies * length)
         image = repeated(level, lambda *size: made[size][0].flatten(1), self.context.kernels)
-        return torch.cat([text, image.unflatten(1, (2, -1))])
+        cosines, sines = torch.cat([text, image.unflatten(1, (2, -1))]).unbind(1)
+        return cosines, sines
 
 
 def _parts_of(angles: Tensor) -> Tensor:
@@ -104,36 +107,19 @@ def _parts_of(angles: Tensor) -> Tensor:
     return torch.view_as_real(angles).float().movedim(2, 1).repeat_interleave(2, 2)
 
 
-def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
-    """Set and return the row of each token of a stream: first text, `length` tokens for each of `rows`, then images."""
-    if context.rows is not None:
-        found = context.rows.stream(length).rows
-    else:
-        key = "rows of the stream", length
-        if key not in context.batch_values:
-            image = context.row_of_token
-            own = torch.arange(rows, device=image.device).repeat_interleave(length)
-            context.batch_values[key] = torch.cat([own, image])
-        found = context.batch_values[key]
-    context.stream_rows = found
-    return found
-
-
-def text_of_rows(context: PatchContext) -> Tensor:
-    """Return the embedded text of the rows that are computed, [rows, length, width]."""
-    text, rows = embedded_text(context), context.rows
-    return text if rows is None else text.index_select(0, rows.rows)
-
-
 class CachedText(nn.Module):
     """A text embedding that `PatchedModel` runs once for a batch; its own input is ignored."""
 
-    def __init__(self, embed: nn.Module, context: PatchContext) -> None:
+    def __init__(self, embedder: Any, context: PatchContext) -> None:
         super().__init__()
-        self.embed, self.context = embed, context
+        self.embedder, self.context = embedder, context
+
+    def embed(self, text: Tensor, mask: Tensor | None) -> Tensor:
+        """Embed the text of a batch, with its mask: [rows, length, channels] -> [rows, length, width]."""
+        return self.embedder(text)
 
     def forward(self, text: Tensor) -> Tensor:
-        return text_of_rows(self.context)
+        return self.context.text
 
 
 class JoinStreams(nn.Module):
@@ -145,7 +131,7 @@ class JoinStreams(nn.Module):
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> tuple[Tensor, Tensor]:
         """Image [P, tokens, channels] and text [rows, length, channels] -> empty text, and all tokens."""
-        begin_stream(self.context, *encoder_hidden_states.shape[:2])
+        self.context.begin_stream(encoder_hidden_states.shape[1])
         tokens = torch.cat([encoder_hidden_states.flatten(0, 1), hidden_states.flatten(0, 1)])[:, None]
         return tokens[:, :0], tokens
 
@@ -220,5 +206,12 @@ class RowsToUpcomingStream(nn.Module):
         self.linear, self.context = linear, context
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = embedded_text(self.context).shape
-        return self.linear(x).index_select(0, begin_stream(self.context, rows, length))
+        context = self.context
+        context.begin_stream(context.text.shape[1])
+        assert context.stream_rows is not None
+        return self.linear(x).index_select(0, context.stream_rows)
+
+
+def rows_to_stream(module: nn.Module, context: PatchContext) -> nn.Module:
+    """Return the leaf for a linear layer or a norm that modulates the tokens of a stream."""
+    return (RowsToStream if isinstance(module, nn.Linear) else EmbToStream)(module, context)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Insertion of the patch engine's leaves into an unmodified diffusers model."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from diffusers import UNet2DConditionModel
@@ -7,7 +8,7 @@ from torch import nn
 
 from ..core.swap import Swap, parent_of
 from ..families.table import SUPPORTED_MODELS
-from ..families.transformer import Transformer
+from ..families.transformer import Leaf, Transformer
 from .attention import (
     PatchedCrossAttention,
     PatchedJointAttention,
@@ -17,36 +18,26 @@ from .attention import (
 )
 from .context import PatchContext
 from .leaves import FusableActivation, PatchedConv, PatchedGroupNorm, PatchedUpsample
-from .one_row import RefinedText, SingleStreamTokens, StreamStart, SwappedAxes
-from .padded import (
-    ImageStreamEnd,
-    ImageStreamStart,
-    JointStreamEnd,
-    JointStreamStart,
-    PaddedStream,
-    PaddedText,
-    StreamRotaryAttention,
-    no_angles,
-)
+from .one_row import insert_one_row
+from .padded import insert_padded
 from .row_leaves import (
     CachedCaption,
     CachedConstant,
-    EmbToPatches,
     PatchedPatchEmbed,
     ResultsToPatches,
     RowsToPatches,
     RowTimesteps,
+    rows_to_patches,
 )
 from .streams import (
     BlocksWithBoundaries,
     CachedText,
-    EmbToStream,
     JoinStreams,
     JointRotary,
     RotaryPositions,
-    RowsToStream,
     RowsToUpcomingStream,
     SplitStreams,
+    rows_to_stream,
 )
 
 
@@ -111,11 +102,11 @@ class PatchSwap(Swap):
 
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         context, ids = self._context, transformer.image_ids
-        if transformer.text_refiner is not None and transformer.pads_to is not None:
-            self._swap_padded(model, transformer, transformer.text_refiner, transformer.pads_to)
+        if transformer.layout == "one row":
+            insert_one_row(self, model, transformer, context)
             return
-        if transformer.text_refiner is not None:
-            self._swap_one_row(model, transformer, transformer.text_refiner)
+        if transformer.layout == "padded":
+            insert_padded(self, model, transformer, context)
             return
         if transformer.joint_angles is not None:
             self.put(model, "pos_embed", JointRotary(model.pos_embed, transformer.joint_angles, context))
@@ -123,31 +114,18 @@ class PatchSwap(Swap):
             self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
             self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, transformer.text_ids, context))
-        if transformer.modulation is not None:
-            shared = getattr(model, transformer.modulation)
-            self.put(model, transformer.modulation, ResultsToPatches(shared, context))
-        if transformer.constant is not None:
-            where, _, attribute = transformer.constant.rpartition(".")
-            parent = model.get_submodule(where)
-            self.put(parent, attribute, CachedConstant(getattr(parent, attribute), model.device))
-        if transformer.text_embedder is not None:
-            embed = getattr(model, transformer.text_embedder)
-            self.put(model, transformer.text_embedder, CachedText(embed, context))
-        if transformer.caption is not None:
-            self.put(model, transformer.caption, CachedCaption(getattr(model, transformer.caption), context))
-        self._modulate(model, transformer.norm_out, RowsToPatches, EmbToPatches)
-        self._modulate(model, transformer.joint.shared, RowsToPatches, EmbToPatches)
+        for name, kind in transformer.leaves.items():
+            self.wrap(model, name, _LEAVES[kind], context)
         for block in getattr(model, transformer.joint.name):
-            self._modulate(block, transformer.joint.modulation, RowsToPatches, EmbToPatches)
+            self.wrap(block, transformer.joint.modulation, rows_to_patches, context)
             for name in transformer.joint.attention:
                 attention = getattr(block, name, None)
                 if attention is not None:
                     self.put(block, name, _leaf_of(attention)(attention, context))
         if transformer.single is None:
             return
-        self._modulate(model, transformer.single.shared, RowsToUpcomingStream, EmbToStream)
         for block in getattr(model, transformer.single.name):
-            self._modulate(block, transformer.single.modulation, RowsToStream, EmbToStream)
+            self.wrap(block, transformer.single.modulation, rows_to_stream, context)
             for name in transformer.single.attention:
                 attention = getattr(block, name)
                 is_parallel = hasattr(attention, "to_qkv_mlp_proj")
@@ -161,56 +139,15 @@ class PatchSwap(Swap):
         for name, end in ends.items():
             self.put(model, name, BlocksWithBoundaries(getattr(model, name), behind=[end]))
 
-    def _swap_one_row(self, model: Any, transformer: Transformer, refiner: str) -> None:
-        """Insert the leaves into a model like Lumina 2, see `one_row`."""
-        context, image, both = self._context, transformer.joint, transformer.single
-        assert both is not None, "text that is refined joins a stream"
-        rotary = model.rope_embedder
-        text = RefinedText(model.time_caption_embed, getattr(model, refiner), rotary, context)
-        self._modulate(model, transformer.norm_out, RowsToStream, EmbToStream)
-        for blocks in (image, both):
-            for block in getattr(model, blocks.name):
-                self._modulate(block, blocks.modulation, RowsToStream, EmbToStream)
-                for name in blocks.attention:
-                    self.put(block, name, PatchedStreamAttention(getattr(block, name), context))
-        self.put(model, "time_caption_embed", text)
-        self.put(model, refiner, nn.ModuleList())
-        self.put(model, "rope_embedder", SingleStreamTokens(rotary, context))
-        self.put(model, "x_embedder", SwappedAxes(model.x_embedder))
-        self.put(model.norm_out, "linear_2", SwappedAxes(model.norm_out.linear_2))
-        behind = [SwappedAxes(nn.Identity())]
-        self.put(model, image.name, BlocksWithBoundaries(getattr(model, image.name), behind=behind))
-        self.put(model, both.name, BlocksWithBoundaries(getattr(model, both.name), before=[StreamStart(context)]))
 
-    def _swap_padded(self, model: Any, transformer: Transformer, refiner: str, multiple: int) -> None:
-        """Insert the leaves into a model like Z-Image, see `padded`."""
-        stream, image, both = PaddedStream(model, multiple, self._context), transformer.joint, transformer.single
-        assert both is not None, "text that is refined joins a stream"
-        for blocks in (image, both):
-            for block in getattr(model, blocks.name):
-                self._modulate(block, blocks.modulation, RowsToStream, EmbToStream)
-                self.put(block, "attention", StreamRotaryAttention(block.attention, stream))
-        for final in model.all_final_layer.values():
-            self._modulate(final, "adaLN_modulation.1", RowsToStream, EmbToStream)
-            self.put(final, "linear", SwappedAxes(final.linear))
-        self.put(model, "cap_embedder", PaddedText(model, getattr(model, refiner), self._context))
-        self.put(model, refiner, nn.ModuleList())
-        self.put(model, "rope_embedder", no_angles)
-        ends = {image.name: (ImageStreamStart, ImageStreamEnd), both.name: (JointStreamStart, JointStreamEnd)}
-        for name, (begin, end) in ends.items():
-            self.put(
-                model, name, BlocksWithBoundaries(getattr(model, name), before=[begin(stream)], behind=[end(stream)])
-            )
-
-    def _modulate(self, block: nn.Module, name: str | None, of_linear: Any, of_norm: Any) -> None:
-        """Wrap the module of this name so that its values, one per row, apply to the tokens of the row; None: none."""
-        if name is None:
-            return
-        where, _, attribute = name.rpartition(".")
-        parent = block.get_submodule(where)
-        module = getattr(parent, attribute)
-        leaf = of_linear if isinstance(module, nn.Linear) else of_norm
-        self.put(parent, attribute, leaf(module, self._context))
+_LEAVES: Mapping[Leaf, Callable[[Any, PatchContext], nn.Module]] = {
+    "rows": rows_to_patches,
+    "results": ResultsToPatches,
+    "stream": RowsToUpcomingStream,
+    "constant": CachedConstant,
+    "caption": CachedCaption,
+    "text": CachedText,
+}
 
 
 def _leaf_of(attention: Any) -> Any:

@@ -4,28 +4,40 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..core.denoise_batch import join_conditioning
 from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest
 
 Shorten = Literal["repeats", "padding"] | None
+_MASKED = "text", "mask"
 
 
 def conditions_of(
-    requests: Sequence[PreparedRequest], conditions: Conditions, *, shorten: Shorten
+    requests: Sequence[PreparedRequest], conditions: Conditions, *, shorten: Shorten, multiple: int = 1
 ) -> tuple[dict[str, Any], int]:
     """Return the model's conditions for all rows of the requests, and how often their last text token counts.
 
-    `shorten` says which part of the text is left out: equal tokens (see `without_repeats`), or padding of all rows.
+    Args:
+        requests: requests of the batch.
+        conditions: see `Conditions`.
+        shorten: which part of the text is left out: equal tokens (see `without_repeats`), or padding of all rows.
+        multiple: number to a multiple of which text without this padding is padded.
     """
     conditioning, repeats = join_conditioning(requests), 1
     if shorten == "repeats":
         conditioning["text"], repeats = without_repeats(conditioning["text"])
     elif shorten == "padding":
-        longest = int(conditioning["mask"].any(0).nonzero().max()) + 1
-        conditioning |= {name: conditioning[name][:, :longest] for name in ("text", "mask")}
+        longest = int(conditioning["mask"].any(0).cpu().nonzero().max()) + 1  # one wait
+        conditioning |= {name: _of_length(conditioning[name], -(-longest // multiple) * multiple) for name in _MASKED}
     return conditions(conditioning), repeats
+
+
+def _of_length(values: Tensor, length: int) -> Tensor:
+    """[rows, any length, ...] -> [rows, length, ...], cut or padded with zeros at the end."""
+    missing = length - values.shape[1]
+    return values[:, :length] if missing <= 0 else F.pad(values, (0, 0) * (values.dim() - 2) + (0, missing))
 
 
 def without_repeats(text: Tensor) -> tuple[Tensor, int]:

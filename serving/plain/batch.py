@@ -28,11 +28,12 @@ def plain_batch(
 ) -> DenoiseBatch:
     """Batch requests of one resolution; `conditions` are arguments of the model's forward, for all their rows."""
 
-    rows, passes = adapters_of(requests, models.device), PassBatch(is_complete=True)
+    # Recorded passes do the same work whichever row has an adapter.
+    rows = adapters_of(requests, models.device, for_all=models.captured is not None)
+    passes = PassBatch(is_complete=True)
 
     def predict(latents: Tensor, timesteps: Tensor) -> Tensor:
-        with models.adapters.on(rows):
-            return models.predict(passes, latents, timesteps, conditions)
+        return models.predict(passes, latents, timesteps, conditions, rows)
 
     return whole_batch(predict, requests, sampler, models.dtype)
 

@@ -15,7 +15,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
-from ..core.adapters import AdaptedLayers
+from ..core.adapters import AdaptedLayers, RowAdapters
 from ..core.captured import CapturedPasses, PassBatch
 from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import Conditions, copy_modules, denoise
@@ -37,9 +37,6 @@ class FormatTiming:
     rows: int
     default_us: float
     channels_last_us: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", tuple(self.size))  # JSON has only lists
 
 
 class PlainModels:
@@ -92,12 +89,20 @@ class PlainModels:
         """Available formats; a transformer has only one, because it has hardly any convolutions."""
         return ("default", "channels-last") if isinstance(self._model, UNet2DConditionModel) else ("default",)
 
-    def predict(self, batch: PassBatch, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+    def predict(
+        self,
+        batch: PassBatch,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditions: dict[str, Any],
+        adapters: RowAdapters | None = None,
+    ) -> Tensor:
         """Predict for latents [rows, channels, height, width] in the faster format, see `denoise`.
 
-        `batch` has the same rows and conditions in all of its passes.
+        `batch` has the same rows, conditions and adapters in all of its passes.
         """
-        return self._predict_in(self._format_for(latents), self.captured, batch, latents, timesteps, conditions)
+        form = self._format_for(latents)
+        return self._predict_in(form, self.captured, batch, latents, timesteps, conditions, adapters)
 
     def _format_for(self, latents: Tensor) -> Format:
         points = [point for point in self.points if point.size == latents.shape[2:]]
@@ -117,20 +122,22 @@ class PlainModels:
         latents: Tensor,
         timesteps: Tensor,
         conditions: dict[str, Any],
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
         model = self._model
         if form == "channels-last":
             model = self._in_channels_last()
             latents = latents.contiguous(memory_format=torch.channels_last)
 
-        def forward(inputs: dict[str, Any], kept: dict[str, Any]) -> Tensor:
-            with compiler_settings() if self._is_compiled else nullcontext():
-                return denoise(model, inputs["latents"], inputs["timesteps"], kept)
+        def forward(inputs: dict[str, Any], kept: dict[str, Any], _: object = None) -> Tensor:
+            with self.adapters.on(kept["adapters"]), compiler_settings() if self._is_compiled else nullcontext():
+                return denoise(model, inputs["latents"], inputs["timesteps"], kept["conditions"])
 
-        inputs = {"latents": latents, "timesteps": timesteps}
+        inputs, kept = {"latents": latents, "timesteps": timesteps}, {"conditions": conditions, "adapters": adapters}
         if captured is None:
-            return forward(inputs, conditions)
-        return captured.run(batch, (form, _constants(conditions)), conditions, forward, inputs)
+            return forward(inputs, kept)
+        names = () if adapters is None else tuple(adapters.scales)
+        return captured.run(batch, (form, _constants(conditions), names), kept, forward, inputs)
 
     def _in_channels_last(self) -> nn.Module:
         if self.channels_last is None:

@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
+from ...data.checks import require_counts
 from ...data.errors import RunError
 from ...data.files import quarantine, write_json
+from ...data.parsing import parse
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from .contention import MAX_WAITED, Contention, contention_now
@@ -63,11 +65,17 @@ class StandaloneMeasurement:
         samples_s: latencies in seconds, in the order of measurement.
         waited: part of the time in which our threads were ready to run but waited for a core; None if unknown.
         doubted: whether a run has served the request in much less: `yes` until it is measured again, then `before`.
+
+    Raises:
+        UsageError: there is no sample.
     """
 
     samples_s: tuple[float, ...]
     waited: float | None = None
     doubted: Doubted = "no"
+
+    def __post_init__(self) -> None:
+        require_counts({"number of samples": len(self.samples_s)})
 
     @property
     def latency_s(self) -> float:
@@ -230,18 +238,11 @@ def read_standalone(path: Path) -> dict[str, StandaloneMeasurement]:
             return {}
         if table["version"] != _VERSION:
             raise ValueError(f"version {table['version']}")
-        return {_encode(row.pop("key")): _read_row(**row) for row in table["rows"]}
+        measured = parse(list[StandaloneMeasurement], table["rows"])
+        return {_encode(row["key"]): each for row, each in zip(table["rows"], measured, strict=True)}
     except (ValueError, KeyError, TypeError) as error:
         quarantine(path, str(path), error)
         return {}
-
-
-def _read_row(
-    samples_s: list[float], latency_s: float, waited: float | None = None, doubted: Doubted = "no"
-) -> StandaloneMeasurement:
-    if not samples_s or doubted not in get_args(Doubted):
-        raise ValueError(f"a row has the samples {samples_s}, and doubted is {doubted!r}")
-    return StandaloneMeasurement(tuple(map(float, samples_s)), waited, doubted)
 
 
 def _write(path: Path, known: dict[str, StandaloneMeasurement]) -> None:

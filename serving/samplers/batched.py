@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ...data.errors import UsageError
+from ..layout.packing import to_device
 from .rules import RULES, Columns, terms_of
 from .single import SamplerState, draws_noise
 
@@ -153,11 +154,11 @@ class SamplerBatch:
         self.sampler, self._states, self.latents = sampler, tuple(states), latents
         self.history = self._history(patch_request, history) if sampler.history_terms else None
         # The steps of all requests, one after another, one row each.
-        self._table = torch.cat([sampler.table(state) for state in states]).to(latents.device)
+        self._table = to_device(torch.cat([sampler.table(state) for state in states]), latents.device)
         self._timesteps = torch.cat([state.timesteps for state in states]).to(latents.device)
         ends = accumulate(state.num_steps for state in states)
         rows = [end - state.num_steps + state.steps_done for end, state in zip(ends, states, strict=True)]
-        request_rows = torch.tensor(rows, device=latents.device)
+        request_rows = to_device(torch.tensor(rows), latents.device)
         # Requests and patches share one tensor, so that one addition moves both to their next row.
         self._rows = torch.cat([request_rows, request_rows[patch_request]])
         self._request_rows, self._patch_rows = self._rows.split([len(states), len(patch_request)])
@@ -211,6 +212,6 @@ class SamplerBatch:
         if history is None and not all(is_first):
             raise ValueError("history is None, but a request past its first step needs it")
         # The coefficient of these rows is 0, but 0 times NaN is NaN.
-        is_unused = torch.tensor(is_first, device=self.latents.device)[patch_request, None, None, None]
+        is_unused = to_device(torch.tensor(is_first), self.latents.device)[patch_request, None, None, None]
         nothing = self.latents.repeat(1, len(self.sampler.history_terms), 1, 1) if history is None else history
         return nothing.masked_fill(is_unused, 0.0)

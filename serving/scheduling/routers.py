@@ -5,6 +5,7 @@ InstGenIE (section 4.4) compares its mask-aware costs with balancing by requests
 """
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -101,6 +102,19 @@ class FewestPixels:
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> int:
         """Choose the worker with the fewest remaining pixels times steps."""
         return _least([worker.pixel_steps for worker in workers])
+
+
+class RandomWorker:
+    """Takes any worker with equal probability: a baseline of cascades, which the other deployments do not offer."""
+
+    name: ClassVar[str] = "random"
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> int:
+        """Choose a worker at random."""
+        return self._chance.randrange(len(workers))
 
 
 @dataclass(frozen=True, slots=True)

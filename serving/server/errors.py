@@ -61,6 +61,11 @@ def overloaded(message: str, code: str, retry_after_s: float) -> ApiError:
     return ApiError(429, message, code=code, headers={"Retry-After": str(seconds)})
 
 
+def not_ready(reason: str) -> ApiError:
+    """Return the error for a request that arrives while none can be drawn (503)."""
+    return ApiError(503, reason, code="not_ready", headers={"Retry-After": "5"})
+
+
 def cancelled(message: str) -> ApiError:
     """Return the error for a cancelled request (409). It forbids automatic retries, which would draw it after all."""
     return ApiError(409, message, code="cancelled", headers={"x-should-retry": "false"})

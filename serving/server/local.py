@@ -18,26 +18,26 @@ from typing import TYPE_CHECKING, Any
 from ...data.errors import PsctlError, RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import parse
+from ..core.failures import MAX_FAILURES
 from ..core.request_state import RequestRecord
+from ..core.retries import MAX_RESTARTS, RESTARTS_WITHIN_S, Restarts
 from ..core.step_row import StepRow
 from ..core.threads import compute_alone
 from ..engine.collectors import Collector
 from ..engine.engine import Engine
 from ..engine.preview import Preview
-from ..engine.side_stages import MAX_FAILURES
 from ..engine.watch import Watch
 from ..scheduling.policies import StepLatencyPredictor, get_policy
 from ..scheduling.systems import System
 from .backend import Follower, Health, Load, ReplicaState
 from .drain_rate import DrainRate
-from .errors import ApiError, invalid
+from .errors import ApiError, invalid, not_ready
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ..models.served import ServedModel
 
-MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 FAILURES_REPORTED_S = 600.0
 """Seconds after the last failed step of a batch (e.g. out of memory) during which probes report it."""
 _POLL_S = 0.1
@@ -105,7 +105,7 @@ class LocalBackend:
         self._thread = thread or engine_thread()
         self._running: Future[None] | None = None
         self._is_stopping = False
-        self._crashes: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
+        self._restarts = Restarts()
         self._error: BaseException | None = None
         self._proof: asyncio.Task[None] | None = None
         self._rate = DrainRate()
@@ -184,7 +184,7 @@ class LocalBackend:
         """Submit a request to the engine. Raises ApiError (503) unless the engine runs."""
         if self._health not in (Health.READY, Health.STALLED):
             reason = f"the engine is {self._health.value}" + (f": {self.trouble}" if self.trouble else "")
-            raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "5"})
+            raise not_ready(reason)
         await self._submit(request, follower, num_partials, follows_steps)
 
     async def _submit(
@@ -213,7 +213,7 @@ class LocalBackend:
     def _submit_to_engine(self, request: Request, watch: Watch | None) -> None:
         engine, setup = self._engine, self._setup
         if engine is None:
-            raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
+            raise not_ready("the engine is restarting")
         if setup.predictor is not None:
             # A size that the predictor does not know would crash the engine when the policy asks for it.
             try:
@@ -226,7 +226,7 @@ class LocalBackend:
         try:
             engine.submit(own, standalone_s=setup.standalone_s(request), watch=watch)
         except RuntimeError:
-            raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"}) from None
+            raise not_ready("the engine is restarting") from None
 
     def cancel(self, request_id: int, reason: str) -> None:
         """Cancel an open request before the engine's next step."""
@@ -283,12 +283,10 @@ class LocalBackend:
 
     def _on_crash(self) -> None:
         """Restart the engine, unless it has crashed too often."""
-        now_s = time.monotonic()
-        self._crashes.append(now_s)
         self._engine, self._health = None, Health.RESTARTING
-        if len(self._crashes) > MAX_RESTARTS and now_s - self._crashes[0] < RESTARTS_WITHIN_S:
+        if not self._restarts.allow(time.monotonic()):
             self._health = Health.STOPPED
-            times = f"{len(self._crashes)} times within {RESTARTS_WITHIN_S / 60:g} min"
+            times = f"{MAX_RESTARTS + 1} times within {RESTARTS_WITHIN_S / 60:g} min"
             self.on_stopped(f"the engine has crashed {times}, the last time with {self.trouble}")
             return
         self._start_engine()
@@ -319,7 +317,7 @@ class LocalBackend:
         if engine is not self._engine:
             return
         # The requests were at fault, so the crash does not count.
-        self._crashes.pop()
+        self._restarts.ended_s.pop()
         self._health = Health.READY
 
     def _post(self, call: Callable[..., None], *args: Any) -> None:

@@ -6,7 +6,7 @@ pixel-steps (pixels times remaining steps) of requests that were sent there and 
 (PatchedServe section 8.1), and the first of equal GPUs. The same arguments always give the same result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop
 
@@ -41,6 +41,8 @@ class SimulationResult:
         max_prepared: largest number of prepared requests on one GPU at the same time, before decoding.
         num_decisions: number of decisions of the policy.
         decision_s: total seconds of these decisions on the real clock, the only field that differs between equal runs.
+        num_keys, num_recordings, num_replays: different keys of passes, recorded passes and replayed passes of all
+            GPUs, as in `RecordedPasses`; 0 if launching is not modelled.
     """
 
     records: list[RequestRecord]
@@ -52,6 +54,9 @@ class SimulationResult:
     max_prepared: int
     num_decisions: int
     decision_s: float = field(compare=False)
+    num_keys: int = 0
+    num_recordings: int = 0
+    num_replays: int = 0
 
 
 def simulate(
@@ -156,6 +161,7 @@ def simulate(
                 touched.add(index)
         for index in sorted(touched):
             workers[index].proceed(now_s)
+    passes = [worker.passes for worker in workers if worker.passes is not None]
     return SimulationResult(
         records=sorted(clock.records, key=lambda record: record.request_id),
         duration_s=max(record.finish_s or 0.0 for record in clock.records),
@@ -166,4 +172,7 @@ def simulate(
         max_prepared=max(worker.scheduler.max_prepared for worker in workers),
         num_decisions=clock.num_decisions,
         decision_s=clock.decision_s,
+        num_keys=len(set[Hashable]().union(*(each.keys for each in passes))),
+        num_recordings=sum(each.num_recordings for each in passes),
+        num_replays=sum(each.num_replays for each in passes),
     )

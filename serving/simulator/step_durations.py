@@ -17,6 +17,7 @@ from ...data.resolution import Resolution
 from ...data.work import Work, resolution_of
 from ..scheduling.policies import LearningPredictor, StepLatencyPredictor
 from ..scheduling.step_latency import MemoisedLatency, PerResolutionLatency
+from .graphs import GraphModel
 
 STAGES = ("prepare", "step", "decode")
 PREPARE, STEP, DECODE = range(3)
@@ -111,6 +112,7 @@ class StepDurations:
         slowdown: slowdown of steps and the other stages by each other.
         reuse: steps of requests that the model computes; None: all of them.
         is_inline: whether the other stages run between the steps (`--stages inline`), not concurrently with them.
+        graphs: how passes are launched, for workers; None: profiled latencies include it.
 
     Raises:
         UsageError: a number is out of its range.
@@ -123,6 +125,7 @@ class StepDurations:
     slowdown: Slowdown = UNDISTURBED
     reuse: Reuse | None = None
     is_inline: bool = False
+    graphs: GraphModel | None = None
 
     def __post_init__(self) -> None:
         if not self.scales or list(self.scales) != sorted(self.scales):

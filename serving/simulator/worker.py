@@ -16,6 +16,7 @@ from ..core.request_state import RequestRecord, RequestState, RequestView
 from ..core.step_row import StepRow
 from ..editing.costs import EditCosts, HeldRecords
 from ..scheduling.scheduler import Scheduler
+from .graphs import RecordedPasses
 from .stage_times import StageTimes
 from .step_durations import DECODE, PREPARE, STEP, UNDISTURBED, StepDurations
 
@@ -88,6 +89,7 @@ class SimulatedWorker:
         index, scheduler: as given.
         rows: rows of its steps, if they are kept.
         busy_s: seconds of denoising.
+        passes: its recorded passes; None if their launching is not modelled.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class SimulatedWorker:
         self._durations, self._times = durations, times
         self.rows: list[StepRow] = []
         self.busy_s = 0.0
+        self.passes = None if durations.graphs is None else RecordedPasses(durations.graphs)
         self._clock = clock
         self._keep_steps = keep_steps
         self._stage_works: list[_StageWork | None] = [None, None, None]
@@ -189,6 +192,8 @@ class SimulatedWorker:
             ran = self._ran = self._computed()
             is_reusing = len(ran) < len(scheduler.works)
             work_s = self._durations.undisturbed_s(ran, scheduler.changed, is_reusing=is_reusing)
+            if self.passes is not None:
+                work_s = self.passes.step_s(work_s, ran, is_first=bool(scheduler.changed))
             self._begin(STEP, -1, work_s, now_s)
         elif self._durations.is_inline:
             self._serve_inline(now_s)

@@ -10,17 +10,36 @@ as the paper's do, this is free.
 """
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from patchedserve.data.files import write_json
-from patchedserve.serving.editing.plan import PLANS, UnitTimes
+from patchedserve.serving.editing.plan import PLANS, ReusePlan, UnitTimes
 
 RESULTS = Path(__file__).with_name("results")
 NUM_UNITS = 70
 LOADS = (0.1, 0.25, 0.5, 1.0, 2.0)
+
+
+def sequential_plan(units: Sequence[UnitTimes]) -> ReusePlan:
+    """All units reuse, and each waits for its own load, which starts when the unit before it is done."""
+    return ReusePlan((True,) * len(units), sum(unit.load_s + unit.active_s for unit in units))
+
+
+def ideal_plan(units: Sequence[UnitTimes]) -> ReusePlan:
+    """The fastest plan if loads take no time, which is a bound for all others."""
+    reuses = tuple(unit.active_s <= unit.all_s for unit in units)
+    return ReusePlan(reuses, sum(min(unit.active_s, unit.all_s) for unit in units))
+
+
+COMPARED: Mapping[str, Callable[[Sequence[UnitTimes]], ReusePlan]] = {
+    **PLANS,
+    "sequential": sequential_plan,
+    "ideal": ideal_plan,
+}
 
 
 def instance(rng: np.random.Generator, load: float, *, is_mixed: bool, has_return: bool) -> list[UnitTimes]:
@@ -39,9 +58,9 @@ def compare(num: int, load: float, *, is_mixed: bool, has_return: bool) -> dict[
     rng, found = np.random.default_rng(0), []
     for _ in range(num):
         units = instance(rng, load, is_mixed=is_mixed, has_return=has_return)
-        latencies = {name: make(units).latency_s for name, make in PLANS.items()}
+        latencies = {name: make(units).latency_s for name, make in COMPARED.items()}
         found.append({name: latency / latencies["optimal"] for name, latency in latencies.items()})
-    ratios = {name: np.array([each[name] for each in found]) for name in PLANS}
+    ratios = {name: np.array([each[name] for each in found]) for name in COMPARED}
     return {
         "units": "mixed" if is_mixed else "alike",
         "return": has_return,

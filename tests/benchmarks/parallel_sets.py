@@ -21,6 +21,7 @@ from PIL import Image
 
 from patchedserve.data.files import atomic_write, write_json
 from patchedserve.data.workspace import Workspace
+from patchedserve.eval.measurer import Measurer
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.options import EvalOptions, plan_eval
 from patchedserve.eval.parallel.plan import ParallelPlan, parse_parts, parse_ranks
@@ -105,9 +106,8 @@ def main() -> None:
         return
     settings = json.loads((given.folder / _SETTINGS).read_text(encoding="utf-8"))
     folders = {each.name: unpacked(archive_of(given.folder, each.name)) for each in wanted.settings()}
-    judges = Judges("emoji-clip", None, None, torch.device("cpu"))
-    root = given.folder
-    found = judge_sets(folders, settings, wanted, options, judges, shared_root=root, start_phase=phase).to_json()
+    measurer = Measurer.of(options, Judges("emoji-clip", None, None, torch.device("cpu")), given.folder, phase)
+    found = judge_sets(folders, settings, wanted, measurer).to_json()
     for claim in found["claims"]:
         print(claim["text"], claim["metric"], claim["worse"], claim["better"], claim["holds"], sep=" | ")
     if given.output_file is not None:

@@ -11,6 +11,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.compare.run import compare
+from patchedserve.eval.measurer import Measurer
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.metrics.psnr import psnr
 from patchedserve.eval.options import EvalOptions, plan_eval
@@ -57,7 +58,7 @@ def test_repeated_evaluation_reuses_images_and_features(model: ServedModel, tmp_
         return advance
 
     outcome = evaluate_model(
-        EngineDrawer(model), plan, options, Judges(), root, shared_root=tmp_path, start_phase=start_phase
+        EngineDrawer(model), plan, options, Measurer.of(options, Judges(), tmp_path, start_phase), root
     )
     assert phases == {"denoising steps": 8, "CLIP score": 4, "pairs": 4}
     results = EvalResults.load(outcome.run_dir)
@@ -78,7 +79,7 @@ def test_repeated_evaluation_reuses_images_and_features(model: ServedModel, tmp_
     image = Image.open(outcome.images_dir / item.file)
     assert results.per_image["psnr"][item.id] == pytest.approx(psnr(image, real))
     again = evaluate_model(
-        EngineDrawer(model), plan, options, Judges(), root, shared_root=tmp_path, start_phase=start_phase
+        EngineDrawer(model), plan, options, Measurer.of(options, Judges(), tmp_path, start_phase), root
     )
     assert phases["denoising steps"] == 0
     assert again.images_dir == outcome.images_dir
@@ -93,7 +94,7 @@ def test_patched_against_plain_differs_by_rounding_only(model: ServedModel, mode
     for name, served in (("plain", plain), ("patched", model)):
         folders.append(tmp_path / name)
         generate_set(EngineDrawer(served), folders[-1], manifest_of(served))
-    found = compare(folders[0], folders[1], ("psnr", "ssim", "clip"), Judges())
+    found = compare(folders[0], folders[1], ("psnr", "ssim", "clip"), Measurer(Judges()))
     assert found.changed["engine"] == ("plain", "patched")
     # Eight-bit images of float32 latents that agree to 1e-5: nearly all pixels are equal, none is off by more than 1.
     assert found.metrics["psnr"].value > 60
@@ -104,15 +105,15 @@ def test_patched_against_plain_differs_by_rounding_only(model: ServedModel, mode
     # Different images are recognised as such.
     other = tmp_path / "other"
     generate_set(EngineDrawer(model), other, manifest_of(model, guidance_scale=9.0))
-    worse = compare(folders[1], other, ("psnr",), Judges())
+    worse = compare(folders[1], other, ("psnr",), Measurer(Judges()))
     assert worse.metrics["psnr"].value < found.metrics["psnr"].value - 10
     assert worse.changed == {"guidance_scale": (3.0, 9.0)}
     with pytest.raises(UsageError, match="fid compares with real images"):
-        compare(folders[0], folders[1], ("fid",), Judges())
+        compare(folders[0], folders[1], ("fid",), Measurer(Judges()))
     with pytest.raises(UsageError, match="must be some of psnr"):
-        compare(folders[0], folders[1], ("sharpness",), Judges())
+        compare(folders[0], folders[1], ("sharpness",), Measurer(Judges()))
     with pytest.raises(UsageError, match="neither a folder of images"):
-        compare(folders[0], tmp_path, ("psnr",), Judges())
+        compare(folders[0], tmp_path, ("psnr",), Measurer(Judges()))
 
 
 def test_results_are_compared_only_for_the_same_prompts(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_results_are_compared_only_for_the_same_prompts(tmp_path: Path) -> None:
         return tmp_path / name
 
     one, two = save("one", [30, 31, 32], "x"), save("two", [31, 32, 32.5], "x")
-    found = compare(one, two, (), Judges())
+    found = compare(one, two, (), Measurer(Judges()))
     assert found.differences["psnr"].difference == pytest.approx(2.5 / 3)
     assert found.differences["psnr"].win_rate == 1
     assert found.changed == {"policy": ("one", "two")}
@@ -137,35 +138,35 @@ def test_results_are_compared_only_for_the_same_prompts(tmp_path: Path) -> None:
     content = EvalResults.load(two)
     del content.per_image["psnr"]["1"]
     content.save(tmp_path / "fewer" / "results.json")
-    fewer = compare(one, tmp_path / "fewer", (), Judges())
+    fewer = compare(one, tmp_path / "fewer", (), Measurer(Judges()))
     assert (fewer.differences["psnr"].n, fewer.differences["psnr"].difference) == (2, pytest.approx(1.5 / 2))
     assert fewer.warnings == ["psnr: 1 images were measured on one side only and left out; the first: 1"]
     # Without a record that both have the same prompts, different names mean different sets.
     content.settings["prompts_digest"] = None
     content.save(tmp_path / "fewer" / "results.json")
     with pytest.raises(UsageError, match="1 are on one side only"):
-        compare(one, tmp_path / "fewer", (), Judges())
+        compare(one, tmp_path / "fewer", (), Measurer(Judges()))
     with pytest.raises(UsageError, match="other prompts"):
-        compare(one, save("three", [1, 2, 3], "y"), (), Judges())
+        compare(one, save("three", [1, 2, 3], "y"), (), Measurer(Judges()))
 
 
 def test_image_folders_must_match_in_names_and_sizes(tmp_path: Path) -> None:
     generated, reference = image_folder(tmp_path / "g", 3), image_folder(tmp_path / "r", 3, seed=1)
     options = EvalOptions(("psnr",))
     workspace = Workspace(tmp_path / "ws").for_model("g", "cpu")
-    outcome = evaluate_folders(generated, reference, options, Judges(), workspace, shared_root=tmp_path / "ws")
+    outcome = evaluate_folders(generated, reference, options, Measurer(Judges(), tmp_path / "ws"), workspace)
     assert outcome.results.metrics["psnr"].n == 3
-    arguments: tuple[Any, ...] = (options, Judges(), workspace)
+    arguments: tuple[Any, ...] = (options, Measurer(Judges(), tmp_path), workspace)
     with pytest.raises(UsageError, match="psnr compares with reference images"):
-        evaluate_folders(generated, None, *arguments, shared_root=tmp_path)
+        evaluate_folders(generated, None, *arguments)
     with pytest.raises(UsageError, match=r"holds no manifest\.json, so its prompts"):
-        evaluate_folders(generated, None, EvalOptions(("clip",)), *arguments[1:], shared_root=tmp_path)
+        evaluate_folders(generated, None, EvalOptions(("clip",)), *arguments[1:])
     Image.new("RGB", (8, 8)).save(reference / "001.png")
     with pytest.raises(UsageError, match="1 of 3 pairs differ in size"):
-        evaluate_folders(generated, reference, *arguments, shared_root=tmp_path)
+        evaluate_folders(generated, reference, *arguments)
     (reference / "002.png").unlink()
     with pytest.raises(UsageError, match=r"3 images and .* 2"):
-        evaluate_folders(generated, reference, *arguments, shared_root=tmp_path)
+        evaluate_folders(generated, reference, *arguments)
 
 
 @pytest.mark.parametrize(

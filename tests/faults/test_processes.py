@@ -1,6 +1,6 @@
 """Each process of a server is stopped, slowed and killed under load: other requests are answered, the server recovers.
 
-Workers of cascades and replicas are tested in `tests/serving/cascade/test_cluster.py` and
+Workers of cascades and replicas are tested in `tests/serving/cascade/test_fleet.py` and
 `tests/psctl/test_replicas.py`.
 """
 

@@ -17,8 +17,7 @@ from patchedserve.profiling.measure.edit_throughput import (
     EditBench,
     EditBenchSettings,
     crop_of,
-    edit_table,
-    run_edit_bench,
+    edit_experiment,
 )
 from patchedserve.serving.models.build import build_model
 
@@ -66,7 +65,8 @@ def test_every_side_draws_the_same_edits(make: Any, tmp_path: Path) -> None:
     model = build_model(make(), name="tiny")
     place = Workspace(tmp_path).for_model("tiny", "cpu")
     started: list[float] = []
-    outcome = run_edit_bench(model, replace(SETTINGS, mask_ratios=(0.05,)), place, on_start=started.append)
+    with edit_experiment(model, replace(SETTINGS, mask_ratios=(0.05,)), place) as experiment:
+        outcome = experiment.run(place, on_start=started.append)
     assert started == [0.05]
     assert model.reuse.store is None
     result = json.loads((outcome.run_dir / "edit.json").read_text())
@@ -87,8 +87,8 @@ def test_every_side_draws_the_same_edits(make: Any, tmp_path: Path) -> None:
     assert (sides["frozen"]["difference"] == sides["reuse"]["difference"]) is (make is tiny_sd3), "it has no GroupNorm"
     assert result["figures"]["mask 0.05.exact.speedup"]["value"] == sides["exact"]["speedup"]
     assert {path.name for path in place.tables.parent.iterdir()} == {"tables", "runs"}, "records are gone"
-    told = edit_table(result)
-    assert [line[1] for line in told.rows] == list(WAYS)
+    (table,) = experiment.tables(result)
+    assert [line[1] for line in table.rows] == list(WAYS)
 
 
 def test_masks_that_leave_nothing_to_read_are_refused(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_sweep_of_another_engine_is_refused_before_loading_a_model(bench: Call) 
         (["--warmup-requests", "8"], "--warmup-requests belongs to --on engine or both, not simulator"),
         (["--combinations", "24"], "--combinations belongs to --on both, not simulator"),
         (["--calibration", "nowhere.json"], "nowhere.json: cannot read"),
-        (["--calibration", "table.csv"], "the calibration is damaged"),
+        (["--calibration", "table.csv"], "table.csv: not valid JSON"),
         (["--calibration", "x.json", "--stage-times", "."], "not both"),
         (["--stage-times", "."], "records.parquet"),
         (["--systems", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),

@@ -8,7 +8,7 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.steps.bench import STEPS, BenchKind, run_bench
+from patchedserve.profiling.steps.bench import STEPS, BenchKind, step_experiment
 from patchedserve.profiling.steps.breakdown import BREAKDOWN
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.serving.models.build import build_model
@@ -39,7 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--repeats", "0"], "--repeats"),
         (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
         (["--cuda-graphs", "--device", "cpu"], "--cuda-graphs needs a CUDA device, but the model is on cpu"),
-        (["--compile", "--breakdown"], "--breakdown times single modules"),
+        (["--compile", "--breakdown"], "--breakdown does not work with --compile: it times single modules"),
     ],
 )
 def test_bad_usage_gives_a_one_line_error(
@@ -57,10 +57,10 @@ def test_sizes_that_do_not_fit_the_model_leave_no_run(kind: BenchKind, tmp_path:
     workspace = ModelWorkspace(tmp_path)
     model = build_model(tiny_sd3(), name="tiny", options=EngineOptions(order="patch", patch_size=3))
     with pytest.raises(UsageError, match="patch size 3 does not fit"):
-        run_bench(kind, model, [squares(1, 1, 1)], workspace, FAST)
+        step_experiment(kind, model, [squares(1, 1, 1)], workspace, FAST)
     model = build_model(tiny_sd3(), name="tiny")
     with pytest.raises(UsageError, match="24x24: width and height must be multiples of 16"):
-        run_bench(kind, model, [Combination(parse_list("32,24"), (1, 0))], workspace, FAST)
+        step_experiment(kind, model, [Combination(parse_list("32,24"), (1, 0))], workspace, FAST)
     assert workspace.latest_run("bench-steps") is None
 
 

@@ -122,7 +122,7 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
     other = environment | {"PSCTL_CACHE_PATCH_SIZE": "8"}
     done = run_psctl("generate", "a", "-r", "64", "--cache", "patch", **other)
     assert done.returncode == 2
-    assert "was made for patches of 4 latent pixels" in done.stderr
+    assert "is for patch size 4, but 8 is served; give --cache-patch-size 4" in done.stderr
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_model_folder_may_contain_a_predictor(run_psctl: RunPsctl, tmp_path: Pat
     done = run_psctl(*common, "--cache", "patch", "--cache-patch-size", 4, "-o", tmp_path / "other.png")
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
-    assert "made for patches of 8 latent pixels, but they have 4 now; give --cache-patch-size 8" in last
+    assert "is for patch size 8, but 4 is served; give --cache-patch-size 8" in last
 
 
 @pytest.mark.exhaustive

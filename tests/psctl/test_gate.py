@@ -78,7 +78,7 @@ def test_baseline_is_written_and_then_compared_with(run_psctl: RunPsctl, results
     file = _write_gates(tmp_path, "metric = 'fid'\nmax_increase = 5", "metric = 'clip'\nmin = 20")
     done = run_psctl("gate", file)
     assert done.returncode == 2
-    assert "baseline.json: cannot be read" in done.stderr
+    assert "baseline.json: cannot read a result" in done.stderr
     done = run_psctl("gate", file, "--update-baseline", "--json")
     assert (done.returncode, json.loads(done.stdout)["verdict"]) == (0, "pass")
     assert [each["verdict"] for each in json.loads(done.stdout)["gates"]] == ["updated", "pass"]
@@ -92,7 +92,7 @@ def test_baseline_is_written_and_then_compared_with(run_psctl: RunPsctl, results
     ("arguments", "message"),
     [
         (["gates.toml"], "gates.toml: cannot be read: no such file"),
-        (["good.toml", "--results", "none.json"], "none.json: cannot be read"),
+        (["good.toml", "--results", "none.json"], "none.json: cannot read a result"),
         (["unknown.toml"], "no metric 'sharpness' in"),
         (["good.toml", "--update-baseline"], "--update-baseline needs a file"),
         ([], "Missing argument"),

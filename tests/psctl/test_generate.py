@@ -172,16 +172,19 @@ def test_ranks_in_processes_equal_virtual_ranks(
     ("options", "said"),
     [
         ("--parallel two", "--parallel is 'two', but it must be a number of ranks, as 2 or virtual:2"),
-        ("--parallel 2 --engine plain", "--parallel 2 is not for --engine plain"),
+        (
+            "--parallel 2 --engine plain",
+            "--parallel does not work with --engine plain: ranks are an engine of their own",
+        ),
         ("--engine parallel", "--engine parallel needs --parallel with two ranks"),
-        ("--parallel 2 --cache patch", "--cache patch: only for --engine patched"),
+        ("--parallel 2 --cache patch", "--cache patch does not work with --parallel: it is only for --engine patched"),
         (
             "--parallel 2 --cuda-graphs",
-            "--cuda-graphs records whole passes, but with --parallel ranks talk within them",
+            "--cuda-graphs does not work with --parallel: it records whole passes, but ranks",
         ),
         (
             "--parallel 2 --compile",
-            "--compile makes graphs of whole blocks, but with --parallel ranks talk within them",
+            "--compile does not work with --parallel: it makes graphs of whole blocks, but ranks",
         ),
         ("--parallel 3 --parallel-shares 2,1", "--parallel-shares are 2, but there are 3 ranks"),
         ("--parallel 2 --parallel-shares 2,x", "--parallel-shares are '2,x', but they must be positive numbers"),

@@ -169,7 +169,7 @@ def test_bad_tables_give_a_one_line_error(run_psctl: RunPsctl, tmp_path: Path, c
         (["--resolutions", "32,huge"], "'huge'"),
         (
             ["--engine", "plain", "--order", "patch"],
-            "--order: only for --engine patched",
+            "--order does not work with --engine plain: it is only for --engine patched",
         ),
         (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
     ],

@@ -74,7 +74,10 @@ def test_unbatched_sampler_is_reported(psctl: Any, model_dir: Path, tmp_path: Pa
             ("--revision", "v2", "--model", "emoji-xl"),
             "--revision v2 is of hub ids (org/name), and --model is emoji-xl",
         ),
-        (("--sampler", "unipc", "--parallel", "virtual:2"), "do not work with --parallel yet"),
+        (
+            ("--sampler", "unipc", "--parallel", "virtual:2"),
+            "--sampler does not work with --parallel: ranks load the model's own files",
+        ),
     ],
 )
 def test_bad_usage_gives_a_one_line_error(psctl: Any, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -230,7 +233,7 @@ def test_adapters_of_images_must_be_loaded_and_used(psctl: Any, tmp_path: Path) 
     edit = ("edit", "room.png", "a hat", "--mask", "mask.png", "--adapter", "ink=a.safetensors", "--use-adapter", "ink")
     done = psctl(*edit, "--reuse", "--quiet")
     assert done.returncode == 2
-    assert "records that --reuse reads are of the model without adapters" in done.stderr
+    assert "--reuse does not work with --use-adapter: records are of the model without adapters" in done.stderr
 
 
 @pytest.mark.slow
@@ -271,7 +274,7 @@ def test_each_request_has_its_own_adapters(psctl: Any, model_dir: Path, lora: Pa
     serve = ("serve", "--trace", "trace.jsonl", "--num-inference-steps", "2", "--slo", "600", "--json", *given)
     done = psctl(*serve, "--system", "patchedserve")
     assert done.returncode == 0, done.stderr
-    assert "With --adapter no patch is reused" in done.stderr
+    assert "--adapter or --quantize no patch is reused unless you choose --cache" in done.stderr
     summary = json.loads(done.stdout)
     assert summary["completed_requests"] == 3
 

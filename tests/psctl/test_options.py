@@ -1,6 +1,7 @@
 """Options made from dataclasses: fields define types and defaults; every command receives the options by name."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +64,7 @@ def test_command_receives_given_values_by_name() -> None:
         engine: Annotated[EngineOptions, ENGINE],
         drawing: Annotated[EvalOptions, DRAW.only("max_bad", "seed").fixing(metrics=("clip",), num_prompts=1)],
         judges: JudgeFlags,
-        target: Annotated[Target, WHERE.only("model")],
+        target: Annotated[Target, WHERE.only("base")],
         files: Annotated[list[Path] | None, flag("--file", "Some.")] = None,
         amount: Annotated[int, flag("--amount -a", "Much.", is_shared=True)] = 3,
     ) -> None:
@@ -88,7 +89,7 @@ def test_command_receives_given_values_by_name() -> None:
         [home / "x", Path("y")],
         4,
     )
-    with pytest.raises(UsageError, match="--order: only for --engine patched"):
+    with pytest.raises(UsageError, match="--order does not work with --engine plain: it is only for --engine patched"):
         run(command, "--engine", "plain", "--order", "patch")
 
 
@@ -114,14 +115,16 @@ def test_system_enables_its_cache_if_there_is_a_predictor(tmp_path: Path, capsys
     assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == cached
     for given in (CacheOptions("patch", 0.1), CacheOptions("interval"), CacheOptions("patch", predictor=shipped)):
         assert target.with_cache_file(given) == given
-    # No cache is added if the user chooses otherwise, with --compile, or if no system has a cache.
+    # No cache is added if the user chooses otherwise, or if no system has a cache.
     for engine in (EngineOptions("plain"), EngineOptions(cache=CacheOptions("interval"))):
         assert with_cache_of(ours, engine, {}, target, Output()) == engine
     assert with_cache_of(ours, EngineOptions(), {"--cache": "off"}, target, Output()) == EngineOptions()
     assert with_cache_of(plain, EngineOptions(), {}, target, Output()) == EngineOptions()
     assert capsys.readouterr().err == ""
     compiled = EngineOptions(compile=True)
-    assert with_cache_of(ours, compiled, {}, target, Output()) == compiled
+    assert with_cache_of(ours, compiled, {}, target, Output()) == replace(compiled, cache=CacheOptions("patch"))
+    edits = with_cache_of(ours, EngineOptions(), {}, target, Output(), reuses_templates=True)
+    assert edits == EngineOptions()
     assert "runs without its cache" in capsys.readouterr().err
     # A schedule supports options that other caches do not.
     of_steps = [get_system("patched-schedule")]

@@ -58,7 +58,7 @@ def test_table_is_printed_without_json(run_psctl: RunPsctl, models: Path) -> Non
     ("arguments", "message"),
     [
         (["--config", "sdxxl"], "--config sdxxl is none of sdxl, sd3-medium, and no model either: unknown model"),
-        (["--config", "{models}/broken.json"], "broken.json is corrupt"),
+        (["--config", "{models}/broken.json"], "broken.json: not valid JSON"),
         (["--config", "{models}/sdxl/vae/config.json"], "is of AutoencoderKL, but it must be of UNet2DConditionModel"),
         (["--config", "{models}/zero.json"], "zero.json: diffusers makes no UNet2DConditionModel of it"),
         (["--config", "{models}/sdxl/vae"], "is not a diffusers directory"),
@@ -77,6 +77,6 @@ def test_bad_usage_gives_a_one_line_error(
 ) -> None:
     given = (each.format(models=models) for each in arguments)
     done = run_psctl("profile", "parallel", *given, "--json", "--quiet")
-    assert (done.returncode, done.stdout) == (1 if "corrupt" in message else 2, ""), done.stderr
+    assert (done.returncode, done.stdout) == (1 if "not valid JSON" in message else 2, ""), done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -377,10 +377,10 @@ def test_bad_usage_is_refused(run_psctl: RunPsctl, model: Path, server: HttpServ
         (("--record", "never"), "add --reuse-templates, or leave it out"),
         (("--template-memory-mb", "9"), "add --reuse-templates, or leave it out"),
         (("--reuse-templates", "--template-disk-mb", "0"), "--template-disk-mb is 0, but it must be above 0"),
-        (("--reuse-templates", "--engine", "plain"), "which does not go with --engine plain"),
-        (("--reuse-templates", "--parallel", "virtual:2"), "which does not go with --engine parallel"),
-        (("--reuse-templates", "--cache", "interval"), "which does not go with --cache"),
-        (("--reuse-templates", "--compile"), "which does not go with --compile"),
+        (("--reuse-templates", "--engine", "plain"), "--reuse-templates does not work with --engine plain: only"),
+        (("--reuse-templates", "--parallel", "virtual:2"), "--reuse-templates does not work with --parallel: only"),
+        (("--reuse-templates", "--cache", "interval"), "--reuse-templates does not work with --cache interval: both"),
+        (("--reuse-templates", "--compile"), "--reuse-templates does not work with --compile: its"),
     ):
         done = run_psctl("serve", "--http", "--model", model, *options)
         assert done.returncode in (1, 2)

@@ -24,6 +24,7 @@ from patchedserve.serving.runs.step_file import load_step_file
 from patchedserve.serving.scheduling.systems import get_system
 
 S, L = Resolution(128, 128), Resolution(256, 256)
+COSTS = {"launches": 1000, "launch_us": 50, "record_ms": 100, "launches_per_resolution": 200, "patience": 2}
 TABLE = "combination,ms\n128x128,20\n256x256,30\n128x128 + 256x256,40\n8*128x128 + 8*256x256,200\n"
 
 
@@ -134,6 +135,30 @@ def test_diurnal_and_azure_and_files(folder: Path, capsys: pytest.CaptureFixture
     assert 2 < faster["duration"] < 3
 
 
+def test_costs_of_launches_and_graphs_are_simulated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "costs.json").write_text(json.dumps(COSTS))
+    base = ("--latency", "table.csv", "--request-rate", "2", "--num-prompts", "40", "--num-inference-steps", "10")
+    modes = {
+        mode: summary_of(simulate(capsys, *base, "--graphs", mode, "--graph-costs", "costs.json", "--quiet", "--json"))
+        for mode in ("off", "exact", "bucketed")
+    }
+    for mode, summary in modes.items():
+        assert (summary["graphs"]["mode"], summary["config"]["graphs"]) == (mode, mode)
+        assert summary["config"]["graph_costs"] == "costs.json"
+    found = {mode: summary["graphs"] for mode, summary in modes.items()}
+    assert (found["off"]["recordings"], found["off"]["replay_rate"]) == (0, 0)
+    assert 0 < found["exact"]["recordings"] <= found["exact"]["keys"]
+    assert 0 < found["bucketed"]["recordings"] <= found["bucketed"]["keys"]
+    assert found["bucketed"]["replay_rate"] > found["exact"]["replay_rate"] > 0
+    # Steps of few images take as long as their launches, 50 ms, unless they are replayed.
+    assert modes["off"]["step_latency_mean"] > 0.05 > modes["bucketed"]["step_latency_mean"]
+    without = summary_of(simulate(capsys, *base, "--quiet", "--json"))
+    assert not {"graphs", "graph_costs"} & {*without, *without["config"]}
+    code, out, _ = simulate(capsys, *base, "--graphs", "bucketed", "--graph-costs", "costs.json")
+    assert code == 0
+    assert f"{found['bucketed']['recordings']} of {found['bucketed']['keys']} kinds of passes" in out
+
+
 def test_target_finds_rate_and_gpus(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--num-inference-steps", "10", "--num-prompts", "150", "--slo-target", "0.95")
     found = summary_of(simulate(capsys, *base, "--gpus", "2", "--request-rate", "60", "--json", "--quiet"))
@@ -218,6 +243,17 @@ def test_extrapolation_gives_a_warning(folder: Path, capsys: pytest.CaptureFixtu
         (["--trace", "azure"], "an azure trace needs recorded arrivals"),
         (["--period", "5"], "--period is 5.0, but it belongs to --trace diurnal, not poisson"),
         (["--trace", "diurnal", "--amplitude", "2"], "amplitude is 2, but it must be from 0 to 1"),
+        (["--graphs", "exact"], "--graphs and --graph-costs belong together: give both or neither"),
+        (["--graph-costs", "costs.json"], "--graphs and --graph-costs belong together"),
+        (
+            ["--graphs", "some", "--graph-costs", "costs.json"],
+            "'some' is not one of 'off', 'exact', 'bucketed'",
+        ),
+        (["--graphs", "off", "--graph-costs", "nowhere.json"], "nowhere.json: cannot read the file of costs"),
+        (
+            ["--graphs", "off", "--graph-costs", "costs.json", "--system", "bucketed"],
+            "--graphs is for the passes of one GPU's patch engine, and bucketed has others",
+        ),
     ],
 )
 def test_bad_usage_gives_a_one_line_error(
@@ -226,6 +262,7 @@ def test_bad_usage_gives_a_one_line_error(
     (folder / "empty.jsonl").touch()
     (folder / "trace.jsonl").write_text('{"arrival_s": 1}')
     (folder / "bad.csv").write_text("combination,ms\n128x128,-3\n")
+    (folder / "costs.json").write_text(json.dumps(COSTS))
     latency = () if "--latency" in arguments else ("--latency", "table.csv")
     code, out, err = simulate(capsys, *latency, "--quiet", "--json", "--num-prompts", "5", *arguments)
     assert (code, out) == (2, ""), err
@@ -297,7 +334,7 @@ def test_search_reports_its_uncertainty(folder: Path, capsys: pytest.CaptureFixt
     half.write_text('{"patched": {')
     code, again, err = simulate(capsys, *base, "--request-rate", "40")
     assert (code, again) == (0, out)
-    assert "slo-2/calibration.json: the calibration is damaged" in " ".join(err.split())
+    assert "slo-2/calibration.json: not valid JSON" in " ".join(err.split())
     # Without a calibration there is no interval, and the command reports this.
     code, out, err = simulate(capsys, *base, "--latency", "table.csv")
     assert code == 0

@@ -147,4 +147,4 @@ def test_images_are_equal_for_all_stage_options(model: Path, run_psctl: RunPsctl
     assert all(np.array_equal(images[0], image) for image in images[1:])
     refused = run_psctl(*common, "--stages", "processes", "--offload", "text")
     assert refused.returncode == 2
-    assert "--stages processes does not work with --offload text yet" in refused.stderr
+    assert "--stages processes does not work with --offload text: its processes keep" in refused.stderr

@@ -10,14 +10,15 @@ from typing import Any
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.allocators import Cluster
-from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.deferral import deferral_curve
+from patchedserve.serving.cascade.dispatcher import Dispatcher
 from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.problem import ModelTimes
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.simulation import CascadeModel, simulate_cascade
 from patchedserve.serving.cascade.systems import CASCADE_SYSTEMS, CascadeKnobs
+from patchedserve.serving.scheduling.routers import FewestPixels, RandomWorker
 from patchedserve.serving.simulator.stage_times import StageTimes
 from patchedserve.serving.simulator.step_durations import ProfiledSteps, StepDurations
 
@@ -98,20 +99,17 @@ def random_run(seed: int) -> tuple[list[Request], CascadeResult]:
     allocator = system.allocator(
         cluster, deferral_curve(profiled, costs=profiled_costs), rate, CascadeKnobs("enumerate", quality=quality)
     )
-    result = simulate_cascade(
-        requests,
+    dispatcher = Dispatcher(
         models,
         Controller(allocator, profiled, costs=profiled_costs, demand=rate, burst=chance.choice((None, 1.5))),
-        confidences.__getitem__,
-        num_workers=num_workers,
-        balancer=Balancer(chance.choice(("least", "random")), seed),
+        chance.choice((FewestPixels(), RandomWorker(seed))),
         direct=lambda number: (number * 0.618) % 1,
         on_late=chance.choice(("discard", "light")),
         batching=system.batching,
         skip_light=chance.random() < 0.3,
         costs=costs if has_costs else None,
     )
-    return requests, result
+    return requests, simulate_cascade(requests, models, dispatcher, confidences.__getitem__, num_workers)
 
 
 def check_run(requests: Sequence[Request], result: CascadeResult) -> None:

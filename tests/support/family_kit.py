@@ -21,8 +21,8 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.patch_cache import PatchCache
+from patchedserve.serving.conflicts import conflict_in
 from patchedserve.serving.core.prepared import PreparedRequest
-from patchedserve.serving.families.table import FAMILIES
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.defaults import ModelDefaults, read_geometry
 from patchedserve.serving.models.loading import load_model
@@ -218,7 +218,7 @@ def a_saved_folder_loads(build: Build) -> None:
         loaded = load_model(folder, "cpu", "float32")
         assert relative_error(denoised(loaded, [request]), [plain_latents(pipe, request)]) <= STEPS
         assert read_geometry(Path(folder)) == loaded.family.geometry
-        for option in FAMILIES[type(pipe).__name__].lacks:
+        for option in _refused_with(pipe):
             with pytest.raises(UsageError, match=f"{option} does not work with"):
                 load_model(folder, "cpu", "float32", OPTIONS[option])
 
@@ -226,10 +226,14 @@ def a_saved_folder_loads(build: Build) -> None:
 def unsupported_options_are_refused(build: Build) -> None:
     pipe = build()
     name = type(pipe).__name__
-    for option in FAMILIES[name].lacks:
-        with pytest.raises(UsageError, match=f"{option} does not work with a {name} yet") as refusal:
+    for option in _refused_with(pipe):
+        with pytest.raises(UsageError, match=f"{option} does not work with a {name}: ") as refusal:
             served(pipe, OPTIONS[option])
         assert "\n" not in str(refusal.value)
+
+
+def _refused_with(pipe: Any) -> list[str]:
+    return [option for option in OPTIONS if conflict_in(dict.fromkeys((option, type(pipe).__name__), ""))]
 
 
 PROMISES: tuple[Callable[[Build], None], ...] = (

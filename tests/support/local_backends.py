@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestRecord, RequestState
-from patchedserve.serving.engine.side_stages import SideStages
+from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.scheduling.scheduler import Scheduler
@@ -111,7 +111,7 @@ def crash_when(monkeypatch: pytest.MonkeyPatch, condition: CrashCondition) -> li
     Returns a list of the crashes' threads, which grows with each crash.
     """
     crashes: list[str] = []
-    decide, serve = Scheduler.decide, SideStages.serve
+    decide, serve = Scheduler.decide, Engine._serve_stages
 
     def look(scheduler: Scheduler) -> None:
         # The warm-up, which has a single step, is exempt.
@@ -124,13 +124,13 @@ def crash_when(monkeypatch: pytest.MonkeyPatch, condition: CrashCondition) -> li
         look(scheduler)
         return decide(scheduler, now_s)
 
-    def looking_serve(stages: SideStages) -> None:
-        look(stages._scheduler)
-        serve(stages)
+    def looking_serve(engine: Engine) -> None:
+        look(engine._scheduler)
+        serve(engine)
 
     monkeypatch.setattr(Scheduler, "decide", looking_decide)
     # With stages between the steps, no request is ever in the decoder at a decision.
-    monkeypatch.setattr(SideStages, "serve", looking_serve)
+    monkeypatch.setattr(Engine, "_serve_stages", looking_serve)
     return crashes
 
 

@@ -19,6 +19,7 @@ from diffusers import (
     UNet2DConditionModel,
     ZImageTransformer2DModel,
 )
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,12 +77,12 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
         transformer = transformer_of(model)
         assert transformer is not None
         mask = transformer.mask
-        if transformer.pads_to is not None:
+        if transformer.layout == "padded":
             # The length includes the padding, `PAD`.
             own, text = int(2 + 4 * draw(1).abs()), given["encoder_hidden_states"]
-            given["encoder_hidden_states"] = F.pad(text, (0, 0, 0, 2 * transformer.pads_to - len(text)))
-            number = torch.arange(2 * transformer.pads_to)
-            given["text_mask"] = torch.where(number < own, 1, torch.where(number < transformer.pads_to, 2, 0))
+            given["encoder_hidden_states"] = F.pad(text, (0, 0, 0, 2 * SEQ_MULTI_OF - len(text)))
+            number = torch.arange(2 * SEQ_MULTI_OF)
+            given["text_mask"] = torch.where(number < own, 1, torch.where(number < SEQ_MULTI_OF, 2, 0))
         elif mask is not None:
             given[mask] = (torch.arange(_TEXT_LENGTH) < 2 + 4 * draw(1).abs()).float()
         return given

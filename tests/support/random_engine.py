@@ -17,7 +17,7 @@ from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.scheduler import Scheduler
 from patchedserve.serving.server.backend import Backend, Follower, Health, Load, ReplicaState
 from patchedserve.serving.server.drain_rate import DrainRate
-from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.errors import not_ready
 from patchedserve.training.latency.online_correction import OnlineCorrection
 
 STEP_S = 0.05
@@ -249,10 +249,10 @@ class RandomBackend(Backend):
         self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
         if self.engine is None:
-            raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
+            raise not_ready("the engine is restarting")
         await asyncio.sleep(self._machine.rng.choice((0.0, 0.001, 0.05)))
         if self.engine is None:
-            raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
+            raise not_ready("the engine is restarting")
         self.engine.add(request, follower)
 
     def cancel(self, request_id: int, reason: str) -> None:

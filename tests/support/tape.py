@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from patchedserve.kernels.launch import TritonKernel
+from patchedserve.serving.core.captured import Pause, Results
 
 _ON_THE_HOST = (
     (torch, "from_numpy"),
@@ -37,12 +38,12 @@ class Tape:
     def __init__(self) -> None:
         self.recorded = self.played = 0
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
         self.recorded += 1
         recording = _Recording()
         # A compiled function launches kernels without passing through a dispatch mode.
         with torch.compiler.set_stance("force_eager"), _device_only(recording), recording:
-            result = work()
+            result = work(recording.pause)
         calls = recording.calls
         # Recording a graph computes nothing.
         result.fill_(float("nan"))
@@ -95,7 +96,52 @@ class _Call:
             target.copy_(found[place])
 
 
-class _Recording(TorchDispatchMode):
+class DeviceMode(TorchDispatchMode):
+    """Receives the operators of aten and the Triton launches of one thread, which are the work of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the thread that made the mode."""
+        return threading.get_ident() == self._thread
+
+    def launch(self, kernel: TritonKernel, *args: Any, **kwargs: Any) -> None:
+        """Take the launch of a Triton kernel; the arguments are those of `TritonKernel.launch`."""
+        raise NotImplementedError
+
+    @contextmanager
+    def triton_launches(self) -> Iterator[None]:
+        """Call `launch` in place of `TritonKernel.launch` in the mode's thread, until the context ends."""
+
+        def launch(kernel: TritonKernel, *args: Any, **kwargs: Any) -> None:
+            (self.launch if self.is_own_thread else _LAUNCH)(kernel, *args, **kwargs)
+
+        with mock.patch.object(TritonKernel, "launch", launch):
+            yield
+
+    @staticmethod
+    def reads_values(func: Any, given: Sequence[Tensor]) -> bool:
+        """Return whether the host needs values of these tensors before it can continue."""
+        if func._schema.name.startswith("aten::index"):
+            # Indexing with integers reads no values; a mask must be converted to integers.
+            return any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
+        return bool(_WAITS & set(func.tags))
+
+    @staticmethod
+    def made(found: Any, given: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        """Return the results that are no views of arguments, with their places among all results."""
+        known = set(map(storage_of, given))
+        return [
+            (place, each)
+            for place, each in enumerate(tree_leaves(found))
+            if isinstance(each, Tensor) and storage_of(each) not in known
+        ]
+
+
+class _Recording(DeviceMode):
     """Records the calls of one thread."""
 
     def __init__(self) -> None:
@@ -114,33 +160,33 @@ class _Recording(TorchDispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        waits = bool(_WAITS & set(func.tags))
-        if func._schema.name.startswith("aten::index"):
-            # Indexing with integers reads no values; a mask must be converted to integers.
-            waits = any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
-        assert not waits, f"{func} cannot be recorded: it waits for the device"
+        assert not self.reads_values(func, given), f"{func} cannot be recorded: it waits for the device"
         found = func(*args, **kwargs)
-        known = {_storage_of(each) for each in given}
+        known = {storage_of(each) for each in given}
         # A tensor made from Python numbers is on the host, and so is one computed, once, from such tensors only.
         if func is torch.ops.aten.lift_fresh.default or (known and known <= self._on_host):
-            self._own |= {_storage_of(each) for each in tree_leaves(found) if isinstance(each, Tensor)}
-            self._on_host |= {_storage_of(each) for each in tree_leaves(found) if isinstance(each, Tensor)}
+            self._own |= {storage_of(each) for each in tree_leaves(found) if isinstance(each, Tensor)}
+            self._on_host |= {storage_of(each) for each in tree_leaves(found) if isinstance(each, Tensor)}
             self._held.append(found)
             return found
-        copied = [each for each in given if each.dim() and _storage_of(each) in self._on_host]
+        copied = [each for each in given if each.dim() and storage_of(each) in self._on_host]
         assert not copied, f"{func} cannot be recorded: it copies from the host"
-        results = [
-            (place, each)
-            for place, each in enumerate(tree_leaves(found))
-            if isinstance(each, Tensor) and _storage_of(each) not in known
-        ]
+        results = self.made(found, given)
         if results or func._schema.is_mutable:
             self._log(func, args, kwargs, results)
-        self._own |= {_storage_of(each) for _, each in results}
+        self._own |= {storage_of(each) for _, each in results}
         return found
 
+    def pause(self, run: Callable[..., Results], inputs: Sequence[Tensor]) -> Results:
+        """Run work now and whenever the tape is played back; see `captured.Pause`."""
+        self.is_paused = True
+        results = tuple(torch.full_like(each, float("nan")) for each in run(*inputs))
+        self._own |= {storage_of(each) for each in results}
+        self._log(run, tuple(inputs), {}, list(enumerate(results)))
+        return results
+
     def launch(self, kernel: TritonKernel, *args: Any, **kwargs: Any) -> None:
-        """Launch a Triton kernel, which writes into its arguments."""
+        """Launch a Triton kernel, which writes into its arguments, and record the launch."""
         self.is_paused = True
         try:
             _LAUNCH(kernel, *args, **kwargs)
@@ -156,7 +202,7 @@ class _Recording(TorchDispatchMode):
         results: Sequence[tuple[int, Tensor]],
     ) -> None:
         def kept(tensor: Tensor) -> Tensor | _Outside:
-            return tensor if _storage_of(tensor) in self._own else _Outside.of(tensor)
+            return tensor if storage_of(tensor) in self._own else _Outside.of(tensor)
 
         self.is_paused = True
         arguments, spec = tree_flatten((args, kwargs))
@@ -167,27 +213,24 @@ class _Recording(TorchDispatchMode):
 _LAUNCH = TritonKernel.launch
 
 
-def _storage_of(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that all tensors on the same memory share."""
     return tensor.untyped_storage()._cdata
 
 
 @contextmanager
 def _device_only(recording: _Recording) -> Iterator[None]:
     """Record Triton launches and refuse operations of the host in this thread; other threads may encode and decode."""
-    own = threading.get_ident()
 
     def refusal(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: object, **named: object) -> Any:
-            assert threading.get_ident() != own or recording.is_paused, f"{name} cannot be recorded"
+            assert not recording.is_own_thread or recording.is_paused, f"{name} cannot be recorded"
             return usual(*args, **named)
 
         return refuse
 
-    def launch(kernel: TritonKernel, *args: Any, **kwargs: Any) -> None:
-        (recording.launch if threading.get_ident() == own else _LAUNCH)(kernel, *args, **kwargs)
-
     with ExitStack() as changed:
         for where, name in _ON_THE_HOST:
             changed.enter_context(mock.patch.object(where, name, refusal(name, getattr(where, name))))
-        changed.enter_context(mock.patch.object(TritonKernel, "launch", launch))
+        changed.enter_context(recording.triton_launches())
         yield

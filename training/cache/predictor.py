@@ -19,8 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from ...data.checks import require_counts
 from ...data.errors import UsageError
 from ...data.files import write_bytes
+from ...data.parsing import parse
 from ...data.tables.block_facts import BlockFacts
 from ...kernels.forest import forest_predict, forest_votes
 from ...kernels.forest_tables import FlatForest
@@ -65,6 +67,21 @@ def features_of(
     for column, values in enumerate((block_index, step_fraction, reuses_in_row, pixels), start=1):
         features[:, column] = values
     return features
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Content of a file beside the forest and its `BlockFacts`, as in `CachePredictor`."""
+
+    features: list[str]
+    input_mse_floor: float
+    threshold: float
+    min_confidence: float
+    max_lag: int
+    report: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        require_counts({"max_lag": self.max_lag})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +156,20 @@ class CachePredictor:
                 does not fit `expect`. The message names the file and the first problem.
         """
         content, arrays = _read(Path(path))
-        if content.get("features") != list(FEATURES) or content.get("input_mse_floor") != INPUT_MSE_FLOOR:
+        head = parse(_Head, content, f"{path} is damaged")
+        if head.features != list(FEATURES) or head.input_mse_floor != INPUT_MSE_FLOOR:
             raise UsageError(
-                f"{path} was trained on the features {content.get('features')}, but this psctl uses {list(FEATURES)}; "
+                f"{path} was trained on the features {head.features}, but this psctl uses {list(FEATURES)}; "
                 "run psctl train-predictor cache again"
             )
-        facts = BlockFacts.from_json(content, source=str(path))
+        facts = parse(BlockFacts, content, f"{path} is damaged")
         if expect is not None:
             facts.check_fits(expect, source=str(path))
-        threshold = _number(content, "threshold", path)
-        min_confidence = _number(content, "min_confidence", path)
-        max_lag = content.get("max_lag")
-        report = content.get("report")
-        if not isinstance(max_lag, int) or max_lag < 1 or not isinstance(report, dict):
-            raise UsageError(f"{path} is damaged: max_lag or report is missing")
         try:
             forest = FlatForest.of(**arrays, num_features=len(FEATURES))
         except (ValueError, TypeError) as error:
             raise UsageError(f"{path} is damaged: {error}") from error
-        return cls(forest.to(device), facts, threshold, min_confidence, max_lag, report)
+        return cls(forest.to(device), facts, head.threshold, head.min_confidence, head.max_lag, head.report)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -180,10 +192,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     text = head.get(_CONTENT_KEY, "")
     if head.get(_SUM_KEY) != _checksum(text, arrays):
         raise UsageError(f"{path} was edited or damaged: its checksum is wrong; run psctl train-predictor cache again")
-    content = json.loads(text)
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} is damaged: its head is not a mapping")
-    return content, arrays
+    return json.loads(text), arrays
 
 
 def _checksum(content: str, arrays: Mapping[str, torch.Tensor]) -> str:
@@ -192,10 +201,3 @@ def _checksum(content: str, arrays: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"\n{name} {array.dtype} {tuple(array.shape)}\n".encode())
         digest.update(array.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _number(content: Mapping[str, Any], name: str, path: str | Path) -> float:
-    value = content.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{path} is damaged: {name} is {value!r}, but it must be a number")
-    return float(value)

@@ -9,6 +9,7 @@ import pyarrow as pa
 import torch
 
 from ...data.errors import UsageError
+from ...data.parsing import parse
 from ...data.tables.block_facts import WHOLE_MODEL, BlockFacts
 from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import count_rows, read_batches, read_facts
@@ -77,7 +78,7 @@ def load_samples(
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"there is no block profile {path}; make one with: psctl profile blocks")
-    facts = BlockFacts.from_json(read_facts(path, BLOCKS), source=str(path))
+    facts = parse(BlockFacts, read_facts(path, BLOCKS), str(path))
     num_profiled = count_rows(path, BLOCKS)
     generator = np.random.default_rng(seed)
     num_whole = num_profiled / (len(facts.blocks) + 1)

@@ -9,10 +9,9 @@ The steps are searched by dynamic programming over statistics of requests withou
 imports no torch.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,6 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ...data.errors import UsageError
 from ...data.files import write_json
+from ...data.parsing import parse
+from ...data.records import read_json
 from ...data.requests import Request
 from ...data.tables.block_facts import ProfiledModel
 
@@ -173,20 +174,16 @@ class CacheSchedule:
         path = Path(path)
         if not path.is_file():
             raise UsageError(f"there is no cache schedule {path}; search one with: psctl train-predictor schedule")
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["kind"] != _KIND or content["format"] != _FORMAT:
-                raise UsageError(f"it is of kind {content['kind']}, format {content['format']}")
-            plans = {
-                int(number): StepPlan(int(number), tuple(map(int, steps))) for number, steps in content["plans"].items()
-            }
-            if not plans:
-                raise UsageError("it has no plans")
-            facts = ProfiledModel(**{each.name: str(content[each.name]) for each in fields(ProfiledModel)})
-            return cls(facts, plans, dict(content.get("report", {})))
-        except (UsageError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise UsageError(f"{path} is no cache schedule: {what}") from error
+        content, where = read_json(path, "a cache schedule"), f"{path} is no cache schedule"
+        if (content.get("kind"), content.get("format")) != (_KIND, _FORMAT):
+            raise UsageError(f"{where}: it is of kind {content.get('kind')}, format {content.get('format')}")
+        steps = parse(dict[int, tuple[int, ...]], content.get("plans"), f"{where}: plans")
+        plans = {number: {"num_steps": number, "steps": own} for number, own in steps.items()}
+        if not plans:
+            raise UsageError(f"{where}: it has no plans")
+        report = parse(dict[str, Any], content.get("report", {}), f"{where}: report")
+        facts = parse(ProfiledModel, content, where)
+        return cls(facts, parse(dict[int, StepPlan], plans, f"{where}: plans"), report)
 
 
 def search_plans(gram: Floats, weights: Sequence[float], most: int) -> dict[int, StepPlan]:

@@ -7,7 +7,7 @@ trained for another light model is refused.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -16,15 +16,15 @@ from torch.nn import functional as F
 
 from ...data.errors import UsageError
 from ...data.files import sha256_of
+from ...data.parsing import parse
 from ..sealed import Sealed
-from .nets import NETS, SIDE, NetName, new_net
+from .nets import SIDE, NetName, new_net
 
 DISCRIMINATOR_FILE = "discriminator.safetensors"
 _VERSION = 1
 _FILE = Sealed("psctl.discriminator", "a discriminator", "psctl train-predictor discriminator")
 
 RealImages = Literal["gt", "heavy", "vae", "near"]
-REAL_IMAGES: tuple[RealImages, ...] = get_args(RealImages)
 """Images labelled as real in training: ground truth (`gt`, the paper's `w GT`), the heavy model's images (`heavy`, `w
 Fake`), ground truth passed through the autoencoder, whose artefacts then do not separate the classes (`vae`), or the
 light images that are nearest to ground truth in the features of FID (`near`, ours)."""
@@ -49,14 +49,9 @@ class DiscriminatorAbout:
     temperature: float = 1.0
     fit: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Create from the JSON in a file's header. Raises KeyError, TypeError or ValueError if it does not fit."""
-        if data["version"] != _VERSION:
-            raise ValueError(f"version {data['version']}")
-        if data["net"] not in NETS or data["real"] not in REAL_IMAGES or not data["temperature"] > 0:
-            raise ValueError("its network is unknown")
-        return cls(**{name: data[name] for name in cls.__dataclass_fields__})
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise UsageError(f"temperature is {self.temperature}, but it must be above 0")
 
 
 class Discriminator:
@@ -117,7 +112,8 @@ def load_discriminator(path: Path) -> Discriminator:
     """
     arrays, content = _FILE.read(path)
     try:
-        about = DiscriminatorAbout.from_json(content)
+        _FILE.require_version(content, _VERSION)
+        about = parse(DiscriminatorAbout, content)
         net = new_net(about.net)
         net.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -5,14 +5,13 @@ GroupNorm replaces the originals' BatchNorm, so that an image's score never depe
 training.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 SIDE = 96
 NetName = Literal["mbconv", "resnet", "vit"]
-NETS: tuple[NetName, ...] = get_args(NetName)
 _GROUPS = 8
 
 

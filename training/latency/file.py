@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from ...data.resolution import Resolution, parse
+from ...data.parsing import NamedResolution, parse
 from ...data.run_facts import RunFacts
 from ..sealed import Sealed
 
@@ -77,7 +77,7 @@ class PredictorAbout:
         fit: seed, parameters, held-out combinations and errors (`fitting.fit_latency_predictor`), as JSON.
     """
 
-    resolutions: tuple[Resolution, ...]
+    resolutions: tuple[NamedResolution, ...]
     largest_counts: tuple[int, ...]
     max_batch_size: int
     circumstances: RunFacts | None = None
@@ -114,20 +114,6 @@ class PredictorAbout:
             "fit": dict(self.fit),
         }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Create from the result of `to_json`. Raises ValueError, KeyError or TypeError if it is something else."""
-        if data["version"] != _VERSION:
-            raise ValueError(f"version {data['version']}")
-        circumstances = data["circumstances"]
-        return cls(
-            tuple(parse(size) for size in data["resolutions"]),
-            tuple(data["largest_counts"]),
-            data["max_batch_size"],
-            None if circumstances is None else RunFacts.from_json(circumstances),
-            data["fit"],
-        )
-
 
 def write_predictor(path: str | Path, model: StepModel, about: PredictorAbout) -> None:
     """Write a predictor, atomically. Raises OSError."""
@@ -144,7 +130,8 @@ def read_predictor(path: Path) -> tuple[StepModel, PredictorAbout]:
     """
     arrays, content = _FILE.read(path)
     try:
-        about = PredictorAbout.from_json(content)
+        _FILE.require_version(content, _VERSION)
+        about = parse(PredictorAbout, content)
         weights = arrays.pop("weights")
         return StepModel(weights, SupportVectors(**arrays) if arrays else None), about
     except (ValueError, KeyError, TypeError) as error:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ....data.checks import require_counts
 from ....data.errors import UsageError
@@ -14,7 +14,6 @@ from ....data.requests import Request, steps_taken
 from ....data.resolution import parse
 from ....data.traces.traces import assign_slos
 from ...cascade.allocators import Allocator, Cluster
-from ...cascade.balancer import Balance, Balancer
 from ...cascade.controller import Controller
 from ...cascade.deferral import deferral_curve
 from ...cascade.dispatcher import Dispatcher, OnLate
@@ -26,8 +25,10 @@ from ...cascade.result import CascadeResult
 from ...cascade.simulation import CascadeModel, simulate_cascade
 from ...cascade.systems import CascadeKnobs, CascadeSystem
 from ...core.request_state import RequestRecord
+from ...scheduling.routers import FewestPixels, RandomWorker
 from ..trace_settings import check_slo_scale
 
+Balance = Literal["least", "random"]
 _PEAK_WINDOW_S = 20.0
 """Length of the window, equal to that of the moving average of demand."""
 _BURST = 1.5
@@ -45,7 +46,7 @@ class CascadeDeployment:
         slo_scale: SLO of each request as a multiple of e(1) of the heavy model.
         overprovision: lambda of equations 2 and 3.
         knobs: parameters of the system.
-        balance: rule that selects the worker of a model for a request.
+        balance: which worker of a model gets a request: that with the least pending pixel steps, or any (`random`).
         on_late: treatment of a deferred request that the heavy model cannot finish in time.
         replan_on_burst: whether a second with 1.5 times the planned number of requests triggers a new plan at once.
         skip_light: whether requests go straight to the heavy model where the plan defers nearly all of them.
@@ -125,19 +126,8 @@ class CascadeDeployment:
         confidence_of = {
             request.request_id: self.confidences[place] for request, place in zip(requests, places, strict=True)
         }
-        result = simulate_cascade(
-            requests,
-            parts.models,
-            parts.controller,
-            confidence_of.__getitem__,
-            num_workers=self.num_workers,
-            balancer=Balancer(self.balance, self.seed),
-            direct=parts.direct,
-            on_late=self.on_late,
-            batching=self.system.batching,
-            skip_light=self.skip_light,
-            costs=parts.costs,
-        )
+        dispatcher = parts.dispatcher(self)
+        result = simulate_cascade(requests, parts.models, dispatcher, confidence_of.__getitem__, self.num_workers)
         return CascadeRun(result, parts.allocator, parts.peak)
 
     def parts(self, requests: Sequence[Request]) -> "CascadeParts":
@@ -223,14 +213,14 @@ class CascadeParts(NamedTuple):
         self,
         deployment: CascadeDeployment,
         *,
-        on_end: Callable[[RequestRecord], None],
+        on_end: Callable[[RequestRecord], None] = lambda record: None,
         result: CascadeResult | None = None,
     ) -> Dispatcher:
-        """Return the dispatcher that sends requests to worker processes."""
+        """Return a dispatcher of simulated workers or worker processes."""
         return Dispatcher(
             self.models,
             self.controller,
-            Balancer(deployment.balance, deployment.seed),
+            FewestPixels() if deployment.balance == "least" else RandomWorker(deployment.seed),
             self.direct,
             deployment.on_late,
             deployment.system.batching,

@@ -7,9 +7,8 @@ from pathlib import Path
 from ....data.errors import RunError, UsageError
 from ....data.files import sha256_of
 from ....data.requests import Request
-from ....data.run_facts import usable_cores
 from ....data.workspace import Workspace
-from ...cascade.cluster import CascadeCluster, TraceSource, settings_for
+from ...cascade.fleet import cascade_fleet
 from ...cascade.legs import LEGS, Leg, LegSpec
 from ...cascade.profile import CascadeProfile
 from ...cascade.worker import WorkerSettings, image_file
@@ -67,7 +66,6 @@ class CascadeFiles:
 
         resolved = str(resolve_device(self.device))
         return WorkerSettings(
-            0,
             {leg: self.specs[leg].model for leg in LEGS},
             {leg: each.for_workers() for leg, each in parts.models.items()},
             self.device,
@@ -106,17 +104,16 @@ def serve_cascade(
     template = files.worker(parts, image_dir)
     ended: list[Callable[[], None]] = []
     dispatcher = parts.dispatcher(deployment, on_end=lambda record: ended[0]() if ended else None)
-    cluster = CascadeCluster(
-        settings_for(template, deployment.num_workers, usable_cores()), dispatcher, on_note=on_note
-    )
+    fleet = cascade_fleet(template, deployment.num_workers, dispatcher, on_note=on_note)
     error: RunError | None = None
     try:
-        cluster.run(TraceSource(requests), lambda: ended.append(on_start()))
+        fleet.run(requests, lambda: ended.append(on_start()))
     except RunError as failure:
         if not dispatcher.result.records:
             raise
         error = failure
     result = dispatcher.result
+    result.records = sorted(result.records, key=lambda record: record.request_id)
     if not result.records:
         # Ctrl-C came before the first request.
         raise KeyboardInterrupt
@@ -124,4 +121,4 @@ def serve_cascade(
     for row in result.legs:
         if row.is_deferred and served_by.get(row.request_id) == "heavy":
             image_file(template, row.request_id, "light").unlink(missing_ok=True)
-    return CascadeServed(CascadeRun(result, parts.allocator, parts.peak), cluster.was_interrupted, error)
+    return CascadeServed(CascadeRun(result, parts.allocator, parts.peak), fleet.was_interrupted, error)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ....data.requests import Request
 from ....data.resolution import Resolution
-from ....data.run_facts import usable_cores
 from ...cascade.legs import LEGS, Leg, cascade_name
 from ...models.defaults import ModelDefaults
 from ..cascade.deployment import CascadeDeployment
@@ -38,7 +37,7 @@ def make_cascade_server(
         UsageError: as `CascadeDeployment.parts_for_clients`.
     """
     require_http()
-    from ...cascade.backend import CascadeBackend, CascadeSetup
+    from ...cascade.backend import CascadeBackend
     from ...server.protocol import ModelFacts
 
     parts = deployment.parts_for_clients(list(map(str, sizes)))
@@ -54,17 +53,16 @@ def make_cascade_server(
         guidance_scale=heavy.guidance_scale,
     )
     names: dict[Leg, str] = {leg: str(files.specs[leg]) for leg in LEGS}
-    setup = CascadeSetup(
+    backend = CascadeBackend(
         files.worker(parts, Path()),
         deployment.num_workers,
-        usable_cores(),
-        parts.models,
         names,
         lambda on_end, result: parts.dispatcher(deployment, on_end=on_end, result=result),
+        on_note=on_note,
     )
     model = ModelFacts(cascade_name(files.specs), own, dtype=files.dtype, cascade=tuple(names.values()))
 
     def standalone_s(request: Request) -> float:
         return deployment.profile.standalone_s(request.resolution)
 
-    return assemble(model, standalone_s, CascadeBackend(setup, on_note=on_note), settings)
+    return assemble(model, standalone_s, backend, settings)

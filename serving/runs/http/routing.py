@@ -8,9 +8,9 @@ from ....data.errors import UsageError
 from ....data.resolution import Resolution
 from ....data.tables.latency import TABLE_PATTERN, read_latencies
 from ....training.cache.schedule import CacheSchedule
-from ...cluster.load_book import LoadBook
 from ...editing.costs import MaskShares, profiled_edits
 from ...editing.profile import PATTERN, EditProfile
+from ...fleet.book import LoadBook
 from ...scheduling.routers import PREDICTING_ROUTERS, check_router
 from ..notes import Notify
 from ..step_file import load_step_file

@@ -16,8 +16,8 @@ from ..step_latencies import MeasureLatencies
 from .engine import BuiltEngine, EngineRecipe, build_engine, build_for_replica
 
 if TYPE_CHECKING:
-    from ...cluster.deployment import ReplicaPlan
-    from ...cluster.load_book import LoadBook
+    from ...fleet.book import LoadBook
+    from ...fleet.deployment import ReplicaPlan
     from ...models.served import ServedModel
     from ...server.backend import Backend
     from ...server.front_end import FrontEnd
@@ -110,10 +110,10 @@ def make_server(
         engine = thread.submit(build).result()
         backend, facts = LocalBackend(engine.setup, thread=thread), engine.facts
     else:
-        from ...cluster.backend import ClusterBackend
+        from ...fleet.backend import ReplicaBackend
 
         on_note(f"Starting {plan.least} replicas ...")
-        backend = ClusterBackend(plan, partial(build_for_replica, recipe, measure), book=book)
+        backend = ReplicaBackend(plan, partial(build_for_replica, recipe, measure), book=book)
         facts = backend.deploy()
     return assemble(facts.model, facts.alone.latency_s, backend, settings, engine)
 

@@ -3,15 +3,15 @@
 This module imports no torch.
 """
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
 from ....data.errors import UsageError
 from ....data.parsing import parse
+from ....data.records import read_json
 from ....data.resolution import Resolution
 from ....data.tables.latency import TABLE_PATTERN, read_latencies
 from ....data.tables.schemas import RECORDS, read_rows
@@ -20,6 +20,7 @@ from ...core.request_state import RequestRecord
 from ...editing.profile import EditProfile
 from ...options import EngineName
 from ...scheduling.systems import System
+from ...simulator.graphs import GraphCosts
 from ...simulator.stage_times import StageTimes
 from ..notes import Notify
 from ..outside_profile import warn_of_small_table
@@ -42,6 +43,7 @@ class EngineFiles:
         plain_latency: step latencies of the plain engine, for standalone latencies; None for those of the calibration.
         stage_times: folder of a served run with the times of the other stages.
         prepare_ms, postprocess_ms: times of these stages in milliseconds, without `stage_times` and a calibration.
+        graph_costs: costs of launching, recording and replaying passes; None if launching is not modelled.
 
     Raises:
         UsageError: a time is out of range, or times have two sources.
@@ -54,6 +56,7 @@ class EngineFiles:
     stage_times: Path | None = None
     prepare_ms: float = 0.0
     postprocess_ms: float = 0.0
+    graph_costs: Path | None = None
 
     def __post_init__(self) -> None:
         for option, time_ms in {"--prepare-ms": self.prepare_ms, "--postprocess-ms": self.postprocess_ms}.items():
@@ -229,15 +232,22 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
     Raises:
         UsageError: the file cannot be read or is damaged.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the calibration: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: the calibration is damaged: {error}") from error
-    if not isinstance(content, dict) or not content:
+    content = read_json(path, "the calibration")
+    if not content:
         raise UsageError(f"{path}: the calibration is damaged: it names no engine")
-    return {name: parse(Calibration, data, f"{path}, {name}") for name, data in content.items()}
+    return parse(dict[str, Calibration], content, f"{path}: the calibration is damaged")
+
+
+def read_graph_costs(path: Path) -> GraphCosts:
+    """Read a file of `--graph-costs`.
+
+    Raises UsageError: it cannot be read, a number is missing or out of its range, or a name is unknown.
+    """
+    content = read_json(path, "the file of costs")
+    known = [each.name for each in fields(GraphCosts)]
+    if unknown := sorted({*content} - {*known}):
+        raise UsageError(f"{path}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    return parse(GraphCosts, content, str(path))
 
 
 def load_stage_times(run_dir: Path) -> StageTimes:

@@ -7,6 +7,7 @@ with an SLO target is searched instead (`planning`), and nothing is written. Thi
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,13 +26,14 @@ from ...models.loading import model_defaults, model_geometry
 from ...scheduling.routers import DEFAULT_ROUTER, check_router
 from ...scheduling.systems import DEFAULT_SYSTEM, System, get_system
 from ...simulator.distrifusion import Speedups
+from ...simulator.graphs import GraphModel, GraphsMode
 from ..notes import Notify
 from ..run_folder import WriteReport, write_run
 from ..step_latencies import edit_profile_for_simulation
 from ..trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_trace
 from .calibration import Calibration
 from .deployment import OnFinish, SimulatedDeployment
-from .files import EngineFiles
+from .files import EngineFiles, read_graph_costs
 from .planning import SearchResult, at_rate, duration_ratio_range, gpus_needed, highest_rate, with_error
 from .summary import simulation_summary
 
@@ -56,6 +58,7 @@ class SimulationPlan:
         slo_scale, gpus, router, max_batch_size: as in `SimulatedDeployment`.
         speedups: source of the speed-ups of all GPUs together, for a system that spans them.
         slo_target: SLO attainment of a search; None to simulate the trace.
+        graphs: how passes are launched, with the costs of `files`; None if launching is not modelled.
 
     Raises:
         UsageError: a number is out of its range, or options exclude each other.
@@ -74,6 +77,7 @@ class SimulationPlan:
     max_batch_size: int = 16
     speedups: str = "published"
     slo_target: float | None = None
+    graphs: GraphsMode | None = None
 
     def __post_init__(self) -> None:
         rate, system = self.request_rate, self.system
@@ -93,6 +97,10 @@ class SimulationPlan:
             raise UsageError(
                 f"{system.name} runs on the plain engine, so that --latency is its file, not --plain-latency"
             )
+        if (self.graphs is None) != (self.files.graph_costs is None):
+            raise UsageError("--graphs and --graph-costs belong together: give both or neither")
+        if self.graphs is not None and (system.engine != "patched" or system.spans_gpus):
+            raise UsageError(f"--graphs is for the passes of one GPU's patch engine, and {system.name} has others")
 
     @property
     def is_file(self) -> bool:
@@ -135,6 +143,9 @@ class SimulationPlan:
         served, alone = files.engines(
             self.system, self.max_batch_size, sizes, calibrated, edited, on_note=on_note, on_warning=on_warning
         )
+        if self.graphs is not None and files.graph_costs is not None:
+            graphs = GraphModel(self.graphs, read_graph_costs(files.graph_costs), math.gcd(*chain(*sizes)))
+            served = replace(served, durations=replace(served.durations, graphs=graphs))
         deployment = SimulatedDeployment(
             self.system,
             served if self.schedule is None else replace(served, schedule=self.schedule),
@@ -171,6 +182,7 @@ class SimulationPlan:
             "stage_times": text["stage_times"],
             "calibration": text["calibration"],
             **({} if text["edit_profile"] is None else {"edit_profile": text["edit_profile"]}),
+            **({} if self.graphs is None else {"graphs": self.graphs, "graph_costs": text["graph_costs"]}),
         }
 
 

@@ -37,6 +37,14 @@ def simulation_summary(
     requests_of = [0] * len(result.busy_s)
     for index in result.gpu_of.values():
         requests_of[index] += 1
+    graphs = deployment.engine.durations.graphs
+    if graphs is not None:
+        summary["graphs"] = {
+            "mode": graphs.mode,
+            "keys": result.num_keys,
+            "recordings": result.num_recordings,
+            "replay_rate": result.num_replays / result.num_steps if result.num_steps else None,
+        }
     summary |= {
         "num_gpus": deployment.num_gpus,
         **loop_figures(result),

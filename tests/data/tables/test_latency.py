@@ -1,6 +1,5 @@
 """Tables of step latencies, the notation of combinations, and tables of other programs."""
 
-import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from patchedserve.data.errors import UsageError
+from patchedserve.data.parsing import parse
 from patchedserve.data.resolution import Resolution, format_batch, parse_batch
 from patchedserve.data.run_facts import RunFacts
 from patchedserve.data.tables.latency import (
@@ -190,7 +190,7 @@ ABOUT = {"circumstances": asdict(CIRCUMSTANCES), "settings": {}}
         ([ROW | {"resolutions": {"128x129": 1}}], ABOUT, "row 1: height is 129"),
         ([ROW, ROW], ABOUT, "is damaged: 128x128 occurs twice"),
         ([ROW], None, "has no readable head"),
-        ([ROW], {"circumstances": {"model": "a"}, "settings": {}}, "is damaged .its circumstances are incomplete"),
+        ([ROW], {"circumstances": {"model": "a"}, "settings": {}}, "is damaged: 'fingerprint' is missing; delete it"),
     ],
 )
 def test_tables_of_psctl_are_validated(
@@ -205,7 +205,7 @@ def test_tables_of_psctl_are_validated(
 
 def test_circumstances_report_differences() -> None:
     assert CIRCUMSTANCES.difference(CIRCUMSTANCES) is None
-    assert RunFacts.from_json(json.loads(json.dumps(asdict(CIRCUMSTANCES)))) == CIRCUMSTANCES
+    assert parse(RunFacts, asdict(CIRCUMSTANCES)) == CIRCUMSTANCES
     for change, message in (
         ({"model": "emoji-3", "fingerprint": "def"}, "is for the model emoji-xl, but emoji-3 is served"),
         ({"fingerprint": "def"}, "is for other files of the model emoji-xl than those that are served now"),

@@ -9,7 +9,7 @@ from PIL import Image
 
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.workspace import Workspace
-from patchedserve.eval.cache.bench import Arrivals, CacheBenchSettings, run_cache_bench
+from patchedserve.eval.cache.bench import Arrivals, CacheBenchSettings, cache_experiment
 from patchedserve.eval.cache.quality import QualityOptions
 from patchedserve.eval.cache.sides import CacheSetting
 from patchedserve.eval.metrics.judges import Judges
@@ -39,16 +39,18 @@ def bench_of(
         CacheSetting("interval", "interval", CacheOptions("interval", interval=2, **base)),
         CacheSetting("accumulated", "accumulated", CacheOptions("accumulated", 1e9, max_reuse=2, **base)),
     ]
-    return run_cache_bench(
+    workspace = Workspace(folder).for_model("tiny", "cpu")
+    experiment = cache_experiment(
         model,
         [Combination(sizes, each) for each in counts],
         settings,
-        Workspace(folder).for_model("tiny", "cpu"),
+        workspace,
         CacheBenchSettings(rounds=2, num_inference_steps=STEPS, arrivals=arrivals),
         QualityOptions(clip=False),
         Judges(),
         **options,
     )
+    return experiment.run(workspace)
 
 
 @pytest.mark.exhaustive

@@ -72,5 +72,5 @@ def test_train_schedule_from_the_command_line(run_psctl: Any, tmp_path: Path) ->
     Path(result["schedule"]).write_bytes(before[:60])
     done = run_psctl(*draw, "-q", "--overwrite")
     assert done.returncode == 2
-    assert "is no cache schedule" in done.stderr
+    assert "not valid JSON, perhaps half-written" in done.stderr
     assert "Traceback" not in done.stderr

@@ -12,6 +12,7 @@ from patchedserve.data.files import write_json
 from patchedserve.data.resolution import Resolution
 from patchedserve.eval.compare.comparison import FID_TO_FIRST, Comparison
 from patchedserve.eval.compare.run import compare
+from patchedserve.eval.measurer import Measurer
 from patchedserve.eval.metrics.fid import frechet_distance
 from patchedserve.eval.sets.generate import Manifest, make_items
 from patchedserve.eval.sets.image_sets import ground_truth_of
@@ -33,7 +34,7 @@ def test_comparison_contains_everything_a_report_needs(tmp_path: Path) -> None:
     real = image_set(tmp_path / "real", settings_of("plain"), shift=9, count=6)
     (real / "manifest.json").unlink()
     write_json(other / "cache-use.json", {"num_images": 4, "by_block": {"mid": [8, 2]}})
-    found = compare(one, other, ("psnr", "clip", "fid"), FakeJudges(), reference=real)
+    found = compare(one, other, ("psnr", "clip", "fid"), Measurer(FakeJudges()), reference=real)
     features = {folder.name: features_of_folder(folder) for folder in (one, other, real)}
     for side, name in ((found.first, "one"), (found.second, "other")):
         assert side.metrics["fid"].value == pytest.approx(frechet_distance(features["real"], features[name]), rel=1e-3)
@@ -70,10 +71,10 @@ def test_bad_images_drop_only_their_pairs(tmp_path: Path) -> None:
         (folder / "006.png").write_bytes(b"")
     (real / "000.png").write_bytes(b"")
     with pytest.raises(UsageError, match=r"2 bad entries so far, but at most 1 allowed \(--max-bad\)"):
-        compare(one, other, ("fid",), FakeJudges(), reference=real, max_bad=1)
+        compare(one, other, ("fid",), Measurer(FakeJudges(), max_bad=1), reference=real)
     with pytest.raises(UsageError, match=r"3 bad entries so far, but at most 2 allowed \(--max-bad\)"):
-        compare(one, other, ("fid",), FakeJudges(), reference=real, max_bad=2)
-    found = compare(one, other, ("psnr", "clip", "fid"), FakeJudges(), reference=real, max_bad=3)
+        compare(one, other, ("fid",), Measurer(FakeJudges(), max_bad=2), reference=real)
+    found = compare(one, other, ("psnr", "clip", "fid"), Measurer(FakeJudges(), max_bad=3), reference=real)
     kept = [0, 2, 3, 5]
     truth = features["real"][1:]
     for side, name in ((found.first, "one"), (found.second, "other")):

@@ -1,18 +1,16 @@
 """Figures of benchmarks for gates: sweeps of `psctl bench slo`, and rows of the other two benchmarks."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.figures import write_figures
 from patchedserve.data.files import write_json
 from patchedserve.eval.gates.judging import Gate, judge
-from patchedserve.profiling.steps.rows import median_interval, row_figures
+from patchedserve.profiling.experiment.rows import row_figures
 from patchedserve.profiling.sweep.figures import estimates, sweep_figures
 from patchedserve.psctl.app import main
 
@@ -188,13 +186,3 @@ def test_damaged_figures_are_named(tmp_path: Path, figures: Any, message: str) -
     with pytest.raises(UsageError, match=message) as caught:
         figures_in(tmp_path)
     assert "result.json" in str(caught.value)
-
-
-def test_interval_of_a_median_has_95_percent_coverage() -> None:
-    assert median_interval([1.0, 2.0, 3.0, 4.0, 5.0]) is None
-    assert median_interval([]) is None
-    # With six values, the median lies below the smallest or above the largest with probability 2 / 64.
-    assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == [1.0, 6.0]
-    rng = np.random.default_rng(0)
-    found = [median_interval(rng.exponential(size=15).tolist()) or [9, 9] for _ in range(2000)]
-    assert 0.95 < np.mean([low <= math.log(2) <= high for low, high in found]) < 0.98

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from patchedserve.data.datasets.base import BadEntries
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.eval.compare.run import Comparison, compare
 from patchedserve.eval.gates.file import read_gates
 from patchedserve.eval.gates.judging import Gate, judge, write_baseline
+from patchedserve.eval.measurer import Measurer
 from patchedserve.eval.metrics.judges import Judges
-from patchedserve.eval.metrics.measure import measure_clip
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.sets.drawers import EngineDrawer
 from patchedserve.eval.sets.generate import Manifest, generate_set, generation_settings, make_items
@@ -78,7 +77,7 @@ class Drawn:
 
     def compare(self, first: Path, second: Path, output: Path) -> Comparison:
         """Compare two sets as `psctl eval compare` does, and write the result where gates read it."""
-        found = compare(first, second, ("psnr", "ssim", "lpips"), self.judges)
+        found = compare(first, second, ("psnr", "ssim", "lpips"), Measurer(self.judges))
         found.save(output)
         return found
 
@@ -140,7 +139,7 @@ def drawn_by(name: str, folder: Path) -> Drawn:
     sound.compare(sound.patched, scheduled, sound.results / "scheduled.json")
     images = set_of(sound.patched, manifest)
     captions = {item.id: item.prompt for item in manifest.items}
-    result, values = measure_clip(sound.judges.clip, "emoji-clip", images, captions, bad=BadEntries(images.name))
+    result, values = Measurer(sound.judges).clip(images, captions)
     EvalResults({result.name: result}, {result.name: values}).save(sound.results / "clip.json")
     # CI has a baseline for its own prompts; this baseline comes from the images themselves.
     read = read_gates(sound.results / GATES.name)

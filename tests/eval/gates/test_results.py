@@ -134,7 +134,7 @@ def test_figures_of_comparisons_and_plain_files(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "must hold a JSON object"),
+        ("[1]", "holds a list, but a result must be an object"),
         ('{"kind": "psctl-eval", "version": 9, "metrics": {}}', "of an older version .*; run psctl eval again"),
         ('{"kind": "psctl-compare", "version": 1, "metrics": {}}', "run psctl eval compare again"),
         ('{"figures": {}, "per_image": {"psnr": {"a": "3"}}}', "per_image: psnr.a is '3', but it must be a number"),
@@ -169,7 +169,7 @@ def test_damaged_evaluations_are_named(tmp_path: Path, content: dict[str, Any], 
 
 
 def test_missing_result_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"none\.json: cannot be read: no such file"):
+    with pytest.raises(UsageError, match=r"none\.json: cannot read a result: No such file"):
         figures_in(tmp_path / "none.json")
     with pytest.raises(UsageError, match="holds no result file"):
         figures_in(tmp_path)

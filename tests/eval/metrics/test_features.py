@@ -16,9 +16,10 @@ from PIL import Image
 from patchedserve.data.datasets.folders import open_folder
 from patchedserve.data.datasets.registry import open_dataset
 from patchedserve.data.datasets.sampling import Sample, sample_pairs
+from patchedserve.eval.measurer import Measurer
 from patchedserve.eval.metrics.features import features_of
 from patchedserve.eval.metrics.images import batches_by_size
-from patchedserve.eval.metrics.measure import measure_pairs
+from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.metrics.psnr import psnr
 from patchedserve.eval.metrics.ssim import ssim
 from patchedserve.eval.sets.image_sets import MappedImages
@@ -86,7 +87,7 @@ def test_table_is_read_in_one_pass_and_features_keep_sample_order(
     assert started == [0, 1]
     # The same holds for pairs, whose values are in the order of the sample.
     started.clear()
-    _, values = measure_pairs(("psnr",), _brighter(sample), sample)
+    _, values, _ = Measurer(Judges()).pairs(("psnr",), _brighter(sample), sample)
     assert list(values["psnr"]) == list(sample.ids)
     assert values["psnr"]["7"] == pytest.approx(20 * math.log10(255 / 3))
     # Two threads may overtake each other within a batch of rows without starting the file again.
@@ -119,7 +120,7 @@ def test_pairs_of_alternating_sizes_are_measured_in_full_batches(
 
     monkeypatch.setattr("patchedserve.eval.metrics.measure.ssim", counting)
     one, other = (open_folder(tmp_path / name) for name in "ab")
-    _, values = measure_pairs(("ssim", "psnr"), one, other)
+    _, values, _ = Measurer(Judges()).pairs(("ssim", "psnr"), one, other)
     assert sorted(counts) == [4, 4, 16, 16]
     assert list(values["ssim"]) == list(one.ids)
     for name in one.ids:

@@ -10,8 +10,10 @@ from PIL import Image
 from patchedserve.data.datasets.base import BadEntries
 from patchedserve.data.datasets.folders import open_folder
 from patchedserve.data.errors import UsageError
+from patchedserve.eval.measurer import Measurer
 from patchedserve.eval.metrics.features import features_of
-from patchedserve.eval.metrics.measure import measure_paired_fid, measure_pairs, measure_sets
+from patchedserve.eval.metrics.judges import Judges
+from patchedserve.eval.metrics.measure import measure_paired_fid, measure_sets
 from patchedserve.eval.metrics.psnr import psnr
 from patchedserve.eval.metrics.ssim import ssim
 
@@ -64,7 +66,8 @@ def test_pairs_of_mixed_sizes_are_measured_individually(tmp_path: Path) -> None:
         open_folder(image_folder(tmp_path / name, 6, seed=seed, sizes=sizes)) for name, seed in (("a", 0), ("b", 1))
     )
     (tmp_path / "b" / "004.png").write_bytes((tmp_path / "a" / "004.png").read_bytes())
-    results, values = measure_pairs(("psnr", "ssim"), one, other)
+    measurer = Measurer(Judges())
+    results, values, _ = measurer.pairs(("psnr", "ssim"), one, other)
     arrays = [[np.asarray(folder.open_image(name)) for name in folder.ids] for folder in (one, other)]
     for name, image, reference in zip(one.ids, *arrays, strict=True):
         assert values["psnr"][name] == min(100.0, psnr(image, reference))
@@ -75,13 +78,15 @@ def test_pairs_of_mixed_sizes_are_measured_individually(tmp_path: Path) -> None:
     assert results["psnr"].details["num_identical"] == 1
     Image.new("RGB", (8, 40)).save(tmp_path / "b" / "003.png")
     with pytest.raises(UsageError, match=r"003\.png: the image is 16x16, but its reference 8x40"):
-        measure_pairs(("psnr",), one, other)
+        measurer.pairs(("psnr",), one, other)
     (tmp_path / "b" / "003.png").write_bytes(b"x")
-    bad = BadEntries("a against b", 1)
-    results, _ = measure_pairs(("psnr",), one, other, bad=bad)
-    assert (results["psnr"].n, len(bad)) == (5, 1)
+    with pytest.raises(UsageError, match=r"003\.png"):
+        measurer.pairs(("psnr",), one, other)
+    results, _, (warning,) = Measurer(Judges(), max_bad=1).pairs(("psnr",), one, other)
+    assert results["psnr"].n == 5
+    assert warning.startswith("pair left out: 003.png: ")
     with pytest.raises(UsageError, match="1 images have no partner"):
-        measure_pairs(("psnr",), one, open_folder(image_folder(tmp_path / "c", 5)))
+        measurer.pairs(("psnr",), one, open_folder(image_folder(tmp_path / "c", 5)))
 
 
 def test_paired_fid_is_resampled_by_pairs_and_not_extrapolated() -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from patchedserve.data.errors import UsageError
-from patchedserve.eval.parallel.plan import PARTS, Claim, ParallelPlan, Verdict, parse_parts, parse_ranks
+from patchedserve.eval.compare.paired import PairedResult
+from patchedserve.eval.parallel.plan import PARTS, Claim, ParallelPlan, parse_parts, parse_ranks
 
 
 def test_each_set_is_generated_once_and_claims_use_generated_sets() -> None:
@@ -50,7 +51,8 @@ def test_verdicts(
     metric: str, kind: str, values: tuple[float, float], interval: tuple[float | None, float | None], holds: bool
 ) -> None:
     claim = replace(Claim("it is so", metric, "a", "b"), kind=kind)
-    assert Verdict(claim, *values, values[1] - values[0], *interval).holds is holds
+    found = PairedResult(metric, *values, values[1] - values[0], *interval, n=9, direction="lower")
+    assert claim.holds(found) is holds
 
 
 def test_invalid_plans_are_refused() -> None:

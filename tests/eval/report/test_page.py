@@ -92,8 +92,8 @@ def test_invalid_input_gives_a_one_line_error(tmp_path: Path, capsys: pytest.Cap
     write_json(tmp_path / "other.json", {"kind": "psctl-images"})
     (tmp_path / "folder").mkdir()
     for arguments, message in (
-        ([tmp_path / "none.json"], "none.json: cannot be read: no such file or directory"),
-        ([whole, half], "half.json: is not valid JSON"),
+        ([tmp_path / "none.json"], "none.json: cannot read a result: No such file or directory"),
+        ([whole, half], "half.json: not valid JSON"),
         ([tmp_path / "older.json"], "was written by an older psctl"),
         ([tmp_path / "damaged.json"], "damaged.json: first.metrics.fid.value is 'high', but it must be a number"),
         ([tmp_path / "lacking.json"], "lacking.json: 'first.metrics' is missing"),

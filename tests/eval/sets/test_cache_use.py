@@ -10,6 +10,7 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.files import sha256_of
 from patchedserve.data.workspace import Workspace
+from patchedserve.eval.measurer import Measurer
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.options import EvalOptions, plan_eval
 from patchedserve.eval.result_files import EvalResults
@@ -82,7 +83,7 @@ def evaluate(
         return advance
 
     outcome = evaluate_model(
-        EngineDrawer(model), plan, options, Judges(), workspace, shared_root=root, start_phase=start_phase, **more
+        EngineDrawer(model), plan, options, Measurer.of(options, Judges(), root, start_phase), workspace, **more
     )
     return outcome, steps
 
@@ -125,7 +126,7 @@ def test_cache_is_recorded_and_its_images_form_a_separate_set(model_dir: Path, c
     # A measurement of the folder reports them as well.
     options = replace(OPTIONS, dataset=captions)
     workspace = Workspace(tmp_path).for_model("folder", "cpu")
-    folder = evaluate_folders(on.images_dir, None, options, Judges(), workspace, shared_root=tmp_path)
+    folder = evaluate_folders(on.images_dir, None, options, Measurer.of(options, Judges(), tmp_path), workspace)
     assert folder.results.cache_use == use
     assert folder.results.settings["cache"] == BY_NAME
 

@@ -13,8 +13,8 @@ from PIL import Image
 from torch._dynamo.utils import counters
 
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.steps.bench import STEPS, StepBench, run_bench, summarize
-from patchedserve.profiling.steps.lanes import BenchSettings, ratios_of
+from patchedserve.profiling.steps.bench import STEPS, StepBench, step_experiment, summarize
+from patchedserve.profiling.steps.lanes import BenchSettings
 from patchedserve.profiling.steps.sides import (
     BOTH,
     COMPILED,
@@ -119,14 +119,9 @@ def ends_ms(row: dict[str, Any], side: str) -> tuple[float, float]:
 @pytest.mark.slow
 def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     seen: list[str] = []
-    outcome = run_bench(
-        STEPS,
-        sdxl,
-        [squares(2, 0, 0), squares(1, 1, 1), squares(2, 0, 1)],
-        ModelWorkspace(tmp_path),
-        FAST,
-        on_start=lambda combination: seen.append(combination.label),
-    )
+    workspace, chosen = ModelWorkspace(tmp_path), [squares(2, 0, 0), squares(1, 1, 1), squares(2, 0, 1)]
+    experiment = step_experiment(STEPS, sdxl, chosen, workspace, FAST)
+    outcome = experiment.run(workspace, on_start=lambda combination: seen.append(experiment.label(combination)))
     result = outcome.result
     assert seen == ["SS", "SML", "SSL"]
     assert not outcome.was_interrupted
@@ -200,7 +195,7 @@ def test_every_side_runs_with_every_effort_level(tmp_path: Path) -> None:
 
 def test_side_that_cannot_be_recorded_is_omitted(sdxl: ServedModel) -> None:
     class Refuses(Tape):
-        def __call__(self, work: Callable[[], torch.Tensor]) -> Any:
+        def __call__(self, work: Callable[..., torch.Tensor]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     bench = StepBench(sdxl, FAST, efforts=(EAGER, GRAPHS), make_recorder=lambda _: Refuses())
@@ -215,10 +210,3 @@ def test_side_that_cannot_be_recorded_is_omitted(sdxl: ServedModel) -> None:
         ),
         "recording a pass: RuntimeError: operation not permitted when stream is capturing",
     )
-
-
-def test_ratios_are_independent_of_machine_slowdowns() -> None:
-    """Medians of two sides may come from a slow and a fast minute; both sides of one repeat run in the same minute."""
-    moods = [1.0, 1.0, 1.3, 2.0, 2.0]
-    base, patched = ([ms * mood for mood in moods] for ms in (15.0, 10.0))
-    assert ratios_of(base, patched) == pytest.approx([1.5] * 5)

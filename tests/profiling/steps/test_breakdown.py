@@ -10,9 +10,8 @@ from PIL import Image
 
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.report.table import to_rich
-from patchedserve.profiling.report.tables import breakdown_tables
 from patchedserve.profiling.steps.attribution import CATEGORIES, HostSpan, Kernel, attribute
-from patchedserve.profiling.steps.bench import run_bench
+from patchedserve.profiling.steps.bench import step_experiment
 from patchedserve.profiling.steps.breakdown import BREAKDOWN
 from patchedserve.psctl.output import Output
 from patchedserve.serving.models.build import build_model
@@ -27,7 +26,9 @@ from ...support.tiny_models import tiny_sd3, tiny_sdxl
 def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_model(make(), name="tiny")
     chosen = [squares(1, 1, 1), squares(0, 0, 2)]
-    outcome = run_bench(BREAKDOWN, model, chosen, ModelWorkspace(tmp_path), FAST)
+    workspace = ModelWorkspace(tmp_path)
+    experiment = step_experiment(BREAKDOWN, model, chosen, workspace, FAST)
+    outcome = experiment.run(workspace)
     result = outcome.result
     assert json.loads((outcome.run_dir / "breakdown.json").read_text()) == result
     assert Image.open(outcome.run_dir / "breakdown.png").width > 500
@@ -42,7 +43,7 @@ def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pyte
             for category, ms in side["ms"].items():
                 # SD3 has no GroupNorm; all other categories take time on both sides.
                 assert (ms > 0) == (is_unet or category != "group_norm"), category
-    Output().data(result, table=to_rich(breakdown_tables(result)))
+    Output().data(result, table=to_rich(experiment.tables(result)))
     printed = capsys.readouterr().out
     for word in ("SML", "LL", "group-norm", "stitching", "host", "same resolution"):
         assert word in printed

@@ -12,7 +12,7 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
-from patchedserve.profiling.sweep.runner import run_sweep
+from patchedserve.profiling.sweep.runner import Sweep
 from patchedserve.profiling.sweep.settings import SweepFolder, SweepRunResult, SweepSettings, read_head
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.runs.trace_settings import TraceSettings
@@ -25,11 +25,22 @@ def settings(**fields: Any) -> SweepSettings:
 
 
 class InterruptedEngine:
-    """An engine that finishes runs at once and is interrupted at its n-th run."""
+    """A side whose engine finishes runs at once and is interrupted at its n-th run."""
 
-    def __init__(self, after: int, *, by_signal: bool) -> None:
-        self.after, self.by_signal = after, by_signal
+    extra_requests = ()
+
+    def __init__(self, head: dict[str, Any], after: int, *, by_signal: bool) -> None:
+        self._head, self.after, self.by_signal = head, after, by_signal
         self.served: list[tuple[str, int]] = []
+
+    def check(self, examples: Sequence[Request]) -> None:
+        """Every request can be served."""
+
+    def head(self, examples: Sequence[Request], known_s: Any) -> dict[str, Any]:
+        return self._head
+
+    def begin(self, folder: SweepFolder, standalone_s: Callable[[Request], float]) -> Any:
+        return {"simulator": self.run}
 
     def run(
         self, system: System, requests: Sequence[Request], standalone_s: Callable[[Request], float]
@@ -51,18 +62,17 @@ class InterruptedEngine:
 def test_interrupted_sweep_resumes(tmp_path: Path, by_signal: bool) -> None:
     wanted = settings(systems=("diffusers", "patchedserve", "patched-edf"), rates=(1.0, 2.0), seeds=(3,))
     head = {"settings": wanted.fixed(), "circumstances": {"model": "m"}, "standalone_s": {"128x128": 1.0}}
-    first, rest = InterruptedEngine(2, by_signal=by_signal), InterruptedEngine(99, by_signal=by_signal)
-    assert run_sweep(
-        wanted, {"simulator": first.run}, SweepFolder(tmp_path, head), lambda request: 1.0, ModelDefaults()
-    )
+    first, rest = (InterruptedEngine(head, after, by_signal=by_signal) for after in (2, 99))
+    outcome = Sweep(wanted, first, ModelDefaults(), lambda: tmp_path).run()
+    assert (outcome.was_interrupted, outcome.result["num_finished"]) == (True, 2)
+    assert str(tmp_path) in outcome.hint
     assert first.served == [("diffusers", 4), ("patchedserve", 4)]
     folder = SweepFolder(tmp_path, head)
     assert len(folder.finished(wanted)) == folder.num_finished(wanted) == 2
     done: list[int] = []
-    again = run_sweep(
-        wanted, {"simulator": rest.run}, folder, lambda request: 1.0, ModelDefaults(), on_done=lambda: done.append(1)
-    )
-    assert not again
+    again = Sweep(wanted, rest, ModelDefaults(), lambda: tmp_path).run(on_done=lambda: done.append(1))
+    assert not again.was_interrupted
+    assert again.place.is_file()
     # The second rate starts with another system.
     assert [name for name, _ in rest.served] == ["patched-edf", "patchedserve", "patched-edf", "diffusers"]
     assert len(done) == 6

@@ -7,7 +7,6 @@ import pytest
 from patchedserve.data.requests import Fallback, Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.allocators import Observations
-from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.dispatcher import Dispatcher
 from patchedserve.serving.cascade.leg_model import LegModel
@@ -15,6 +14,8 @@ from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.problem import AllocationPlan, ModelTimes
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.fleet.messages import Cancel, Command, Draw, LimitBatchSize, SwitchModel
+from patchedserve.serving.scheduling.routers import FewestPixels
 
 SIZE = Resolution(64, 64)
 TIMES = ModelTimes((1, 2), (10.0, 12.0), {str(SIZE): (0.1, 0.15)})
@@ -27,21 +28,20 @@ class Idle:
     def __init__(self, index: int, leg: Leg | None) -> None:
         self.index, self.leg, self.num_waiting = index, leg, 0
         self.taken: list[Request] = []
-        self.changes: list[Leg] = []
+        self.changes: list[str] = []
         self.cancelled: list[int] = []
         self.batch_size = 0
 
-    def take(self, request: Request, now_s: float) -> None:
-        self.taken.append(request)
-
-    def cancel(self, request_id: int, reason: str) -> None:
-        self.cancelled.append(request_id)
-
-    def limit_batch_size(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-
-    def switch_model(self, leg: Leg, now_s: float) -> None:
-        self.changes.append(leg)
+    def send(self, command: Command) -> None:
+        match command:
+            case Draw(request):
+                self.taken.append(request)
+            case Cancel(request_id):
+                self.cancelled.append(request_id)
+            case LimitBatchSize(batch_size):
+                self.batch_size = batch_size
+            case SwitchModel(model):
+                self.changes.append(model)
 
 
 class DispatcherHarness:
@@ -67,7 +67,7 @@ class DispatcherHarness:
         self.dispatcher = Dispatcher(
             models,
             Controller(allocate, [0.5]),
-            Balancer(),
+            FewestPixels(),
             lambda request_id: 0.0,
             "discard",
             "plan",
@@ -76,8 +76,8 @@ class DispatcherHarness:
         )
         self.dispatcher.start(self.make, most)
 
-    def make(self, index: int, leg: Leg | None) -> Idle:
-        self.workers[index] = Idle(index, leg)
+    def make(self, index: int) -> Idle:
+        self.workers[index] = Idle(index, self.dispatcher.slots[index].leg)
         return self.workers[index]
 
     def ask(self, number: int, now_s: float = 0.0, fallback: Fallback = "light") -> None:
@@ -132,7 +132,7 @@ def test_deferred_request_may_start_from_its_light_image() -> None:
     assert (alone.request_id, alone.traced, alone.num_steps) == (1, None, 20)
     assert deferred.traced is not None
     assert (deferred.traced.strength, deferred.num_inference_steps, deferred.num_steps) == (0.6, 20, 12)
-    assert harness.dispatcher.slots[2].pending_pixel_steps == (20 + 12) * SIZE.pixels
+    assert harness.dispatcher.slots[2].work.pixel_steps == (20 + 12) * SIZE.pixels
     harness.end(2, 0, 2.0, None)
     harness.end(2, 1, 2.0, None)
     assert harness.dispatcher.result.sides() == {0: "reused", 1: "heavy"}
@@ -175,7 +175,7 @@ def test_request_can_be_cancelled_at_any_stage() -> None:
     assert harness.dispatcher.num_open == 1
     # Only the third is still to be drawn.
     assert [number for slot in harness.dispatcher.slots for number in slot.assignments] == [2]
-    assert sum(slot.pending_pixel_steps for slot in harness.dispatcher.slots) == SIZE.pixels * MODELS["light"].num_steps
+    assert sum(slot.work.pixel_steps for slot in harness.dispatcher.slots) == SIZE.pixels * MODELS["light"].num_steps
 
 
 def test_keeping_last_bounds_the_results() -> None:
@@ -244,7 +244,7 @@ def test_returned_requests_are_redistributed_without_using_up_an_attempt() -> No
     own = list(slot.assignments)
     slot.next_leg = "heavy"
     harness.dispatcher.requests_returned(0, own, 1.0)
-    assert slot.pending_pixel_steps == 0
+    assert slot.work.pixel_steps == 0
     assert sorted(request.request_id for request in harness.workers[1].taken) == [0, 1, 2, 3]
     harness.dispatcher.switch_started(0)
     harness.dispatcher.switch_finished(0, 2.0)

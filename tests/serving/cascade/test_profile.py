@@ -117,7 +117,7 @@ def test_damaged_profiles_are_reported(tmp_path: Path, change: Any, reason: str)
     with pytest.raises(UsageError, match=reason):
         read_profile(path)
     path.write_text("{")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="not valid JSON"):
         read_profile(path)
     with pytest.raises(UsageError, match="there is no such file"):
         read_profile(tmp_path / "other.json")

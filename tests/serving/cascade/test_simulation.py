@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,24 @@ import pytest
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.cascade.allocators import Cluster, DiffServe, Fixed, Observations, Proteus, clipper, static
+from patchedserve.serving.cascade.allocators import (
+    Allocator,
+    Cluster,
+    DiffServe,
+    Fixed,
+    Observations,
+    Proteus,
+    clipper,
+    static,
+)
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.deferral import deferral_curve
+from patchedserve.serving.cascade.dispatcher import Dispatcher, OnLate
 from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.problem import AllocationPlan, ModelTimes
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.simulation import CascadeModel, simulate_cascade
+from patchedserve.serving.scheduling.routers import FewestPixels
 from patchedserve.serving.simulator.stage_times import StageTimes
 from patchedserve.serving.simulator.step_durations import ProfiledSteps, StepDurations
 
@@ -69,9 +80,16 @@ def confidence_of(number: int) -> float:
     return CONFIDENCES[number % len(CONFIDENCES)]
 
 
-def run(requests: list[Request], allocate: object, workers: int = 6, **more: object) -> CascadeResult:
-    controller = Controller(allocate, CONFIDENCES)  # type: ignore[arg-type]
-    return simulate_cascade(requests, MODELS, controller, confidence_of, num_workers=workers, **more)  # type: ignore[arg-type]
+def run(
+    requests: list[Request],
+    allocate: Allocator,
+    confidence_of: Callable[[int], float] = confidence_of,
+    *,
+    direct: Callable[[int], float] = lambda number: 0.0,
+    on_late: OnLate = "discard",
+) -> CascadeResult:
+    dispatcher = Dispatcher(MODELS, Controller(allocate, CONFIDENCES), FewestPixels(), direct, on_late, "plan")
+    return simulate_cascade(requests, MODELS, dispatcher, confidence_of, num_workers=6)
 
 
 def check(result: CascadeResult, requests: list[Request]) -> None:
@@ -160,8 +178,7 @@ def test_deferred_requests_without_a_heavy_worker_wait_and_are_refused() -> None
 
 
 def test_nan_confidence_is_deferred() -> None:
-    controller = Controller(DiffServe(CLUSTER), CONFIDENCES)
-    result = simulate_cascade(trace(1.0, 20), MODELS, controller, lambda _: math.nan, num_workers=6)
+    result = run(trace(1.0, 20), DiffServe(CLUSTER), lambda _: math.nan)
     assert set(result.served_by().values()) == {"heavy"}
 
 

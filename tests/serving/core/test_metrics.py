@@ -159,6 +159,14 @@ def test_unfinished_requests_are_an_internal_error() -> None:
         record.close("failed", 2.0)
 
 
+def test_record_moves_to_the_clock_of_another_process() -> None:
+    record = ended(1, arrival_s=1.0, admitted_s=1.5, finish_s=3.0, slo_s=2.0)
+    moved = record.shifted(10.0)
+    assert (moved.arrival_s, moved.admitted_s, moved.denoise_end_s, moved.finish_s) == (11.0, 11.5, None, 13.0)
+    assert (moved.slo_s, moved.latency_s, moved.slo_met) == (2.0, record.latency_s, True)
+    assert record.arrival_s == 1.0
+
+
 def test_views_show_progress_and_are_immutable() -> None:
     asked = Request(3, "p", LARGE, num_inference_steps=5, arrival_s=1.0, slo_s=2.0)
     state = RequestState.of(asked, RequestView.of(asked, 0.4))

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchedserve.serving.core.captured import Pause
+
 from ...support.tape import Tape
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -26,7 +28,7 @@ def test_replay_recomputes_in_place() -> None:
         return torch.cat([out, x.flatten()[2:5][None]])
 
     tape = Tape()
-    play, result = tape(work)
+    play, result = tape(lambda _: work())
     assert result.isnan().all(), "recording computes nothing"
     for scale in (1.0, -0.5):
         x.copy_(X * scale)
@@ -37,7 +39,7 @@ def test_replay_recomputes_in_place() -> None:
 
 def test_numbers_are_constants_of_the_recording() -> None:
     settings = {"scale": 2.0}
-    play, result = Tape()(lambda: X * settings["scale"])
+    play, result = Tape()(lambda _: X * settings["scale"])
     settings["scale"] = 3.0
     play()
     assert torch.equal(result, X * 2)
@@ -45,7 +47,7 @@ def test_numbers_are_constants_of_the_recording() -> None:
 
 def test_outside_tensors_are_read_in_place_and_not_retained() -> None:
     outside = {"x": X.clone()}
-    play, result = Tape()(lambda: outside["x"] + 1)
+    play, result = Tape()(lambda _: outside["x"] + 1)
     outside["x"].copy_(X * 5)
     play()
     assert torch.equal(result, X * 5 + 1)
@@ -71,7 +73,7 @@ def test_outside_tensors_are_read_in_place_and_not_retained() -> None:
 )
 def test_transfers_with_the_host_are_refused(work: Callable[[], Tensor]) -> None:
     with pytest.raises(AssertionError, match="cannot be recorded"):
-        Tape()(work)
+        Tape()(lambda _: work())
     assert work().numel(), "and only there"
 
 
@@ -79,7 +81,7 @@ def test_compiled_functions_are_recorded() -> None:
     x = X.clone()
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
     compiled(x)
-    play, result = Tape()(lambda: compiled(x))
+    play, result = Tape()(lambda _: compiled(x))
     x.add_(1)
     play()
     assert torch.equal(result, compiled(x))
@@ -95,6 +97,27 @@ def test_host_computations_run_once() -> None:
         out[:, 1] = 4.0
         return out + X * calls[0]
 
-    play, result = Tape()(work)
+    play, result = Tape()(lambda _: work())
     play()
     assert torch.equal(result, X * 4 + torch.tensor([0.0, 4.0, 0.0]))
+
+
+@torch.inference_mode()
+def test_paused_work_runs_again_and_may_read_values() -> None:
+    """Its results depend on the state of the moment, and the segments around it read and write the same memory."""
+    x, state = X.clone(), {"scale": 2.0}
+
+    def work(pause: Pause) -> Tensor:
+        doubled = x * 2
+        (middle,) = pause(lambda each: (each * state["scale"] * float(each.max()),), (doubled,))
+        return middle + 1
+
+    tape = Tape()
+    play, result = tape(work)
+    assert result.isnan().all()
+    for scale in (1.0, -3.0):
+        x.copy_(X * scale)
+        state["scale"] = scale
+        play()
+        doubled = X * scale * 2
+        assert torch.equal(result, doubled * scale * float(doubled.max()) + 1)

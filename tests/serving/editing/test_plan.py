@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from patchedserve.serving.editing.plan import PLANS, UnitTimes, latency_of, optimal_plan, paper_plan
+from patchedserve.serving.editing.plan import UnitTimes, latency_of, optimal_plan, paper_plan
+
+from ...benchmarks.edit_plans import COMPARED
 
 NUM_INSTANCES = 10_000
 
@@ -81,9 +83,9 @@ def test_greedy_plan_of_the_paper_lets_loads_delay_later_layers() -> None:
 
 
 def test_only_free_loads_are_faster_than_the_optimal_plan() -> None:
-    is_better = dict.fromkeys(PLANS, 0)
+    is_better = dict.fromkeys(COMPARED, 0)
     for units in instances(500, most_units=40, seed=1):
-        found = {name: make(units).latency_s for name, make in PLANS.items()}
+        found = {name: make(units).latency_s for name, make in COMPARED.items()}
         best = found["optimal"]
         assert found["ideal"] <= best + 1e-9
         for name in ("paper", "strawman", "none"):

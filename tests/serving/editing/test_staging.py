@@ -23,7 +23,7 @@ from .test_exact import pipeline
 def names_of(model: ServedModel, request: Request) -> list[str]:
     """Return the operators in the record of an edit; the record is in memory."""
     store = some(model.reuse.store)
-    return list(some(store.find(some(model.reuse.key_of(request)), model.device)).steps[0][0])
+    return list(some(store.find(some(model.reuse.key_of(request)), model.device)).source.steps[0][0])
 
 
 def units_of(model: ServedModel) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def test_staged_steps_are_bounded(tmp_path: Path) -> None:
 
     def staged() -> set[tuple[int, int]]:
         assert store.staging.num_bytes <= 4.5e6 * step_mb
-        places = {(each.staged._number, step): (index, step) for index, each in enumerate(records) for step in range(6)}
+        places = {(each._number, step): (index, step) for index, each in enumerate(records) for step in range(6)}
         return {places[key] for key in store.staging._staged}
 
     for step in range(3):
@@ -97,7 +97,7 @@ def test_pass_waits_only_for_the_layers_it_needs(tmp_path: Path) -> None:
     start_s = time.perf_counter()
     rows = record.read_rows(0, units)
     assert rows[0][in_units[units[0]][0]].isfinite().all()
-    first = store.staging._staged[record.staged._number, 0].staged
+    first = store.staging._staged[record._number, 0]
     loads = [first._loads[unit] for unit in units]
     assert not loads[-1].done()
     assert rows[1][in_units[units[-1]][-1]].isfinite().all()
@@ -106,4 +106,4 @@ def test_pass_waits_only_for_the_layers_it_needs(tmp_path: Path) -> None:
     # Loads that are no longer expected are dropped unless they have begun.
     record.expect(1, units)
     record.expect(1, units[-1:])
-    assert len(store.staging._staged[record.staged._number, 1].staged._loads) <= 2
+    assert len(store.staging._staged[record._number, 1]._loads) <= 2

@@ -11,7 +11,7 @@ import torch
 
 from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.errors import RunError, UsageError
-from patchedserve.serving.editing.keys import TemplateKey
+from patchedserve.serving.editing.records import FileSteps, MemorySteps
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
 from patchedserve.serving.options import TemplateTiers
 
@@ -69,12 +69,13 @@ def test_folder_is_bounded_and_evicts_least_recently_read_records(tmp_path: Path
     keys = [key for request in requests if (key := model.reuse.key_of(request)) is not None]
     assert model.reuse.store is not None
     records = [record for key in keys if (record := model.reuse.store.find(key, model.device)) is not None]
+    steps = [record.source.steps for record in records if isinstance(record.source, MemorySteps)]
     store = TemplateStore(tmp_path / "some", TemplateTiers(memory_mb=0.0, disk_mb=2.5 * records[0].num_bytes / 1e6))
     for place, key in enumerate(keys[:2]):
-        store.add(key, records[place].steps or (), model.device)
+        store.add(key, steps[place], model.device)
         os.utime(tmp_path / "some" / key.digest / MANIFEST, (place, place))
     assert store.find(keys[0], model.device) is not None  # read now, so the other one is older
-    store.add(keys[2], records[2].steps or (), model.device)
+    store.add(keys[2], steps[2], model.device)
     assert {each["id"] for each in store.list()} == {keys[0].digest, keys[2].digest}
     assert sorted(path.name for path in store.folder.iterdir()) == sorted(each["id"] for each in store.list())
     found = [store.folder, *store.folder.rglob("*")]
@@ -120,7 +121,7 @@ def test_record_larger_than_memory_is_read_step_by_step(tmp_path: Path) -> None:
     assert key is not None
     found = streamed.reuse.store.find(key, held.device)
     assert found is not None
-    assert found.steps is None
+    assert isinstance(found.source, FileSteps)
     assert torch.equal(serve(held, [request]).latents[0], serve(streamed, [request]).latents[0])
 
 
@@ -139,7 +140,7 @@ def test_record_that_another_process_reads_is_not_evicted(tmp_path: Path) -> Non
     """Replicas share a folder: none deletes a record that it or another one reads step by step."""
     requests = [edit_request(0, SMALL, num_steps=2, template=TemplateSpec("", seed)) for seed in range(3)]
     model = model_with(pipeline("sdxl"), tmp_path, requests[:2])
-    first, second = (some(model.reuse.key_of(request)) for request in requests[:2])
+    first, second, third = (some(model.reuse.key_of(request)) for request in requests)
     for age_s, key in ((2, first), (1, second)):
         os.utime(tmp_path / key.digest / MANIFEST, (age_s, age_s))
     num_bytes = some(model.reuse.store).list()[0]["bytes"]
@@ -150,13 +151,13 @@ def test_record_that_another_process_reads_is_not_evicted(tmp_path: Path) -> Non
         assert reader.stdout.readline() == "True\n"
         reading = store.find(second, model.device)
         assert reading is not None
-        store._make_room(TemplateKey({}))
+        store._make_room(third)
         assert {each["id"] for each in store.list()} == {first.digest, second.digest}
         del reading
-        store._make_room(TemplateKey({}))
+        store._make_room(third)
         assert [each["id"] for each in store.list()] == [first.digest]
     model.reuse.use_template(requests[2], tmp_path, lambda count: None)
-    assert [each["id"] for each in store.list()] == [some(model.reuse.key_of(requests[2])).digest]
+    assert [each["id"] for each in store.list()] == [third.digest]
 
 
 def test_record_with_steps_too_large_to_stage_is_not_read(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from patchedserve.serving.core.step_row import StepRow
 from patchedserve.serving.engine.collectors import Counters, InMemory, JsonLines
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.replay import replay
-from patchedserve.serving.engine.side_stages import SideStages
+from patchedserve.serving.engine.reports import Reports
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
@@ -221,9 +221,9 @@ def _with_ctrl_c(original: Callable[..., Any], call: int, moment: str) -> Callab
     ("owner", "name", "call"),
     # The first report to the collector is the decision.
     [
-        (SideStages, "release_and_report", 1),
-        (SideStages, "queue_call", 1),
-        (SideStages, "queue_call", 2),
+        (Reports, "report", 1),
+        (Reports, "queue_call", 1),
+        (Reports, "queue_call", 2),
         (RequestRecord, "close", 1),
     ],
 )

@@ -73,8 +73,8 @@ def serve(
         engine.submit(request)
     engine.close()
     engine.start()
-    while all_at_once and len(engine._stages.prepared) < len(requests):
-        engine._stages.serve()
+    while all_at_once and any(each.prepared is None for each in engine._open.by_id.values()):
+        engine._serve_stages()
         time.sleep(0.001)
     result = engine.run()
     assert [record.reason for record in result.records] == [None] * len(requests)

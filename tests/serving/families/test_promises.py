@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from patchedserve.serving.conflicts import conflict_in
 from patchedserve.serving.families.table import FAMILIES
 
-from ...support.family_kit import BUILDS, PROMISES, Build
+from ...support.family_kit import BUILDS, OPTIONS, PROMISES, Build
 
 
 @pytest.mark.slow
@@ -24,9 +25,9 @@ def test_all_families_are_covered() -> None:
 def test_support_matrix_equals_the_documented_table(repository: Path) -> None:
     section = (repository / "docs" / "families.md").read_text().partition("## What is served")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ") and "`" in line][1:]
-    says = {True: "no", False: "yes"}
     assert rows == [
         f"| {entry.title} | `{name}` | patched, plain | "
-        f"{says['--cache' in entry.lacks]} | {says['--parallel' in entry.lacks]} | {says['--adapter' in entry.lacks]} |"
+        + " | ".join("no" if conflict_in({option: "", name: ""}) else "yes" for option in OPTIONS)
+        + " |"
         for name, entry in FAMILIES.items()
     ]

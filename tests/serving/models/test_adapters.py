@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,14 +12,19 @@ from safetensors.torch import load_file, save_file
 from patchedserve.data.adapters import Adapters
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
+from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.core.captured import CapturedPasses
+from patchedserve.serving.layout.packing import Order
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.options import EngineOptions, ModelOptions
+from patchedserve.serving.options import EngineName, EngineOptions, ModelOptions
 from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.plain.stepper import PlainStepper
 
 from ...support.family_kit import BUILDS, PASS, STEPS, denoised, mixed
 from ...support.patched_models import relative_error
+from ...support.tape import Tape
 from ...support.tiny_models import save_tiny, short_texts
 
 pytest.importorskip("peft", reason="the extra lora is not installed")
@@ -74,6 +79,45 @@ def test_batch_can_mix_adapters(name: str, tmp_path: Path) -> None:
             else:
                 assert torch.equal(own, without), "who shares the batch changes nothing"
         assert relative_error(denoised(model, few, joins=[0, 1, 2, 2]), expected_few) <= STEPS, options
+
+
+@pytest.mark.parametrize("name", _FAST)
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_recorded_passes_apply_the_adapters_of_each_batch(name: str, engine: EngineName, tmp_path: Path) -> None:
+    """The second batch has its adapters at other rows and scales than the one that was recorded."""
+    _, loras, folder = saved(name, tmp_path)
+    others: list[Adapters] = [(("toy", 0.3),), (), (("pixel", -0.4),), (("pixel", -1.0), ("toy", 0.2))]
+    batches = [adapted([3] * 4), adapted([3] * 4, others)]
+    options: dict[str, Any] = {"engine": engine} if engine == "plain" else {"order": "patch"}
+    eager, recorded, tape = serving(folder, loras, **options), serving(folder, loras, **options), Tape()
+    if isinstance(recorded.stepper, PlainStepper):
+        recorded.stepper.models.captured = CapturedPasses(tape, patience=0)
+    else:
+        patched_stepper(recorded).model.use_graphs(tape, patience=0)
+    for batch in batches:
+        assert relative_error(denoised(recorded, batch), denoised(eager, batch)) <= 10 * PASS
+    num_sizes = len({request.resolution for request in batches[0]})
+    assert tape.recorded == (num_sizes if engine == "plain" else 1)
+
+
+@pytest.mark.parametrize("name", _FAST)
+def test_cached_requests_keep_their_adapters(name: str, tmp_path: Path) -> None:
+    """Requests are computed in batches of their own, recorded or not; each is drawn as it is alone."""
+    _, loras, folder = saved(name, tmp_path)
+    requests = adapted([8, 6, 7, 5])
+    patch_size, _ = serving(folder, loras).family.geometry.latent_size(requests[0].resolution)
+    cache = CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2, patch_size=patch_size)
+    expected = [denoised(serving(folder, loras, cache=cache), [request])[0] for request in requests]
+    exact = denoised(serving(folder, loras), requests)
+    for order in get_args(Order):
+        eager, recorded = (serving(folder, loras, cache=cache, order=order) for _ in range(2))
+        tape = Tape()
+        patched_stepper(recorded).model.use_graphs(tape, patience=0)
+        for model in (eager, recorded):
+            found = denoised(model, requests, joins=[0, 1, 1, 2])
+            assert relative_error(found, expected) <= STEPS
+            assert relative_error(found, exact) > 10 * STEPS, "nothing was reused"
+        assert tape.played > 0
 
 
 def test_adapters_are_added_to_fused_ones(tmp_path: Path) -> None:
@@ -172,11 +216,14 @@ def test_adapter_with_norms_is_refused(tmp_path: Path) -> None:
         (["a="], {}, "--adapter a=: give NAME=PATH"),
         (["a+b=c"], {}, r"adapter name 'a\+b' is not allowed"),
         (["a=b", "a=c"], {}, "--adapter a is given twice"),
-        (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache patch yet"),
-        (["a=b"], {"compile": True}, "--adapter does not work with --compile yet"),
-        (["a=b"], {"cuda_graphs": True}, "--adapter does not work with --cuda-graphs yet"),
-        (["a=b"], {"engine": "parallel", "parallel": ParallelOptions("virtual:2")}, "not work with --parallel yet"),
-        (["a=b"], {"quantize": "int8"}, "--adapter does not work with --quantize yet"),
+        (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache patch: adapters"),
+        (["a=b"], {"compile": True}, "--adapter does not work with --compile: adapters"),
+        (
+            ["a=b"],
+            {"engine": "parallel", "parallel": ParallelOptions("virtual:2")},
+            "--adapter does not work with --parallel: ranks",
+        ),
+        (["a=b"], {"quantize": "int8"}, "--adapter does not work with --quantize: adapters"),
     ],
 )
 def test_bad_options_are_named(adapter: list[str], options: dict[str, Any], message: str) -> None:

@@ -127,7 +127,7 @@ DAMAGES: dict[str, tuple[Path, Callable[[Path], object], str]] = {
     "text encoder shape": (TEXT, _reshape_tensor, "another shape"),
     "config": (Path("vae/config.json"), lambda path: path.write_text("{"), "not valid JSON"),
     "config missing": (Path("vae/config.json"), Path.unlink, "missing file"),
-    "scheduler": (Path("scheduler/scheduler_config.json"), lambda path: path.write_text("[]"), "corrupt"),
+    "scheduler": (Path("scheduler/scheduler_config.json"), lambda path: path.write_text("[]"), "holds a list, but"),
     "tokenizer": (Path("tokenizer/tokenizer.json"), Path.unlink, "missing vocabulary"),
     "component": (Path("vae"), shutil.rmtree, "model_index.json names it"),
     "index": (Path("model_index.json"), lambda path: path.write_text("{}"), "_class_name"),

@@ -249,7 +249,9 @@ def test_incompatible_options_are_refused(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     file = tmp_path / "schedule.json"
     CacheSchedule(ProfiledModel("other", "", "EulerDiscreteScheduler"), {20: StepPlan(20, (0, 1))}).save(file)
-    with pytest.raises(UsageError, match="was made for other, not for tiny; run psctl train-predictor schedule"):
+    with pytest.raises(
+        UsageError, match="is for the model other, but tiny is served; run psctl train-predictor schedule"
+    ):
         build_model(pipe, name="tiny", options=EngineOptions(cache=CacheOptions("schedule", schedule=file)))
     with pytest.raises(UsageError, match="--cache schedule needs a list of steps"):
         build_model(pipe, name="tiny", options=EngineOptions(cache=CacheOptions("schedule")))

@@ -128,7 +128,9 @@ def test_invalid_uses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UsageError, match=r"unknown model '.*nowhere.safetensors@"):
         load_model(f"{tmp_path}/nowhere.safetensors@{config}")
     parallel = EngineOptions("parallel", parallel=ParallelOptions("2"))
-    with pytest.raises(UsageError, match=r"--parallel: ranks load a diffusers directory, and .* is a single file"):
+    with pytest.raises(
+        UsageError, match=r"--parallel does not work with a single file .*: ranks load a diffusers directory"
+    ):
         load_model(f"{file}@{config}", "cpu", "float32", parallel)
     save_file({"lora.up": torch.zeros(2)}, tmp_path / "lora.safetensors")
     with pytest.raises(UsageError, match=r"lora.safetensors is not a checkpoint of a model that diffusers knows"):

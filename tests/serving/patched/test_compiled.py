@@ -17,13 +17,15 @@ from torch._dynamo.utils import counters
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.core.captured import CapturedPasses, CudaRecorder, PassBatch, Recorder
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.core.captured import CapturedPasses, CudaRecorder, PassBatch, Pause, Recorder
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.runs.summary import optional_figures
 
+from ...support.family_kit import denoised
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
 from ...support.tape import Tape
@@ -119,6 +121,22 @@ def test_compiled_kernels_equal_plain_diffusers(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == made, "tuning had not made all graphs"
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_blocks_run_the_requests_that_a_cache_computes() -> None:
+    pipe, cache = tiny_sd3(), CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2)
+    eager, compiled = (build_model(pipe, name="tiny", options=EngineOptions(cache=cache)) for _ in range(2))
+    assert isinstance(compiled.stepper, PatchedStepper)
+    compiled.stepper.model.compile(backend="eager")
+    sizes = [Resolution(32, 32), Resolution(64, 64), Resolution(32, 32)]
+    requests = [Request(n, f"a cat {n}", size, 6 + n, seed=n) for n, size in enumerate(sizes)]
+    found, expected = (denoised(model, requests, joins=[0, 1, 3]) for model in (compiled, eager))
+    assert relative_error(found, expected) <= 1e-4
+    assert counters["stats"]["unique_graphs"] > 0
+    assert compiled.stepper.model.cache is not None
+    assert compiled.stepper.model.cache.stats.skipped > 0
+
+
 def _denoised(model: ServedModel, requests: list[Request]) -> list[Tensor]:
     active = [model.prepare(request) for request in requests]
     while not active[0].state.is_finished:
@@ -152,8 +170,8 @@ def test_recorded_passes_read_new_inputs(name: str, way: Way) -> None:
             outputs.append(call_patched(patched, rows))
             assert relative_error(outputs[-1], run_plain(model, rows)) <= TOLERANCE
         assert relative_error(outputs[1], outputs[2]) > 0.01, "a result has changed under its reader"
-    # The first pass of each batch runs eagerly.
-    assert (recorder.recorded, recorder.played) == (2, 10)
+    # The first pass of each composition runs eagerly.
+    assert (recorder.recorded, recorder.played) == (2, 13)
 
 
 def test_text_lengths_and_repeats_are_recorded_separately() -> None:
@@ -172,13 +190,13 @@ def test_text_lengths_and_repeats_are_recorded_separately() -> None:
 def passes_of(passes: CapturedPasses, key: str, count: int) -> float:
     batch = PassBatch()
     for value in range(count):
-        found = passes.run(batch, key, {}, lambda inputs, _: inputs["x"] + 1, {"x": torch.tensor(float(value))})
+        found = passes.run(batch, key, {}, lambda inputs, *_: inputs["x"] + 1, {"x": torch.tensor(float(value))})
     return float(found)
 
 
 def test_least_recently_used_pass_is_released() -> None:
     recorder = Tape()
-    passes = CapturedPasses(recorder, patience=1, memory_bytes=16)  # two of one float in and one out
+    passes = CapturedPasses(recorder, patience=1, memory_bytes=12)  # one float in for both, and one out each
     assert [passes_of(passes, key, 2) for key in "abab"] == [2.0] * 4
     assert recorder.recorded == 2
     passes_of(passes, "c", 2)  # in place of a
@@ -217,7 +235,7 @@ def test_recurring_batches_are_recorded() -> None:
 
 
 class NotOnThisDevice(Tape):
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
         self.recorded += 1
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -257,13 +275,17 @@ def test_served_images_equal_those_of_eager_passes(make: Callable[[], Any]) -> N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"compile": True, "cache": "patch"}, "--compile makes graphs of whole blocks"),
-        ({"cuda_graphs": True, "cache": "patch"}, "--cuda-graphs records whole passes"),
+        (
+            {"compile": True, "cache": "patch"},
+            "--compile does not work with --cache patch: it makes graphs of whole blocks",
+        ),
+        (
+            {"cuda_graphs": True, "cache": "patch"},
+            "--cuda-graphs does not work with --cache patch: it records whole passes",
+        ),
     ],
 )
 def test_incompatible_options_are_refused(given: dict[str, Any], message: str) -> None:
-    from patchedserve.serving.cache.options import CacheOptions
-
     if "cache" in given:
         given = given | {"cache": CacheOptions(given["cache"], 0.1)}
     with pytest.raises(UsageError, match=message):

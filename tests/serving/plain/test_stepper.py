@@ -120,7 +120,9 @@ def test_failing_batch_is_retried_in_halves(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(model.stepper, PlainStepper)
     predict = model.stepper.models.predict
 
-    def failing(batch: PassBatch, latents: torch.Tensor, timesteps: torch.Tensor, given: Any) -> torch.Tensor:
+    def failing(
+        batch: PassBatch, latents: torch.Tensor, timesteps: torch.Tensor, given: Any, adapters: None
+    ) -> torch.Tensor:
         if any(torch.equal(row, bad) for row in given["encoder_hidden_states"]):
             raise MemoryError("too much")
         return predict(batch, latents, timesteps, given)

@@ -10,7 +10,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.work import Work
 from patchedserve.serving.core.request_state import RequestView
-from patchedserve.serving.scheduling.routers import ROUTERS, make_router
+from patchedserve.serving.scheduling.routers import ROUTERS, RandomWorker, make_router
 
 S, L = Resolution(100, 100), Resolution(200, 200)
 
@@ -69,6 +69,13 @@ def test_each_router_uses_the_load_in_its_name() -> None:
     assert choice("least-tokens", workers) == 1
     # 80,000 pixel steps; 480,000; 30,000.
     assert choice("fewest-pixels", workers) == 2
+
+
+def test_random_workers_are_equally_likely_and_repeatable() -> None:
+    workers = [Worker([view(0)]), Worker(), Worker()]
+    first, again = ([router.choose(view(99), workers) for _ in range(300)] for router in map(RandomWorker, (7, 7)))
+    assert first == again
+    assert min(first.count(index) for index in range(3)) > 60
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
+from patchedserve.serving.core.failures import MAX_FAILURES
+from patchedserve.serving.core.retries import MAX_RESTARTS
 from patchedserve.serving.engine import stages
-from patchedserve.serving.engine.side_stages import MAX_FAILURES
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.models.stage_process import Part
@@ -19,7 +20,7 @@ from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.server import local
 from patchedserve.serving.server.backend import Health
 from patchedserve.serving.server.errors import ApiError
-from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
+from patchedserve.serving.server.local import LocalBackend, LocalSetup
 
 from ...support.local_backends import (
     EndFollower,
@@ -143,7 +144,7 @@ def test_individual_request_failures_do_not_end_the_service(
         for number in range(2 * MAX_FAILURES + 1):
             is_poison = number % MAX_FAILURES != 0
             assert await status_of(backend, number) == ("failed" if is_poison else "completed")
-        assert not backend._crashes
+        assert not backend._restarts.ended_s
         # The next engine serves again, whatever failed before, without a limit on such restarts.
         for round_number in range(MAX_RESTARTS + 2):
             is_poison = True

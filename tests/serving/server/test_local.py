@@ -15,6 +15,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import FINAL_STATUSES, RequestRecord, Stage
+from patchedserve.serving.core.retries import MAX_RESTARTS
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
@@ -24,7 +25,7 @@ from patchedserve.serving.server.backend import FIRST_ID, Health
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.guards import Guards, Keys
 from patchedserve.serving.server.limits import Limits
-from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
+from patchedserve.serving.server.local import LocalBackend, LocalSetup
 from patchedserve.serving.server.protocol import parse_generation
 from patchedserve.serving.server.tickets import metrics_of
 

@@ -32,7 +32,12 @@ class Steps:
 
 def edits(load_s: float = 4.0, memory_mb: float = 3e-6, share: float = 0.5) -> EditCosts:
     """Return costs of edits whose records take a byte per step; by default, three bytes fit in memory."""
-    return EditCosts(lambda request: share, lambda record: record.num_inference_steps, lambda size: load_s, memory_mb)
+    return EditCosts(
+        lambda request: share if request.traced else 1.0,
+        lambda record: record.num_inference_steps,
+        lambda size: load_s,
+        memory_mb,
+    )
 
 
 def edit(request_id: int, arrival_s: float, image: str = "emoji:0", steps: int = 2, ratio: float = 0.1) -> Request:
@@ -83,7 +88,7 @@ def test_random_runs(name: str, policy: str) -> None:
         requests = [replace(each, slo_s=rng.uniform(5, 80)) for each in generate_trace(config, ["a"])]
         shares = {each.request_id: rng.choice((0.1, 0.4, 1.0)) for each in requests}
         given = EditCosts(
-            lambda request, shares=shares: shares[request.request_id],
+            lambda request, shares=shares: shares[request.request_id] if request.traced else 1.0,
             lambda record: record.resolution.pixels * record.num_inference_steps,
             lambda size: size / 1e5,
             memory_mb=0.2,

@@ -62,11 +62,11 @@ def test_loading_a_file_needs_no_scikit_learn(saved: Path, repository: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fingerprint": "another"}, "was made for other weights of emoji-xl"),
-        ({"model": "emoji-3", "fingerprint": "another"}, "was made for emoji-xl, not for emoji-3"),
-        ({"scheduler": "DDIMScheduler"}, "runs with DDIMScheduler"),
-        ({"patch_size": 4}, "was made for patches of 8 latent pixels, but they have 4 now"),
-        ({"blocks": ("down0", "mid")}, "was made for 3 blocks"),
+        ({"fingerprint": "another"}, "is for other files of the model emoji-xl"),
+        ({"model": "emoji-3", "fingerprint": "another"}, "is for the model emoji-xl, but emoji-3 is served"),
+        ({"scheduler": "DDIMScheduler"}, "but DDIMScheduler is served"),
+        ({"patch_size": 4}, "is for patch size 8, but 4 is served; give --cache-patch-size 8"),
+        ({"blocks": ("down0", "mid")}, "is for blocks down0, mid, up0, but down0, mid is served"),
     ],
 )
 def test_predictors_of_other_models_are_refused(saved: Path, change: dict[str, Any], message: str) -> None:
@@ -127,10 +127,10 @@ def rewritten(saved: Path, content: dict[str, Any], arrays: dict[str, torch.Tens
         ({"input_mse_floor": 1e-3}, {}, {}, "was trained on the features"),
         ({}, {}, {"psctl.kind": "latency predictor"}, "is a safetensors file, but no cache predictor"),
         ({}, {}, {"psctl.format": "1"}, "is of format 1, but this psctl reads format 2"),
-        ({"blocks": "mid"}, {}, {}, "blocks is 'mid', but it must be of type list"),
+        ({"blocks": "mid"}, {}, {}, "blocks is 'mid', but it must be a list"),
         ({"threshold": "low"}, {}, {}, "threshold is 'low', but it must be a number"),
         ({"min_confidence": None}, {}, {}, "min_confidence is None"),
-        ({"max_lag": 0}, {}, {}, "max_lag or report is missing"),
+        ({"max_lag": 0}, {}, {}, "max_lag is 0, but it must be at least 1"),
         ({}, {"feature": torch.full((5,), 7, dtype=torch.int32)}, {}, "is damaged: .* of the forest is"),
         ({}, {"roots": torch.zeros(0, dtype=torch.int32)}, {}, "the roots of the forest must ascend"),
         ({}, {"more": torch.zeros(1)}, {}, "is damaged"),

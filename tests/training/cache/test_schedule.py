@@ -85,15 +85,15 @@ def test_files(tmp_path: Path) -> None:
     damaged = {
         "is no cache schedule: it is of kind other": content | {"kind": "other"},
         "is no cache schedule: it has no plans": content | {"plans": {}},
-        "is no cache schedule: step 9 is to be computed, but there are 4": content | {"plans": {"4": [0, 9]}},
-        "is no cache schedule: computed steps are .3, 1., but": content | {"plans": {"4": [3, 1]}},
-        "is no cache schedule: 'plans' is missing": {name: content[name] for name in content if name != "plans"},
-        "is no cache schedule: invalid literal": content | {"plans": {"four": [0]}},
+        "is no cache schedule: plans: 4: step 9 is to be computed, but there are 4": content | {"plans": {"4": [0, 9]}},
+        "is no cache schedule: plans: 4: computed steps are .3, 1., but": content | {"plans": {"4": [3, 1]}},
+        "is no cache schedule: plans: content is None": {name: content[name] for name in content if name != "plans"},
+        "is no cache schedule: plans: four": content | {"plans": {"four": [0]}},
     }
     for message, changed in damaged.items():
         file.write_text(json.dumps(changed))
         with pytest.raises(UsageError, match=message):
             CacheSchedule.load(file)
     file.write_text(json.dumps(content)[:50])
-    with pytest.raises(UsageError, match="is no cache schedule"):
+    with pytest.raises(UsageError, match="not valid JSON, perhaps half-written"):
         CacheSchedule.load(file)

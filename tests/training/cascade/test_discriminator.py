@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from patchedserve.training.cascade.discriminator import (
     thumbnail,
 )
 from patchedserve.training.cascade.fitting import Examples, fit_discriminator, fitted_temperature
-from patchedserve.training.cascade.nets import NETS, SIDE, NetName, new_net
+from patchedserve.training.cascade.nets import SIDE, NetName, new_net
 
 LIGHT = {"model": "emoji-xl", "fingerprint": "aa", "num_steps": 4, "guidance_scale": 4.0}
 HEAVY = LIGHT | {"num_steps": 50}
@@ -37,7 +38,7 @@ def images(count: int, seed: int, contrast: float) -> Tensor:
 EXAMPLES = Examples(images(150, 0, 0.85), images(150, 1, 0.4))
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", get_args(NetName))
 def test_networks_are_small_and_score_images_independently(name: NetName) -> None:
     torch.manual_seed(0)
     net = new_net(name).eval()

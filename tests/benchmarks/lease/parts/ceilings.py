@@ -165,7 +165,7 @@ def _graph(context: Context) -> Iterator[Task]:
         recorder = context.make_recorder(device)
         eager_ms, before = mean_ms(work, device), memory_mb(device)
         made: list[Any] = []
-        record_ms = once_ms(lambda: made.extend(recorder(work)), device)
+        record_ms = once_ms(lambda: made.extend(recorder(lambda _: work())), device)
         allocated, reserved = (now - old for now, old in zip(memory_mb(device), before, strict=True))
         context.notes["graph of 400 launches"] = {
             "eager_ms": eager_ms,

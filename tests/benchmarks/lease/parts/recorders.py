@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from patchedserve.serving.core.captured import Recorder
+from patchedserve.serving.core.captured import Pause, Recorder
 
 
 class CountingRecorder:
@@ -22,7 +22,7 @@ class CountingRecorder:
         """Reset the counts to 0."""
         self.recorded = self.played = 0
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Record with the other recorder."""
         play, result = self._recorder(work)
         self.recorded += 1

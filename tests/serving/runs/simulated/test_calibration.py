@@ -311,9 +311,9 @@ def test_plain_and_patch_engine_have_separate_latencies() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is damaged"),
+        ("{", "not valid JSON"),
         ("{}", "names no engine"),
-        ('{"plain": {"scales": {"1": 1.0}}}', "plain: 'prepare_s' is missing"),
+        ('{"plain": {"scales": {"1": 1.0}}}', "'plain.prepare_s' is missing"),
         (
             json.dumps({"plain": asdict(Calibration({}, {})) | {"prepare_s": {"128x128": -1.0}}}),
             "prepare_s of 128x128 is -1 s",

@@ -1,12 +1,11 @@
 """Real worker processes draw the engine's images, switch models, die and restart."""
 
 import asyncio
-import math
 import os
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -22,13 +21,11 @@ from patchedserve.data.edits import EditSpec
 from patchedserve.data.errors import RunError
 from patchedserve.data.requests import Request, TracedEdit
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.cascade import cluster, worker
 from patchedserve.serving.cascade.allocators import Observations
-from patchedserve.serving.cascade.backend import CascadeBackend, CascadeSetup
-from patchedserve.serving.cascade.balancer import Balancer
-from patchedserve.serving.cascade.cluster import CascadeCluster, ProcessWorker, TraceSource, settings_for
+from patchedserve.serving.cascade.backend import CascadeBackend
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.dispatcher import Dispatcher
+from patchedserve.serving.cascade.fleet import cascade_fleet
 from patchedserve.serving.cascade.leg_model import LegModel
 from patchedserve.serving.cascade.legs import LEGS, Leg
 from patchedserve.serving.cascade.problem import AllocationPlan, ModelTimes
@@ -37,10 +34,13 @@ from patchedserve.serving.cascade.worker import WorkerSettings, image_file, run_
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.engine import stages
 from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.fleet import processes, worker
+from patchedserve.serving.fleet.messages import Alive, Begin, Draw, Ended, LimitBatchSize, Loaded, Stop
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.serving.scheduling.routers import FewestPixels
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.front_end import FrontEnd, Pricing
 from patchedserve.serving.server.limits import Limits
@@ -68,7 +68,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> WorkerSettings:
     names: dict[Leg, str] = {"light": model, "heavy": model}
     tables: dict[Leg, Path] = {"light": folder / "tables", "heavy": folder / "tables"}
     return WorkerSettings(
-        0, names, MODELS, "cpu", "float32", folder / "discriminator.safetensors", tables, folder / "images"
+        names, MODELS, "cpu", "float32", folder / "discriminator.safetensors", tables, folder / "images"
     )
 
 
@@ -79,7 +79,11 @@ def trace(count: int, over_s: float) -> list[Request]:
     ]
 
 
-def dispatcher(plans: list[AllocationPlan], models: Mapping[Leg, LegModel] = MODELS) -> Dispatcher:
+def dispatcher(
+    plans: list[AllocationPlan],
+    models: Mapping[Leg, LegModel] = MODELS,
+    on_end: Callable[[RequestRecord], None] = lambda record: None,
+) -> Dispatcher:
     """Return a dispatcher with a plan per period, the last one from then on; a single worker serves light images."""
     made: list[AllocationPlan] = []
 
@@ -89,19 +93,17 @@ def dispatcher(plans: list[AllocationPlan], models: Mapping[Leg, LegModel] = MOD
         made.append(plans[min(len(made), len(plans) - 1)])
         return made[-1]
 
-    return Dispatcher(models, Controller(allocate, [0.5]), Balancer(), lambda number: 0.0, "discard", "plan")
+    controller = Controller(allocate, [0.5])
+    return Dispatcher(models, controller, FewestPixels(), lambda number: 0.0, "discard", "plan", on_end)
 
 
-class FewAtOnce(TraceSource):
-    """Trace whose next request arrives only when at most two are open, however fast they are drawn."""
+def served(template: WorkerSettings, num_workers: int, one: Dispatcher, requests: list[Request]) -> CascadeResult:
+    cascade_fleet(template, num_workers, one).run(requests)
+    return by_id(one.result)
 
-    def __init__(self, requests: list[Request], dispatcher: Dispatcher) -> None:
-        super().__init__(requests)
-        self._dispatcher = dispatcher
 
-    @property
-    def next_s(self) -> float:
-        return math.inf if self._dispatcher.num_open > 2 else super().next_s
+def by_id(result: CascadeResult) -> CascadeResult:
+    return replace(result, records=sorted(result.records, key=lambda record: record.request_id))
 
 
 def median_threshold(template: WorkerSettings, requests: list[Request]) -> tuple[float, dict[int, float]]:
@@ -154,15 +156,17 @@ def test_workers_equal_the_engine_and_switch_models(template: WorkerSettings) ->
     requests = trace(36, 13.0)
     threshold, confidences = median_threshold(template, requests)
     plans = [AllocationPlan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, AllocationPlan(1, 1, 4, 2, threshold, 0.5)]
-    workers = CascadeCluster(settings_for(template, 2, 2), one := dispatcher(plans))
+    fleet = cascade_fleet(template, 2, one := dispatcher(plans))
     parents: list[int] = []
     mapped: list[str] = []
 
     def look() -> None:
-        parents.extend(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in workers.pids)
+        pids = fleet.pids.values()
+        parents.extend(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids)
         mapped.append(Path(f"/proc/{parents[0]}/maps").read_text())
 
-    result = workers.run(TraceSource(requests), look)
+    fleet.run(requests, look)
+    result = by_id(one.result)
     assert len(parents) == 2
     assert len({*parents, os.getpid()}) == 2, "both are forked from one process, which is not this one"
     assert "libtorch" in mapped[0], "it has imported what they need"
@@ -183,8 +187,19 @@ def test_workers_equal_the_engine_and_switch_models(template: WorkerSettings) ->
 def test_shared_worker_draws_light_and_heavy_images_in_one_batch(template: WorkerSettings) -> None:
     requests = [replace(request, arrival_s=0.0) for request in trace(16, 1.0)]
     threshold, _ = median_threshold(template, requests)
-    sharing = dispatcher([AllocationPlan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
-    result = CascadeCluster(settings_for(template, 1, 2), sharing).run(FewAtOnce(requests, sharing))
+    plans = [AllocationPlan(1, 1, 4, 4, threshold, 0.5, is_shared=True)]
+    sharing = dispatcher(plans, on_end=lambda record: fleet.post(ask_more))
+    fleet, unasked = cascade_fleet(template, 1, sharing), deque(requests)
+
+    def ask_more(now_s: float) -> None:
+        # A few are open at once, however fast they are drawn.
+        while unasked and sharing.num_open <= 2:
+            sharing.arrive(unasked.popleft(), now_s)
+        if not sharing.num_open:
+            fleet.end()
+
+    fleet.run(on_start=lambda: fleet.post(ask_more))
+    result = by_id(sharing.result)
     # Confidences are of the written images: in mixed batches a value may differ by a level, and this discriminator is
     # sensitive to that.
     judge, confidences = load_discriminator(template.discriminator), dict[int, float]()
@@ -216,7 +231,7 @@ def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
     template = replace(template, models=models)
     requests = trace(8, 2.0)
     all_deferred = dispatcher([AllocationPlan(1, 1, 4, 2, 1.0, 1.0)], models)
-    result = CascadeCluster(settings_for(template, 2, 2), all_deferred).run(TraceSource(requests))
+    result = served(template, 2, all_deferred, requests)
     assert result.sides() == dict.fromkeys(range(8), "reused")
     edits = []
     for request in requests:
@@ -228,7 +243,7 @@ def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
     # A missing image file fails only its own request.
     lost = replace(requests[0], traced=TracedEdit("light", "all", 1.0, 0.5))
     image_file(template, 0, "light").unlink()
-    told = CascadeCluster(settings_for(template, 1, 2), dispatcher([LIGHT_ONLY])).run(TraceSource([lost, requests[1]]))
+    told = served(template, 1, dispatcher([LIGHT_ONLY]), [lost, requests[1]])
     assert [record.status for record in told.records] == ["failed", "completed"]
     assert "the image file is missing" in (told.records[0].reason or "")
 
@@ -241,7 +256,7 @@ def test_killed_worker_loses_no_request_and_restarts(template: WorkerSettings) -
     notes: list[str] = []
     begun_s = time.monotonic()
     one = dispatcher([AllocationPlan(1, 1, 4, 2, threshold, 0.5)])
-    workers = CascadeCluster(settings_for(template, 2, 2), one, on_note=notes.append)
+    fleet = cascade_fleet(template, 2, one, on_note=notes.append)
 
     def kill_later() -> None:
         # Starting a worker takes longer on a busy machine, and the trace must outlast a restart.
@@ -250,37 +265,17 @@ def test_killed_worker_loses_no_request_and_restarts(template: WorkerSettings) -
         def kill() -> None:
             # The worker is killed in the middle of its work, with some requests ended and others open.
             until(lambda: len(one.result.legs) >= 5 and bool(one.slots[0].assignments), 60)
-            os.kill(workers.pids[0], signal.SIGKILL)
+            os.kill(fleet.pids[0], signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()
 
-    result = workers.run(TraceSource(requests), kill_later)
+    fleet.run(requests, kill_later)
+    result = by_id(one.result)
     check(result, requests, confidences)
     assert result.num_lost == 1
     assert "its requests go to others" in notes[0]
     assert "Worker 0 serves again" in notes[-1]
     assert {row.observed.num_workers for row in result.plans} == {None, 1, 2}
-
-
-def test_messages_to_a_hanging_worker_do_not_block(template: WorkerSettings) -> None:
-    worker = ProcessWorker(template, "light")
-    os.kill(worker.process.pid or 0, signal.SIGSTOP)
-
-    def cancel_many() -> None:
-        for number in range(cluster._MAX_UNSENT // 2):
-            worker.cancel(number, "its client has left")
-
-    # Three times half of the bound on unsent messages exceeds it even if the connection takes a part; the worker is
-    # then killed.
-    for _ in range(3):
-        telling = threading.Thread(target=cancel_many, daemon=True)
-        telling.start()
-        telling.join(60)
-        assert not telling.is_alive(), "it waits for a process that takes nothing"
-    worker.process.join(60)
-    assert worker.process.exitcode == -signal.SIGKILL
-    worker.close()
-    assert not worker._sender.is_alive()
 
 
 def test_worker_with_a_hanging_step_sends_no_heartbeat(
@@ -300,22 +295,22 @@ def test_worker_with_a_hanging_step_sends_no_heartbeat(
     settings = replace(template, threads=torch.get_num_threads())
     running = threading.Thread(target=run_worker, args=(settings, "light", theirs), daemon=True)
     running.start()
-    assert ours.recv()[0] == "ready"
-    for message in (("zero", time.perf_counter()), ("limit", 1), ("take", Request(1, "a cat", SIZE, 2, 3.0))):
-        ours.send(message)
+    assert ours.recv() == Loaded()
+    for command in (Begin(time.perf_counter()), LimitBatchSize(1), Draw(Request(1, "a cat", SIZE, 2, 3.0))):
+        ours.send(command)
     assert is_held.wait(60)
     with monkeypatch.context() as patch:
         patch.setattr(stages, "STALLED_S", 0.2)
         patch.setattr(stages, "STALLED_TIMES", 0.0)
         begun_s = time.monotonic()
         while ours.poll(2):
-            assert ours.recv()[0] in ("alive", "waiting")
+            assert isinstance(ours.recv(), Alive)
             assert time.monotonic() < begun_s + 60, "it says that it lives"
         goes_on.set()
-        words: list[str] = []
-        while "ended" not in words or words[-1] != "alive":
-            words.append(ours.recv()[0])
-    ours.send(("stop",))
+        kinds: list[type] = []
+        while Ended not in kinds or kinds[-1] is not Alive:
+            kinds.append(type(ours.recv()))
+    ours.send(Stop())
     running.join(60)
     assert not running.is_alive()
 
@@ -328,11 +323,11 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
     def make(on_end: Callable[[RequestRecord], None], result: CascadeResult) -> Dispatcher:
         controller = Controller(lambda observed: LIGHT_ONLY, [0.5])
         return Dispatcher(
-            MODELS, controller, Balancer(), lambda number: 0.0, "discard", "plan", on_end=on_end, result=result
+            MODELS, controller, FewestPixels(), lambda number: 0.0, "discard", "plan", on_end=on_end, result=result
         )
 
     async def work() -> None:
-        backend = CascadeBackend(CascadeSetup(template, 1, 2, MODELS, names, make), on_note=notes.append)
+        backend = CascadeBackend(template, 1, names, make, on_note=notes.append)
         await backend.start()
         facts = ModelFacts("tiny", ModelDefaults(STEPS["light"], 3.0, SIZE, (SIZE,)))
         limits = Limits(max_queue=3, request_timeout_s=2.0)
@@ -360,7 +355,7 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
         finally:
             await backend.stop()
 
-    monkeypatch.setattr(cluster, "SILENT_S", 5.0)
+    monkeypatch.setattr(processes, "SILENT_S", 5.0)
     asyncio.run(asyncio.wait_for(work(), 240))
 
 
@@ -369,6 +364,5 @@ def test_model_load_failures_give_a_one_line_error(template: WorkerSettings, tmp
 
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     broken = replace(template, discriminator=tmp_path / "broken.safetensors")
-    workers = CascadeCluster(settings_for(broken, 1, 2), dispatcher([LIGHT_ONLY]))
     with pytest.raises(RunError, match=r"psctl-worker-0 cannot load its models: .*cannot be read as a discriminator"):
-        workers.run(TraceSource(trace(1, 1.0)))
+        served(broken, 1, dispatcher([LIGHT_ONLY]), trace(1, 1.0))

@@ -13,8 +13,8 @@ class LoadBookRouter(RequestRouter):
     """Ranks replicas in the order of a load book; Ray tries the next rank if a replica has no room."""
 
     def initialize_state(self, *, book: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Look up the load book; Ray calls this with `book`, its name in `load_book.BOOKS`."""
-        from .load_book import BOOKS
+        """Look up the load book; Ray calls this with `book`, its name in `book.BOOKS`."""
+        from .book import BOOKS
 
         self._book = BOOKS[book]
 

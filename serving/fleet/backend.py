@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ..core.request_state import RequestRecord, RequestView, Status
+from ..core.retries import MAX_DEATHS
 from ..core.step_row import StepRow
 from ..server.backend import Follower, Health, Load, ReplicaState
-from ..server.errors import ApiError
+from ..server.errors import not_ready
+from .book import LoadBook
 from .deployment import Deployment, ReplicaPlan, last_line_of
-from .load_book import LoadBook
 from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped
 
 if TYPE_CHECKING:
     from ..server.local import LocalSetup
 
-MAX_ATTEMPTS, MAX_DEATHS = 3, 2
-"""Limits on the attempts for one request: replicas that it is sent to, and replicas that die (or whose engine crashes)
-while they draw it, as the request itself may be the cause.
-"""
+MAX_ATTEMPTS = 3
+"""Replicas that a request is sent to, of which `MAX_DEATHS` may die."""
 _STATUS_EVERY_S = 0.5
 _BUSY_RETRY_S = 0.5
 _REASSIGN_AFTER_S = 10.0
@@ -34,7 +33,7 @@ _UNREADY_AFTER_S = 60.0
 """After this long without any replica, the server reports that it is not ready; until then, new requests wait."""
 
 
-class ClusterBackend:
+class ReplicaBackend:
     """A `server.backend.Backend` whose requests are drawn by replicas on Ray Serve. Call `deploy` before `start`.
 
     Args:
@@ -57,7 +56,7 @@ class ClusterBackend:
         self._replicas: tuple[ReplicaState, ...] = ()
         self._trouble = ""
         self._answered_s: dict[str, float] = {}
-        self._is_stopped = self._has_begun = False
+        self._is_stopped = False
         self._last_answer_s = 0.0
         self._open: dict[int, _OpenRequest] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -74,7 +73,7 @@ class ClusterBackend:
         """State of the backend; one replica that answers makes it ready, as the others are being started."""
         if self._is_stopped:
             return Health.STOPPED
-        if not self._has_begun:
+        if self._watching is None:
             return Health.STARTING
         gone_s = asyncio.get_running_loop().time() - self._last_answer_s
         return Health.READY if gone_s < _UNREADY_AFTER_S else Health.RESTARTING
@@ -107,7 +106,7 @@ class ClusterBackend:
 
     async def start(self) -> None:
         """Start to poll the replicas."""
-        self._last_answer_s, self._has_begun = asyncio.get_running_loop().time(), True
+        self._last_answer_s = asyncio.get_running_loop().time()
         self._watching = asyncio.ensure_future(self._watch())
 
     async def submit(
@@ -115,7 +114,7 @@ class ClusterBackend:
     ) -> None:
         """Submit a request, as in `Backend`, and wait until a replica has accepted it."""
         if self._is_stopped or self.health is Health.RESTARTING:
-            raise ApiError(503, "no replica is there now", code="not_ready", headers={"Retry-After": "5"})
+            raise not_ready("no replica is there now")
         loop = asyncio.get_running_loop()
         view = await loop.run_in_executor(None, self._book.view_of, request)
         entry = self._open[request.request_id] = _OpenRequest(
@@ -195,7 +194,7 @@ class ClusterBackend:
                         entry.accepted.set_result(None)
                 elif isinstance(message, Refused):
                     if message.is_busy:
-                        entry.refused = ApiError(503, message.reason, code="not_ready", headers={"Retry-After": "5"})
+                        entry.refused = not_ready(message.reason)
                         await asyncio.sleep(_BUSY_RETRY_S)
                         break
                     entry.refused = UsageError(message.reason)
@@ -215,7 +214,10 @@ class ClusterBackend:
                     entry.num_deaths += 1  # its engine has crashed
                     break
                 else:
-                    return _on_local_clock(message, request)
+                    # The request ends now on this process's clock, and arrived when the front end received it.
+                    own = message.record.shifted(asyncio.get_running_loop().time() - (message.record.finish_s or 0.0))
+                    own.arrival_s, own.slo_s = request.arrival_s, request.slo_s
+                    return Ended(own, message.image)
         except asyncio.CancelledError:
             events.cancel()
             if not entry.is_reassigned or entry.reason is not None or entry.task is None:
@@ -258,9 +260,8 @@ class ClusterBackend:
         silent = [replace(each, health=Health.STALLED) for each in before[:num_silent]]
         self._replicas = (*(each.state for each in found), *silent)
         self._trouble = next((f"replica {each.state.name}: {each.trouble}" for each in found if each.trouble), "")
-        self._answered_s = {each.name: self._answered_s.get(each.name, now_s) for each in silent} | dict.fromkeys(
-            answering, now_s
-        )
+        kept_s = {each.name: self._answered_s[each.name] for each in silent}
+        self._answered_s = kept_s | dict.fromkeys(answering, now_s)
         lost = {each.name for each in silent if now_s - self._answered_s[each.name] > _REASSIGN_AFTER_S}
         for number, entry in self._open.items():
             is_lost = self._book.replica_of(number) in lost
@@ -306,14 +307,3 @@ def _end_with(request: Request, status: Status, reason: str) -> Ended:
     record = RequestRecord.of(request)
     record.close(status, asyncio.get_running_loop().time(), reason)
     return Ended(record, None)
-
-
-def _on_local_clock(message: Ended, request: Request) -> Ended:
-    """Move a record's times to the clock of this process: it ends now, and arrived when the front end received it."""
-    record = message.record
-    later_s = asyncio.get_running_loop().time() - (record.finish_s or 0.0)
-    for name in ("prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s"):
-        if (time_s := getattr(record, name)) is not None:
-            setattr(record, name, time_s + later_s)
-    record.arrival_s, record.slo_s = request.arrival_s, request.slo_s
-    return message

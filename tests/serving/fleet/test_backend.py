@@ -10,11 +10,13 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.cluster import backend as backend_module
-from patchedserve.serving.cluster.backend import MAX_ATTEMPTS, MAX_DEATHS, ClusterBackend
-from patchedserve.serving.cluster.deployment import ReplicaPlan
-from patchedserve.serving.cluster.load_book import LoadBook
-from patchedserve.serving.cluster.messages import (
+from patchedserve.serving.core.request_state import RequestRecord, RequestView, Status
+from patchedserve.serving.core.retries import MAX_DEATHS
+from patchedserve.serving.fleet import backend as backend_module
+from patchedserve.serving.fleet.backend import MAX_ATTEMPTS, ReplicaBackend
+from patchedserve.serving.fleet.book import LoadBook
+from patchedserve.serving.fleet.deployment import ReplicaPlan
+from patchedserve.serving.fleet.messages import (
     Accepted,
     Ended,
     PartialImage,
@@ -23,7 +25,6 @@ from patchedserve.serving.cluster.messages import (
     ReplicaStatus,
     Stepped,
 )
-from patchedserve.serving.core.request_state import RequestRecord, RequestView, Status
 from patchedserve.serving.scheduling.policies import StepLatencyPredictor
 from patchedserve.serving.scheduling.routers import DEFAULT_ROUTER
 from patchedserve.serving.scheduling.step_latency import TableLatency
@@ -93,14 +94,14 @@ class RecordingFollower(Follower):
 
 
 def run(
-    work: Callable[[ClusterBackend, Scripted, LoadBook], Coroutine[Any, Any, None]],
+    work: Callable[[ReplicaBackend, Scripted, LoadBook], Coroutine[Any, Any, None]],
     *scripts: Script,
     router: str = DEFAULT_ROUTER,
     predictor: StepLatencyPredictor | None = None,
 ) -> None:
     async def whole() -> None:
         book, deployment = LoadBook(router, predictor), Scripted(*scripts)
-        backend = ClusterBackend(ReplicaPlan(1, 1, False, 4), lambda: None, book=book)  # type: ignore[arg-type,return-value]
+        backend = ReplicaBackend(ReplicaPlan(1, 1, False, 4), lambda: None, book=book)  # type: ignore[arg-type,return-value]
         backend._deployment = deployment  # type: ignore[assignment]
         await backend.start()
         try:
@@ -121,7 +122,7 @@ def died() -> BaseException:
 
 
 def test_retried_request_sends_no_event_twice() -> None:
-    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
         follower = RecordingFollower()
         await backend.submit(request(), follower, num_partials=2, follows_steps=True)
         record = await follower.ended
@@ -130,14 +131,14 @@ def test_retried_request_sends_no_event_twice() -> None:
         assert deployment.num_asked == 3
 
     image: Any = None
-    first: Script = [Accepted("a"), Stepped(1), PartialImage(0, image), Stepped(2), died()]
+    first: Script = [Accepted(), Stepped(1, 1), PartialImage(1, 0, image), Stepped(1, 2), died()]
     lost: Script = [exceptions.ObjectLostError("0", None, "")]
-    last: Script = [Accepted("c"), Stepped(1), PartialImage(0, image), Stepped(2), Stepped(3), PartialImage(1, image)]
-    run(work, first, lost, [*last, Stepped(4), "completed"])
+    last: Script = [Accepted(), Stepped(1, 1), PartialImage(1, 0, image), Stepped(1, 2), Stepped(1, 3)]
+    run(work, first, lost, [*last, PartialImage(1, 1, image), Stepped(1, 4), "completed"])
 
 
 def test_request_that_kills_replicas_is_tried_on_two_at_most() -> None:
-    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
         for num_asked in (2, 5, 8):
             follower = RecordingFollower()
             await backend.submit(request(), follower)
@@ -152,15 +153,15 @@ def test_request_that_kills_replicas_is_tried_on_two_at_most() -> None:
         await backend.submit(request(slo_s=1e-9), late)
         assert (await late.ended).status == "completed"
 
-    dies: Script = [Accepted("a"), Stepped(1), died()]
-    crashes: Script = [Accepted("a"), "cancelled"]
+    dies: Script = [Accepted(), Stepped(1, 1), died()]
+    crashes: Script = [Accepted(), "cancelled"]
     # A replica that was dead before it received the request did not die of it.
     runs = [[dies] * MAX_DEATHS, [dies, [died()], crashes], [crashes, [Refused("it restarts", is_busy=True)], dies]]
-    run(work, *(script for each in runs for script in each), dies, [Accepted("b"), "completed"])
+    run(work, *(script for each in runs for script in each), dies, [Accepted(), "completed"])
 
 
 def test_request_that_no_replica_accepts_may_be_retried() -> None:
-    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
         follower = RecordingFollower()
         await backend.submit(request(), follower)
         record = await follower.ended
@@ -180,7 +181,7 @@ def test_requests_of_a_hanging_replica_are_rerouted(monkeypatch: pytest.MonkeyPa
     def status(name: str) -> ReplicaStatus:
         return ReplicaStatus(ReplicaState(name, 1, Health.READY, Load(rate=100.0)), ())
 
-    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
         deployment.answers = (status("a"), status("b")), 0
         while len(backend.replicas) < 2:
             await asyncio.sleep(0.01)
@@ -208,13 +209,13 @@ def test_requests_of_a_hanging_replica_are_rerouted(monkeypatch: pytest.MonkeyPa
         while backend.trouble != "replica b: its batches fail":
             await asyncio.sleep(0.01)
 
-    run(work, [Accepted("a"), Stepped(1), STANDS_STILL], [Accepted("b"), Stepped(1), Stepped(2), "completed"])
+    run(work, [Accepted(), Stepped(1, 1), STANDS_STILL], [Accepted(), Stepped(1, 1), Stepped(1, 2), "completed"])
 
 
 def test_busy_replica_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchedserve.serving.cluster.backend._BUSY_RETRY_S", 0.01)
+    monkeypatch.setattr("patchedserve.serving.fleet.backend._BUSY_RETRY_S", 0.01)
 
-    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
         follower = RecordingFollower()
         await backend.submit(request(), follower)
         assert (await follower.ended).status == "completed"
@@ -223,12 +224,12 @@ def test_busy_replica_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (caught.value.status, caught.value.code) == (503, "not_ready")
 
     busy: Script = [Refused("the engine is restarting", is_busy=True)]
-    crashed: Script = [Accepted("a"), Stepped(1), "cancelled"]
-    run(work, busy, crashed, [Accepted("b"), Stepped(4), "completed"], busy, busy, busy)
+    crashed: Script = [Accepted(), Stepped(1, 1), "cancelled"]
+    run(work, busy, crashed, [Accepted(), Stepped(1, 4), "completed"], busy, busy, busy)
 
 
 def test_unsupported_request_is_refused_immediately() -> None:
-    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
         follower = RecordingFollower()
         with pytest.raises(UsageError, match="too large"):
             await backend.submit(request(), follower)
@@ -239,7 +240,7 @@ def test_unsupported_request_is_refused_immediately() -> None:
 
 
 def test_size_unknown_to_the_router_is_refused() -> None:
-    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
         with pytest.raises(UsageError, match="32x32"):
             await backend.submit(request(), RecordingFollower())
         assert (deployment.num_asked, backend.load.num_waiting) == (0, 0)
@@ -248,7 +249,7 @@ def test_size_unknown_to_the_router_is_refused() -> None:
 
 
 def test_cancelled_request_is_not_retried() -> None:
-    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
         follower = RecordingFollower()
         await backend.submit(request(), follower)
         backend.cancel(1, "its client has left")
@@ -256,4 +257,4 @@ def test_cancelled_request_is_not_retried() -> None:
         assert (record.status, record.reason) == ("cancelled", "its client has left")
         assert deployment.num_asked == 1
 
-    run(work, [Accepted("a"), *[Stepped(1)] * 1000, "completed"])
+    run(work, [Accepted(), *[Stepped(1, 1)] * 1000, "completed"])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.errors import MissingExtraError, RunError, UsageError
 from ...data.requests import Request
-from .load_book import BOOKS, LoadBook
+from .book import BOOKS, LoadBook
 from .messages import ReplicaStatus
 
 if TYPE_CHECKING:

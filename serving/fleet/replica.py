@@ -64,7 +64,7 @@ class Replica:
             num_partials: number of partial images to send.
             follows_steps: whether every step is reported, instead of a few per second.
         """
-        number, queue = next(self._numbers), _MessageQueue()
+        number, queue = next(self._numbers), _MessageQueue(request.request_id)
         arrival_s = asyncio.get_running_loop().time() - waited_s
         try:
             await self._backend.submit(
@@ -77,11 +77,10 @@ class Replica:
             yield Refused(str(error), is_busy=isinstance(error, ApiError))
             return
         try:
-            yield Accepted(self._name)
+            yield Accepted()
             while not isinstance(message := await queue.messages.get(), Ended):
                 yield message
             self._num_drawn += message.record.status == "completed"
-            message.record.request_id = request.request_id
             yield message
         finally:
             # Does nothing if the request has ended.
@@ -130,16 +129,18 @@ def _bind_to_loopback() -> None:
 
 
 class _MessageQueue(Follower):
-    """Queue of the messages about one request, until they are sent."""
+    """Queue of the messages about one request, under its id in the front end, until they are sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: int) -> None:
+        self._request_id = request_id
         self.messages: asyncio.Queue[ReplicaMessage] = asyncio.Queue()
 
     def on_step(self, request_id: int, steps_done: int) -> None:
-        self.messages.put_nowait(Stepped(steps_done))
+        self.messages.put_nowait(Stepped(self._request_id, steps_done))
 
     def on_partial(self, request_id: int, index: int, image: "Image") -> None:
-        self.messages.put_nowait(PartialImage(index, image))
+        self.messages.put_nowait(PartialImage(self._request_id, index, image))
 
     def on_end(self, record: RequestRecord, image: "Image | None") -> None:
+        record.request_id = self._request_id
         self.messages.put_nowait(Ended(record, image))

@@ -1,6 +1,6 @@
-"""The pending work of each replica, as the front end that feeds them knows it; replicas send no statistics for it.
+"""The pending work of each worker, as the front end that feeds it knows it; workers send no statistics for it.
 
-The simulator's routers choose by it; to them, a replica is a worker. This module imports neither torch nor Ray.
+The simulator's routers choose by it. This module imports neither torch nor Ray.
 """
 
 import threading
@@ -15,11 +15,18 @@ from ..scheduling.routers import DEFAULT_ROUTER, make_router
 
 
 @dataclass(slots=True)
-class _Replica:
-    """Open requests of one replica, as a router sees them (`scheduling.routers.WorkerView`)."""
+class Workload:
+    """Open requests of one worker, as a router sees them (`scheduling.routers.WorkerView`).
 
-    max_batch_size: int
-    held: HeldRecords | None
+    Attributes:
+        max_batch_size: largest batch of the worker; 0 before it has a limit.
+        held: records that the worker has read; None if there are no records to consider.
+        pixel_steps: pixels times remaining steps of the requests.
+        views: the requests by id.
+    """
+
+    max_batch_size: int = 0
+    held: HeldRecords | None = None
     pixel_steps: int = 0
     views: dict[int, RequestView] = field(default_factory=dict)
 
@@ -88,7 +95,7 @@ class LoadBook:
         self._share_of, self._computed_of = share_of, computed_of
         self._edits, self._max_batch_size = edits, max_batch_size
         self._entries: dict[int, _Entry] = {}
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, Workload] = {}
         self._answering: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
@@ -186,10 +193,10 @@ class LoadBook:
                 return self._replicas[replica].pixel_steps if replica in self._replicas else 0
             return sum(_pixel_steps(entry.view) for entry in self._entries.values())
 
-    def _of(self, name: str) -> _Replica:
+    def _of(self, name: str) -> Workload:
         if name not in self._replicas:
             held = None if self._edits is None else HeldRecords(self._edits)
-            self._replicas[name] = _Replica(self._max_batch_size, held)
+            self._replicas[name] = Workload(self._max_batch_size, held)
         return self._replicas[name]
 
     def _move(self, entry: _Entry, name: str | None) -> None:

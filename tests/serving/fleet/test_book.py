@@ -1,4 +1,4 @@
-"""Assignment of requests to replicas and the number of replicas: the parts that need no Ray."""
+"""Assignment of requests to workers by their pending work."""
 
 import itertools
 import random
@@ -17,12 +17,11 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.block_facts import ProfiledModel
 from patchedserve.data.work import Work
-from patchedserve.serving.cluster.autoscale import replicas_needed
-from patchedserve.serving.cluster.deployment import last_line_of
-from patchedserve.serving.cluster.load_book import LoadBook
-from patchedserve.serving.core.request_state import RecordId, RequestView
+from patchedserve.serving.core.record_key import RecordKey
+from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.editing.costs import EditCosts, HeldRecords, MaskShares
 from patchedserve.serving.families.geometry import Geometry
+from patchedserve.serving.fleet.book import LoadBook
 from patchedserve.serving.scheduling.routers import ROUTERS, make_router
 from patchedserve.serving.scheduling.step_latency import TableLatency
 from patchedserve.training.cache.schedule import CacheSchedule, StepPlan
@@ -30,7 +29,7 @@ from patchedserve.training.cache.schedule import CacheSchedule, StepPlan
 from ...support.edits import image_of
 
 SIZE, TEMPLATE = Resolution(32, 32), TemplateSpec()
-RECORDS = [RecordId(name, SIZE, 4) for name in ("one", "two", "three")]
+RECORDS = [RecordKey(name, SIZE, 4) for name in ("one", "two", "three")]
 COSTS = EditCosts(lambda request: 0.3, lambda record: 1e6, lambda size: 4.0, memory_mb=2.0)
 """Two of these records fit into a replica."""
 
@@ -189,14 +188,14 @@ def test_load_book_chooses_like_its_router(name: str) -> None:
 def test_edit_is_routed_to_its_record() -> None:
     book, names, numbers = LoadBook("mask-aware", Steps(), edits=COSTS), ["a", "b", "c"], itertools.count()
 
-    def sent(record: RecordId | None, *, replicas: Sequence[str] = names, steps: int = 2) -> tuple[int, str]:
+    def sent(record: RecordKey | None, *, replicas: Sequence[str] = names, steps: int = 2) -> tuple[int, str]:
         number = next(numbers)
         book.begin(RequestView(number, SIZE, float(number), None, steps, 0, None, 0.3 if record else 1.0, record))
         replica = book.reserve(number, replicas)[0]
         book.confirm(number, replica)
         return number, replica
 
-    def done(record: RecordId | None, **options: Any) -> str:
+    def done(record: RecordKey | None, **options: Any) -> str:
         number, replica = sent(record, **options)
         book.release(number)
         return replica
@@ -259,22 +258,3 @@ def test_load_book_views_of_requests() -> None:
         LoadBook("mask-aware", TableLatency({(SIZE,): 1.0})).view_of(Request(1, "", Resolution(64, 64)))
     with pytest.raises(UsageError, match="router mask-aware asks how long steps take"):
         LoadBook("mask-aware")
-
-
-def test_number_of_replicas_follows_the_load() -> None:
-    bounds = {"least": 1, "most": 8}
-    assert replicas_needed(0, 100, 10, **bounds) == 1
-    assert replicas_needed(1000, 100, 10, **bounds) == 1
-    assert replicas_needed(1001, 100, 10, **bounds) == 2
-    assert replicas_needed(1e9, 100, 10, **bounds) == 8
-    assert replicas_needed(1e9, None, 10, now=3, **bounds) == 3
-    for wrong in ({"least": 0}, {"least": 3, "most": 2}):
-        with pytest.raises(UsageError, match="replicas go from"):
-            replicas_needed(1, 1, 1, **wrong)
-    with pytest.raises(UsageError, match="must be more than 0"):
-        replicas_needed(1, 1, 0)
-
-
-def test_ray_errors_are_reduced_to_one_line() -> None:
-    assert last_line_of(RuntimeError("trace\n  of another process\nno room\n")) == "no room"
-    assert last_line_of(RuntimeError("")) == "RuntimeError"

@@ -1,1 +1,0 @@
-"""Replicas of an engine on Ray Serve: request routing and autoscaling."""

@@ -1,0 +1,123 @@
+"""What a GPU is asked for in a step of each family and batch, counted on a fake device.
+
+`FILE` is the committed table: family -> batch -> phase -> `COUNTED` -> number. The phases are a `step` of a batch that
+stays the same; a `join`, what the step in which the last request of the batch joins asks beyond that; and a `leave`,
+what the step after the last request has left asks beyond a step of the others.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.profiling.steps.sides import patched_stepper
+from patchedserve.serving.core.denoiser import denoiser_of
+from patchedserve.serving.core.prepared import PreparedRequest
+from patchedserve.serving.layout import packing
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.patched.stepper import PatchedStepper
+
+from .fake_device import Event, FakeDevice, fake_device
+from .family_kit import BUILDS, Build, served
+from .tiny_models import short_texts
+
+FILE = Path(__file__).parents[1] / "serving" / "patched" / "launches.json"
+COUNTED = {"launch": "launches", "wait": "waits", "copy": "copies"}
+"""Column of the table by kind of event."""
+BATCHES = {
+    "one image": (Resolution(64, 64),),
+    "four of one size": (Resolution(32, 32),) * 4,
+    "three sizes": (Resolution(32, 32), Resolution(96, 32), Resolution(64, 64)),
+}
+_NUM_STEPS = 20
+Counts = dict[str, dict[str, int]]
+"""Numbers by phase and column."""
+
+
+def requests_of(sizes: Sequence[Resolution]) -> list[Request]:
+    """Return guided requests with different texts, of which none finishes while it is counted."""
+    texts = ("a red apple", "a car in the rain, at night", "two birds", "")
+    return [Request(index, texts[index], size, _NUM_STEPS, 3.5, seed=index) for index, size in enumerate(sizes)]
+
+
+def events_of(build: Build, sizes: Sequence[Resolution]) -> dict[str, list[Event]]:
+    """Return the events of each phase; those of a join and a leave include the step itself.
+
+    `rest` is a step of the others after the last request has left. The model has served all of them before, but their
+    batches are new to it.
+    """
+    with stepper_on_device(build) as (device, host, stepper):
+        active = [on_device(device, host.prepare(request)) for request in requests_of(sizes)]
+        others = active[:-1]
+
+        def events(batch: list[PreparedRequest]) -> list[Event]:
+            device.events.clear()
+            failures = stepper.step(batch)
+            assert not failures, failures
+            return device.events.copy()
+
+        for batch in (active, others):
+            events(batch)
+        packing._pack_rows.cache_clear()
+        events(others)
+        return {"join": events(active), "step": events(active), "leave": events(others), "rest": events(others)}
+
+
+@contextmanager
+def stepper_on_device(build: Build) -> Iterator[tuple[FakeDevice, ServedModel, PatchedStepper]]:
+    """Yield a fake device, a model on the host that prepares requests, and the same model's stepper on the device."""
+    pipe = build()
+    texts = short_texts(pipe)
+    host = served(pipe, **texts)
+    with fake_device() as device:
+        pipe = build()
+        device.move(denoiser_of(pipe))
+        try:
+            yield device, host, patched_stepper(served(pipe, EngineOptions(strategy="stitch"), **texts))
+        finally:
+            # Its tensors are on this device.
+            packing._pack_rows.cache_clear()
+
+
+def on_device(device: FakeDevice, prepared: PreparedRequest) -> PreparedRequest:
+    """Return a request that was prepared on the host as one prepared on the device."""
+    return replace(
+        prepared,
+        latents=device.put(prepared.latents),
+        conditioning={name: device.put(part) for name, part in prepared.conditioning.items()},
+        state=replace(prepared.state, timesteps=device.put(prepared.state.timesteps)),
+    )
+
+
+def counts_of(events: dict[str, list[Event]]) -> Counts:
+    """Return the numbers of each phase."""
+    counted = {phase: Counter(event.kind for event in own) for phase, own in events.items()}
+    steady = {"step": Counter[str](), "join": counted["step"], "leave": counted["rest"]}
+    return {
+        phase: {column: counted[phase][kind] - own[kind] for kind, column in COUNTED.items()}
+        for phase, own in steady.items()
+    }
+
+
+def family_counts(family: str) -> dict[str, Counts]:
+    """Return the numbers of a family for each batch."""
+    return {name: counts_of(events_of(BUILDS[family], sizes)) for name, sizes in BATCHES.items()}
+
+
+def read_table() -> dict[str, dict[str, Counts]]:
+    """Return the committed table."""
+    return json.loads(FILE.read_text())
+
+
+def write_table(table: dict[str, dict[str, Counts]]) -> None:
+    """Write the table to commit, with one line for each batch of a family."""
+    families = []
+    for family, batches in table.items():
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(counts)}" for name, counts in batches.items())
+        families.append(f" {json.dumps(family)}: {{\n{lines}\n }}")
+    FILE.write_text("{\n" + ",\n".join(families) + "\n}\n")
