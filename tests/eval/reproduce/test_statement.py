@@ -1,7 +1,6 @@
 """Verdicts of intervals on a paper's statement, and how they are counted and shown."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from patchedserve.eval.reproduce.statement import (
     statements_table,
     verdicts_table,
 )
+
+_FIRST: dict[str, Any] = {"unit": "x", "neutral": 1.0, "is_more": True, "paper_text": ""}
 
 
 def between(low: float, high: float) -> Estimate:
@@ -111,10 +112,14 @@ def test_verdicts_are_counted_by_model() -> None:
 
 
 def test_statements_of_the_first_version_have_no_interval() -> None:
-    old = Path(__file__).parents[2] / "benchmarks/results/reproduce/emoji-xl/figure-5.json"
-    content = json.loads(old.read_text())
-    assert content["version"] == 1
-    assert {each["agrees"] for each in content["statements"]} == {True, False}
+    """As files had them in which `ours` was a number."""
+    content: dict[str, Any] = {
+        "version": 1,
+        "statements": [
+            {**_FIRST, "text": "LLL against SSS", "ours": 2.528, "paper": [1.68], "agrees": True, "ours_text": "2.53x"},
+            {**_FIRST, "text": "SML against MML", "ours": 0.822, "paper": [], "agrees": False, "ours_text": "0.82x"},
+        ],
+    }
     found = statements_of(content)
     assert {each.verdict for each in found} == {"cannot be told"}
     assert [each.ours_text for each in found] == [each["ours_text"] for each in content["statements"]]
