@@ -165,8 +165,11 @@ def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     start_s, end_s = first.admitted_s, first.denoise_end_s
     assert start_s is not None
     assert end_s is not None
+    num_beside = sum(start_s <= (other.admitted_s or 0) < end_s for other in others)
     num_joined = sum(start_s < (other.admitted_s or 0) < end_s for other in others)
-    assert num_joined == (len(others) if policy == "continuous" else 0)
+    assert num_beside == (len(others) if policy == "continuous" else 0)
+    # One may have been prepared before the first step, too.
+    assert num_beside - num_joined <= 1
     assert max(step.active for step in result.steps) == (2 if policy == "continuous" else 1)
 
 
