@@ -13,7 +13,7 @@ recur, and the memory of recorded passes is bounded.
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -78,8 +78,11 @@ class CudaRecorder:
             begin()
             try:
                 result = work(pause)
-            finally:
-                end()
+            except BaseException:
+                with suppress(RuntimeError):  # the failure has ended the recording
+                    graph.capture_end()
+                raise
+            end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
         def replay() -> None:

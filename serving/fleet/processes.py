@@ -286,7 +286,7 @@ class ProcessFleet:
             worker.silent_s += min(passed_s, 2 * _MAX_WAIT_S)
             limit_s = SILENT_S if worker.is_ready else _LOAD_TIMEOUT_S
             if worker.silent_s > limit_s and worker.process.is_alive():
-                self._on_note(f"Worker {index} has told nothing for {limit_s:g} s and is killed.")
+                self._on_note(f"Worker {index} has sent nothing for {limit_s:g} s and is killed.")
                 worker.process.kill()
                 worker.process.join()
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -25,17 +24,19 @@ from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
-from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows, to_device
+from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
 from .context import BatchLeaf, BatchValues, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
+from .own_batch import OwnBatch, of_rows
 from .row_leaves import CachedCaption
 from .strategy import StrategyTable
 from .streams import CachedText
 from .swap import PatchSwap
 from .text import Shorten
+from .unet_layers import unet_level
 
 
 class PatchedModel:
@@ -93,7 +94,7 @@ class PatchedModel:
         self.cache: PatchCache | None = None
         self.captured: CapturedPasses | None = None
         self._pass_batch = PassBatch()
-        self._own: _OwnBatch | None = None
+        self._own: OwnBatch | None = None
         self._served_size: int | None = None
         self.is_compiled = False
 
@@ -198,7 +199,7 @@ class PatchedModel:
 
     def pad_conditions(self, conditions: dict[str, Any], packing: Packing) -> dict[str, Any]:
         """Add conditions of the dummy rows of a packing, if it has any."""
-        return conditions if packing.bucket is None else _of_rows(conditions, packing.value_rows)
+        return conditions if packing.bucket is None else of_rows(conditions, packing.value_rows)
 
     def use_table(self, table: StrategyTable) -> None:
         """Choose the strategy of each convolution from this table from now on."""
@@ -352,7 +353,7 @@ class PatchedModel:
         numbers = tuple(range(packing.num_rows) if active is None else active.numbers)
         if self._own is None or self._own.numbers != numbers:
             self._compute_text(conditions)
-            self._own = _own_batch(numbers, packing, conditions, context.batch_values, is_padded=self.is_padded)
+            self._own = OwnBatch.of(numbers, packing, conditions, context.batch_values, is_padded=self.is_padded)
         own = self._own
         with context.switch_batch(own.packing, own.values):
             given = patches.index_select(0, own.patches), timesteps.index_select(0, own.rows)
@@ -408,61 +409,3 @@ class PatchedModel:
         context.text_bias = values.text_bias
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _OwnBatch:
-    """Rows of a batch that are computed as a batch of their own, until others are.
-
-    Attributes:
-        numbers: the rows.
-        packing: their packing.
-        rows, patches: rows and patches of the whole batch that its rows and patches are copies of.
-        conditions: conditions of its rows.
-        values: values that its passes read.
-        passes: its passes.
-    """
-
-    numbers: tuple[int, ...]
-    packing: Packing
-    rows: Tensor
-    patches: Tensor
-    conditions: dict[str, Any]
-    values: BatchValues
-    passes: PassBatch
-
-
-def _own_batch(
-    numbers: tuple[int, ...], packing: Packing, conditions: dict[str, Any], values: BatchValues, *, is_padded: bool
-) -> _OwnBatch:
-    """Make a batch of some rows of a packing, with conditions and values of theirs."""
-    own, device = packing.of_rows(numbers, is_padded=is_padded), packing.row_index.device
-    places = [place for row in numbers for place in range(packing.starts[row], packing.starts[row + 1])]
-    places += places[:1] * (own.num_patches - len(places))
-    rows = to_device(torch.tensor(numbers), device).index_select(0, own.value_rows)
-    of_rows = _of_rows(conditions, rows), values.of_rows(rows)
-    return _OwnBatch(numbers, own, rows, to_device(torch.tensor(places), device), *of_rows, PassBatch())
-
-
-def _of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Select some rows of conditions; values that are not tensors stay unchanged."""
-
-    def of(value: Any) -> Any:
-        if isinstance(value, dict):
-            return _of_rows(value, rows)
-        return value.index_select(0, rows) if isinstance(value, Tensor) else value
-
-    return {name: of(value) for name, value in conditions.items()}
-
-
-def unet_level(name: str, num_levels: int) -> int:
-    """Return the level of the input of a U-Net's convolution, from its name in diffusers."""
-    parts = name.split(".")
-    if parts[0] == "down_blocks":
-        return int(parts[1])
-    if parts[0] == "mid_block":
-        return num_levels - 1
-    if parts[0] == "up_blocks":
-        # An up-sampler's convolution runs after the up-sampling.
-        return num_levels - 1 - int(parts[1]) - (parts[2] == "upsamplers")
-    return 0

@@ -72,3 +72,16 @@ def layers_of(unet: nn.Module) -> list[UNetLayer]:
 def _is_layer(name: str) -> bool:
     *_, kind, number = ["", *name.split(".")]
     return number.isdecimal() and (kind in _LAYERS or kind in _RESAMPLERS)
+
+
+def unet_level(name: str, num_levels: int) -> int:
+    """Return the level of the input of a U-Net's convolution, from its name in diffusers."""
+    parts = name.split(".")
+    if parts[0] == "down_blocks":
+        return int(parts[1])
+    if parts[0] == "mid_block":
+        return num_levels - 1
+    if parts[0] == "up_blocks":
+        # An up-sampler's convolution runs after the up-sampling.
+        return num_levels - 1 - int(parts[1]) - (parts[2] == "upsamplers")
+    return 0

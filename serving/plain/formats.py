@@ -96,35 +96,21 @@ class PlainModels:
         timesteps: Tensor,
         conditions: dict[str, Any],
         adapters: RowAdapters | None = None,
+        *,
+        form: Format | None = None,
+        captured: CapturedPasses | None = None,
     ) -> Tensor:
-        """Predict for latents [rows, channels, height, width] in the faster format, see `denoise`.
+        """Predict for latents [rows, channels, height, width], see `denoise`.
 
-        `batch` has the same rows, conditions and adapters in all of its passes.
+        Args:
+            batch: it has the same rows, conditions and adapters in all of its passes.
+            latents, timesteps, conditions: arguments of `denoise`.
+            adapters: adapters of the rows; None if no row has any.
+            form: the format; None for the faster one.
+            captured: replays passes in place of `self.captured`.
         """
-        form = self._format_for(latents)
-        return self._predict_in(form, self.captured, batch, latents, timesteps, conditions, adapters)
-
-    def _format_for(self, latents: Tensor) -> Format:
-        points = [point for point in self.points if point.size == latents.shape[2:]]
-        if self._always is not None:
-            return self._always
-        if points:
-            nearest = min(points, key=lambda point: abs(point.rows - len(latents)))
-            if nearest.channels_last_us < nearest.default_us:
-                return "channels-last"
-        return "default"
-
-    def _predict_in(
-        self,
-        form: Format,
-        captured: CapturedPasses | None,
-        batch: PassBatch,
-        latents: Tensor,
-        timesteps: Tensor,
-        conditions: dict[str, Any],
-        adapters: RowAdapters | None = None,
-    ) -> Tensor:
-        model = self._model
+        model, captured = self._model, captured or self.captured
+        form = form or self._format_for(latents)
         if form == "channels-last":
             model = self._in_channels_last()
             latents = latents.contiguous(memory_format=torch.channels_last)
@@ -138,6 +124,16 @@ class PlainModels:
             return forward(inputs, kept)
         names = () if adapters is None else tuple(adapters.scales)
         return captured.run(batch, (form, _constants(conditions), names), kept, forward, inputs)
+
+    def _format_for(self, latents: Tensor) -> Format:
+        points = [point for point in self.points if point.size == latents.shape[2:]]
+        if self._always is not None:
+            return self._always
+        if points:
+            nearest = min(points, key=lambda point: abs(point.rows - len(latents)))
+            if nearest.channels_last_us < nearest.default_us:
+                return "channels-last"
+        return "default"
 
     def _in_channels_last(self) -> nn.Module:
         if self.channels_last is None:
@@ -173,10 +169,8 @@ class PlainModels:
         # The second pass is recorded; neither of the first two is timed.
         captured = None if self.captured is None else CapturedPasses(self.captured.recorder, patience=1)
         forms: dict[str, Format] = {"default_us": "default", "channels_last_us": "channels-last"}
-        runs = {
-            name: partial(self._predict_in, form, captured, PassBatch(is_complete=True), latents, timesteps, given)
-            for name, form in forms.items()
-        }
+        run = partial(self.predict, PassBatch(is_complete=True), latents, timesteps, given, captured=captured)
+        runs = {name: partial(run, form=form) for name, form in forms.items()}
         return FormatTiming((latents.shape[2], latents.shape[3]), num_rows, **medians_us(runs, latents.device))
 
 

@@ -102,13 +102,12 @@ class RecordedPasses:
         self._recorded: OrderedDict[Hashable, None] = OrderedDict()
         self._num_eager: Counter[Hashable] = Counter()
 
-    def step_s(self, device_s: float, batch: Sequence[Resolution | Work], *, is_first: bool) -> float:
+    def step_s(self, device_s: float, batch: Sequence[Resolution | Work]) -> float:
         """Return the seconds of a step that computes for `device_s` on the device.
 
         Args:
             device_s: seconds of the step on the device.
             batch: works that the model computes, sorted; none if all requests reuse.
-            is_first: whether a request has joined or left since the step before.
         """
         if not batch:
             return device_s
@@ -116,7 +115,7 @@ class RecordedPasses:
         is_bucketed = model.mode == "bucketed"
         key: Hashable = model.bucket_of(batch) if is_bucketed else tuple(batch)
         self.keys.add(key)
-        if model.mode == "off" or not self._is_due(key, is_first=is_first and not is_bucketed):
+        if model.mode == "off" or not self._is_due(key):
             return max(device_s, model.launch_s(batch))
         if is_bucketed:
             device_s *= model.bucket_of(batch).num_patches / model.patches_of(batch)
@@ -132,12 +131,9 @@ class RecordedPasses:
             del self._num_eager[dropped]
         return device_s + (costs.record_ms + costs.replay_ms) / 1e3
 
-    def _is_due(self, key: Hashable, *, is_first: bool) -> bool:
-        """Return whether a pass is replayed or recorded now, as `core.captured.CapturedPasses` decides.
-
-        If `is_first`, it computes what a batch keeps, and is launched one by one.
-        """
-        is_due = key in self._recorded or self._num_eager[key] >= self._model.costs.patience
-        if key not in self._recorded:
-            self._num_eager[key] += 1
-        return is_due and not is_first
+    def _is_due(self, key: Hashable) -> bool:
+        """Return whether a pass is replayed or recorded now, as `core.captured.CapturedPasses` decides."""
+        if key in self._recorded:
+            return True
+        self._num_eager[key] += 1
+        return self._num_eager[key] > self._model.costs.patience

@@ -193,7 +193,7 @@ class SimulatedWorker:
             is_reusing = len(ran) < len(scheduler.works)
             work_s = self._durations.undisturbed_s(ran, scheduler.changed, is_reusing=is_reusing)
             if self.passes is not None:
-                work_s = self.passes.step_s(work_s, ran, is_first=bool(scheduler.changed))
+                work_s = self.passes.step_s(work_s, ran)
             self._begin(STEP, -1, work_s, now_s)
         elif self._durations.is_inline:
             self._serve_inline(now_s)

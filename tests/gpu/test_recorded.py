@@ -7,7 +7,9 @@ import pytest
 from torch import Tensor
 
 from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.steps.sides import patched_stepper
+from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.captured import CapturedPasses
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
@@ -69,6 +71,28 @@ def test_plain_passes_can_be_recorded(name: str, cuda: str) -> None:
     pipe, requests = BUILDS[name]().to(cuda), tiny_requests([6, 2, 3, 4])
     expected = denoised(tiny(pipe, EngineOptions("plain")), requests)
     for found in _recorded(tiny(pipe, EngineOptions("plain", cuda_graphs=True)), requests, requests):
+        assert relative_error(found, expected) <= PLAYED
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_mixes_of_a_bucket_share_a_recording(name: str, cuda: str) -> None:
+    """Batches of other sizes replay the pass that the first batch has recorded."""
+    pipe, small, large, wide = BUILDS[name]().to(cuda), Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
+    mixes = [[small, large, small, wide], [large, wide, wide], [wide, small, large, small]]
+    batches = [[Request(n, f"a hat {n}", size, 3, 2.0 + n, seed=n) for n, size in enumerate(sizes)] for sizes in mixes]
+    eager, recorded = tiny(pipe), tiny(pipe, EngineOptions(cuda_graphs=True))
+    for found, batch in zip(_recorded(recorded, *batches), batches, strict=True):
+        assert relative_error(found, denoised(eager, batch)) <= PLAYED
+    assert len(_passes_of(recorded)._recorded) == 1
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_requests_that_a_cache_computes_are_replayed(name: str, cuda: str) -> None:
+    pipe, requests = BUILDS[name]().to(cuda), tiny_requests([9, 6, 7, 8])
+    patch_size, _ = tiny(pipe).family.geometry.latent_size(requests[0].resolution)
+    cache = CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2, patch_size=patch_size)
+    expected = denoised(tiny(pipe, EngineOptions(cache=cache)), requests)
+    for found in _recorded(tiny(pipe, EngineOptions(cache=cache, cuda_graphs=True)), requests, requests):
         assert relative_error(found, expected) <= PLAYED
 
 

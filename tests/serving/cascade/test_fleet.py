@@ -345,7 +345,7 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
                 assert (front_end.admission.num_images, front_end.open) == (0, {})
             while not notes or "serves again" not in notes[-1]:
                 await asyncio.sleep(0.05)
-            assert "has told nothing for 5 s and is killed" in notes[0]
+            assert "has sent nothing for 5 s and is killed" in notes[0]
             assert backend.replicas[0].process_id != stopped
             limits = replace(limits, request_timeout_s=60.0)
             front_end.limits = limits

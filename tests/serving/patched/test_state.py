@@ -12,8 +12,8 @@ from torch import Tensor
 from patchedserve.serving.patched import leaves
 from patchedserve.serving.patched.attention import PatchedCrossAttention
 from patchedserve.serving.patched.context import PatchContext
-from patchedserve.serving.patched.patched_model import unet_level
 from patchedserve.serving.patched.swap import PatchSwap
+from patchedserve.serving.patched.unet_layers import unet_level
 
 from ...support.patched_cases import (
     FEW_WAYS,

@@ -51,8 +51,8 @@ def test_steps_match_manual_durations() -> None:
     assert [row.duration_s for row in off.steps] == [2.0] * 4
     assert (off.num_keys, off.num_recordings, off.num_replays) == (1, 0, 0)
     exact = run(model("exact"), alone)
-    assert [row.duration_s for row in exact.steps] == [2.0, 1.75, 1.25, 1.25]
-    assert (exact.num_keys, exact.num_recordings, exact.num_replays) == (1, 1, 2)
+    assert [row.duration_s for row in exact.steps] == [1.75, 1.25, 1.25, 1.25]
+    assert (exact.num_keys, exact.num_recordings, exact.num_replays) == (1, 1, 3)
     patient = run(model("exact", patience=2), alone)
     assert [row.duration_s for row in patient.steps] == [2.0, 2.0, 1.75, 1.25]
     # 16 patches in two rows are 32, a bucket without padding.
@@ -68,16 +68,16 @@ def test_steps_match_manual_durations() -> None:
 
 def test_launches_rise_with_resolutions_and_are_a_floor() -> None:
     passes = RecordedPasses(model("off"))
-    assert passes.step_s(1.0, [S, S], is_first=True) == 2.0
-    assert passes.step_s(1.0, [S, M, L], is_first=True) == 3.0
-    assert passes.step_s(7.0, [S, M, L], is_first=True) == 7.0
-    assert passes.step_s(0.5, [], is_first=True) == 0.5, "no pass runs"
+    assert passes.step_s(1.0, [S, S]) == 2.0
+    assert passes.step_s(1.0, [S, M, L]) == 3.0
+    assert passes.step_s(7.0, [S, M, L]) == 7.0
+    assert passes.step_s(0.5, []) == 0.5, "no pass runs"
     assert len(passes.keys) == 2
 
 
 def test_released_compositions_must_recur() -> None:
     passes = RecordedPasses(model("exact", patience=1, max_recorded=1))
-    steps = [passes.step_s(1.0, [size], is_first=False) for size in (S, S, S, L, L, S, S)]
+    steps = [passes.step_s(1.0, [size]) for size in (S, S, S, L, L, S, S)]
     assert steps == [2.0, 1.75, 1.25, 2.0, 1.75, 2.0, 1.75]
     assert (len(passes.keys), passes.num_recordings) == (2, 3)
 
@@ -86,7 +86,7 @@ def test_a_bucket_serves_different_compositions() -> None:
     bucketed, exact = RecordedPasses(model("bucketed")), RecordedPasses(model("exact"))
     for passes in (bucketed, exact):
         for batch in ([S, L], [M, M], [S, L]):
-            passes.step_s(1.0, batch, is_first=False)
+            passes.step_s(1.0, batch)
     assert (bucketed.keys, bucketed.num_recordings) == ({Bucket(40, 5)}, 1)
     assert (len(exact.keys), exact.num_recordings) == (2, 2)
     # A tenth of 16 patches, and 4, are at most 6, in two rows each.
