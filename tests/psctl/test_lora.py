@@ -200,7 +200,7 @@ def test_adapter_is_fused_by_every_command(psctl: Any, model_dir: Path, lora: Pa
     serve = ("serve", "--system", "patchedserve", "--num-prompts", "3", "--num-inference-steps", "2", "--slo", "600")
     done = psctl(*serve, *given, "--prompt-cache", "1", "--json")
     assert done.returncode == 0, done.stderr
-    assert "With --sampler, --lora or --quantize no patch is reused" in done.stderr
+    assert "With --sampler, --lora, --adapter or --quantize no patch is reused" in done.stderr
     summary = json.loads(done.stdout)
     assert summary["completed_requests"] == 3
     assert summary["prompt_cache"]["hits"] + summary["prompt_cache"]["misses"] >= 3
