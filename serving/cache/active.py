@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..layout.packing import to_device
 from .cells import CellTables, Integers, window_places
 
 _READ = ("cells", "slots", "rows", "row_of_cell", "around", "context", "num_cells_of_row")
@@ -132,7 +133,7 @@ class ActiveSet:
         return found
 
     def _tensor(self, array: Integers) -> Tensor:
-        return torch.from_numpy(array).to(self.tables.device)
+        return to_device(torch.from_numpy(array), self.tables.device)
 
     @cached_property
     def rows(self) -> Tensor:
