@@ -141,9 +141,11 @@ class Stacked:
 
     def tensor(self) -> Tensor:
         """Return the parts and the zeros as one tensor, which is not shared."""
-        first, num_after = self.parts[0], self.length - self.num_before - sum(map(len, self.parts))
-        before, after = (first.new_zeros(count, *first.shape[1:]) for count in (self.num_before, num_after))
-        return torch.cat([before, *self.parts, after])
+        first = self.parts[0]
+        parts = [first.new_zeros(self.num_before, *first.shape[1:]), *self.parts]
+        if num_after := self.length - sum(map(len, parts)):
+            parts.append(first.new_zeros(num_after, *first.shape[1:]))
+        return torch.cat(parts)
 
     def copies_to(self, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the parts, each with its place in a tensor of the shape of the whole."""
