@@ -153,29 +153,47 @@ class _UNet:
             self.levels.per_text_once += 2 * channels * text_width
 
 
-def _transformer(config: Mapping[str, Any]) -> Levels:
-    """Count the levels of `SD3Transformer2DModel`."""
-    levels, factor, count = Levels(), config["patch_size"], config["num_layers"]
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    dual = config["dual_attention_layers"]
-    level, pixels = levels.by_factor[factor], factor**2
-    level.per_pixel += pixels * (config["in_channels"] + config["out_channels"]) * width
-    # Timestep (256 wide) and pooled text, each through two layers; the last norm.
-    levels.per_row += (256 + config["pooled_projection_dim"] + 2 * width) * width + 2 * width**2
-    levels.per_text += config["joint_attention_dim"] * config["caption_projection_dim"]
-    for index in range(count):
-        is_last = index + 1 == count
-        levels.attention(factor, width)
-        level.per_text_pair += 2 * width
-        level.per_pixel += 8 * width**2
-        if index in dual:
-            levels.attention(factor, width)
-        levels.per_row += ((9 if index in dual else 6) + (2 if is_last else 6)) * width**2
-        # The last block leaves the text as it is.
-        levels.per_text += (3 if is_last else 12) * width**2
-        levels.per_text_query += 2 * width
-        levels.per_idle_query += 2 * width if is_last else 0
-        levels.text_key_values += 2 * width
+def _transformer(model: Any, transformer: "Transformer", factor: int) -> Levels:
+    """Count the levels of a transformer, from its linear layers by name, whose kind says how often they run."""
+    levels, readers = Levels(), set[str]()
+    level = levels.by_factor[factor]
+    streams = f"{transformer.single.name}." if transformer.single is not None else None
+    for blocks in transformer.lists:
+        for number, block in enumerate(getattr(model, blocks.name)):
+            for name in blocks.attention:
+                if (attention := getattr(block, name, None)) is None:
+                    continue
+                is_joint = getattr(attention, "add_k_proj", None) is not None
+                key = getattr(attention, "to_k", None)
+                width = attention.inner_dim if key is None else attention.to_q.out_features
+                if getattr(attention, "is_cross_attention", False) and not is_joint:
+                    readers |= {f"{blocks.name}.{number}.{name}.{layer}" for layer in ("to_k", "to_v")}
+                    level.per_text_pair += 2 * width
+                    continue
+                kept = 2 * (width if key is None else key.out_features)
+                level.per_pair += 2 * width
+                level.key_values += kept
+                if is_joint or blocks is transformer.single:
+                    level.per_text_pair += 2 * width
+                    levels.per_text_query += 2 * width
+                    levels.text_key_values += kept
+                    # The last block of SD3 leaves the text as it is.
+                    levels.per_idle_query += 2 * width if getattr(attention, "context_pre_only", False) else 0
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.dim() < 2 or not any(map(name.startswith, _embeddings(model, transformer))):
+            if type(module).__name__ != "Linear":
+                continue
+        macs = weight.numel()
+        if name in readers or (readers and _OF_TEXT.search(name)):
+            levels.per_text_once += macs
+        elif _OF_ROW.search(name):
+            levels.per_row += macs
+        elif _OF_TEXT.search(name):
+            levels.per_text += macs
+        else:
+            level.per_pixel += macs
+            levels.per_text += macs if streams is not None and name.startswith(streams) else 0
     return levels
 
 

@@ -226,7 +226,7 @@ class Ranks:
             displaced,
             tuple(not each for each in keeps),
             is_alone=self.mode == "naive",
-            text_starts=self._text_starts(part, latents.shape[3]),
+            text_starts=self._text_starts(part, own, latents.shape[3]),
             norms=self._options.norms,
         )
 
@@ -267,10 +267,13 @@ class Ranks:
             self._slots[row] = part.members, needed
         return True
 
-    def _text_starts(self, part: TeamRows, width: int) -> tuple[int, ...]:
+    def _text_starts(self, part: TeamRows, rows: Sequence[RowName], width: int) -> tuple[int, ...]:
         """Return the start of each rank's part of the text stream, then the end; empty if each computes all of it."""
-        count, length = part.strips.count, self._model.text_length
+        count, length = part.strips.count, self._model.text_length_of(rows)
         if self._options.text == "replicate" or self.mode == "naive" or not 1 < count <= length:
+            return ()
+        # What a displaced row reads must have the shape of its previous call.
+        if not self._model.splits_text or (self._model.has_masked_text and self.mode == "displaced"):
             return ()
         tokens = self._model.tokens(part.strips.starts[-1], width)
         if self._options.text == "auto" and tokens + count * length <= _MAX_TEXT * (tokens + length):

@@ -102,7 +102,7 @@ class PatchedPatchEmbed(BatchLeaf):
         self, embed: Any, context: PatchContext, positions: Callable[[Any, int, int], Tensor] | None = None
     ) -> None:
         super().__init__()
-        self.embed, self.context, self.positions = embed, context, positions or _cropped
+        self.embed, self.context, self.positions = embed, context, positions or cropped_positions
 
     def forward(self, latent: Tensor) -> Tensor:
         """Patches [P, channels, side, side] -> tokens [P, grain * grain, width]."""
@@ -131,6 +131,6 @@ class PatchedPatchEmbed(BatchLeaf):
         return values.positions
 
 
-def _cropped(embed: Any, height: int, width: int) -> Tensor:
+def cropped_positions(embed: Any, height: int, width: int) -> Tensor:
     """Return SD3's positions, cropped to the size."""
     return embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]
