@@ -18,9 +18,9 @@ class Conflict(NamedTuple):
     reason: str
 
 
-_DIVIDED = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline")
-"""Pipelines whose models ranks can divide, and whose edits need only the outputs of transformer blocks."""
-_OTHERS = [name for name in FAMILIES if name not in _DIVIDED]
+_WITH_OUTPUTS = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline")
+"""Pipelines whose edits need only the outputs of transformer blocks."""
+_OTHERS = [name for name in FAMILIES if name not in _WITH_OUTPUTS]
 _RANKS_LOAD = "ranks load the model's own files"
 _STAGES_LOAD = "its processes load the model's own files"
 _ENCODERS_LOAD = "text encoders are read again from the model's own files"
@@ -60,7 +60,6 @@ CONFLICTS = (
     Conflict("--edit-link-mbps", "--cuda-graphs", "it plans by the times of parts of passes, which are one recording"),
     Conflict("--breakdown", "--cuda-graphs", "it times single modules, which are one recording"),
     Conflict("--breakdown", "--compile", "it times single modules, which are one graph"),
-    *(Conflict("--parallel", name, "ranks divide U-Nets and the transformer of SD3 only") for name in _OTHERS),
     *(Conflict("--keep outputs", name, "its blocks need more; give --keep kv or all") for name in _OTHERS),
     Conflict("--adapter", "PixArtSigmaPipeline", "diffusers loads none into this pipeline"),
     Conflict("--adapter", "ZImagePipeline", "adapters are not applied to the padding of its images"),

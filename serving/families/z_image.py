@@ -43,9 +43,7 @@ def embed(model: Any, latents: Tensor) -> Tensor:
     return model.all_x_embedder[f"{side}-{model.all_f_patch_size[0]}"](cut.flatten(3).flatten(1, 2))
 
 
-_blocks = partial(
-    Blocks, kind="ZImageTransformerBlock", modulation="adaLN_modulation.0", attention=("attention",)
-)
+_blocks = partial(Blocks, kind="ZImageTransformerBlock", modulation="adaLN_modulation.0", attention=("attention",))
 TRANSFORMER = Transformer(
     call=call,
     call_packed=call_packed,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...data.errors import UsageError
-from ...data.resolution import RESOLUTION_MULTIPLE
 from .choice import measure_link, swap_often
 from .context import Pass, Team
 from .cost import Call
@@ -83,6 +82,11 @@ class Ranks:
         return "sync" if self._options.mode == "auto" else self._options.mode
 
     @property
+    def latent_factor(self) -> int:
+        """Pixels on a side of one latent."""
+        return self._model.latent_factor
+
+    @property
     def speeds(self) -> Sequence[float]:
         """Speed of every rank, in proportion to its share of strips; 1 on average."""
         mean = sum(self._shares) / len(self._shares)
@@ -90,7 +94,7 @@ class Ranks:
 
     def draws_whole(self, height: int, width: int) -> bool:
         """Return whether images with latents of this size are below the given number of pixels for strips."""
-        return RESOLUTION_MULTIPLE**2 * height * width < self._options.min_pixels
+        return self.latent_factor**2 * height * width < self._options.min_pixels
 
     def count_for(self, height: int, width: int) -> int:
         """Return the number of ranks that share an image with latents of this size. Raises UsageError if the image is

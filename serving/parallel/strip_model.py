@@ -1,6 +1,7 @@
 """The denoising model of one rank: a diffusers model whose leaves compute a strip of rows, or whole images."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ...data.resolution import RESOLUTION_MULTIPLE
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
+from ..families.table import entry_of
 from ..families.transformer import Transformer
 from ..patched.attention import text_bias_of
 from ..plain.formats import channels_last_copy
@@ -31,6 +34,7 @@ class StripModel:
 
     Attributes:
         unit: number of rows of latents that must stay together.
+        latent_factor: pixels on a side of one latent.
         num_exchanges: number of times that ranks exchange tensors in a call.
 
     Raises:
@@ -55,6 +59,8 @@ class StripModel:
         # Created on first use, as it keeps a copy of some weights.
         self._whole: WholeModel | None = None
         self.unit = unit_of(model)
+        entry = entry_of(type(model).__name__)
+        self.latent_factor = RESOLUTION_MULTIPLE * (1 if entry is None else entry.folds)
 
     @property
     def reads_halo(self) -> bool:
@@ -87,10 +93,10 @@ class StripModel:
         """Return the number of tokens of an image with latents of this size, in a model with a text stream."""
         return -(-height // self.unit) * -(-width // self.unit)
 
-    @property
+    @cached_property
     def cost(self) -> Cost:
         """Cost of the model's calls."""
-        return Cost.of(self._plain.config)  # type: ignore[arg-type]  diffusers' configuration is a dictionary
+        return Cost.of_model(self._plain)
 
     @property
     def element_size(self) -> int:
@@ -183,7 +189,7 @@ class StripModel:
         if name is not None and transformer.layout == "joint":
             del conditions[name]
         # Keys and values of cross attention are known.
-        conditions["encoder_hidden_states"] = text[:, :1] if self._readers else text[:, part]
+        conditions["encoder_hidden_states"] = text[:, :0] if self._readers else text[:, part]
         return CallText(text.shape[1], mask, bias, biased)
 
     def _joined_of(self, rows: Sequence[RowName]) -> dict[str, Tensor]:

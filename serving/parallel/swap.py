@@ -1,5 +1,6 @@
 """Replacement of the leaves of an unmodified diffusers model by leaves that work on strips."""
 
+from functools import partial
 from typing import Any
 
 from diffusers import UNet2DConditionModel
@@ -17,6 +18,7 @@ from .attention import (
 )
 from .context import StripContext
 from .leaves import StripConv, StripGroupNorm, feed_convolutions
+from .levels import attends_to_text_only, attentions_of
 from .tokens import StripPads, StripPatchEmbed, StripRotary, StripStreamTokens, with_pads
 
 
@@ -59,10 +61,8 @@ class StripSwap(Swap):
         context, factor = self._context, unit_of(model)
         for blocks in transformer.lists:
             is_stream = blocks is transformer.single or transformer.layout != "joint"
-            for block in getattr(model, blocks.name):
-                for name in blocks.attention:
-                    if (attention := getattr(block, name, None)) is not None:
-                        self.put(block, name, self._leaf_of(attention, factor, is_stream=is_stream))
+            for name, _ in list(attentions_of(model, blocks)):
+                self.wrap(model, name, partial(self._leaf_of, factor=factor, is_stream=is_stream))
         if transformer.layout == "padded":
             for name, with_ends in with_pads(model, transformer, StripPads(model, context, factor)).items():
                 self.put(model, name, with_ends)
@@ -76,7 +76,7 @@ class StripSwap(Swap):
     def _leaf_of(self, attention: Any, factor: int, *, is_stream: bool) -> nn.Module:
         """Return the leaf for an attention of a transformer's blocks, whose tokens may be those of image and text."""
         context = self._context
-        if getattr(attention, "is_cross_attention", False) and getattr(attention, "add_k_proj", None) is None:
+        if attends_to_text_only(attention):
             self.text_readers.append(reader := StripCrossAttention(attention, context))
             return reader
         self.num_exchanges += 1
