@@ -15,7 +15,7 @@ from ..core.attention import Rotary
 from ..families.transformer import Transformer
 from ..patched.attention import LEFT_OUT
 from ..patched.one_row import places_of, text_ids_of
-from ..patched.row_leaves import cropped_positions
+from ..patched.row_leaves import cropped_positions, embedded
 from ..patched.streams import BlocksWithBoundaries, turns_of
 from .context import StripContext, Turns
 
@@ -44,7 +44,7 @@ class StripPatchEmbed(nn.Module):
         """[rows, channels, height, width] -> [rows, tokens, width of a token]."""
         context, side = self.context, self.embed.patch_size
         pixels = latent.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
-        tokens = F.linear(pixels.flatten(3).flatten(1, 2), self.embed.proj.weight.flatten(1), self.embed.proj.bias)
+        tokens = embedded(self.embed, pixels.flatten(3).flatten(1, 2))
         positions = context.kept(
             "positions", lambda: own_part(context, self.positions(self.embed, *size_of(context, side)), side)
         )
