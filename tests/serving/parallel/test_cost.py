@@ -21,7 +21,14 @@ from patchedserve.serving.parallel.strip_model import StripModel, flat
 from patchedserve.serving.parallel.strips import Strips
 
 from ...support.patched_models import draw_rows, stack_conditions, to_dtype
-from ...support.random_models import sd3_transformer, sd35_transformer
+from ...support.random_models import (
+    flux2_transformer,
+    flux_transformer,
+    pixart_transformer,
+    qwen_transformer,
+    sd3_transformer,
+    sd35_transformer,
+)
 from ...support.tiny_models import tiny_sd, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import on_ranks
 
@@ -164,6 +171,10 @@ MODELS = {
     "sd": lambda: tiny_sd().unet,
     "sd3": lambda: tiny_sd3().transformer,
     "sd35": sd35_transformer,
+    "flux": flux_transformer,
+    "flux2": flux2_transformer,
+    "qwen": qwen_transformer,
+    "pixart": pixart_transformer,
 }
 TEXT = 7
 """Number of text tokens that `draw_rows` draws."""
@@ -175,9 +186,9 @@ TEXT = 7
 def test_leaves_compute_and_send_the_counted_amounts(name: str, height: int, shares: tuple[int, ...]) -> None:
     model = MODELS[name]()
     cost = Cost.of_model(model)
-    is_sd3 = name.startswith("sd3")
-    # SD3 needs even sizes, and the tiny model has positions for 12 rows only.
-    call = Call(min(height // 2 * 2, 24), 10, TEXT) if is_sd3 else Call(height, 13, TEXT)
+    # Transformers need even sizes, and the tiny SD3 has positions for 12 rows only.
+    is_unet = name in ("sdxl", "sd")
+    call = Call(height, 13, TEXT) if is_unet else Call(min(height // 2 * 2, 24), 10, TEXT)
     strips = Strips.of(call.height, cost.levels.unit, shares)
     ran = run(model, call, strips, [{}])
     for place, one in enumerate(ran):
