@@ -1,6 +1,6 @@
 """The denoising model of one rank: a diffusers model whose leaves compute a strip of rows, or whole images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,9 @@ from .cost import Call, Cost
 from .exchange import RowName
 from .swap import StripSwap, unit_of
 from .whole import WholeModel
+
+_MAX_JOINED = 8
+"""Number of groups of rows whose joined conditions are kept, as each resolution of a step is a call of its own."""
 
 
 class StripModel:
@@ -55,7 +58,7 @@ class StripModel:
         kinds = {} if self._transformer is None else {kind: name for name, kind in self._transformer.leaves.items()}
         self._caption = self._strip.get_submodule(kinds["caption"]) if "caption" in kinds else nn.Identity()
         self._conditions: dict[RowName, dict[str, Tensor]] = {}
-        self._joined: dict[tuple[tuple[RowName, ...], tuple[int, ...]], tuple[dict[str, Any], CallText | None]] = {}
+        self._joined: dict[Hashable, tuple[dict[str, Any], CallText | None]] = {}
         # Created on first use, as it keeps a copy of some weights.
         self._whole: WholeModel | None = None
         self.unit = unit_of(model)
@@ -171,14 +174,16 @@ class StripModel:
         """Return the conditions of all rows of a call, as keyword arguments of the forward of the model that runs, and
         their text for the leaves of a transformer.
         """
-        part = call.text_starts[call.team.place :][:2]
-        if (call.rows, part) not in self._joined:
-            is_whole = call.is_alone or call.strips.count == 1
+        part, is_whole = call.text_starts[call.team.place :][:2], call.is_alone or call.strips.count == 1
+        key = call.rows, part, is_whole
+        if key not in self._joined:
             joined, text = self._joined_of(call.rows), None
             if self._transformer is not None and not is_whole:
                 text = self._text_of(self._transformer, joined, slice(*part) if part else slice(None))
-            self._joined[call.rows, part] = nested(joined), text
-        return self._joined[call.rows, part]
+            if len(self._joined) == _MAX_JOINED:
+                self._joined.clear()
+            self._joined[key] = nested(joined), text
+        return self._joined[key]
 
     def _text_of(self, transformer: Transformer, conditions: dict[str, Tensor], part: slice) -> CallText:
         """Return the text of a call, and leave in the conditions what a strip's forward needs of it."""

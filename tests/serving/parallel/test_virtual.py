@@ -21,7 +21,14 @@ from patchedserve.serving.parallel.strip_model import StripModel, flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
-from ...support.random_models import MODELS, WITH_ALL_OPTIONS, sd3_transformer, sdxl_unet
+from ...support.random_models import (
+    MODELS,
+    WITH_ALL_OPTIONS,
+    flux2_transformer,
+    qwen_transformer,
+    sd3_transformer,
+    sdxl_unet,
+)
 
 EXACT = 1e-5
 """Largest difference over largest magnitude, in float32."""
@@ -125,11 +132,8 @@ def test_displaced_transformers_read_the_previous_call(name: str) -> None:
     assert error(found[2], changed) > EXACT
 
 
-@pytest.mark.parametrize(("name", "fed_per_resnet"), [("sdxl", 2), ("scale-shift", 1), ("gelu", 2)])
-def test_number_of_rank_synchronisations_matches_the_latency_model(
-    name: str, fed_per_resnet: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A norm before a convolution also exchanges the convolution's rows around a strip."""
+def swaps_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the number of swaps of two ranks in a synchronous call."""
     swaps, swap = [0, 0], VirtualEnd.swap
 
     def counted(end: VirtualEnd, *given: Any) -> VirtualPending:
@@ -137,10 +141,36 @@ def test_number_of_rank_synchronisations_matches_the_latency_model(
         return swap(end, *given)
 
     monkeypatch.setattr(VirtualEnd, "swap", counted)
-    model = MODELS[name]()
     predict(model, draw_rows(model, [(16, 16)], num_each=2), 2, cfg_split="off", mode="sync")
+    return swaps
+
+
+def test_ranks_of_a_transformer_wait_once_for_each_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, exchanges in (("sd35", 5), ("qwen", 2), ("pixart", 3), ("lumina2", 3)):
+        model = MODELS[name]()
+        assert StripModel(model).num_exchanges == exchanges
+        with monkeypatch.context() as patched:
+            assert swaps_of(model, patched) == [exchanges, exchanges]
+
+
+def test_size_of_an_image_is_that_of_its_pixels() -> None:
+    """FLUX.2 folds 2 x 2 latents into one."""
+    for model, side in ((qwen_transformer(), 32), (flux2_transformer(), 16)):
+        with (
+            closing(VirtualRanks(model, ParallelOptions("virtual:2", from_pixels=str(256**2)))) as virtual,
+            virtual.end,
+        ):
+            assert [virtual.ranks.draws_whole(height, side) for height in (side - 2, side)] == [True, False]
+
+
+@pytest.mark.parametrize(("name", "fed_per_resnet"), [("sdxl", 2), ("scale-shift", 1), ("gelu", 2)])
+def test_number_of_rank_synchronisations_matches_the_latency_model(
+    name: str, fed_per_resnet: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm before a convolution also exchanges the convolution's rows around a strip."""
+    model = MODELS[name]()
     exchanges = StripModel(model).num_exchanges
-    assert swaps == [exchanges, exchanges]
+    assert swaps_of(model, monkeypatch) == [exchanges, exchanges]
     modules = list(model.modules())
     norms = sum(isinstance(each, nn.GroupNorm) for each in modules)
     convolutions = sum(isinstance(each, nn.Conv2d) and each.kernel_size == (3, 3) for each in modules)
