@@ -39,10 +39,10 @@ def _metadata() -> FieldType:
 
 BATCH = Body(
     {
-        "input_file_id": text("input_file_id", _MAX_ID, default=...),
         "endpoint": choice(GENERATIONS, default=...),
         "completion_window": choice("24h"),
         "metadata": _metadata(),
+        "input_file_id": text("input_file_id", _MAX_ID, default=...),
     }
 )
 """Body of `POST /v1/batches`."""

@@ -69,7 +69,7 @@ def test_invalid_text(kind: Body, texts: dict[str, str], message: str) -> None:
 
 def test_schema_follows_from_the_fields() -> None:
     batch = body_of(BATCH)["requestBody"]["content"]["application/json"]["schema"]
-    assert (batch["required"], batch["additionalProperties"]) == (["input_file_id", "endpoint"], False)
+    assert (batch["required"], batch["additionalProperties"]) == (["endpoint", "input_file_id"], False)
     assert batch["properties"]["metadata"]["maxProperties"] == 16
     file = form_of(FILE, "file")["requestBody"]["content"]["multipart/form-data"]["schema"]
     assert (file["required"], file["properties"]["file"]["format"]) == (["file", "purpose"], "binary")
