@@ -1,4 +1,4 @@
-"""Workers of a cascade, and replicas, are stopped, slowed and killed under load; then all of them stop."""
+"""Workers of a cascade, and replicas, are stopped, slowed and killed under load, one of them or all."""
 
 import contextlib
 import os
@@ -77,20 +77,20 @@ def test_fleet_recovers_soon_after_faults(kind: str, request: pytest.FixtureRequ
                 until(lambda: len(load.answers) >= num_answered + 6)
 
             until(lambda: len(load.answers) >= 3)
-            for fault in FAULTS.values():
-                # A worker that was killed loads its models again, as at the start.
+            # "killed" comes last: the others need both workers, and Ray takes long to start one on a busy machine.
+            for fault in ("stopped", "slowed", "all stopped", "killed"):
                 until(lambda: are_ready(server), max(WHOLE_WITHIN_S, server.start_s))
-                fault(workers_of(server)[0]["process_id"])
-                assert set(probes(server.url).values()) == {200}, "the other worker draws"
+                workers = [each["process_id"] for each in workers_of(server)]
+                if fault in FAULTS:
+                    FAULTS[fault](workers[0])
+                    assert set(probes(server.url).values()) == {200}, "the other worker draws"
+                else:
+                    for worker in workers:
+                        os.kill(worker, signal.SIGSTOP)
+                    until(lambda: probes(server.url) == {"/livez": 200, "/readyz": 503, "/health": 503})
+                    for worker in workers:
+                        os.kill(worker, signal.SIGCONT)
                 recovers()
-            until(lambda: are_ready(server), max(WHOLE_WITHIN_S, server.start_s))
-            workers = [each["process_id"] for each in workers_of(server)]
-            for worker in workers:
-                os.kill(worker, signal.SIGSTOP)
-            until(lambda: probes(server.url) == {"/livez": 200, "/readyz": 503, "/health": 503})
-            for worker in workers:
-                os.kill(worker, signal.SIGCONT)
-            recovers()
         answers = dict(load.answers)
         assert set(answers.values()) <= STATUSES
         assert [answers[name] for name in list(answers)[-3:]] == [200] * 3
