@@ -194,13 +194,14 @@ class Packing:
         return found
 
     def of_rows(self, rows: Sequence[int], *, is_padded: bool = False) -> "Packing":
-        """Return the packing of only these rows, ascending: a batch of their own, cut in the same way."""
+        """Return the packing of only these rows, ascending: a batch of their own, cut in the same way.
+
+        `is_padded`: whether to pad it to its bucket, in patch order.
+        """
         finest, size = self.levels[0], self.layout.patch_size
         device, unit = finest.row_index.device, finest.side // finest.grain
         sizes = tuple(self.sizes[row] for row in rows)
-        return _pack_rows(
-            sizes, self.order, size, len(self.levels), unit, device, self.kernels, self.bucket is not None
-        )
+        return _pack_rows(sizes, self.order, size, len(self.levels), unit, device, self.kernels, is_padded)
 
     def pack(self, images: Sequence[Tensor]) -> Tensor:
         """Cut one image [channels, height, width] per row into patches [P, channels, side, side]."""
