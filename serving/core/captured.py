@@ -204,19 +204,9 @@ class CapturedPasses:
             self._store(place, recorded)
         else:
             self._recorded.move_to_end(place)
-            self._fill(recorded, batch, inputs, batch_values)
+            _fill(recorded.inputs, recorded.batch_values, batch, inputs, batch_values)
         recorded.play()
         return recorded.result.clone()
-
-    def _fill(self, recorded: _RecordedPass, batch: PassBatch, inputs: dict[str, Any], batch_values: Any) -> None:
-        """Copy the inputs of a pass, and the values of its batch unless they are there, to where they are read."""
-        pairs = [(tensor, recorded.inputs[path].tensor) for path, tensor in _tensors(inputs)]
-        for path, tensor in _tensors(batch_values):
-            buffer = recorded.batch_values[path]
-            if buffer.filled_by is not batch:
-                pairs.append((tensor, buffer.tensor))
-                buffer.filled_by = batch
-        _copy(*zip(*pairs, strict=True))
 
     def _record(
         self,
@@ -231,14 +221,14 @@ class CapturedPasses:
             for name, tree in (("inputs", inputs), ("values", batch_values))
         )
         own_inputs, own_values = _replaced(inputs, of_inputs), _replaced(batch_values, of_values)
+        # Before the recording: indices that are left from other passes may be out of range in this one.
+        _fill(of_inputs, of_values, batch, inputs, batch_values)
         try:
             play, result = self.recorder(lambda pause: forward(own_inputs, own_values, pause))
         except Exception as error:  # noqa: BLE001  the pass itself may still run eagerly
             self.failure = describe("recording a pass", error)
             return None
-        recorded = _RecordedPass(play, of_inputs, of_values, result, kept_alive)
-        self._fill(recorded, batch, inputs, batch_values)
-        return recorded
+        return _RecordedPass(play, of_inputs, of_values, result, kept_alive)
 
     def _buffer(self, kind: str, path: Path, tensor: Tensor) -> _Buffer:
         """Return the memory for a tensor: that of others with the same path and shape, if there are any."""
@@ -266,6 +256,23 @@ class CapturedPasses:
         while self._num_bytes > self._memory_bytes and len(self._recorded) > 1:
             dropped, _ = self._recorded.popitem(last=False)
             self._num_eager.pop(dropped, None)
+
+
+def _fill(
+    of_inputs: Mapping[Path, _Buffer],
+    of_values: Mapping[Path, _Buffer],
+    batch: PassBatch,
+    inputs: dict[str, Any],
+    batch_values: Any,
+) -> None:
+    """Copy the inputs of a pass, and the values of its batch unless they are there, to where they are read."""
+    pairs = [(tensor, of_inputs[path].tensor) for path, tensor in _tensors(inputs)]
+    for path, tensor in _tensors(batch_values):
+        buffer = of_values[path]
+        if buffer.filled_by is not batch:
+            pairs.append((tensor, buffer.tensor))
+            buffer.filled_by = batch
+    _copy(*zip(*pairs, strict=True))
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:

@@ -194,6 +194,17 @@ def passes_of(passes: CapturedPasses, key: str, count: int) -> float:
     return float(found)
 
 
+def test_passes_are_recorded_with_their_own_indices() -> None:
+    """Indices of equal shape share memory; those of another pass would be out of range while this one is recorded."""
+    passes = CapturedPasses(Tape(), patience=0)
+    for length in (10, 2):
+        given = {"index": torch.tensor([length - 1]), "values": torch.arange(float(length))}
+        batch = PassBatch(is_complete=True)
+        found = passes.run(batch, "any", {}, lambda each, *_: each["values"].index_select(0, each["index"]), given)
+        assert found.tolist() == [length - 1]
+    assert passes.failure is None
+
+
 def test_least_recently_used_pass_is_released() -> None:
     recorder = Tape()
     passes = CapturedPasses(recorder, patience=1, memory_bytes=12)  # one float in for both, and one out each
