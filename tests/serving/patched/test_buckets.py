@@ -173,7 +173,8 @@ def test_requests_that_a_cache_computes_are_replayed(name: str) -> None:
     assert tape.played >= 3
     captured = patched_stepper(recorded).model.captured
     assert captured is not None
-    for (shape, _), _ in captured._recorded:
+    places: Any = captured._recorded
+    for (shape, _), _ in places:
         assert isinstance(shape, Bucket), f"the computed requests have a recording for {shape} alone"
     exact = denoised(served(pipe, EngineOptions(order="patch"), **short_texts(pipe)), requests)
     assert relative_error(found, exact) > 100 * PASS, "nothing was reused"
