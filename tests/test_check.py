@@ -1,7 +1,7 @@
 """Selection of the tests of a change by `make check`, and of the cases of a product by `make test`."""
 
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -76,11 +76,17 @@ def test_plain(): pass
 def test_every_test_is_in_exactly_one_run(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(_TESTS)
 
-    def chosen(*options: str) -> list[str]:
-        shared = ["-q", "--collect-only", "-p", "patchedserve.tests.conftest", f"--rootdir={repository}", tmp_path]
-        command = [sys.executable, "-m", "pytest", *shared, *options]
-        told = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
-        return [line.rpartition("::")[2] for line in told.splitlines() if "::" in line]
+    class Collected:
+        names: Sequence[str] = ()
+
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            self.names = [item.name for item in session.items]
+
+    def chosen(*options: str) -> Sequence[str]:
+        collected = Collected()
+        shared = ["-q", "--collect-only", "-p", "patchedserve.tests.conftest", f"--rootdir={repository}", str(tmp_path)]
+        assert pytest.main([*shared, *options], [collected]) == 0
+        return collected.names
 
     usual, exhaustive = chosen("-m", "not exhaustive"), chosen("-m", "exhaustive")
     ranks = {name[-2] for name in usual if name.startswith("test_product")}

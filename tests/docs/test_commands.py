@@ -14,7 +14,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -247,51 +247,11 @@ def test_every_command_of_the_page_runs(page_run: PageRun, page: Path, capsys: p
         page_run.stop_server()
 
 
-def kind_of(words: Sequence[str]) -> tuple[str, bool]:
-    """Return the command of these words, and whether it serves a cascade, which counts as another kind of command."""
-    name = name_of_command([*words[1:]])
-    return name, name in ("serve", "simulate") and "--cascade" in words
-
-
-def names_in(words: Sequence[str]) -> set[str]:
-    """Return the names in a command and in the TOML files that it reads."""
-    files = [Path(word) for word in words if word.endswith(".toml")]
-    return {*words, *(name for file in files if file.is_file() for name in re.findall(r'"([^"]+)"', file.read_text()))}
-
-
-@pytest.mark.filterwarnings("ignore:a batch of 16 requests is larger than all that were profiled:RuntimeWarning")
-@pytest.mark.exhaustive
-def test_every_command_runs_once(page_run: PageRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """Part of the pages besides README that `make test` runs: of each command the first that needs no files of others,
-    or else one with the commands that make its files.
-    """
-    seen = {kind_of(words) for words in page_run.done if words[0] == "psctl"}
-    others: list[list[str]] = []
-
-    def needed(words: Sequence[str]) -> list[list[str]]:
-        missing = {name for name in names_in(words) if Path(name).suffix and not Path(name).exists()}
-        return [one for one in others if missing & {*one}]
-
-    for block in (block for page in PAGES for block in blocks_of(page.read_text())):
-        if block.title is not None:
-            (page_run.folder / block.title).write_text(block.body)
-        for words in commands_of(block) if block.language in SHELL_LANGUAGES else []:
-            # A server belongs to its page, and so do its clients.
-            if words[0] != "psctl" or "--http" in words or words[1:3] == ["bench", "serve"]:
-                continue
-            if kind_of(words) in seen or needed(words):
-                others.append(words)
-            else:
-                seen.add(kind_of(words))
-                run_command(page_run, words)
-                capsys.readouterr()
-    for words in others:
-        if kind_of(words) not in seen:
-            seen.add(kind_of(words))
-            for one in [*needed(words), words]:
-                run_command(page_run, one)
+def test_every_small_command_is_printed() -> None:
+    blocks = (block for page in PAGES for block in blocks_of(page.read_text()) if block.language in SHELL_LANGUAGES)
+    printed = {name_of_command(words[1:]) for block in blocks for words in commands_of(block) if words[0] == "psctl"}
     # The pages print the demo as `make demo`; it has a test of its own.
-    assert TINY.keys() - {name for name, _ in seen} <= {"bench serve", "demo", "profile", "train-predictor"}
+    assert TINY.keys() - printed <= {"demo"}
 
 
 def options_of(name: str) -> set[str]:

@@ -39,6 +39,7 @@ def test_every_page_is_in_the_navigation(repository: Path) -> None:
     assert set(re.findall(r"[\w-]+\.md", navigation)) == {page.name for page in PAGES if page.name != "README.md"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_site_builds_without_warnings(repository: Path, tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

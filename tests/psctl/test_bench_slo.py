@@ -293,7 +293,7 @@ def test_each_system_has_its_own_cache(run_psctl: RunPsctl) -> None:
     """All systems run with the bundled model, which includes a predictor and a schedule."""
     done = run_psctl(
         *("bench", "slo", "--systems", "patched-slack:continuous,patched-schedule:continuous,patched-fcfs"),
-        *("--rates", "6", "--num-prompts", "6", "--num-inference-steps", "12", "--warmup-requests", "4"),
+        *("--rates", "6", "--num-prompts", "3", "--num-inference-steps", "12", "--warmup-requests", "1"),
         *("--resolutions", "128", "--device", "cpu", "--slo-scale", "1000", "--json"),
     )
     assert done.returncode == 0, done.stderr

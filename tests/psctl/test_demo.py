@@ -13,7 +13,7 @@ from ..support.tiny_models import save_tiny, tiny_sdxl
 @pytest.mark.slow
 def test_demo_serves_one_trace_with_three_systems(run_psctl: RunPsctl, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "48"])
-    arguments = ("demo", "--model", model, "--dtype", "float32", "--duration", "4", "--num-inference-steps", "3")
+    arguments = ("demo", "--model", model, "--dtype", "float32", "--duration", "1", "--num-inference-steps", "3")
     done = run_psctl(*arguments, "--load", "0.5", "--output-dir", "shown", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

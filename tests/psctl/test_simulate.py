@@ -137,7 +137,7 @@ def test_diurnal_and_azure_and_files(folder: Path, capsys: pytest.CaptureFixture
 
 def test_costs_of_launches_and_graphs_are_simulated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "costs.json").write_text(json.dumps(COSTS))
-    base = ("--latency", "table.csv", "--request-rate", "2", "--num-prompts", "40", "--num-inference-steps", "10")
+    base = ("--latency", "table.csv", "--request-rate", "2", "--num-prompts", "20", "--num-inference-steps", "10")
     modes = {
         mode: summary_of(simulate(capsys, *base, "--graphs", mode, "--graph-costs", "costs.json", "--quiet", "--json"))
         for mode in ("off", "exact", "bucketed")

@@ -76,7 +76,7 @@ def mixed() -> list[Request]:
     ]
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     ("family", "sampler"),
     [

@@ -21,7 +21,7 @@ from ...support.tiny_models import SAMPLERS, plain_latents, short_texts
 from .test_exact import pipeline
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     ("family", "sampler", "keep"),
     [
@@ -42,7 +42,7 @@ def test_edit_of_the_whole_image_equals_its_exact_twin(
     assert relative_error([reused.latents[0]], [twin.latents[0]]) <= 1e-3
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     ("family", "keep"),
     [
@@ -192,7 +192,7 @@ def test_context_cells_are_computed_and_do_not_change(tmp_path: Path) -> None:
     assert errors[-1] <= 1e-3
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     ("family", "keep"),
     [

@@ -89,7 +89,7 @@ def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunRes
     assert len({round(float(latents.abs().sum()), 3) for latents in expected}) == len(requests)
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
@@ -99,7 +99,7 @@ def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     "sampler", [pytest.param(name, marks=[] if name == "heun" else pytest.mark.slow) for name in OWN_SCHEDULERS]
 )

@@ -11,6 +11,7 @@ from patchedserve.serving.families.table import FAMILIES
 from ...support.family_kit import BUILDS, OPTIONS, PROMISES, Build
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 @pytest.mark.parametrize("family", BUILDS)

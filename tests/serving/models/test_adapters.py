@@ -63,7 +63,7 @@ _NAMES = [name for name in BUILDS if name not in ("pixart", "z-image")]
 """Families with `--adapter`; `check_family` tests that the others refuse it."""
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FAST else pytest.mark.slow) for n in _NAMES])
 def test_batch_can_mix_adapters(name: str, tmp_path: Path) -> None:
     pipe, loras, folder = saved(name, tmp_path)
@@ -81,6 +81,7 @@ def test_batch_can_mix_adapters(name: str, tmp_path: Path) -> None:
         assert relative_error(denoised(model, few, joins=[0, 1, 2, 2]), expected_few) <= STEPS, options
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("name", _FAST)
 @pytest.mark.parametrize("engine", ["patched", "plain"])
 def test_recorded_passes_apply_the_adapters_of_each_batch(name: str, engine: EngineName, tmp_path: Path) -> None:
@@ -100,15 +101,18 @@ def test_recorded_passes_apply_the_adapters_of_each_batch(name: str, engine: Eng
     assert tape.recorded == (num_sizes if engine == "plain" else 1)
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("name", _FAST)
 def test_cached_requests_keep_their_adapters(name: str, tmp_path: Path) -> None:
     """Requests are computed in batches of their own, recorded or not; each is drawn as it is alone."""
     _, loras, folder = saved(name, tmp_path)
     requests = adapted([8, 6, 7, 5])
-    patch_size, _ = serving(folder, loras).family.geometry.latent_size(requests[0].resolution)
+    uncached = serving(folder, loras)
+    patch_size, _ = uncached.family.geometry.latent_size(requests[0].resolution)
     cache = CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2, patch_size=patch_size)
-    expected = [denoised(serving(folder, loras, cache=cache), [request])[0] for request in requests]
-    exact = denoised(serving(folder, loras), requests)
+    cached = serving(folder, loras, cache=cache)
+    expected = [denoised(cached, [request])[0] for request in requests]
+    exact = denoised(uncached, requests)
     for order in get_args(Order):
         eager, recorded = (serving(folder, loras, cache=cache, order=order) for _ in range(2))
         tape = Tape()

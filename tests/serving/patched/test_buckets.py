@@ -117,6 +117,7 @@ def test_padding_patches_belong_to_the_last_dummy_and_have_no_neighbours() -> No
         assert torch.equal(packing.unpack(patches, row), image)
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_padded_batches_equal_the_pipeline(name: str) -> None:
@@ -134,6 +135,7 @@ def test_padded_batches_equal_the_pipeline(name: str) -> None:
     assert tape.recorded == 0
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_mixes_of_a_bucket_share_a_recorded_pass(name: str) -> None:
@@ -150,6 +152,7 @@ def test_mixes_of_a_bucket_share_a_recorded_pass(name: str) -> None:
     assert patched_stepper(model).recording_failure is None
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_requests_that_a_cache_computes_are_replayed(name: str) -> None:

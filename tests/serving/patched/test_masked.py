@@ -62,7 +62,7 @@ def error(found: Tensor, expected: Tensor, where: Tensor) -> float:
     return float((found.masked_select(where) - wanted).abs().max() / expected.abs().max())
 
 
-@pytest.mark.product(most=8)
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
 def test_masked_pass_over_the_same_input_equals_the_full_pass(name: str, keep: Keep) -> None:
     model = model_of(name)
@@ -116,7 +116,7 @@ def plans_of(passes: MaskedPasses) -> list[list[bool]]:
     return [[True] * count, *by_turns, [False] * count]
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
 def test_template_input_equals_the_full_pass_for_any_plan(name: str, keep: Keep) -> None:
     model = model_of(name)

@@ -43,13 +43,15 @@ def in_time(records: Sequence[RequestRecord], size: Resolution | None = None) ->
     return fmean(bool(one.slo_met) for one in records if size in (None, one.resolution))
 
 
+@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", ["edf-fitting", "fair-fitting"])
-def test_no_request_is_discarded_under_light_load(name: str) -> None:
-    records = served(name, 10_000, 0.3, seed=0)
+def test_no_request_is_discarded_under_light_load(name: str, count: int) -> None:
+    records = served(name, count, 0.3, seed=0)
     assert {record.status for record in records} == {"completed"}
     assert in_time(records) > 0.999
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", ["poisson", "gamma"])
 @pytest.mark.parametrize("load", [1.3, 2.0])
 def test_no_resolution_is_sacrificed_for_others(load: float, kind: str) -> None:
