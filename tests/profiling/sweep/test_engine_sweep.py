@@ -39,18 +39,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.slow
 def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
     # 28 requests of 3 steps, 4 at a time, take at least 21 steps; a calibration needs 20.
-    options = ("--rates", "8,30", "--num-prompts", "6", "--warmup-requests", "28", "--combinations", "6")
+    options = ("--rates", "8", "--num-prompts", "6", "--warmup-requests", "28", "--combinations", "6")
     options += ("--max-batch-size", "4", "--slo-scale", "1000", "--predictor", tiny["STEPS"])
     arguments = ("bench", "slo", "--on", "both", "--systems", "bucketed,patchedserve", *options)
     run = run_psctl(*arguments, "--json", **tiny)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
-    assert (result["num_runs"], result["num_finished"], list(result["engines"])) == (8, 8, ["real", "simulator"])
+    assert (result["num_runs"], result["num_finished"], list(result["engines"])) == (4, 4, ["real", "simulator"])
     for figures in result["engines"].values():
         assert all(point["slo_attainment_rate"] == 1 for point in figures["points"])
         assert all(policy["held_rates"]["0.99"]["where"] == "beyond" for policy in figures["policies"])
     agreed = [row["policy"] for row in result["agreement"]["rows"]]
-    assert agreed == ["bucketed", "bucketed", "patchedserve", "patchedserve"]
+    assert agreed == ["bucketed", "patchedserve"]
     assert result["agreement"]["max_attainment_difference_points"] == 0
     run_dir = Path(result["run_dir"])
     calibration = json.loads((run_dir / "calibration.json").read_text())
@@ -72,7 +72,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     assert again.returncode == 0, again.stderr
     assert "Profiling" not in again.stderr
     assert "Measuring" not in again.stderr
-    assert json.loads(again.stdout)["num_finished"] == 16
+    assert json.loads(again.stdout)["num_finished"] == 8
     # The simulator uses all calibration runs, those of the new seed and those of the old one.
     assert again.stderr.count("Calibrating") == 6
     known = json.loads((run_dir / "calibration.json").read_text())

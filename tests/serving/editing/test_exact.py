@@ -124,10 +124,11 @@ def test_both_engines_and_all_orders_equal_plain(options: EngineOptions) -> None
 
 
 @pytest.mark.product(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sampler", [pytest.param(name, marks=[] if name == "heun" else pytest.mark.slow) for name in OWN_SCHEDULERS]
+    ("engine", "sampler"),
+    [*(("patched", name) for name in OWN_SCHEDULERS), *(("plain", name) for name in ("heun", "dpm++-sde"))],
 )
-@pytest.mark.parametrize("engine", ["patched", "plain"])
 def test_a_batch_whose_requests_call_their_own_schedulers_equals_plain(sampler: str, engine: Any) -> None:
     pipe = pipeline("sd")
     pipe.scheduler = OWN_SCHEDULERS[sampler](pipe.scheduler.config)

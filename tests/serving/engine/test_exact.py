@@ -100,10 +100,11 @@ def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
 
 
 @pytest.mark.product(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sampler", [pytest.param(name, marks=[] if name == "heun" else pytest.mark.slow) for name in OWN_SCHEDULERS]
+    ("engine", "sampler"),
+    [*(("patched", name) for name in OWN_SCHEDULERS), *(("plain", name) for name in ("heun", "dpm++-sde"))],
 )
-@pytest.mark.parametrize("engine", ["patched", "plain"])
 def test_a_batch_whose_requests_call_their_own_schedulers_equals_plain(sampler: str, engine: Any) -> None:
     pipe = tiny_sd()
     pipe.scheduler = OWN_SCHEDULERS[sampler](pipe.scheduler.config)

@@ -196,6 +196,7 @@ def test_replayed_passes_are_those_of_computed_steps(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_only")
 def test_compiled_blocks_run_the_computed_steps(tmp_path: Path) -> None:
     pipe = tiny_sdxl()
     requests = requests_of()
