@@ -35,10 +35,11 @@ HEAD = (
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     folder = tmp_path_factory.mktemp("server")
-    sizes = ["128", "192", "256"]
+    sizes = ["32", "48", "64"]
     model = save_tiny(folder / "tiny", tiny_sdxl(), guidance_scale=4.0, resolutions=sizes, num_inference_steps=30)
     (folder / "keys").write_text("# of others\nanother\nschl\u00fcssel\n", encoding="utf-8")
-    options = ("--api-key-file", str(folder / "keys"))
+    # No SLO depends on measured times.
+    options = ("--api-key-file", str(folder / "keys"), "--system", "patched-fcfs", "--slo", "600")
     with HttpServer(model, folder / "workspace", *options, env={"PSCTL_API_KEY": "good"}) as running:
         yield running
 
@@ -76,7 +77,7 @@ def test_invalid_fields_are_refused(http: httpx.Client) -> None:
 
 def test_invalid_fields_of_edits_are_refused(http: httpx.Client) -> None:
     file = io.BytesIO()
-    Image.new("RGBA", (128, 128)).save(file, "PNG")
+    Image.new("RGBA", (64, 64)).save(file, "PNG")
     count = 0
     for fields, param, code, status in WRONG:
         # A form's text is read as a number where one is expected, so that some errors of JSON are no errors here.

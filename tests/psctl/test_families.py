@@ -55,7 +55,17 @@ def test_generate_and_serve(family: str, script: dict[str, Any], run_psctl: RunP
     files = sorted(tmp_path.glob("images/*.png"))
     assert [Image.open(file).size for file in files] == [(64, 64), (128, 64)]
     served = run_psctl(
-        "serve", "--num-prompts", "3", *steps, "--resolutions", "64,128", "--request-rate", "20", "--slo", "60", **common
+        "serve",
+        "--num-prompts",
+        "3",
+        *steps,
+        "--resolutions",
+        "64,128",
+        "--request-rate",
+        "20",
+        "--slo",
+        "60",
+        **common,
     )
     assert served.returncode == 0, served.stderr
     if family != "sd3":

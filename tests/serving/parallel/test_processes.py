@@ -34,6 +34,7 @@ from patchedserve.serving.parallel.strip_model import flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
 from patchedserve.serving.parallel.worker import RankModels, RankSettings
 
+from ...conftest import RunPsctl
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
 from ...support.sockets import listening
 from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
@@ -278,28 +279,30 @@ def test_images_are_decoded_by_the_remaining_ranks(tmp_path: Path, capfd: pytest
 
 
 @pytest.mark.exhaustive
-def test_ranks_of_torchrun(tmp_path: Path) -> None:
+def test_ranks_of_torchrun(run_psctl: RunPsctl, tmp_path: Path) -> None:
     """All ranks run the same command: it writes each image once, over gloo as between machines, and exits cleanly."""
     folder = save_tiny(tmp_path / "model", tiny_sdxl(), num_inference_steps=2, guidance_scale=3.0)
     psctl = str(Path(sys.executable).with_name("psctl"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", psctl]
     drawing = ["generate", "a hat", "-r", "64", "--model", str(folder), "--dtype", "float32", "--overwrite"]
-
-    def draw(start: list[str], *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, **environment}
-        return subprocess.run(
-            [*start, *drawing, *more], cwd=tmp_path, capture_output=True, text=True, check=False, env=env
-        )
-
-    done = draw(command, "--parallel", "2", "--parallel-backend", "gloo", "-o", "two.png")
+    ranks = ["--parallel", "2", "--parallel-backend", "gloo", "-o", "two.png"]
+    done = subprocess.run([*command, *drawing, *ranks], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("two.png") == 1
-    alone = draw([psctl], "--parallel", "virtual:2", "-o", "one.png", OMP_NUM_THREADS="1")
+    alone = run_psctl(*drawing, "--parallel", "virtual:2", "-o", "one.png")
     assert alone.returncode == 0, alone.stderr
     assert (tmp_path / "two.png").read_bytes() == (tmp_path / "one.png").read_bytes()
-    wrong = draw(command, "--parallel", "3", "-o", "three.png")
-    assert wrong.returncode != 0
-    assert "torchrun has started 2 processes, but --parallel is 3" in wrong.stderr
+
+
+def test_number_of_ranks_is_that_of_torchrun(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    """The process has the environment of torchrun's rank 0."""
+    folder = save_tiny(tmp_path / "model", tiny_sdxl(), num_inference_steps=2, guidance_scale=3.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"TORCHELASTIC_RUN_ID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    numbers = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    wrong = run_psctl("generate", "a hat", "-r", "64", "--model", folder, "--parallel", "3", **place, **numbers)
+    assert wrong.returncode == 2
+    assert "torchrun has started 2 processes, but --parallel is 3" in wrong.stderr.splitlines()[-1]
 
 
 _ENDS = """
