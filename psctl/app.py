@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 not enough evidence (`psc
 """
 
 import errno
+import functools
 import inspect
 import io
 import os
@@ -236,6 +237,12 @@ def _register() -> None:
 _register()
 
 
+@functools.cache
+def command_tree() -> Any:
+    """Return the application with all its commands and options, which takes a twentieth of a second to make."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; the console script `psctl`.
 
@@ -246,10 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         apply_thread_settings(os.environ)
         quiet_imports()
-        command = typer.main.get_command(app)
         # Not standalone: typer then raises errors instead of printing them in its own form. It returns the code of
         # typer.Exit, or 130 after Ctrl-C, or None, since commands return nothing.
-        result: Any = command.main(
+        result: Any = command_tree().main(
             args=None if arguments is None else list(arguments), prog_name="psctl", standalone_mode=False
         )
         sys.stdout.flush()

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from PIL import Image
 
 import patchedserve
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.tables.schemas import BLOCKS, read_frame
 from patchedserve.data.workspace import Workspace
-from patchedserve.psctl.app import app, main
+from patchedserve.psctl.app import command_tree, main
 from patchedserve.training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 
 from ..support.caption_sets import scene_image, write_coco, write_diffusiondb
@@ -102,7 +101,7 @@ def page_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageRun]:
 def name_of_command(words: list[str]) -> str:
     """Return the command that `psctl WORDS` runs, such as `bench slo`: the words that name groups and commands."""
     found: list[str] = []
-    level: Any = typer.main.get_command(app)
+    level = command_tree()
     for word in words:
         level = getattr(level, "commands", {}).get(word)
         if level is None:
@@ -256,7 +255,7 @@ def test_every_small_command_is_printed() -> None:
 
 def options_of(name: str) -> set[str]:
     """Return all options of a command."""
-    level: Any = typer.main.get_command(app)
+    level = command_tree()
     for word in name.split():
         level = level.commands[word]
     return {option for param in level.params for option in (*param.opts, *param.secondary_opts)}

@@ -96,11 +96,9 @@ def test_missing_figures_say_how_to_measure_them(tmp_path: Path) -> None:
         in (quality.missing[drawing])
     )
     # The printed command reproduces the drawn set and can be run unchanged, according to the command's own parser.
-    from typer.main import get_command
+    from patchedserve.psctl.app import command_tree
 
-    from patchedserve.psctl.app import app
-
-    command = get_command(app).commands["eval"].commands["compare"]  # type: ignore[attr-defined]
+    command = command_tree().commands["eval"].commands["compare"]
     parsed = command.make_context("compare", drawing.split()[3:]).params
     assert (parsed["model"], parsed["num_prompts"], parsed["resolutions"]) == ("tiny", 4, "40x32")
 
