@@ -14,6 +14,7 @@ from patchedserve.psctl.errors import describe_error
 from ..support.own_command import PROGRAM, run_body
 
 
+@pytest.mark.product(most=6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "code", "message"),

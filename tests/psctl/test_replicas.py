@@ -220,9 +220,10 @@ def test_hanging_replica_blocks_no_request(server: HttpServer) -> None:
     until(lambda: health() == {"ready": 2, "all": 2}, max(60, server.start_s))
 
 
-def test_killed_replica_loses_no_request(server: HttpServer) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_killed_replica_loses_no_request(server: HttpServer, times: int) -> None:
     draws = random.Random(0)
-    for number in range(3):
+    for number in range(times):
         until(lambda: len(replicas_of(server)) == 2, 60)
         victims = [each["process_id"] for each in replicas_of(server)]
 

@@ -1,7 +1,6 @@
 """`psctl serve` as users run it, on a tiny model: results, files, bad input, Ctrl-C."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from patchedserve.psctl.app import main
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 from ..conftest import RunPsctl
+from ..support.psctl_process import start_psctl
 from ..support.tiny_models import save_tiny, tiny_sdxl
 from ..support.waits import interrupted_when
 
@@ -296,21 +296,15 @@ def test_bad_usage_gives_a_one_line_error(
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_finished_requests(psctl_script: str, environment: dict[str, str], tmp_path: Path) -> None:
+def test_ctrl_c_keeps_finished_requests(environment: dict[str, str], tmp_path: Path) -> None:
     # One request arrives at once, one does not end, one would arrive in an hour.
     trace = [{"arrival_s": 0, "num_inference_steps": 2}, {"arrival_s": 0.01, "num_inference_steps": 900}]
     # Requests have their own SLOs, so that nothing is measured before and none is discarded on a slow machine.
     trace.append({"arrival_s": 3600, "num_inference_steps": 2})
     text = "\n".join(json.dumps({"prompt": "a", "width": 32, "height": 32, "slo_s": 3600, **line}) for line in trace)
     (tmp_path / "trace.jsonl").write_text(text)
-    process = subprocess.Popen(
-        [psctl_script, "serve", "--trace", "trace.jsonl", "--save-dir", "out", "--json", "--output-file", "s.json"],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = ("serve", "--trace", "trace.jsonl", "--save-dir", "out", "--json", "--output-file", "s.json")
+    process = start_psctl(*command, cwd=tmp_path, env=environment)
     stdout, stderr = interrupted_when(process, (tmp_path / "out" / "000.png").exists, every_s=0.02)
     assert process.returncode == 130, stderr
     assert "Error: interrupted" in stderr

@@ -86,6 +86,7 @@ def test_hanging_stage_does_not_block_the_server(model: Path, tmp_path: Path) ->
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
 
 
+@pytest.mark.exhaustive
 def test_second_signal_ends_a_server_draining_a_hanging_stage(model: Path, tmp_path: Path) -> None:
     options = ("--stages", "processes", "--drain-timeout", "600")
     with ThreadPoolExecutor() as pool, HttpServer(model, tmp_path, *options, start_s=120) as server:

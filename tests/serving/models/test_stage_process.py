@@ -170,6 +170,7 @@ def test_killed_process_fails_its_request_and_is_replaced(model: ServedModel, pa
     )
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize(("part", "stage"), [("prepare", "preparing"), ("postprocess", "postprocessing")])
 def test_hanging_process_fails_its_request_and_is_replaced(
     model: ServedModel, part: Any, stage: str, monkeypatch: pytest.MonkeyPatch
