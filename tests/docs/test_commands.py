@@ -131,8 +131,8 @@ def run_psctl(page_run: PageRun, words: list[str]) -> int:
             for command in commands:
                 assert run_psctl(page_run, command.split()) == 0
     own = dict(TINY[name])
-    if "requests.jsonl" in words:  # the file contains the requests
-        own = {"--num-inference-steps": "2"}
+    if "requests.jsonl" in words:  # the file contains the requests; no latencies of large batches are needed
+        own = {"--num-inference-steps": "2", "--policy": "continuous"}
     if name == "bench slo" and "both" not in words:
         del own["--combinations"]
     if name == "serve" and "flux-dev" in words:  # texts of 512 tokens make large batches slow
