@@ -4,14 +4,20 @@ These are either some cells (`ActiveSet`) or all cells of some rows (`ActiveRows
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .cells import CellTables, Integers
+from ..layout.packing import to_device
+from .cells import CellTables, Integers, window_places
+
+_READ = ("cells", "slots", "rows", "row_of_cell", "around", "context", "num_cells_of_row")
+"""Attributes of an `ActiveSet` from which its other tensors are computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,20 +97,43 @@ class ActiveSet:
         tables: tables of the batch.
         cells: (n,) numbers of the cells, ascending, at least one.
         freezes_norms: whether GroupNorm uses the kept sums of these cells, too, instead of the computed values.
+        num_padding: number of times that the last cell of a padded packing is added, so that passes over different
+            numbers of cells have the same shapes. All rows of such a packing count as rows with active cells.
     """
 
-    def __init__(self, tables: CellTables, cells: Integers, *, freezes_norms: bool = False) -> None:
-        self.tables, self._cells, self.freezes_norms = tables, cells, freezes_norms
-        self.cells = self._tensor(cells)
-        self._rows, self._local = np.unique(tables.row_of_cell[cells], return_inverse=True)
+    def __init__(
+        self, tables: CellTables, cells: Integers, *, freezes_norms: bool = False, num_padding: int = 0
+    ) -> None:
+        self.tables, self.freezes_norms, self.num_padding = tables, freezes_norms, num_padding
+        self._cells = np.concatenate([cells, np.full(num_padding, tables.num_cells - 1)])
+        self.cells = self._tensor(self._cells)
+        local = tables.row_of_cell[self._cells]
+        if tables.packing.bucket is None:
+            self._rows, self._local = np.unique(local, return_inverse=True)
+        else:
+            self._rows, self._local = np.arange(tables.packing.num_rows), local
         self._cached_tables: dict[tuple[str | int, ...], Tensor] = {}
         self._streams: dict[int, StreamPart] = {}
 
     def __len__(self) -> int:
         return len(self._cells)
 
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Tensors that passes read, and that other active sets of the same bucket have with the same shapes."""
+        tables, levels = self.tables, range(len(self.tables.packing.levels))
+        read = {(make.__name__, level): make(level) for level in levels for make in (tables.tokens, tables.slot_tokens)}
+        return {name: getattr(self, name) for name in _READ} | {"tables": read}
+
+    def reading(self, tensors: dict[str, Any]) -> "ActiveSet":
+        """Return the same set with its `tensors` in other memory."""
+        found = copy(self)
+        vars(found).update(tensors | {"tables": self.tables.reading(tensors["tables"])})
+        found._cached_tables, found._streams = {}, {}
+        return found
+
     def _tensor(self, array: Integers) -> Tensor:
-        return torch.from_numpy(array).to(self.tables.device)
+        return to_device(torch.from_numpy(array), self.tables.device)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -138,13 +167,31 @@ class ActiveSet:
         """Return (n * side * side,) the positions of these cells' tokens in the buffers of operators."""
         return self._rows_of(self.tables.slot_tokens, level)
 
+    @cached_property
+    def around(self) -> Tensor:
+        """(n, 9) slots of the 3 x 3 cells around each of these cells, line by line."""
+        return self.tables.neighbours().index_select(0, self.cells)
+
     def window(self, level: int, out_level: int) -> Tensor:
-        """Return (n * window side squared,), the rows of `CellTables.window` for these cells."""
-        return self._rows_of(self.tables.window, level, out_level)
+        """Return (n * window side squared,) the kept tokens that a 3 x 3 convolution reads for these cells and borders.
+
+        Args:
+            level: level of the kept tokens, the convolution's input (before up-sampling, if that comes first).
+            out_level: level of the output: the same, the next coarser (stride 2) or the next finer (after up-sampling).
+        """
+        return self._read(level, out_level, None)
 
     def taps(self, level: int, out_level: int) -> Tensor:
-        """Return (n * out side * out side * 9,), the rows of `CellTables.taps` for these cells."""
-        return self._rows_of(self.tables.taps, level, out_level)
+        """Return (n * out side * out side * 9,) the tokens of `window` that each output reads."""
+        return self._read(level, out_level, 2 if out_level > level else 1)
+
+    def _read(self, level: int, out_level: int, stride: int | None) -> Tensor:
+        key = "read", level, out_level, stride or 0
+        if key not in self._cached_tables:
+            side, around = self.tables.side(level), self.around
+            cells, tokens = window_places(side, 2 if out_level < level else 1, stride, around.device)
+            self._cached_tables[key] = around.index_select(1, cells).mul_(side**2).add_(tokens).flatten()
+        return self._cached_tables[key]
 
     def _rows_of(self, table: Callable[..., Tensor], *levels: int) -> Tensor:
         """Return the rows of a table that belong to these cells."""
@@ -168,9 +215,9 @@ class ActiveSet:
 
     @cached_property
     def num_cells_of_row(self) -> Tensor:
-        """(R,) number of cells of each row with active cells, float32."""
+        """(R,) number of cells of each row with active cells, float32; 1 for dummies without any."""
         starts = self.tables.row_start
-        return self._tensor(starts[self._rows + 1] - starts[self._rows]).float()
+        return self._tensor((starts[self._rows + 1] - starts[self._rows]).clip(1)).float()
 
     @cached_property
     def queries(self) -> list[QueryGroup]:

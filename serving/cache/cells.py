@@ -5,8 +5,9 @@ packing. A cell has a slot, which it keeps as long as its request is served; slo
 as context. Slot 0 belongs to no cell and holds the zeros that are read beyond the edge of an image.
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import cache, wraps
 
 import numpy as np
 import torch
@@ -41,7 +42,8 @@ class CellTables:
     """Index tables of one packing and one assignment of slots; built when the active set changes.
 
     `cell_size` is the side of a cell in latent pixels, which divides all sides and suits all levels; `unit` is the side
-    of a token of the finest level, and `owners` the request of every row.
+    of a token of the finest level, and `owners` the request of every row. In a padded packing, the cells of padding
+    patches come last and belong to the last row.
 
     Attributes:
         owners: requests of these cells.
@@ -68,6 +70,8 @@ class CellTables:
         self.everyone = everyone or self.owners
         self._sides = [(cell_size // unit) >> level.index for level in packing.levels]
         counts = [height * width // cell_size**2 for height, width in packing.sizes]
+        counts += [0] * packing.num_dummies
+        counts[-1] += packing.levels[0].num_padding // self._sides[0] ** 2
         self.row_start: Integers = np.cumsum([0, *counts])
         self.num_cells = int(self.row_start[-1])
         assert len(slots) == self.num_cells
@@ -78,6 +82,12 @@ class CellTables:
         """Return tables of only these rows, whose cells have these slots."""
         owners = [self._row_owners[row] for row in rows]
         return CellTables(self.packing.of_rows(rows), self._cell_size, self._unit, slots, owners, self.everyone)
+
+    def reading(self, tables: Mapping[tuple[str | int, ...], Tensor]) -> "CellTables":
+        """Return the same tables, of which these are in other memory."""
+        found = copy(self)
+        found.cached_tables = dict(tables)
+        return found
 
     def token_span(self, row: int, level: int) -> tuple[int, int]:
         """Return the first token of a row in packed order, and the end of its tokens (exclusive)."""
@@ -118,34 +128,15 @@ class CellTables:
         return (2 if out_level < level else 1) * self._sides[level] + 2
 
     @_cached_tensor
-    def window(self, level: int, out_level: int) -> Integers:
-        """Return (cells, window side squared) the kept tokens that a 3 x 3 convolution reads for a cell and its border.
-
-        Args:
-            level: level of the kept tokens, the convolution's input (before up-sampling, if that comes first).
-            out_level: level of the output: the same, the next coarser (stride 2) or the next finer (after up-sampling).
-        """
-        side, places, parts = self._sides[level], self._slot_tokens(level), []
-        for group in self.packing.levels[level].groups:
-            high, wide = group.height // side, group.width // side
-            first, end = self.row_start[[group.first_row, group.first_row + group.rows]]
-            own = places[first:end].reshape(group.rows, high, wide, side, side)
-            raster = own.transpose(0, 1, 3, 2, 4).reshape(group.rows, group.height, group.width)
-            if out_level < level:
-                raster = raster.repeat(2, 1).repeat(2, 2)
-            step, taken = raster.shape[1] // high, self.window_side(level, out_level)
-            padded = np.pad(raster, ((0, 0), (1, 1), (1, 1)))
-            windows = np.lib.stride_tricks.sliding_window_view(padded, (taken, taken), (1, 2))[:, ::step, ::step]
-            parts.append(windows.reshape(-1, taken * taken))
+    def neighbours(self) -> Integers:
+        """Return (cells, 9) the slots of the 3 x 3 cells around each cell, line by line; 0 beyond the edge."""
+        side, parts, end = self._sides[0], [], 0
+        for rows, height, width, _ in self._images(0):
+            shape = rows, height // side, width // side
+            start, end = end, end + shape[0] * shape[1] * shape[2]
+            padded = np.pad(self.slots[start:end].reshape(shape), ((0, 0), (1, 1), (1, 1)))
+            parts.append(np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (1, 2)).reshape(-1, 9))
         return np.concatenate(parts)
-
-    @_cached_tensor
-    def taps(self, level: int, out_level: int) -> Integers:
-        """Return (cells, out side * out side * 9) the tokens of `window` that each output reads."""
-        side, stride = self.window_side(level, out_level), 2 if out_level > level else 1
-        square = self.window(level, out_level).cpu().numpy().reshape(-1, side, side)
-        taps = np.lib.stride_tricks.sliding_window_view(square, (3, 3), (1, 2))[:, ::stride, ::stride]
-        return taps.reshape(self.num_cells, -1)
 
     def _slot_tokens(self, level: int) -> Integers:
         area = self._sides[level] ** 2
@@ -153,14 +144,23 @@ class CellTables:
 
     def _tokens(self, level: int) -> Integers:
         grain, side, parts = self.packing.levels[level].grain, self._sides[level], []
-        for group in self.packing.levels[level].groups:
-            rows, height, width = group.rows, group.height, group.width
-            numbers = np.arange(group.start, group.end)
+        for rows, height, width, start in self._images(level):
+            numbers = np.arange(start, start + rows * height * width)
             # Tokens of a patch of the packing go line by line, and so do the patches.
             patches = numbers.reshape(rows, height // grain, width // grain, grain, grain)
             raster = patches.transpose(0, 1, 3, 2, 4).reshape(rows, height // side, side, width // side, side)
             parts.append(raster.transpose(0, 1, 3, 2, 4).reshape(-1, side * side))
         return np.concatenate(parts)
+
+    def _images(self, level: int) -> Iterator[tuple[int, int, int, int]]:
+        """Iterate over the resolutions of a level: the number of images, their height and width in tokens, and their
+        first token. Padding patches are images of their own.
+        """
+        at = self.packing.levels[level]
+        for group in at.groups:
+            yield group.rows, group.height, group.width, group.start
+        if at.num_padding:
+            yield at.num_padding // at.grain**2, at.grain, at.grain, at.num_tokens - at.num_padding
 
     def groups(self) -> list[tuple[int, int, int]]:
         """Return the first row, the number of rows and the number of cells in a row for every resolution."""
@@ -169,6 +169,29 @@ class CellTables:
             (group.first_row, group.rows, int(starts[group.first_row + 1] - starts[group.first_row]))
             for group in self.packing.levels[0].groups
         ]
+
+
+@cache
+def window_places(side: int, scale: int, stride: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the tokens that a 3 x 3 convolution reads for the outputs of a cell.
+
+    Args:
+        side: tokens on the side of a cell.
+        scale: factor of the up-sampling before the convolution.
+        stride: None for the window of all tokens; otherwise stride of the convolution, for the 9 tokens of each output.
+        device: device of the result.
+
+    Returns:
+        For each token, the cell among the 3 x 3 around its own, and its place in that cell.
+    """
+    area, edge = side * side, scale * side
+    numbers = np.arange(9 * area).reshape(3, 3, side, side).transpose(0, 2, 1, 3).reshape(3 * side, 3 * side)
+    around = slice(edge - 1, 2 * edge + 1)
+    places = numbers.repeat(scale, 0).repeat(scale, 1)[around, around]
+    if stride is not None:
+        places = np.lib.stride_tricks.sliding_window_view(places, (3, 3))[::stride, ::stride]
+    cells, tokens = (torch.from_numpy(each).to(device) for each in np.divmod(places.reshape(-1), area))
+    return cells, tokens
 
 
 class SlotTable:

@@ -5,7 +5,7 @@ tensors of a pass over whole requests are kept as they are, and sorted into slot
 without the others: until then they cost nothing more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -40,7 +40,7 @@ class SlotBuffer:
         self._pending: dict[int, _Pass] = {}
         """Last pass of each request that has not been sorted into rows yet, by the request's key."""
         self._pending_bytes = 0
-        self._parts: Callable[[], Sequence[Tensor]] | None = None
+        self._read: Callable[[], Tensor] | None = None
 
     def store(self, tokens: Tensor, tables: CellTables, level: int) -> None:
         """Keep the tokens [tokens, ...] of a pass, in packed order. They must not be modified afterwards."""
@@ -52,9 +52,8 @@ class SlotBuffer:
 
     def rows(self, tables: CellTables, per_slot: int) -> Tensor:
         """Return the rows of all slots, [slots * per_slot or more, ...]; slot 0 and new slots hold zeros."""
-        if self._parts is not None:
-            parts, self._parts = self._parts(), None
-            self._rows = torch.cat([parts[0].new_zeros(1, *parts[0].shape[1:]), *parts]).flatten(0, 1)
+        if self._read is not None:
+            self._rows, self._read = self._read().flatten(0, 1), None
         self._per_slot = per_slot
         # A later pass has newer tokens of the requests that it shares with an earlier one.
         for last in sorted(set(self._pending.values()), key=lambda each: each.number):
@@ -76,14 +75,14 @@ class SlotBuffer:
         self.clear()
         return values.view(last.tables.num_cells, -1, *values.shape[1:])
 
-    def put(self, parts: Callable[[], Sequence[Tensor]]) -> None:
-        """Set the contents from values of `take_values`, in any number of parts, for cells whose slots count from 1.
+    def put(self, read: Callable[[], Tensor]) -> None:
+        """Set the contents: for each slot, an entry of `take_values`, or zeros for slot 0. Passes may modify them.
 
-        `parts` is called when rows are first needed, so that a pass waits for them only there. Its errors are raised by
+        `read` is called when rows are first needed, so that a pass waits for them only there. Its errors are raised by
         `rows`.
         """
         self.clear()
-        self._parts = parts
+        self._read = read
 
     def _grow_to(self, count: int, like: Tensor) -> Tensor:
         old = self._rows
@@ -107,7 +106,7 @@ class SlotBuffer:
 
     def clear(self) -> None:
         """Discard everything."""
-        self._rows = self._parts = None
+        self._rows = self._read = None
         self._pending.clear()
         self._pending_bytes = 0
 

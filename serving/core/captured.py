@@ -113,6 +113,48 @@ def _borrowed(tensor: Tensor) -> Tensor:
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stacked:
+    """An input that consists of several tensors. A recorded pass reads one tensor, to which they are copied.
+
+    Attributes:
+        parts: tensors [entries, ...], which follow `num_before` entries of zeros.
+        num_before: see above.
+        length: number of all entries; those after the parts are zeros at first, and then keep what passes write.
+    """
+
+    parts: Sequence[Tensor]
+    num_before: int
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.length, *self.parts[0].shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def zeros(self) -> Tensor:
+        """Return zeros of the shape of the whole."""
+        return self.parts[0].new_zeros(self.shape)
+
+    def tensor(self) -> Tensor:
+        """Return the parts and the zeros as one tensor, which is not shared."""
+        first = self.parts[0]
+        parts = [first.new_zeros(self.num_before, *first.shape[1:]), *self.parts]
+        if num_after := self.length - sum(map(len, parts)):
+            parts.append(first.new_zeros(num_after, *first.shape[1:]))
+        return torch.cat(parts)
+
+    def copies_to(self, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the parts, each with its place in a tensor of the shape of the whole."""
+        start = self.num_before
+        for part in self.parts:
+            yield part, target[start : start + len(part)]
+            start += len(part)
+
+
 @dataclass(eq=False)
 class _Buffer:
     """Memory that recorded passes read, and the batch whose values it holds; None if it changes in every pass."""
@@ -162,6 +204,10 @@ class CapturedPasses:
         self._num_eager: OrderedDict[Hashable, int] = OrderedDict()
         self.failure: str | None = None
 
+    def for_others(self, memory_bytes: int) -> "CapturedPasses":
+        """Return recorded passes of their own, none yet, with the same recorder and patience."""
+        return CapturedPasses(self.recorder, self._patience, memory_bytes)
+
     def clear(self) -> None:
         """Discard all recorded passes, after a change of what they do."""
         self._recorded.clear()
@@ -184,7 +230,8 @@ class CapturedPasses:
                 pass fills it, unless the batch is complete.
             forward: computes the pass from the inputs and `batch_values`. It must not wait for the device, except where
                 it pauses the recording.
-            inputs: tensors by name, or dicts or tuples of such.
+            inputs: tensors by name, or dicts or tuples of such. Where an input is `Stacked`, a recorded pass is given a
+                tensor.
             kept_alive: other objects that a recorded pass reads and must keep alive (index tensors of the layout).
 
         Returns:
@@ -230,12 +277,14 @@ class CapturedPasses:
             return None
         return _RecordedPass(play, of_inputs, of_values, result, kept_alive)
 
-    def _buffer(self, kind: str, path: Path, tensor: Tensor) -> _Buffer:
+    def _buffer(self, kind: str, path: Path, given: Tensor | Stacked) -> _Buffer:
         """Return the memory for a tensor: that of others with the same path and shape, if there are any."""
-        place = kind, path, tensor.shape, tensor.stride(), tensor.dtype
+        strides = given.stride() if isinstance(given, Tensor) else None
+        place = kind, path, given.shape, strides, given.dtype
         found = self._buffers.get(place)
         if found is None:
-            found = self._buffers[place] = _Buffer(tensor.clone())
+            made = given.clone() if isinstance(given, Tensor) else given.zeros()
+            found = self._buffers[place] = _Buffer(made)
         return found
 
     @property
@@ -266,8 +315,12 @@ def _fill(
     batch_values: Any,
 ) -> None:
     """Copy the inputs of a pass, and the values of its batch unless they are there, to where they are read."""
-    pairs = [(tensor, of_inputs[path].tensor) for path, tensor in _tensors(inputs)]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for path, given in _tensors(inputs):
+        target = of_inputs[path].tensor
+        pairs += [(given, target)] if isinstance(given, Tensor) else given.copies_to(target)
     for path, tensor in _tensors(batch_values):
+        assert isinstance(tensor, Tensor), "what changes from pass to pass is an input"
         buffer = of_values[path]
         if buffer.filled_by is not batch:
             pairs.append((tensor, buffer.tensor))
@@ -286,9 +339,9 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     return {each.name: getattr(value, each.name) for each in fields(value) if each.init}
 
 
-def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor | Stacked]]:
     """Iterate over all tensors of a value, also in its parts, each with its path."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Stacked):
         yield path, value
         return
     for name, part in (_parts(value) or {}).items():
@@ -297,7 +350,7 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 def _replaced(value: Any, buffers: Mapping[Path, _Buffer], path: Path = ()) -> Any:
     """Return a value with all tensors replaced by those of buffers."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Stacked):
         return buffers[path].tensor
     parts = _parts(value)
     if parts is None:

@@ -11,7 +11,7 @@ In patch order a packing may be padded to a `Bucket`, so that passes over many m
 dummy rows come last, and the last of them owns the padding patches, which have no neighbours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,6 +28,8 @@ from .bucket import Bucket
 from .patch_layout import PatchLayout, patch_size_of
 
 Order = Literal["image", "patch"]
+BucketOf = Callable[[int, int], Bucket]
+"""(number of patches, number of rows) -> the bucket that they are padded to."""
 _KEPT = 16  # packings of recent batches; one of 16 guided requests of 128 to 256 px has 2.6 MB of indices
 
 
@@ -241,6 +243,7 @@ def pack_rows(
     device: torch.device,
     kernels: str = "auto",
     is_padded: bool = False,
+    bucket_of: BucketOf = Bucket.of,
 ) -> Packing:
     """Return the packing of these rows. Recent packings are cached.
 
@@ -250,12 +253,13 @@ def pack_rows(
         patch_size: side of a patch in latent pixels; None for the largest that divides all sides.
         unit: side, in latent pixels, of the smallest unit that the model distinguishes (SD3: its patch size).
         is_padded: whether to pad it to its bucket, in patch order.
+        bucket_of: returns the bucket.
 
     Raises:
         UsageError: if the patch size does not divide a side, or is too small for the model's levels.
     """
     wanted = patch_size_of(sizes) if patch_size is None else patch_size
-    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device, kernels, is_padded)
+    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device, kernels, is_padded, bucket_of)
 
 
 def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_levels: int, unit: int) -> None:
@@ -285,6 +289,7 @@ def _pack_rows(
     device: torch.device,
     kernels: str,
     is_padded: bool,
+    bucket_of: BucketOf = Bucket.of,
 ) -> Packing:
     if order == "patch":
         check_patch_size(patch_size, sizes, num_levels, unit)
@@ -294,7 +299,7 @@ def _pack_rows(
         assert not is_padded
         levels = tuple(_image_level(layout, index, unit, device) for index in range(num_levels))
         return Packing(order, layout, sizes, levels, kernels)
-    bucket = Bucket.of(layout.num_patches, len(sizes)) if is_padded else None
+    bucket = bucket_of(layout.num_patches, len(sizes)) if is_padded else None
     tensors = index_tensors(layout, device, bucket)
     num_rows = len(sizes) if bucket is None else bucket.num_rows
     levels = tuple(_patch_level(layout, num_rows, *tensors, index, unit) for index in range(num_levels))

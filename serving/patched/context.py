@@ -98,6 +98,7 @@ class PatchContext:
         cells: set while a block runs in full and its operators keep their inputs, for the patch cache.
         stream_rows: (tokens,) row of each token of single-stream blocks.
         active: set while a block runs on only some cells; all tensors then hold the tokens of these, cell by cell.
+        masked: the cells that passes over the batch compute, in a part of the pass or in all of it; None for all cells.
         rows: set while a block runs on only some rows, as a batch of their own.
         pause: interrupts the recording of a pass; None while passes run eagerly.
     """
@@ -111,6 +112,7 @@ class PatchContext:
     stream_rows: Tensor | None = None
     cells: CellTables | None = None
     active: ActiveSet | None = None
+    masked: ActiveSet | None = None
     rows: ActiveRows | None = None
     pause: Pause | None = None
     _packing: Packing | None = None
@@ -148,7 +150,9 @@ class PatchContext:
     @property
     def num_padding(self) -> int:
         """Number of padding tokens among them, at the end."""
-        return self.level.num_padding if self.active is None else 0
+        if self.active is None:
+            return self.level.num_padding
+        return self.active.num_padding * self.active.tables.side(self.level.index) ** 2
 
     @property
     def row_of_patch(self) -> Tensor:
@@ -232,22 +236,24 @@ class PatchContext:
         """Run work that depends on the sizes in the batch. It runs again, with the sizes of that batch, in each replay.
 
         Args:
-            run: computes from the inputs and from the packing, level and text bias of this context.
+            run: computes from the inputs and from the packing, level, active cells and text bias of this context.
             inputs: tensors of the pass.
         """
         if self.pause is None:
             return run(*inputs)
         level, biases, num_inputs = self.level.index, (self.text_bias, self.biased_text), len(inputs)
+        is_masked = self.active is not None
         given = [bias for bias in biases if bias is not None]
 
         def replayed(*tensors: Tensor) -> Results:
-            before, own = (self._level, self.text_bias, self.biased_text), iter(tensors[num_inputs:])
-            self._level = self.packing.levels[level]
+            before = self._level, self.active, self.text_bias, self.biased_text
+            own = iter(tensors[num_inputs:])
+            self._level, self.active = self.packing.levels[level], self.masked if is_masked else None
             self.text_bias, self.biased_text = (None if bias is None else next(own) for bias in biases)
             try:
                 return run(*tensors[:num_inputs])
             finally:
-                self._level, self.text_bias, self.biased_text = before
+                self._level, self.active, self.text_bias, self.biased_text = before
 
         return self.pause(replayed, (*inputs, *given))
 
@@ -269,14 +275,17 @@ class PatchContext:
             self.text_bias, self.biased_text = text_bias, biased_text
 
     @contextmanager
-    def switch_batch(self, packing: Packing, batch_values: BatchValues) -> Iterator[None]:
-        """Switch to another batch and its values until the context ends."""
-        before = self._packing, self.batch_values, self.text_bias, self.biased_text
-        self._packing, self.batch_values, self.text_bias, self.biased_text = packing, batch_values, None, None
+    def switch_batch(
+        self, packing: Packing, batch_values: BatchValues, masked: ActiveSet | None = None
+    ) -> Iterator[None]:
+        """Switch to another batch, its values and the cells that its passes compute, until the context ends."""
+        before = self._packing, self.batch_values, self.masked, self.text_bias, self.biased_text
+        self._packing, self.batch_values, self.masked = packing, batch_values, masked
+        self.text_bias = self.biased_text = None
         try:
             yield
         finally:
-            self._packing, self.batch_values, self.text_bias, self.biased_text = before
+            self._packing, self.batch_values, self.masked, self.text_bias, self.biased_text = before
 
     def at(self, x: Tensor) -> Level:
         """Return the level of a leaf's input."""

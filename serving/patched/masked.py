@@ -4,6 +4,10 @@ A whole pass over a template is recorded: for each cell, the input of every oper
 convolutions, sums for GroupNorm, keys and values of attention to the image). A masked pass then computes only some
 cells of other requests for the same image, and reads the rest from the record of the same step; no operator runs on all
 tokens. Smaller records leave more to compute, and passes may begin with all tokens if loads are slow: see `spans`.
+
+With `--cuda-graphs` a masked pass is recorded and replayed as whole passes are. It depends on a bucket: the numbers of
+patches, rows and active cells are padded, the tables of cells and the tensors of records are data in buffers that stay
+where they are, and attention runs by resolution between the segments. So it serves any edits in the bucket.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...data.templates import Keep, unit_of
@@ -21,8 +26,9 @@ from ..cache.active import ActiveSet
 from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
-from ..core.captured import CapturedPasses, PassBatch, Recorder
+from ..core.captured import MEMORY_BYTES, CapturedPasses, PassBatch, Pause, Stacked
 from ..core.prepared import RecordedRow
+from ..layout.bucket import Bucket, rounded_up
 from ..layout.packing import Packing, pack_rows
 from .context import BatchValues
 from .leaves import PatchedConv, PatchedGroupNorm
@@ -33,8 +39,8 @@ from .unet_layers import place_of
 
 PassInputs = tuple[Tensor, Tensor, dict[str, Any]]
 """Tokens, timesteps and conditions, see `MaskedPasses.record`."""
-_PATIENCE = 1
-"""Eager passes of a batch before one is recorded, not counting the first: batches of edits last long."""
+_DEVICE_SHARE = 8
+"""Recorded passes hold at most one part in so many of a GPU's memory: the records of a step are large."""
 
 
 class MaskedPasses:
@@ -56,7 +62,6 @@ class MaskedPasses:
         cell: side of a cell in latent pixels: the smallest that keeps its shape on all levels.
         starts: first blocks of `parts`; empty if the whole pass is one part.
         shorten, dtype, device: attributes of the model.
-        failure: reason why passes are not captured for replay although this is enabled, see `CapturedPasses`.
     """
 
     def __init__(self, model: PatchedModel, keep: Keep = "all") -> None:
@@ -85,19 +90,40 @@ class MaskedPasses:
         self.starts = [span.first for span in self._spans]
         self.returns = not all(span.is_open for span in self._spans)
         self._buffers = [buffer for _, buffer in read.values()] + [span.outputs for span in self._spans]
-        self.failure: str | None = None
+        self._captured: CapturedPasses | None = None
+        self._names: tuple[str, ...] = ()
+        """Recorded tensors that a pass reads; known after the first one."""
 
-    def pack(self, sizes: list[tuple[int, int]]) -> Packing:
-        """Return the packing of rows with these latent sizes, sorted by resolution, always in `image` order."""
+    @property
+    def captured(self) -> CapturedPasses | None:
+        """Passes that are recorded and replayed, if those of the model are."""
+        models = self._model.captured
+        if models is None:
+            return None
+        if self._captured is None or self._captured.recorder is not models.recorder:
+            self._captured = models.for_others(_memory_bytes(self.device))
+        return self._captured
+
+    def pack(self, sizes: list[tuple[int, int]], *, is_recorded: bool = False, is_padded: bool = False) -> Packing:
+        """Return the packing of rows with these latent sizes, sorted by resolution.
+
+        Args:
+            sizes: (height, width) of each row, multiples of `cell`.
+            is_recorded: whether passes over it are recorded and replayed; then in `patch` order, otherwise in `image`
+                order. A patch is a cell, or as large as possible if parts of a pass compute all tokens.
+            is_padded: whether to pad it to its bucket.
+        """
         model = self._model
         return pack_rows(
             sizes,
-            order="image",
-            patch_size=None,
+            order="patch" if is_recorded else "image",
+            patch_size=model.common_patch_size(sizes) if self.returns else self.cell,
             num_levels=model.num_levels,
             unit=model.unit,
             device=model.device,
             kernels=model.context.kernels,
+            is_padded=is_padded,
+            bucket_of=Bucket.with_spare if self.returns else Bucket.of_memory,
         )
 
     def batch(
@@ -114,19 +140,20 @@ class MaskedPasses:
             packing: result of `pack`.
             repeats: number of times that the last text token counts, as in `PatchedModel.begin`.
             active: for each row, which of its cells are computed, line by line; None to record whole passes.
-            reuses: for each of `parts`, whether it reads its units; None if all do.
+            reuses: for each of `parts`, whether it reads its units; None if all do, as they must in a padded packing.
         """
-        slots = np.arange(1, 1 + sum(height * width // self.cell**2 for height, width in packing.sizes))
-        tables = CellTables(packing, self.cell, self._model.unit, slots, range(packing.num_rows))
-        chosen = None
+        num_cells = packing.levels[0].num_tokens // (self.cell // self._model.unit) ** 2
+        tables = CellTables(packing, self.cell, self._model.unit, np.arange(num_cells) + 1, range(packing.num_rows))
+        chosen, is_padded = None, packing.bucket is not None
         if active is not None:
-            chosen = ActiveSet(tables, np.flatnonzero(np.concatenate(active)), freezes_norms=self.freezes_norms)
+            cells = np.flatnonzero(np.concatenate(active))
+            padding = rounded_up(len(cells)) - len(cells) if is_padded else 0
+            chosen = ActiveSet(tables, cells, freezes_norms=self.freezes_norms, num_padding=padding)
+        assert not is_padded or reuses is None, "recorded passes follow no plan"
         reuses = [True] * len(self.parts) if reuses is None else reuses
         assert self.returns or list(reuses) == sorted(reuses), "what computing all tokens again needs is not recorded"
         units = tuple(unit for part, is_reused in zip(self.parts, reuses, strict=True) if is_reused for unit in part)
-        graphs = None if chosen is None or self.failure is not None else self._model.captured
-        playback = None if graphs is None else _PassPlayback(graphs.recorder)
-        return MaskedRows(tables, chosen, tuple(reuses), units, BatchValues(repeats), playback)
+        return MaskedRows(tables, chosen, tuple(reuses), units, BatchValues(repeats), PassBatch())
 
     def record(
         self, rows: "MaskedRows", tokens: Tensor, timesteps: Tensor, conditions: dict[str, Any]
@@ -177,80 +204,90 @@ class MaskedPasses:
             recorded: recorded tensors of each row at its step, on the model's device; accessed when they are needed.
             tokens, timesteps, conditions: arguments of `record`.
         """
-        inputs = tokens, timesteps, conditions
-        if rows.playback is None:
-            return self._run(rows, recorded, inputs, rows.batch_values)
-        predicted = rows.playback.run(partial(self._run, rows), recorded, inputs, rows.batch_values)
-        self.failure = self.failure or rows.playback.captured.failure
-        return predicted
+        active, packing, context = rows.active, rows.tables.packing, self._model.context
+        assert active is not None, "rows without active cells are only recorded"
+        inputs: dict[str, Any] = {"tokens": tokens, "timesteps": timesteps, "conditions": conditions}
+        num_slots = rows.tables.num_cells + 1
+
+        def stacked(name: str) -> Stacked:
+            return Stacked([each[name] for each in recorded], 1, num_slots)
+
+        with context.switch_batch(packing, rows.batch_values, active):
+            captured = self.captured
+            if captured is None or packing.bucket is None or not self._names:
+                predicted = self._run(
+                    rows, active, lambda name: stacked(name).tensor(), **inputs, batch_values=rows.batch_values
+                )
+                if packing.bucket is not None:
+                    self._names = tuple(recorded[0])
+                return predicted
+            if not rows.passes.is_complete:
+                self._model.compute_values(conditions)
+                rows.passes.is_complete = True
+
+            def forward(given: dict[str, Any], values: tuple[BatchValues, Any], pause: Pause | None) -> Tensor:
+                batch_values, tensors = values
+                others = {name: each for name, each in given.items() if name != "recorded"}
+                read = partial(_tensor_of, given["recorded"])
+                return self._run(rows, active.reading(tensors), read, **others, batch_values=batch_values, pause=pause)
+
+            key = packing.bucket, packing.layout.patch_size, len(active), active.freezes_norms, rows.batch_values.key
+            inputs["recorded"] = {name: stacked(name) for name in self._names}
+            inputs["tables"] = packing.tables
+            return captured.run(rows.passes, key, (rows.batch_values, active.tensors), forward, inputs)
 
     def _run(
-        self, rows: "MaskedRows", recorded: Sequence[RecordedRow], inputs: PassInputs, batch_values: BatchValues
+        self,
+        rows: "MaskedRows",
+        active: ActiveSet,
+        read: Callable[[str], Tensor],
+        tokens: Tensor,
+        timesteps: Tensor,
+        conditions: dict[str, Any],
+        batch_values: BatchValues,
+        tables: tuple[Tensor, Tensor] | None = None,
+        pause: Pause | None = None,
     ) -> Tensor:
-        tokens, timesteps, conditions = inputs
-        context, active = self._model.context, rows.active
-        assert active is not None, "rows without active cells are only recorded"
+        """Run a pass in the state of the context; `read` returns recorded tensors as `SlotBuffer.put` requires."""
+        context, model = self._model.context, self._model
         for name, buffer in self._record_buffers.items():
-            buffer.put(lambda name=name: [each[name] for each in recorded])
-        places = active.tokens(0)
+            buffer.put(partial(read, name))
+        places, (_, channels, side, _) = active.tokens(0), tokens.shape
         try:
             with ExitStack() as meanwhile:
-                meanwhile.enter_context(context.switch_batch(rows.tables.packing, batch_values))
                 entered = [span for span, is_reused in zip(self._spans, rows.reuses, strict=False) if is_reused]
                 if rows.reuses[0] and not self.returns:
                     context.active = active
-                    tokens = tokens.index_select(0, places)
+                    own = model.to_tokens(tokens).index_select(0, places)
+                    tokens = model.from_tokens(own, torch.Size((-1, channels, side, side)))
                 else:
                     for span in entered if self.returns else entered[:1]:
                         meanwhile.enter_context(span.masked(active))
-                predicted = self._model.forward(tokens, timesteps, conditions, batch_values)
-                own = predicted if context.active is not None else predicted.index_select(0, places)
+                predicted = model.forward(tokens, timesteps, conditions, batch_values, tables=tables, pause=pause)
+                own = model.to_tokens(predicted)
+                if context.active is None:
+                    own = own.index_select(0, places)
         finally:
             context.active = None
             self._clear()
-        return own.new_zeros(rows.tables.packing.levels[0].num_tokens, *own.shape[1:]).index_copy_(0, places, own)
+        everything = own.new_zeros(rows.tables.packing.levels[0].num_tokens, own.shape[1]).index_copy_(0, places, own)
+        return model.from_tokens(everything, torch.Size((-1, predicted.shape[1], side, side)))
 
     def _clear(self) -> None:
         for buffer in self._buffers:
             buffer.clear()
 
 
-class _PassPlayback:
-    """Passes over one batch: the first ones run eagerly, then one is captured and replayed.
+def _tensor_of(recorded: dict[str, Tensor | Stacked], name: str) -> Tensor:
+    found = recorded[name]
+    return found.tensor() if isinstance(found, Stacked) else found
 
-    Attributes:
-        captured: the captured passes. They hold tensors read from records, and live as long as the batch, whose tables
-            they read.
-    """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.captured = CapturedPasses(recorder, _PATIENCE)
-        self._batch = PassBatch()
-        self._names: tuple[str, ...] | None = None
-
-    def run(
-        self,
-        run: Callable[[Sequence[RecordedRow], PassInputs, BatchValues], Tensor],
-        recorded: Sequence[RecordedRow],
-        inputs: PassInputs,
-        batch_values: BatchValues,
-    ) -> Tensor:
-        """Run a pass eagerly or by replay; `run` takes recorded tensors, inputs and the batch's values."""
-        # Edits of one image at the same step read the same tensors, now and in later steps.
-        distinct = list({id(each): each for each in recorded}.values())
-        places = tuple(next(place for place, own in enumerate(distinct) if own is each) for each in recorded)
-        if self._names is not None:
-            distinct = [{name: each[name] for name in self._names} for each in distinct]
-        predicted = self.captured.run(
-            self._batch,
-            places,
-            batch_values,
-            lambda given, values, _: run([given["recorded"][place] for place in places], given["inputs"], values),
-            {"recorded": tuple(distinct), "inputs": inputs},
-        )
-        # All passes read the tensors that the first one has read.
-        self._names = self._names or tuple(recorded[0])
-        return predicted
+def _memory_bytes(device: torch.device) -> int:
+    """Return the most bytes that recorded passes may hold on a device."""
+    if device.type != "cuda":
+        return MEMORY_BYTES
+    return max(MEMORY_BYTES, torch.cuda.get_device_properties(device).total_memory // _DEVICE_SHARE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,7 +300,7 @@ class MaskedRows:
         reuses: for each part of a pass, whether it reads its units.
         units: units of records that are read.
         batch_values: values of the batch.
-        playback: captures and replays its passes; None if all run eagerly.
+        passes: their passes, for recorded ones.
     """
 
     tables: CellTables
@@ -271,4 +308,4 @@ class MaskedRows:
     reuses: tuple[bool, ...]
     units: tuple[str, ...]
     batch_values: BatchValues
-    playback: _PassPlayback | None
+    passes: PassBatch

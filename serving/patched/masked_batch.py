@@ -16,7 +16,8 @@ from ..layout.packing import Packing
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
 from .masked import MaskedPasses, MaskedRows, PassInputs
-from .text import conditions_of
+from .own_batch import of_rows
+from .text import TEXT_MULTIPLE, conditions_of
 
 
 class PassPlan(Protocol):
@@ -54,10 +55,12 @@ class _SeparatePasses(ABC):
         denoise_batch: the batch of latents.
         forecast: always empty; see `stepper.PackedBatch`.
         reusing: the requests for which a step reads a part instead of computing it.
+        is_recorded: whether its passes are recorded and replayed.
     """
 
     forecast: frozenset[int] = frozenset()
     reusing: Sequence[PreparedRequest] = ()
+    is_recorded = False
 
     def __init__(
         self,
@@ -68,9 +71,12 @@ class _SeparatePasses(ABC):
     ) -> None:
         self._passes = passes
         self._batch = sorted(active, key=lambda prepared: by_size(prepared.size))
-        self._packing = passes.pack([prepared.size for prepared in self._batch])
-        row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
-        self._conditions, repeats = conditions_of(self._batch, conditions, shorten=passes.shorten)
+        rows = [each.size for each in self._batch for _ in range(each.num_rows)]
+        self._packing = passes.pack([each.size for each in self._batch], is_recorded=self.is_recorded)
+        row_packing = passes.pack(rows, is_recorded=self.is_recorded, is_padded=self.is_recorded)
+        multiple = TEXT_MULTIPLE if self.is_recorded else 1
+        named, repeats = conditions_of(self._batch, conditions, shorten=passes.shorten, multiple=multiple)
+        self._conditions = of_rows(named, row_packing.value_rows) if self.is_recorded else named
         self._rows = self._begin(row_packing, repeats)
         self.denoise_batch = DenoiseBatch(
             self._batch, self._packing, row_packing, sampler, self._predict, dtype=passes.dtype
@@ -108,6 +114,8 @@ class MaskedBatch(_SeparatePasses):
         planner: PassPlanner | None,
     ) -> None:
         self._planner = planner
+        # The parts that a plan reads differ from batch to batch.
+        self.is_recorded = planner is None and passes.captured is not None
         self.plan: PassPlan | None = None
         super().__init__(passes, conditions, sampler, active)
         self.reusing = self._batch

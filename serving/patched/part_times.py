@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import numpy as np
@@ -76,13 +76,9 @@ def _measured(
         num_cells = len(next(iter(seen[0].values())))
         active = np.arange(num_cells) < max(1, round(share * num_cells))
         samples: dict[bool, list[list[float]]] = {True: [], False: []}
-        # A replayed pass has no times of its parts.
         batches = {
-            is_reused: replace(
-                passes.batch(
-                    packing, repeats=repeats, active=[active] * len(seen), reuses=[is_reused] * len(passes.parts)
-                ),
-                playback=None,
+            is_reused: passes.batch(
+                packing, repeats=repeats, active=[active] * len(seen), reuses=[is_reused] * len(passes.parts)
             )
             for is_reused in samples
         }

@@ -185,7 +185,7 @@ class PatchedModel:
         """
         patch_size = self.patch_size
         if self.is_padded and patch_size is None:
-            patch_size = math.gcd(patch_size_of(sizes), self._served_size or 0)
+            patch_size = self.common_patch_size(sizes)
         return pack_rows(
             sizes,
             order=self.order,
@@ -196,6 +196,10 @@ class PatchedModel:
             kernels=self.context.kernels,
             is_padded=is_padded and self.is_padded,
         )
+
+    def common_patch_size(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Return the largest side of a patch for these latent sizes and the served ones."""
+        return math.gcd(patch_size_of(sizes), self._served_size or 0)
 
     def pad_conditions(self, conditions: dict[str, Any], packing: Packing) -> dict[str, Any]:
         """Add conditions of the dummy rows of a packing, if it has any."""
@@ -260,9 +264,7 @@ class PatchedModel:
         context, packing = self.context, self.context.packing
         if not batch.is_complete:
             # So that the first pass may be replayed, too.
-            self._compute_text(conditions)
-            for leaf in self._with_values:
-                leaf.fill(conditions["encoder_hidden_states"])
+            self.compute_values(conditions)
             batch.is_complete = True
         inputs: dict[str, Any] = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
         is_padded = packing.bucket is not None
@@ -278,6 +280,12 @@ class PatchedModel:
             inputs,
             kept_alive=None if is_padded else packing,
         )
+
+    def compute_values(self, conditions: dict[str, Any]) -> None:
+        """Compute the values of the context's batch that its passes read, unless they are known."""
+        self._compute_text(conditions)
+        for leaf in self._with_values:
+            leaf.fill(conditions["encoder_hidden_states"])
 
     @property
     def reused(self) -> Booleans | None:
@@ -337,11 +345,11 @@ class PatchedModel:
         if decision.kind != "skipped":
             assert active is None or isinstance(active, ActiveRows), "requests are computed whole"
             output = self._predict_some(patches, timesteps, conditions, active)
-            outputs = with_previous(store, self._to_tokens(output.float()), active)
+            outputs = with_previous(store, self.to_tokens(output.float()), active)
             cache.store_outputs(0, inputs, outputs, (), active)
             if active is None:
                 return output.float()
-        return self._from_tokens(forecast(store), patches.shape)
+        return self.from_tokens(forecast(store), patches.shape)
 
     def _predict_some(
         self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], active: ActiveRows | None
@@ -367,14 +375,14 @@ class PatchedModel:
         embed = self._transformer.embed
         return (self.model.pos_embed(patches) if embed is None else embed(self.model, patches)).flatten(0, 1)
 
-    def _to_tokens(self, patches: Tensor) -> Tensor:
+    def to_tokens(self, patches: Tensor) -> Tensor:
         """Patches of latents -> [tokens of the finest level, values of a token]."""
         count, channels, side, unit = patches.shape[0], patches.shape[1], patches.shape[2], self.unit
         cut = patches.reshape(count, channels, side // unit, unit, side // unit, unit)
         return cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, channels * unit**2)
 
-    def _from_tokens(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """The inverse of `_to_tokens`."""
+    def from_tokens(self, tokens: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of `to_tokens`."""
         (count, channels, side, _), unit = shape, self.unit
         cut = tokens.view(count, side // unit, side // unit, channels, unit, unit)
         return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...data.errors import UsageError
@@ -96,7 +97,11 @@ class Span:
         if not self._keeps_inputs:
             self._keep_inputs(tokens, named.get("temb"), active)
         context.active = active
-        own = tokens.index_select(0, active.tokens(context.level.index))
+        own = active.tokens(context.level.index)
+        if context.packing.order == "image":
+            own = tokens.index_select(0, own)
+        else:
+            own = tokens.flatten(0, 1).index_select(0, own).view(len(active), -1, tokens.shape[2])
         return ((own, *given[1:]), named) if given else (given, named | {"hidden_states": own})
 
     def _keep_inputs(self, tokens: Tensor, timestep: Tensor | None, active: ActiveSet) -> None:
@@ -113,13 +118,13 @@ class Span:
             keep_keys_values(block.attn2, found[5], tables, level)
 
     def _leave(self, active: ActiveSet, out: Any) -> Any:
-        context, own, tables = self._context, _image_of(out), active.tables
+        context, own, tables = self._context, _image_of(out).flatten(0, 1), active.tables
         context.active, level = None, context.level.index
         rows = self.outputs.rows(tables, tables.side(level) ** 2)
-        everything = own.new_empty(context.level.num_tokens, *own.shape[1:])
-        recorded = rows.index_select(0, tables.slot_tokens(level).flatten()).view(everything.shape)
-        everything.index_copy_(0, tables.tokens(level).flatten(), recorded)
+        recorded = rows.index_select(0, tables.slot_tokens(level).flatten())
+        everything = torch.empty_like(recorded).index_copy_(0, tables.tokens(level).flatten(), recorded)
         everything.index_copy_(0, active.tokens(level), own)
+        everything = everything.view(-1, context.level.grain**2, own.shape[1])
         return (out[0], everything) if isinstance(out, tuple) else everything
 
 

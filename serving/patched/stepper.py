@@ -29,11 +29,8 @@ from .masked import MaskedPasses
 from .masked_batch import MaskedBatch, PassPlan, PassPlanner, RecordedBatch, record
 from .part_times import MeasuredPass, Stage, part_times
 from .patched_model import PatchedModel
-from .text import conditions_of
+from .text import TEXT_MULTIPLE, conditions_of
 from .tuning import strategy_table
-
-_TEXT_MULTIPLE = 64
-"""Masked text of padded batches is padded to a multiple of this, so that fewer passes differ in its length."""
 
 
 class PatchedStepper:
@@ -80,8 +77,8 @@ class PatchedStepper:
     @property
     def recording_failure(self) -> str | None:
         """Reason why passes are not recorded although this is enabled, see `CapturedPasses`; None otherwise."""
-        captured = self.model.captured
-        return self.masked.failure if captured is None else captured.failure or self.masked.failure
+        found = (self.model.captured, self.masked.captured)
+        return next((each.failure for each in found if each is not None and each.failure is not None), None)
 
     def use_keep(self, keep: Keep) -> None:
         """Set which tensors records hold from now on, for recording and reading. Raises UsageError: as `spans_of`."""
@@ -253,7 +250,7 @@ class PackedBatch:
         self._model = model = stepper.model
         self._batch = batch = sorted(active, key=lambda prepared: by_size(prepared.size))
         sizes = [prepared.size for prepared in batch]
-        multiple = _TEXT_MULTIPLE if model.is_padded else 1
+        multiple = TEXT_MULTIPLE if model.is_padded else 1
         self._conditions, repeats = conditions_of(batch, stepper.conditions, shorten=model.shorten, multiple=multiple)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are merged.
         self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs

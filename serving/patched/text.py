@@ -11,6 +11,8 @@ from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest
 
 Shorten = Literal["repeats", "padding"] | None
+TEXT_MULTIPLE = 64
+"""Masked text of padded batches is padded to a multiple of this, so that fewer passes differ in its length."""
 _MASKED = "text", "mask"
 
 

@@ -1,6 +1,8 @@
 """`--cuda-graphs` and `--compile` on a device: replayed and compiled passes give the results of eager passes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,18 +10,22 @@ from torch import Tensor
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.data.templates import Keep
 from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.captured import CapturedPasses
+from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.plain.stepper import PlainStepper
 
 from ..support.family_kit import BUILDS, denoised
 from ..support.family_kit import mixed as tiny_requests
 from ..support.family_kit import served as tiny
 from ..support.patched_models import relative_error
+from ..support.template_records import build_tiny, edits, with_records
 from .cases import BUNDLED, EXACT, alone, mixed, served, served_together
 
 PLAYED = 1e-5
@@ -94,6 +100,27 @@ def test_requests_that_a_cache_computes_are_replayed(name: str, cuda: str) -> No
     expected = denoised(tiny(pipe, EngineOptions(cache=cache)), requests)
     for found in _recorded(tiny(pipe, EngineOptions(cache=cache, cuda_graphs=True)), requests, requests):
         assert relative_error(found, expected) <= PLAYED
+
+
+@pytest.mark.parametrize(("name", "keep"), [("sdxl", "all"), ("sdxl", "kv"), ("sd3", "all"), ("flux", "all")])
+def test_edits_that_join_and_leave_share_recordings(name: str, keep: Keep, cuda: str, tmp_path: Path) -> None:
+    """Edits of other masks, sizes and steps replay the passes that were recorded for others."""
+    pipe, store = BUILDS[name]().to(cuda), TemplateStore(tmp_path)
+    requests = [replace(each, num_inference_steps=each.num_inference_steps + 6) for each in edits()]
+    eager, recorded = (
+        with_records(build_tiny(pipe, options), store, requests, keep)
+        for options in (EngineOptions(), EngineOptions(cuda_graphs=True))
+    )
+    requests.append(replace(requests[1], request_id=3, seed=9))
+    stepper = recorded.stepper
+    assert isinstance(stepper, PatchedStepper)
+    assert stepper.masked.captured is not None
+    stepper.masked.captured._patience = 1
+    for joins in ([0, 5, 0, 5], [5, 0, 5, 0], [0, 5, 0, 5]):
+        found = denoised(recorded, requests, joins)
+        assert relative_error(found, denoised(eager, requests, joins)) <= PLAYED
+    assert stepper.recording_failure is None
+    assert 1 <= len(stepper.masked.captured._recorded) <= 8
 
 
 def test_passes_are_recorded_while_other_threads_encode_and_decode(cuda: str) -> None:

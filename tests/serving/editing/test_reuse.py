@@ -203,16 +203,18 @@ def test_context_cells_are_computed_and_do_not_change(tmp_path: Path) -> None:
 def test_replayed_masked_passes_equal_eager_ones(family: str, keep: Keep, tmp_path: Path) -> None:
     requests = [replace(each, num_inference_steps=each.num_inference_steps + 6) for each in edits()]
     model = model_with(pipeline(family), tmp_path, requests, keep)
-    # Two edits of one image at the same step; the batch changes whenever an edit joins or leaves.
+    # Two edits of one image at the same step; edits join and leave.
     requests.append(replace(requests[1], request_id=3, seed=9))
     joins = [0, 5, 0, 5]
     expected = denoised(model, requests, joins)
     stepper, recorder = model.stepper, Tape()
     assert isinstance(stepper, PatchedStepper)
-    stepper.model.use_graphs(recorder)
+    # Chroma copies a constant to the device, once for a number of rows.
+    stepper.model.use_graphs(recorder, patience=1 if family == "chroma" else 0)
     found = denoised(model, requests, joins)
     for own, other in zip(found, expected, strict=True):
         assert relative_error([own], [other]) <= 1e-5
     assert stepper.recording_failure is None
-    assert recorder.recorded >= 2
-    assert recorder.played > recorder.recorded
+    # All passes but the first are replayed, in few buckets.
+    assert recorder.recorded <= 4
+    assert recorder.played >= (8 if family == "chroma" else 11)

@@ -1,5 +1,6 @@
 """Masked passes over recorded ones: exact if the record has the same input."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.templates import KEEPS, Keep, unit_of
+from patchedserve.serving.layout.bucket import Bucket, rounded_up
 from patchedserve.serving.patched.masked import MaskedPasses, RecordedRow
+from patchedserve.serving.patched.own_batch import of_rows
 
 from ...support.patched_cases import TOLERANCE, model_of
 from ...support.patched_models import Row, Way, draw_rows, run_plain, stack_conditions
 from ...support.random_models import MODELS, WITH_ALL_OPTIONS
+from ...support.tape import Tape
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 WAY = Way("image", None, "regroup")
@@ -39,11 +43,17 @@ def run_masked(
     masks: Sequence[Mask],
     reuses: Sequence[bool] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return each row's prediction [channels, height, width] and the mask of where it holds [1, height, width]."""
-    packing = passes.pack([row.size for row in rows])
+    """Return each row's prediction [channels, height, width] and the mask of where it holds [1, height, width].
+
+    If passes are recorded, the batch is padded, and the padding is not zero.
+    """
+    is_recorded = passes.captured is not None
+    packing = passes.pack([row.size for row in rows], is_recorded=is_recorded, is_padded=is_recorded)
     batch = passes.batch(packing, repeats=1, active=[mask.reshape(-1) for mask in masks], reuses=reuses)
     tokens, timesteps = packing.pack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
-    found = passes.run(batch, seen, tokens, timesteps, stack_conditions(rows))
+    tokens = torch.cat([tokens, tokens[:1].expand(packing.num_patches - len(tokens), -1, -1, -1)])
+    conditions = of_rows(stack_conditions(rows), packing.value_rows)
+    found = passes.run(batch, seen, tokens, timesteps.index_select(0, packing.value_rows), conditions)
     wide = [torch.from_numpy(np.kron(mask, np.ones((passes.cell, passes.cell), bool)))[None] for mask in masks]
     return [(packing.unpack(found, number), where) for number, where in enumerate(wide)]
 
@@ -166,6 +176,74 @@ def test_rows_are_independent_of_their_batch(name: str, keep: Keep) -> None:
     for index, (found, where) in enumerate(together):
         ((alone, _),) = run_masked(passes, [edited[index]], [seen[index]], [masks[index]])
         assert error(found, alone, where) <= TOLERANCE
+
+
+MIXES = [([3, 3, 3], [(16, 16), (32, 16), (32, 32)]), ([1, 3, 3, 3], [(8, 8), (16, 16), (16, 24), (32, 32)])]
+"""Numbers of active cells of each row, and sizes: different rows, patches and cells in one bucket."""
+
+
+def edit_masks(passes: MaskedPasses, rows: Sequence[Row], counts: Sequence[int], seed: int) -> list[Mask]:
+    """Return masks with these numbers of cells."""
+    rng, masks = np.random.default_rng(seed), []
+    for row, count in zip(rows, counts, strict=True):
+        mask = np.zeros([side // passes.cell for side in row.size], bool)
+        mask.flat[rng.choice(mask.size, count, replace=False)] = True
+        masks.append(mask)
+    return masks
+
+
+@pytest.mark.slow
+@pytest.mark.product(most=6)
+@pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
+def test_edits_of_a_bucket_share_a_recorded_pass(name: str, keep: Keep) -> None:
+    """Padded passes, recorded or not, equal passes that are not padded; the batch changes from pass to pass."""
+    model, tape = model_of(name), Tape()
+    eager = MaskedPasses(WAY.build(model), keep)
+    patched = WAY.build(model)
+    patched.use_sizes([(8, 8)])
+    patched.use_graphs(tape, patience=0)
+    recorded = MaskedPasses(patched, keep)
+    for number, (counts, sizes) in enumerate([*MIXES, *MIXES]):
+        rows, others = (draw_rows(model, sizes, seed=seed + number) for seed in (20, 30))
+        seen, masks = record(eager, others), edit_masks(eager, rows, counts, seed=number)
+        for (found, where), (expected, _) in zip(
+            run_masked(recorded, rows, seen, masks), run_masked(eager, rows, seen, masks), strict=True
+        ):
+            assert error(found, expected, where) <= TOLERANCE
+            assert not found.masked_select(~where).any()
+    # The first pass runs eagerly, to find out what it reads.
+    assert (tape.recorded, tape.played) == (1, 3)
+
+
+def test_recorded_passes_differ_in_frozen_norms() -> None:
+    model, tape = model_of("sdxl"), Tape()
+    eager, patched = MaskedPasses(WAY.build(model)), WAY.build(model)
+    patched.use_graphs(tape, patience=0)
+    recorded = MaskedPasses(patched)
+    rows, others = (draw_rows(model, [(16, 16)], seed=seed) for seed in (4, 5))
+    seen, masks = record(eager, others), edit_masks(eager, rows, [3], seed=0)
+    for freezes_norms in (False, True, False, True):
+        eager.freezes_norms = recorded.freezes_norms = freezes_norms
+        ((found, where),), ((expected, _),) = (run_masked(each, rows, seen, masks) for each in (recorded, eager))
+        assert error(found, expected, where) <= TOLERANCE
+    assert (tape.recorded, tape.played) == (2, 3)
+
+
+def test_many_mixes_of_edits_have_few_buckets() -> None:
+    """10,000 random batches of up to 8 guided edits of three sizes, with masks from one cell to all."""
+    rng, found = np.random.default_rng(0), set[tuple[Bucket, int]]()
+    for _ in range(10_000):
+        cells = rng.choice([256, 576, 1024], rng.integers(1, 9))
+        active = 2 * int(np.ceil(cells * rng.random(len(cells)) ** 2).sum())
+        bucket = Bucket.of_memory(2 * int(cells.sum()), 2 * len(cells))
+        assert bucket.num_patches > 2 * cells.sum()
+        assert active <= rounded_up(active) < 1.25 * active + 1e-9
+        found.add((bucket, rounded_up(active)))
+    # Rows: 2, 4, 8, 16; cells of a number of rows: powers of two; active cells: four numbers for each doubling.
+    buckets = {bucket for bucket, _ in found}
+    assert {bucket.num_rows for bucket in buckets} == {3, 5, 9, 17}
+    assert len(buckets) <= 4 * 4
+    assert len(found) <= sum(4 * math.log2(bucket.num_patches - 1) for bucket in buckets)
 
 
 @pytest.mark.parametrize("keep", KEEPS)
