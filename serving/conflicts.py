@@ -18,10 +18,9 @@ class Conflict(NamedTuple):
     reason: str
 
 
-_DIVIDED = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline")
-"""Pipelines whose models ranks can divide, and whose edits need only the outputs of transformer blocks."""
-_OTHERS = [name for name in FAMILIES if name not in _DIVIDED]
-_RANKS_LOAD = "ranks load the model's own files"
+_WITH_OUTPUTS = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline")
+"""Pipelines whose edits need only the outputs of transformer blocks."""
+_OTHERS = [name for name in FAMILIES if name not in _WITH_OUTPUTS]
 _STAGES_LOAD = "its processes load the model's own files"
 _ENCODERS_LOAD = "text encoders are read again from the model's own files"
 _OTHER_PATCHES = "but each step computes other patches; --cache schedule and accumulated work"
@@ -40,7 +39,7 @@ CONFLICTS = (
     Conflict("--compile", "--quantize", "its graphs have not been tested with 8-bit weights"),
     Conflict("--cuda-graphs", "--parallel", "it records whole passes, but ranks exchange tensors within them"),
     Conflict("--cuda-graphs", "a cache of blocks", f"it records whole passes, {_OTHER_PATCHES}"),
-    *(Conflict(option, "--parallel", _RANKS_LOAD) for option in ("--sampler", "--lora", "--quantize", "--adapter")),
+    Conflict("--adapter", "--parallel", "ranks have the same weights for all rows"),
     Conflict("--adapter", "a cache of blocks", f"adapters are applied to whole batches, {_OTHER_PATCHES}"),
     Conflict("--adapter", "--compile", "adapters differ from batch to batch, but graphs do not"),
     Conflict("--adapter", "--quantize", "adapters have not been tested with 8-bit weights"),
@@ -60,7 +59,6 @@ CONFLICTS = (
     Conflict("--edit-link-mbps", "--cuda-graphs", "it plans by the times of parts of passes, which are one recording"),
     Conflict("--breakdown", "--cuda-graphs", "it times single modules, which are one recording"),
     Conflict("--breakdown", "--compile", "it times single modules, which are one graph"),
-    *(Conflict("--parallel", name, "ranks divide U-Nets and the transformer of SD3 only") for name in _OTHERS),
     *(Conflict("--keep outputs", name, "its blocks need more; give --keep kv or all") for name in _OTHERS),
     Conflict("--adapter", "PixArtSigmaPipeline", "diffusers loads none into this pipeline"),
     Conflict("--adapter", "ZImagePipeline", "adapters are not applied to the padding of its images"),

@@ -11,7 +11,6 @@ from diffusers import DPMSolverMultistepScheduler
 
 from ...data.datasets.base import BadEntries
 from ...data.errors import UsageError
-from ...data.resolution import RESOLUTION_MULTIPLE
 from ...data.workspace import ModelWorkspace
 from ...serving.models.build import build_model
 from ...serving.models.served import ServedModel
@@ -167,7 +166,7 @@ def check(model: ServedModel, setting: ParallelSetting, plan: EvalPlan) -> None:
         # Naive ranks also split images by columns, in turn.
         side = min(item.height, item.width) if options.mode == "naive" else item.height
         try:
-            Strips.of(side // RESOLUTION_MULTIPLE, unit_of(model.denoiser), (1.0,) * options.count)
+            Strips.of(side // model.family.geometry.latent_factor, unit_of(model.denoiser), (1.0,) * options.count)
         except UsageError as error:
             raise UsageError(f"{item.width}x{item.height} pixels, {setting.name}: {error}") from None
 

@@ -63,7 +63,7 @@ def profile_parallel(
     quiet_libraries()
     model = meta_model(given, config)
     kind = type(model).__name__
-    plan = AccountingPlan(Cost.of(model.config), TEXT_LENGTH[kind], sizes, ranks, link, config == "sdxl")
+    plan = AccountingPlan(Cost.of_model(model), TEXT_LENGTH[kind], sizes, ranks, link, config == "sdxl")
     counted = {}
     with out.phases() as start:
         calls = plan.calls()

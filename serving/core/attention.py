@@ -83,6 +83,15 @@ def heads_of(packed: Tensor, count: int, heads: int) -> Tensor:
     return packed.view(*packed.shape[:-1], count, heads, -1)
 
 
+def grouped_heads_of(packed: Tensor, heads: int, sharing: int) -> Tensor:
+    """Queries of `heads` heads, then keys and values that `sharing` of them share -> [..., 3, heads, width]."""
+    if sharing == 1:
+        return heads_of(packed, 3, heads)
+    parts = packed.unflatten(-1, (heads + 2 * heads // sharing, -1))
+    query, keys_values = parts.split([heads, 2 * heads // sharing], -2)
+    return torch.cat([query, keys_values.repeat_interleave(sharing, -2)], -2).unflatten(-2, (3, heads))
+
+
 def normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None, rotary: Rotary | None = None) -> Tensor:
     """Normalise queries and keys [..., 3, heads, width] if the model has norms for them.
 

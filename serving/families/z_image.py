@@ -43,13 +43,14 @@ def embed(model: Any, latents: Tensor) -> Tensor:
     return model.all_x_embedder[f"{side}-{model.all_f_patch_size[0]}"](cut.flatten(3).flatten(1, 2))
 
 
+_blocks = partial(Blocks, kind="ZImageTransformerBlock", modulation="adaLN_modulation.0", attention=("attention",))
 TRANSFORMER = Transformer(
     call=call,
     call_packed=call_packed,
     layout="padded",
     embed=embed,
-    joint=Blocks(name="noise_refiner", kind="ZImageTransformerBlock", modulation="adaLN_modulation.0"),
-    single=Blocks(name="layers", kind="ZImageTransformerBlock", modulation="adaLN_modulation.0"),
+    joint=_blocks(name="noise_refiner"),
+    single=_blocks(name="layers"),
     mask="text_mask",
     attention={"Attention": "ZSingleStreamAttnProcessor"},
     known_classes=frozenset({

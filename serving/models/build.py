@@ -1,7 +1,7 @@
 """Building of a served model from a loaded pipeline, its family, and the stepper that the options select."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from ..core.stepper import Stepper
 from ..families import Family, build_family
 from ..options import EngineOptions, StagesName, stages_on
 from ..parallel.launch import ProcessRanks
-from ..parallel.options import ParallelOptions
 from ..parallel.recovery import RankGroup
 from ..parallel.stepper import ParallelStepper
 from ..parallel.virtual import VirtualRanks
@@ -163,7 +162,7 @@ def build_stepper(
         return build_plain(pipe, family, plain, skips=skips)
     if options.engine == "parallel":
         plain = build_plain(pipe, family, PlainModels(denoiser), skips=skips)
-        return parallel_stepper(pipe, plain, options.parallel, fingerprint)
+        return parallel_stepper(pipe, plain, options, fingerprint)
     check_kernels(options.kernels, device)
     order = options.order
     if order == "auto":
@@ -189,11 +188,12 @@ def build_stepper(
     return PatchedStepper(patched, plain, family.conditions, sampler)
 
 
-def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions, fingerprint: str) -> ParallelStepper:
-    """Return the denoise stage on ranks, virtual ones or processes that load the same files.
+def parallel_stepper(pipe: Any, plain: PlainStepper, engine: EngineOptions, fingerprint: str) -> ParallelStepper:
+    """Return the denoise stage on ranks: virtual ones, or processes that load the same files and change them alike.
 
     Raises UsageError: the model has no folder; or as `ProcessRanks`.
     """
+    options, changes = engine.parallel, asdict(engine.model.from_anywhere())
     denoiser, autoencoder = denoiser_of(pipe), pipe.vae if options.decode == "strips" else None
     if options.is_virtual:
         group: RankGroup = VirtualRanks(denoiser, options, autoencoder)
@@ -201,7 +201,7 @@ def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions, f
         folder = pipe.name_or_path
         if folder is None or not Path(folder).is_dir():
             raise UsageError("the ranks of --parallel load the model from its folder, and this one has none")
-        group = ProcessRanks(denoiser, fingerprint, str(folder), options, autoencoder)
+        group = ProcessRanks(denoiser, fingerprint, str(folder), options, autoencoder, changes)
     return ParallelStepper(group, options, plain.models, plain.conditions, plain.sampler, plain.alone)
 
 

@@ -100,19 +100,26 @@ def load_component(folder: Path, library: str, class_name: str, dtype: "torch.dt
 
 def hollow(folder: Path, class_name: str, dtype: "torch.dtype") -> Any:
     """Return a denoising model with its configuration and empty weights."""
-    import diffusers
-    import torch
     from torch import nn
 
-    kind = getattr(diffusers, class_name)
-    with torch.device("meta"):
-        model = kind.from_config(kind.load_config(folder))
+    model = on_meta(folder, "diffusers", class_name)
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(weight.new_empty(0, dtype=dtype, device="cpu"), requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.new_empty(0, device="cpu"))
     return model
+
+
+def on_meta(folder: Path, library: str, class_name: str) -> Any:
+    """Return a component with its configuration, whose weights have shapes and no values."""
+    import torch
+
+    kind = getattr(importlib.import_module(library), class_name)
+    with torch.device("meta"):
+        if library == "diffusers":
+            return kind.from_config(kind.load_config(folder))
+        return kind(kind.config_class.from_pretrained(folder))
 
 
 def first_line(error: BaseException) -> str:

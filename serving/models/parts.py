@@ -6,11 +6,13 @@ from typing import Any
 
 from ..core.allocator import keep_freed_memory
 from ..families import Family, build_family
+from ..options import ModelOptions
 from ..parallel.options import ParallelOptions
 from ..parallel.torchrun import TorchRun
 from ..parallel.worker import RankModels, RankSettings
+from .changes import apply_changes, changed_fingerprint
 from .checkpoint import INDEX_FILE, check_directory, fingerprint, read_index, variants_for, weight_components
-from .components import hollow, load_component, load_pipeline
+from .components import hollow, load_component, load_pipeline, on_meta
 from .defaults import read_defaults
 from .offload import TEXT_ENCODER
 from .placement import name_of, quiet_libraries, resolve_device, resolve_dtype
@@ -50,13 +52,19 @@ def load_rank(settings: RankSettings) -> RankModels:
     components = weight_components(index)
 
     def load(name: str, dtype: str) -> Any:
-        return load_component(folder / name, *components[name], resolve_dtype(dtype, device, index["_class_name"])).to(
-            device
-        )
+        return load_component(folder / name, *components[name], resolve_dtype(dtype, device, index["_class_name"]))
 
-    denoiser = load(next(name for name in ("unet", "transformer") if name in components), settings.dtype)
-    autoencoder = None if settings.decoder is None else load("vae", settings.decoder)
-    return RankModels(fingerprint(folder), denoiser, autoencoder)
+    part = next(name for name in ("unet", "transformer") if name in components)
+    denoiser, changes = load(part, settings.dtype), ModelOptions(**settings.changes)
+    if changes.loras or changes.quantize is not None:
+        # Text encoders are those of rank 0; an adapter may have parts for them.
+        dtype = resolve_dtype(settings.dtype, device, index["_class_name"])
+        absent = {name: on_meta(folder / name, *components[name]) for name in components if name != part}
+        pipe = load_pipeline(folder, index, dtype, None, set(), None, {part: denoiser} | absent)
+        apply_changes(replace(changes, sampler=None), pipe)
+    autoencoder = None if settings.decoder is None else load("vae", settings.decoder).to(device)
+    mark = changed_fingerprint(changes, fingerprint(folder))
+    return RankModels(mark, denoiser.to(device), autoencoder)
 
 
 def load_stage(settings: StageSettings) -> tuple[Any, Family]:

@@ -1,12 +1,13 @@
 """State that the leaves of one rank's model share during a call: the strips, and the exchange with other ranks."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..core.attention import Rotary
 from .exchange import Exchange, ExchangedTensors, RowName
 from .group import Communicator
 from .options import NormOptions
@@ -90,12 +91,45 @@ class Pass:
         )
 
 
+Kept = TypeVar("Kept")
+Turns = tuple[Rotary | None, Rotary | None]
+"""Rotary angles of a rank's text tokens and of its image tokens, of all rows; None where there are none."""
+
+
+@dataclass(slots=True)
+class CallText:
+    """Text of the rows of a call, as far as the leaves of a transformer need it.
+
+    Attributes:
+        length: number of tokens, of which a rank may have a part only.
+        mask: valid tokens of each row, (rows, length); None if all are.
+        bias: bias of the scores of text keys, (rows, length); None for none.
+        biased: share of the bias for the queries of this rank's text tokens, (rows, own length); None for all of it.
+        values: values that depend on the text and the strips, see `StripContext.kept`.
+    """
+
+    length: int
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    biased: Tensor | None = None
+    values: dict[Hashable, Any] = field(default_factory=dict)
+
+
 class StripContext:
-    """State that the leaves of one rank's model share during a call. Not thread-safe."""
+    """State that the leaves of one rank's model share during a call. Not thread-safe.
+
+    Attributes:
+        turns: angles of the tokens of the present stream.
+        bias: bias of the scores of its text keys, (rows, keys); None for none.
+    """
 
     def __init__(self) -> None:
         self.exchange = Exchange()
         self._pass: Pass | None = None
+        self._latents: Tensor | None = None
+        self._text: CallText | None = None
+        self.turns: Turns = (None, None)
+        self.bias: Tensor | None = None
 
     @property
     def now(self) -> Pass:
@@ -103,14 +137,39 @@ class StripContext:
         assert self._pass is not None, "a model of strips runs inside StripModel only"
         return self._pass
 
-    def begin(self, call: Pass) -> None:
-        """Start a call."""
-        self._pass = call
+    @property
+    def latents(self) -> Tensor:
+        """Latents of the strip."""
+        assert self._latents is not None
+        return self._latents
+
+    @property
+    def text(self) -> CallText:
+        """Text of the rows, in a transformer."""
+        assert self._text is not None
+        return self._text
+
+    def begin(self, call: Pass, latents: Tensor | None = None, text: CallText | None = None) -> None:
+        """Start a call, for a transformer with the latents of the strip and its text."""
+        self._pass, self._latents, self._text = call, latents, text
+        self.turns, self.bias = (None, None), None if text is None else text.bias
+
+    def own_tokens(self, factor: int) -> int:
+        """Return the number of tokens of this rank's strip, each of which represents a square of this side."""
+        return self.heights(factor)[self.place] * -(-self.latents.shape[3] // factor)
 
     @property
     def place(self) -> int:
         """Index of this rank's strip."""
         return self.now.team.place
+
+    def kept(self, name: str, make: Callable[[], Kept]) -> Kept:
+        """Return a value that depends on the rows' text and on the strips only, made at first use."""
+        key = name, self.now.strips.starts, self.place, self.latents.shape[3]
+        values = self.text.values
+        if key not in values:
+            values[key] = make()
+        return values[key]
 
     def heights(self, factor: int) -> tuple[int, ...]:
         """Return the number of rows of every strip where images are smaller by a factor."""

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,10 +74,11 @@ class ProcessRanks:
 
     Args:
         model: unmodified model of rank 0.
-        fingerprint: fingerprint of its files.
+        fingerprint: fingerprint of its files, and of its changes.
         folder: directory of these files.
         options: options of all ranks.
         autoencoder: unmodified autoencoder of rank 0, if all ranks are to decode.
+        changes: changes of the model, which the other ranks make, too; as in `RankSettings`.
 
     Attributes:
         model: model of rank 0.
@@ -95,6 +98,7 @@ class ProcessRanks:
         folder: str,
         options: ParallelOptions,
         autoencoder: nn.Module | None = None,
+        changes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._options, self._number, self.losses = options, 0, list[str]()
         self.decoder = None if autoencoder is None else SharedDecoder(StripDecoder(autoencoder), options.weights)
@@ -115,6 +119,7 @@ class ProcessRanks:
             host=self._launcher.host,
             backend=options.backend,
             decoder=None if autoencoder is None else str(next(autoencoder.parameters()).dtype).removeprefix("torch."),
+            changes=dict(changes),
         )
         self.processes: dict[int, Process] = {
             rank: self._launcher.start(replace(settings, rank=rank, device=devices[rank]))

@@ -1,4 +1,4 @@
-"""Replacements of a model's leaf modules that work on a strip of rows: convolutions, norms, SD3's embedding.
+"""Replacements of a model's leaf modules that work on a strip of rows: convolutions and norms.
 
 Each leaf holds the module that it replaces, with its weights. Source: DistriFusion section 4 and figure 4.
 """
@@ -230,21 +230,3 @@ def displaced(
 @lru_cache(256)
 def _shares(weights: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(weights, dtype=torch.float64, device=device)[:, None, None]
-
-
-class StripPatchEmbed(nn.Module):
-    """SD3's embedding of latents: positions are cropped for the whole image, then sliced for the strip."""
-
-    def __init__(self, embed: Any, context: StripContext) -> None:
-        super().__init__()
-        self.embed, self.context = embed, context
-
-    def forward(self, latent: Tensor) -> Tensor:
-        """[rows, channels, height, width] -> [rows, tokens, channels]."""
-        embed, strips = self.embed, self.context.now.strips
-        width = latent.shape[3] // embed.patch_size
-        starts = strips.at(embed.patch_size)
-        positions = embed.cropped_pos_embed(strips.starts[-1], latent.shape[3])
-        own = positions[:, starts[self.context.place] * width : starts[self.context.place + 1] * width]
-        tokens = embed.proj(latent).flatten(2).transpose(1, 2)
-        return (tokens + own).to(tokens.dtype)

@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...data.resolution import RESOLUTION_MULTIPLE
-
 _MAX_TRIED = 16
 """Largest number of requests, the largest ones, that are considered for strips. Ranks share out the rest as wholes."""
 
@@ -57,17 +55,13 @@ class CallTimeTable:
         strips_us = math.inf if near.strips_us is None else near.strips_us * scale * rows / near.rows
         return StripWork(rows, near.whole_us * scale / near.rows, strips_us)
 
-    def gains(self) -> dict[str, float]:
+    def gains(self, latent_factor: int) -> dict[str, float]:
         """Return the speed-up of all ranks in strips over one rank, by width and height of the image in pixels."""
         return {
-            _in_pixels(each.height, each.width): round(each.whole_us / each.strips_us, 2)
+            f"{latent_factor * each.width}x{latent_factor * each.height}": round(each.whole_us / each.strips_us, 2)
             for each in self.sizes
             if each.strips_us is not None
         }
-
-
-def _in_pixels(height: int, width: int) -> str:
-    return f"{RESOLUTION_MULTIPLE * width}x{RESOLUTION_MULTIPLE * height}"
 
 
 def shared_out(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...data.errors import UsageError
-from ...data.resolution import RESOLUTION_MULTIPLE
 from .choice import measure_link, swap_often
 from .context import Pass, Team
 from .cost import Call
@@ -83,6 +82,11 @@ class Ranks:
         return "sync" if self._options.mode == "auto" else self._options.mode
 
     @property
+    def latent_factor(self) -> int:
+        """Pixels on a side of one latent."""
+        return self._model.latent_factor
+
+    @property
     def speeds(self) -> Sequence[float]:
         """Speed of every rank, in proportion to its share of strips; 1 on average."""
         mean = sum(self._shares) / len(self._shares)
@@ -90,7 +94,7 @@ class Ranks:
 
     def draws_whole(self, height: int, width: int) -> bool:
         """Return whether images with latents of this size are below the given number of pixels for strips."""
-        return RESOLUTION_MULTIPLE**2 * height * width < self._options.min_pixels
+        return self.latent_factor**2 * height * width < self._options.min_pixels
 
     def count_for(self, height: int, width: int) -> int:
         """Return the number of ranks that share an image with latents of this size. Raises UsageError if the image is
@@ -226,7 +230,7 @@ class Ranks:
             displaced,
             tuple(not each for each in keeps),
             is_alone=self.mode == "naive",
-            text_starts=self._text_starts(part, latents.shape[3]),
+            text_starts=self._text_starts(part, own, latents.shape[3]),
             norms=self._options.norms,
         )
 
@@ -267,10 +271,13 @@ class Ranks:
             self._slots[row] = part.members, needed
         return True
 
-    def _text_starts(self, part: TeamRows, width: int) -> tuple[int, ...]:
+    def _text_starts(self, part: TeamRows, rows: Sequence[RowName], width: int) -> tuple[int, ...]:
         """Return the start of each rank's part of the text stream, then the end; empty if each computes all of it."""
-        count, length = part.strips.count, self._model.text_length
+        count, length = part.strips.count, self._model.text_length_of(rows)
         if self._options.text == "replicate" or self.mode == "naive" or not 1 < count <= length:
+            return ()
+        # What a displaced row reads must have the shape of its previous call.
+        if not self._model.splits_text or (self._model.has_masked_text and self.mode == "displaced"):
             return ()
         tokens = self._model.tokens(part.strips.starts[-1], width)
         if self._options.text == "auto" and tokens + count * length <= _MAX_TEXT * (tokens + length):

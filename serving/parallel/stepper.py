@@ -229,7 +229,7 @@ class ParallelStepper(PlainStepper):
             "gn": self._options.norms.mode,
             "from": self._options.from_pixels,
             "losses": list(self.group.losses),
-            **({} if self._times is None else {"gains": self._times.gains()}),
+            **({} if self._times is None else {"gains": self._times.gains(ranks.latent_factor)}),
         }
 
     def close(self) -> None:

@@ -1,19 +1,29 @@
 """The denoising model of one rank: a diffusers model whose leaves compute a strip of rows, or whole images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from ...data.resolution import RESOLUTION_MULTIPLE
 from ..core.denoiser import copy_modules, denoise
+from ..families import transformer_of
+from ..families.table import entry_of
+from ..families.transformer import Transformer
+from ..patched.attention import text_bias_of
 from ..plain.formats import channels_last_copy
-from .context import Pass, StripContext
+from .context import CallText, Pass, StripContext
 from .cost import Call, Cost
 from .exchange import RowName
 from .swap import StripSwap, unit_of
 from .whole import WholeModel
+
+_MAX_JOINED = 8
+"""Number of groups of rows whose joined conditions are kept, as each resolution of a step is a call of its own."""
 
 
 class StripModel:
@@ -27,6 +37,7 @@ class StripModel:
 
     Attributes:
         unit: number of rows of latents that must stay together.
+        latent_factor: pixels on a side of one latent.
         num_exchanges: number of times that ranks exchange tensors in a call.
 
     Raises:
@@ -43,11 +54,16 @@ class StripModel:
         self._context = StripContext()
         swap = StripSwap(self._strip, self._context)
         self._readers, self.num_exchanges = swap.text_readers, swap.num_exchanges
+        self._transformer = transformer_of(model)
+        kinds = {} if self._transformer is None else {kind: name for name, kind in self._transformer.leaves.items()}
+        self._caption = self._strip.get_submodule(kinds["caption"]) if "caption" in kinds else nn.Identity()
         self._conditions: dict[RowName, dict[str, Tensor]] = {}
-        self._joined: tuple[tuple[tuple[RowName, ...], tuple[int, ...]], dict[str, Any]] | None = None
+        self._joined: dict[Hashable, tuple[dict[str, Any], CallText | None]] = {}
         # Created on first use, as it keeps a copy of some weights.
         self._whole: WholeModel | None = None
         self.unit = unit_of(model)
+        entry = entry_of(type(model).__name__)
+        self.latent_factor = RESOLUTION_MULTIPLE * (1 if entry is None else entry.folds)
 
     @property
     def reads_halo(self) -> bool:
@@ -56,19 +72,34 @@ class StripModel:
 
     @property
     def text_length(self) -> int:
-        """Number of tokens in the text stream of the known rows; 0 if the model has no text stream."""
-        if hasattr(self._plain, "conv_in") or not self._conditions:
+        """Number of tokens of the longest text of the known rows; 0 if the model has no text stream."""
+        return self.text_length_of(list(self._conditions))
+
+    def text_length_of(self, rows: Sequence[RowName]) -> int:
+        """Return the number of tokens of the longest text of these rows; 0 if the model has no text stream."""
+        if self._readers:
             return 0
-        return next(iter(self._conditions.values()))["encoder_hidden_states"].shape[0]
+        return max((self._conditions[row]["encoder_hidden_states"].shape[0] for row in rows), default=0)
+
+    @property
+    def splits_text(self) -> bool:
+        """Whether the text stream has no tokens but those of the text, so that ranks may each compute a part of it."""
+        transformer = self._transformer
+        return transformer is not None and transformer.layout == "joint" and not hasattr(self._plain, "register_tokens")
+
+    @property
+    def has_masked_text(self) -> bool:
+        """Whether the length of a row's text in a call depends on the other rows."""
+        return self._transformer is not None and self._transformer.mask is not None
 
     def tokens(self, height: int, width: int) -> int:
         """Return the number of tokens of an image with latents of this size, in a model with a text stream."""
         return -(-height // self.unit) * -(-width // self.unit)
 
-    @property
+    @cached_property
     def cost(self) -> Cost:
         """Cost of the model's calls."""
-        return Cost.of(self._plain.config)  # type: ignore[arg-type]  diffusers' configuration is a dictionary
+        return Cost.of_model(self._plain)
 
     @property
     def element_size(self) -> int:
@@ -88,14 +119,16 @@ class StripModel:
         for index, row in enumerate(rows):
             # Copied, as the tensor may be a view of a larger one.
             self._conditions[row] = {name: tensor[index].clone() for name, tensor in conditions.items()}
+        self._joined.clear()
+        text = self._caption(conditions["encoder_hidden_states"]) if self._readers else None
         for reader in self._readers:
-            reader.learn(rows, conditions["encoder_hidden_states"])
+            reader.learn(rows, text)
 
     def retain(self, rows: Sequence[RowName]) -> None:
         """Discard everything kept for other rows."""
         kept = set(rows)
         self._conditions = {row: known for row, known in self._conditions.items() if row in kept}
-        self._joined = None
+        self._joined.clear()
         if self._whole is not None:
             self._whole.clear()
         for reader in self._readers:
@@ -111,10 +144,10 @@ class StripModel:
             latents: [rows, channels, height, width] of the strip; with the rows around it if `reads_halo`.
             timesteps: (rows,).
         """
-        conditions = self._conditions_of(call)
+        conditions, text = self._conditions_of(call)
         if call.is_alone or call.strips.count == 1:
             return denoise(self._plain, latents, timesteps, conditions)
-        self._context.begin(call)
+        self._context.begin(call, latents, text)
         if self._is_unet:
             latents = latents.contiguous(memory_format=torch.channels_last)
         return denoise(self._strip, latents, timesteps, conditions)
@@ -137,19 +170,41 @@ class StripModel:
         self._context.exchange.clear()
         self.retain(())
 
-    def _conditions_of(self, call: Pass) -> dict[str, Any]:
-        """Return the conditions of all rows of a call, as keyword arguments of the model's forward."""
-        part = call.text_starts[call.team.place :][:2]
-        if self._joined is None or self._joined[0] != (call.rows, part):
-            joined = self._joined_of(call.rows)
-            if part:
-                joined["encoder_hidden_states"] = joined["encoder_hidden_states"][:, slice(*part)]
-            self._joined = (call.rows, part), nested(joined)
-        return self._joined[1]
+    def _conditions_of(self, call: Pass) -> tuple[dict[str, Any], CallText | None]:
+        """Return the conditions of all rows of a call, as keyword arguments of the forward of the model that runs, and
+        their text for the leaves of a transformer.
+        """
+        part, is_whole = call.text_starts[call.team.place :][:2], call.is_alone or call.strips.count == 1
+        key = call.rows, part, is_whole
+        if key not in self._joined:
+            joined, text = self._joined_of(call.rows), None
+            if self._transformer is not None and not is_whole:
+                text = self._text_of(self._transformer, joined, slice(*part) if part else slice(None))
+            if len(self._joined) == _MAX_JOINED:
+                self._joined.clear()
+            self._joined[key] = nested(joined), text
+        return self._joined[key]
+
+    def _text_of(self, transformer: Transformer, conditions: dict[str, Tensor], part: slice) -> CallText:
+        """Return the text of a call, and leave in the conditions what a strip's forward needs of it."""
+        text, name = conditions["encoder_hidden_states"], transformer.mask
+        mask = None if name is None else conditions[name]
+        bias = text_bias_of(text, 1, mask, adds_mask=transformer.adds_mask)
+        biased = mask[:, part].to(text.dtype) if mask is not None and transformer.adds_mask else None
+        if name is not None and transformer.layout == "joint":
+            del conditions[name]
+        # Keys and values of cross attention are known.
+        conditions["encoder_hidden_states"] = text[:, :0] if self._readers else text[:, part]
+        return CallText(text.shape[1], mask, bias, biased)
 
     def _joined_of(self, rows: Sequence[RowName]) -> dict[str, Tensor]:
         known = [self._conditions[row] for row in rows]
-        return {name: torch.stack([each[name] for each in known]) for name in known[0]}
+        return {name: _stacked([each[name] for each in known]) for name in known[0]}
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors, which are padded at the end of their first dimension to the longest."""
+    return pad_sequence(list(tensors), batch_first=True) if tensors[0].dim() else torch.stack(list(tensors))
 
 
 def flat(conditions: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

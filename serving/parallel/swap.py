@@ -1,18 +1,25 @@
 """Replacement of the leaves of an unmodified diffusers model by leaves that work on strips."""
 
+from functools import partial
 from typing import Any
 
 from diffusers import UNet2DConditionModel
 from torch import nn
 
 from ..core.swap import Swap, parent_of
+from ..families.table import SUPPORTED_MODELS, entry_of, token_side
 from ..families.transformer import Transformer
-from .attention import StripCrossAttention, StripJointAttention, StripSelfAttention
+from .attention import (
+    StripCrossAttention,
+    StripJointAttention,
+    StripParallelAttention,
+    StripSelfAttention,
+    StripStreamAttention,
+)
 from .context import StripContext
-from .leaves import StripConv, StripGroupNorm, StripPatchEmbed, feed_convolutions
-
-MODELS = ("UNet2DConditionModel", "SD3Transformer2DModel")
-"""Classes of models that run on strips."""
+from .leaves import StripConv, StripGroupNorm, feed_convolutions
+from .levels import attends_to_text_only, attentions_of
+from .tokens import StripPads, StripPatchEmbed, StripRotary, StripStreamTokens, with_pads
 
 
 class StripSwap(Swap):
@@ -20,6 +27,7 @@ class StripSwap(Swap):
 
     Attributes:
         text_readers: leaves that keep keys and values of the text.
+        num_exchanges: number of times that ranks wait for each other in an exact call.
 
     Raises:
         UsageError: the model is not supported, as in `Swap`.
@@ -28,14 +36,8 @@ class StripSwap(Swap):
     def __init__(self, model: nn.Module, context: StripContext) -> None:
         self._context = context
         self.text_readers: list[StripCrossAttention] = []
-        self._num_fed = 0
-        super().__init__(model, "--parallel", "leave it out", MODELS)
-
-    @property
-    def num_exchanges(self) -> int:
-        """Number of times that ranks wait for each other in an exact call."""
-        # The first layer gets its halo with the latents, or has none.
-        return len(self._undo) - len(self.text_readers) - 1 - self._num_fed
+        self.num_exchanges = 0
+        super().__init__(model, "--parallel", "leave it out", SUPPORTED_MODELS)
 
     def swap_unet(self, model: UNet2DConditionModel) -> None:
         context, num_blocks = self._context, len(model.down_blocks)
@@ -52,15 +54,38 @@ class StripSwap(Swap):
                 self.put(parent, attribute, leaf)
             elif kind == "Attention":
                 self.put(parent, attribute, StripSelfAttention(module, context, factor))
-        self._num_fed = feed_convolutions(model)
+        # The first layer gets its halo with the latents.
+        self.num_exchanges = len(self._undo) - len(self.text_readers) - 1 - feed_convolutions(model)
 
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
-        context, factor = self._context, model.config["patch_size"]
-        self.put(model, "pos_embed", StripPatchEmbed(model.pos_embed, context))
-        for block in model.transformer_blocks:
-            self.put(block, "attn", StripJointAttention(block.attn, context, factor))
-            if block.attn2 is not None:
-                self.put(block, "attn2", StripSelfAttention(block.attn2, context, factor))
+        context, factor = self._context, unit_of(model)
+        for blocks in transformer.lists:
+            is_stream = blocks is transformer.single or transformer.layout != "joint"
+            for name, _ in list(attentions_of(model, blocks)):
+                self.wrap(model, name, partial(self._leaf_of, factor=factor, is_stream=is_stream))
+        if transformer.layout == "padded":
+            for name, with_ends in with_pads(model, transformer, StripPads(model, context, factor)).items():
+                self.put(model, name, with_ends)
+        elif transformer.layout == "one row":
+            self.wrap(model, "rope_embedder", StripStreamTokens, context, factor)
+        elif transformer.image_ids is not None or transformer.joint_angles is not None:
+            self.wrap(model, "pos_embed", StripRotary, transformer, context, factor)
+        else:
+            self.wrap(model, "pos_embed", StripPatchEmbed, context, transformer.positions)
+
+    def _leaf_of(self, attention: Any, factor: int, *, is_stream: bool) -> nn.Module:
+        """Return the leaf for an attention of a transformer's blocks, whose tokens may be those of image and text."""
+        context = self._context
+        if attends_to_text_only(attention):
+            self.text_readers.append(reader := StripCrossAttention(attention, context))
+            return reader
+        self.num_exchanges += 1
+        if hasattr(attention, "to_qkv_mlp_proj"):
+            return StripParallelAttention(attention, context, factor)
+        if is_stream:
+            return StripStreamAttention(attention, context, factor)
+        is_joint = getattr(attention, "add_k_proj", None) is not None
+        return (StripJointAttention if is_joint else StripSelfAttention)(attention, context, factor)
 
 
 def factor_of(name: str, num_blocks: int) -> int:
@@ -77,4 +102,4 @@ def unit_of(model: nn.Module) -> int:
     """Return the number of rows of latents that must stay together: those of one row at the model's deepest level."""
     if isinstance(model, UNet2DConditionModel):
         return 2 ** (len(model.down_blocks) - 1)
-    return model.config["patch_size"]  # type: ignore[index,return-value]  diffusers' configuration is a dictionary
+    return token_side(entry_of(type(model).__name__), model.config)  # type: ignore[arg-type]  it is a dictionary

@@ -41,7 +41,7 @@ class WholeModel:
         packing = self._model.pack([(image.shape[1], image.shape[2]) for image in images])
         if self._now is None or self._now[0] != rows:
             conditions, repeats = conditions_of(rows), 1
-            if not self._model.is_unet:
+            if self._model.shorten == "repeats":
                 text, repeats = without_repeats(conditions["encoder_hidden_states"])
                 conditions = conditions | {"encoder_hidden_states": text}
             self._model.begin(packing, repeats=repeats)

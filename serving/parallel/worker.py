@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ class RankModels:
     """Parts of a model that a rank holds.
 
     Attributes:
-        fingerprint: fingerprint of the model's files.
+        fingerprint: fingerprint of the model's files, and of its changes.
         denoiser: denoising model, on the rank's device.
         autoencoder: autoencoder on the same device, if the rank is to decode.
     """
@@ -60,6 +60,7 @@ class RankSettings:
         host: address of this machine for other ranks.
         backend: transport, as in `ParallelOptions`.
         decoder: data type of the autoencoder, if the rank is to decode.
+        changes: changes of the model before it is served, as values of `ModelOptions` by name.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class RankSettings:
     host: str = LOOPBACK
     backend: Backend = "auto"
     decoder: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the settings as JSON, for `from_json`."""

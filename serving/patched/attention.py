@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..cache.cells import CellTables
 from ..cache.slots import TokenSlots
-from ..core.attention import FusedLinear, Rotary, attend, check_unused, constant, heads_of, normed
+from ..core.attention import FusedLinear, Rotary, attend, check_unused, constant, grouped_heads_of, heads_of, normed
 from ..core.captured import Results
 from .context import PatchContext, joined
 from .queries import attended_keys_values, resolutions_of
@@ -153,17 +153,9 @@ class PatchedStreamAttention(nn.Module):
         """
         attention = self.attention
         check_unused(unused)
-        out = _attend_in_stream(self, self._heads(hidden_states[:, 0]), image_rotary_emb)
+        qkv = grouped_heads_of(self.qkv(hidden_states[:, 0]), self.heads(), self.sharing())
+        out = _attend_in_stream(self, qkv, image_rotary_emb)
         return (out if attention.pre_only else attention.to_out[0](out))[:, None]
-
-    def _heads(self, tokens: Tensor) -> Tensor:
-        """[tokens, channels] -> queries, keys and values [tokens, 3, heads, width]."""
-        packed, heads, shared = self.qkv(tokens), self.heads(), self.sharing()
-        if shared == 1:
-            return heads_of(packed, 3, heads)
-        parts = packed.unflatten(1, (heads + 2 * heads // shared, -1))
-        query, keys_values = parts.split([heads, 2 * heads // shared], 1)
-        return torch.cat([query, keys_values.repeat_interleave(shared, 1)], 1).unflatten(1, (3, heads))
 
 
 class PatchedParallelAttention(nn.Module):

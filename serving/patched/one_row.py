@@ -34,7 +34,7 @@ class RefinedText(CachedText):
     def embed(self, text: Tensor, mask: Tensor | None) -> Tensor:
         """Embed and refine text, as `CachedText.embed`."""
         text = self.embedder.caption_embedder(text)
-        turns = self.rotary._get_freqs_cis(_text_ids(text.shape[1], text.device)[None])
+        turns = self.rotary._get_freqs_cis(text_ids_of(text.shape[1], text.device)[None])
         for block in self.refiner:
             text = block(text, mask, turns)
         return text
@@ -73,7 +73,7 @@ class SingleStreamTokens(BatchLeaf):
         """Return cosines and sines [tokens, width] of the text of all rows, then of image tokens in packed order."""
         context = self.context
         mask, level = context.text_mask, context.batch.levels[0]
-        text = _text_ids(mask.shape[1], mask.device).repeat(len(mask), 1)
+        text = text_ids_of(mask.shape[1], mask.device).repeat(len(mask), 1)
         places = repeated(level, lambda *size: places_of(size, mask.device), context.kernels)
         lengths = mask.sum(1).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([lengths[:, None].to(places.dtype), places], 1)
@@ -81,7 +81,7 @@ class SingleStreamTokens(BatchLeaf):
         return turns.real.float().repeat_interleave(2, 1), turns.imag.float().repeat_interleave(2, 1)
 
 
-def _text_ids(length: int, device: torch.device) -> Tensor:
+def text_ids_of(length: int, device: torch.device) -> Tensor:
     numbers = torch.arange(length, device=device)[:, None]
     return torch.cat([numbers, numbers.new_zeros(length, 2)], 1)
 

@@ -102,18 +102,16 @@ class PatchedPatchEmbed(BatchLeaf):
         self, embed: Any, context: PatchContext, positions: Callable[[Any, int, int], Tensor] | None = None
     ) -> None:
         super().__init__()
-        self.embed, self.context, self.positions = embed, context, positions or _cropped
+        self.embed, self.context, self.positions = embed, context, positions or cropped_positions
 
     def forward(self, latent: Tensor) -> Tensor:
         """Patches [P, channels, side, side] -> tokens [P, grain * grain, width]."""
         level = self.context.at(latent)
         unit, grain, channels = self.embed.patch_size, level.grain, latent.shape[1]
         pixels = latent.view(-1, channels, grain, unit, grain, unit).permute(0, 2, 4, 1, 3, 5)
-        projection = self.embed.proj
-        weight = projection.weight.flatten(1)
         pixels = pixels.reshape(-1, grain**2, channels * unit**2)
-        tokens = F.linear(pixels, weight, projection.bias)
-        if (adapted := adapted_of(projection)) is not None:
+        tokens = embedded(self.embed, pixels)
+        if (adapted := adapted_of(self.embed.proj)) is not None:
             adapted.add(pixels, tokens)
         positions = self.fill()
         some = self.context.rows or self.context.active
@@ -131,6 +129,13 @@ class PatchedPatchEmbed(BatchLeaf):
         return values.positions
 
 
-def _cropped(embed: Any, height: int, width: int) -> Tensor:
+def embedded(embed: Any, pixels: Tensor) -> Tensor:
+    """Apply the convolution or the linear layer of an embedding to the pixels of each token, [..., pixels]."""
+    weight = embed.proj.weight
+    # A quantised weight cannot be flattened.
+    return F.linear(pixels, weight if weight.dim() == 2 else weight.flatten(1), embed.proj.bias)
+
+
+def cropped_positions(embed: Any, height: int, width: int) -> Tensor:
     """Return SD3's positions, cropped to the size."""
     return embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]

@@ -94,7 +94,7 @@ class JointRotary(BatchLeaf):
         """Return the angles of the text tokens of all rows, then of image tokens in packed order."""
         context, level = self.context, self.context.batch.levels[0]
         sizes = {(group.height, group.width) for group in level.groups}
-        made = {size: tuple(map(_parts_of, self.joint_angles(self.embed, *size, length, device))) for size in sizes}
+        made = {size: tuple(map(turns_of, self.joint_angles(self.embed, *size, length, device))) for size in sizes}
         texts = [made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups]
         text = joined(texts, context.batch.num_dummies * length)
         image = repeated(level, lambda *size: made[size][0].flatten(1), self.context.kernels)
@@ -102,7 +102,7 @@ class JointRotary(BatchLeaf):
         return cosines, sines
 
 
-def _parts_of(angles: Tensor) -> Tensor:
+def turns_of(angles: Tensor) -> Tensor:
     """Complex [tokens, half the width] -> cosines and sines [tokens, 2, width]."""
     return torch.view_as_real(angles).float().movedim(2, 1).repeat_interleave(2, 2)
 

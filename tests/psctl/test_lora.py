@@ -50,8 +50,9 @@ def psctl(run_psctl: RunPsctl, model_dir: Path) -> Any:
     return run
 
 
-def test_unbatched_sampler_is_reported(psctl: Any, model_dir: Path, tmp_path: Path) -> None:
-    done = psctl(*DRAW, "--sampler", "heun")
+@pytest.mark.parametrize("more", [(), ("--parallel", "virtual:2")], ids=["one-device", "two-ranks"])
+def test_unbatched_sampler_is_reported(psctl: Any, model_dir: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    done = psctl(*DRAW, "--sampler", "heun", *more)
     assert done.returncode == 0, done.stderr
     note = "scheduler HeunDiscreteScheduler is not batched; batched are DDIMScheduler, "
     assert [line for line in done.stderr.splitlines() if note in line]
@@ -73,10 +74,6 @@ def test_unbatched_sampler_is_reported(psctl: Any, model_dir: Path, tmp_path: Pa
         (
             ("--revision", "v2", "--model", "emoji-xl"),
             "--revision v2 is of hub ids (org/name), and --model is emoji-xl",
-        ),
-        (
-            ("--sampler", "unipc", "--parallel", "virtual:2"),
-            "--sampler does not work with --parallel: ranks load the model's own files",
         ),
     ],
 )

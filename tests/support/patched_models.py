@@ -84,7 +84,9 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
             number = torch.arange(2 * SEQ_MULTI_OF)
             given["text_mask"] = torch.where(number < own, 1, torch.where(number < SEQ_MULTI_OF, 2, 0))
         elif mask is not None:
-            given[mask] = (torch.arange(_TEXT_LENGTH) < 2 + 4 * draw(1).abs()).float()
+            valid = torch.arange(_TEXT_LENGTH) < 2 + 4 * draw(1).abs()
+            # Lumina 2's own forward counts tokens with its mask.
+            given[mask] = valid.long() if transformer.layout == "one row" else valid.float()
         return given
     conditions: dict[str, Any] = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["cross_attention_dim"])}
     if config["addition_embed_type"] == "text_time":

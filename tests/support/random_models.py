@@ -297,7 +297,7 @@ WITH_ALL_OPTIONS = [
     for name in MODELS
     if name not in ("flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
 ]
-"""Models that are also served on several ranks, and with partial records."""
+"""Models that also work with partial records, and whose costs on several ranks are counted from configurations."""
 
 
 def _random(build: Callable[..., Any], config: dict[str, Any], seed: int) -> Any:

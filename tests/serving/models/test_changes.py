@@ -13,12 +13,11 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.options import EngineOptions, ModelOptions
-from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.samplers.names import SCHEDULERS
 
 from ...support.joining import run_joining
 from ...support.patched_models import relative_error
-from ...support.tiny_families import tiny_flux
+from ...support.tiny_families import tiny_aura, tiny_flux
 from ...support.tiny_models import plain_latents, save_tiny, short_texts, tiny_sd, tiny_sd3, tiny_sdxl
 
 REQUESTS = [
@@ -213,18 +212,12 @@ def test_bad_adapters_are_named(
     assert "\n" not in str(caught.value)
 
 
-def test_model_changes_with_parallel_ranks_are_refused() -> None:
-    for name, options in (
-        ("--sampler", ModelOptions(sampler="unipc")),
-        ("--lora", ModelOptions(lora=["a.safetensors"])),
-    ):
-        with pytest.raises(UsageError, match=f"{name} does not work with --parallel: ranks load the model's own files"):
-            EngineOptions("parallel", parallel=ParallelOptions("virtual:2"), model=options)
-
-
 @pytest.mark.product(most=2)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-@pytest.mark.parametrize(("build", "part"), [(tiny_sd, "unet"), (tiny_sd3, "transformer"), (tiny_flux, "transformer")])
+@pytest.mark.parametrize(
+    ("build", "part"),
+    [(tiny_sd, "unet"), (tiny_sd3, "transformer"), (tiny_flux, "transformer"), (tiny_aura, "transformer")],
+)
 def test_eight_bit_weights_equal_diffusers(build: Callable[[], Any], part: str, name: Any, tmp_path: Path) -> None:
     torchao = pytest.importorskip("torchao.quantization", reason="the extra quantize is not installed")
     import diffusers

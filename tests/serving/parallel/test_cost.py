@@ -21,7 +21,14 @@ from patchedserve.serving.parallel.strip_model import StripModel, flat
 from patchedserve.serving.parallel.strips import Strips
 
 from ...support.patched_models import draw_rows, stack_conditions, to_dtype
-from ...support.random_models import sd3_transformer, sd35_transformer
+from ...support.random_models import (
+    flux2_transformer,
+    flux_transformer,
+    pixart_transformer,
+    qwen_transformer,
+    sd3_transformer,
+    sd35_transformer,
+)
 from ...support.tiny_models import tiny_sd, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import on_ranks
 
@@ -164,6 +171,10 @@ MODELS = {
     "sd": lambda: tiny_sd().unet,
     "sd3": lambda: tiny_sd3().transformer,
     "sd35": sd35_transformer,
+    "flux": flux_transformer,
+    "flux2": flux2_transformer,
+    "qwen": qwen_transformer,
+    "pixart": pixart_transformer,
 }
 TEXT = 7
 """Number of text tokens that `draw_rows` draws."""
@@ -174,10 +185,10 @@ TEXT = 7
 @pytest.mark.parametrize(("height", "shares"), [(30, (3, 1)), (29, (1, 3, 2))])
 def test_leaves_compute_and_send_the_counted_amounts(name: str, height: int, shares: tuple[int, ...]) -> None:
     model = MODELS[name]()
-    cost = Cost.of(model.config)
-    is_sd3 = name.startswith("sd3")
-    # SD3 needs even sizes, and the tiny model has positions for 12 rows only.
-    call = Call(min(height // 2 * 2, 24), 10, TEXT) if is_sd3 else Call(height, 13, TEXT)
+    cost = Cost.of_model(model)
+    # Transformers need even sizes, and the tiny SD3 has positions for 12 rows only.
+    is_unet = name in ("sdxl", "sd")
+    call = Call(height, 13, TEXT) if is_unet else Call(min(height // 2 * 2, 24), 10, TEXT)
     strips = Strips.of(call.height, cost.levels.unit, shares)
     ran = run(model, call, strips, [{}])
     for place, one in enumerate(ran):
@@ -190,7 +201,7 @@ def test_leaves_compute_and_send_the_counted_amounts(name: str, height: int, sha
 
 def test_split_text_stream_is_sent_and_computed_in_parts() -> None:
     call, model = Call(12, 10, TEXT), sd3_transformer()
-    cost = Cost.of(model.config)
+    cost = Cost.of_model(model)
     strips, text_starts = Strips.of(12, 2, (2, 1, 1)), (0, 3, 5, 7)
     for place, one in enumerate(run(model, call, strips, [{"text_starts": text_starts}])):
         share = Share(strips, place, text_starts)
@@ -200,7 +211,7 @@ def test_split_text_stream_is_sent_and_computed_in_parts() -> None:
 
 def test_displaced_request_receives_nothing_in_its_last_call() -> None:
     call, model = Call(12, 8, TEXT), tiny_sdxl().unet
-    cost, strips = Cost.of(model.config), Strips.of(12, 4, (1, 1))
+    cost, strips = Cost.of_model(model), Strips.of(12, 4, (1, 1))
     more, displaced, end = {"is_last": (False, False)}, {"is_displaced": (True, True)}, {"is_last": (True, True)}
     for place, one in enumerate(run(model, call, strips, [more, more | displaced, displaced | end])):
         each = cost.received(call, Share(strips, place)).num_bytes(2)

@@ -17,7 +17,7 @@ from patchedserve.serving.parallel.strips import Strips
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
 from ...support.patched_models import draw_rows, stack_conditions
-from ...support.random_models import sd3_transformer, sdxl_unet
+from ...support.random_models import flux_transformer, sd3_transformer, sdxl_unet
 from ...support.virtual_ranks import in_calls, relative
 
 HEIGHTS = Strips.of(11, 2, [1, 1, 1])
@@ -155,8 +155,8 @@ def run(model: Any, rows: list[Any], steps: list[int], count: int = 2, **options
     return found
 
 
-@pytest.mark.product(most=2)
-@pytest.mark.parametrize("make", [sdxl_unet, sd3_transformer])
+@pytest.mark.product(most=3)
+@pytest.mark.parametrize("make", [sdxl_unet, sd3_transformer, flux_transformer])
 @pytest.mark.parametrize("norms", ["corrected", "sync", "stale", "separate"])
 def test_rows_are_independent_of_their_batch(make: Any, norms: str) -> None:
     model = make()
@@ -169,7 +169,7 @@ def test_rows_are_independent_of_their_batch(make: Any, norms: str) -> None:
             assert relative(one, other) <= 1e-5
 
 
-@pytest.mark.parametrize("make", [sdxl_unet, sd3_transformer])
+@pytest.mark.parametrize("make", [sdxl_unet, sd3_transformer, flux_transformer])
 def test_only_warm_up_calls_are_bit_exact(make: Any) -> None:
     model = make()
     rows = draw_rows(model, [(16, 12)], num_each=2)

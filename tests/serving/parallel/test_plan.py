@@ -76,4 +76,4 @@ def test_unmeasured_sizes_use_the_nearest_measurement() -> None:
     assert times.work(64, 64, 1) == StripWork(1, 200.0, 100.0)
     assert times.work(64, 128, 2) == StripWork(2, 400.0, 400.0)
     assert times.work(8, 4, 1).strips_us == math.inf
-    assert times.gains() == {"256x256": 1.25, "512x512": 2.0}
+    assert times.gains(8) == {"256x256": 1.25, "512x512": 2.0}

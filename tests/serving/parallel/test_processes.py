@@ -16,14 +16,16 @@ from typing import Any, cast, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import HeunDiscreteScheduler
 from torch import Tensor
 
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.models.changes import apply_changes
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.parts import load_rank
-from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.options import EngineOptions, ModelOptions
 from patchedserve.serving.parallel.group import Message, RankError
 from patchedserve.serving.parallel.launch import ProcessRanks
 from patchedserve.serving.parallel.options import Mode, NormMode, NormOptions, ParallelOptions
@@ -37,12 +39,13 @@ from patchedserve.serving.parallel.worker import RankModels, RankSettings
 from ...conftest import RunPsctl
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
 from ...support.sockets import listening
-from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
+from ...support.tiny_families import tiny_aura, tiny_flux
+from ...support.tiny_models import largest_error, plain_latents, save_tiny, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import relative
 from ...support.waits import is_alive, kill_parent
 
 pytestmark = pytest.mark.slow
-MODELS = {"sdxl": tiny_sdxl, "sd3": tiny_sd3}
+MODELS = {"sdxl": tiny_sdxl, "sd3": tiny_sd3, "flux": tiny_flux}
 
 
 @pytest.fixture(params=MODELS)
@@ -233,6 +236,41 @@ time.sleep(600)
 def test_no_rank_outlives_rank_0(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
     assert len(kill_parent(_RANK_0, str(folder))) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        pytest.param(tiny_sdxl, {"sampler": "heun", "lora": ["style.safetensors:0.7"]}, id="sdxl"),
+        pytest.param(tiny_aura, {"quantize": "int8"}, id="aura", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_change_their_weights_alike(
+    make: Any, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samplers, fused adapters, also those with parts for text encoders, and quantised weights."""
+    monkeypatch.chdir(tmp_path)
+    pipe = make()
+    folder = str(save_tiny(tmp_path / "model", pipe))
+    options = EngineOptions("parallel", parallel=ParallelOptions("2", cfg_split="off"), model=ModelOptions(**changes))
+    if "lora" in changes:
+        pytest.importorskip("peft", reason="the extra lora is not installed")
+        from ...support.loras import fused, save_lora
+
+        pipe = fused(pipe, [(save_lora(tmp_path / "style.safetensors", pipe, "unet", "text_encoder"), 0.7)])
+    if "quantize" in changes:
+        pytest.importorskip("torchao", reason="the extra quantize is not installed")
+        apply_changes(ModelOptions(**changes), pipe)
+    if "sampler" in changes:
+        pipe.scheduler = HeunDiscreteScheduler.from_config(pipe.scheduler.config)
+    request = Request(0, "a hat", Resolution(48, 64), 3, guidance_scale=3.0)
+    with closing(load_model(folder, "cpu", "float32", options)) as model:
+        prepared = model.prepare(request)
+        while not prepared.state.is_finished:
+            assert model.stepper.step([prepared]) == {}
+        assert isinstance(model.stepper, ParallelStepper)
+        assert model.stepper.facts()["ranks_left"] == 2
+    assert largest_error([prepared.latents[0]], [plain_latents(pipe, request)]) <= 1e-3
 
 
 def test_differing_settings_are_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.group import GroupError, Message
@@ -19,8 +20,9 @@ from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.parallel.plan import CallTimes, CallTimeTable
 from patchedserve.serving.parallel.stepper import ParallelStepper
 
+from ...support.family_kit import BUILDS, STEPS, denoised, mixed, relative_error
 from ...support.joining import run_joining
-from ...support.tiny_models import largest_error, plain_latents, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import largest_error, plain_latents, short_texts, tiny_sd3, tiny_sdxl
 
 LOW, HIGH = Resolution(32, 64), Resolution(64, 96)
 REQUESTS = [
@@ -64,6 +66,28 @@ def test_joining_and_leaving_requests_equal_diffusers_alone(make: Any, scheduler
     model = served(make, 2, scheduler, cfg_split=cfg_split)
     expected = [plain_latents(model.pipe, request) for request in REQUESTS]
     assert largest_error(run(model), expected) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("flux", "lumina2") else pytest.mark.exhaustive)
+        for name in BUILDS
+        if name not in ("sd", "sdxl", "sd3")
+    ],
+)
+def test_ranks_draw_the_images_of_all_families(family: str) -> None:
+    """Requests that join and leave equal their pipelines, in strips and drawn whole, at any length of text."""
+    pipe, requests = BUILDS[family](), mixed([4, 2, 3, 2])
+    texts = short_texts(pipe)
+    expected = [plain_latents(pipe, request, **texts) for request in requests]
+    for given in ({"cfg_split": "off"}, {"text": "split"}, {"from_pixels": "2000"}):
+        options = ParallelOptions("virtual:2", may_use_fewer=True, **given)  # type: ignore[arg-type]
+        model = build_model(
+            pipe, name="tiny", options=EngineOptions("parallel", parallel=options), defaults=ModelDefaults(**texts)
+        )
+        assert relative_error(denoised(model, requests, joins=[0, 1, 2, 2]), expected) <= STEPS, given
+        model.close()
 
 
 def test_displaced_requests_are_close_and_exact_during_warm_up() -> None:

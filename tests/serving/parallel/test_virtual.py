@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.core.denoiser import denoise
+from patchedserve.serving.families import transformer_of
+from patchedserve.serving.families.transformer import Transformer
 from patchedserve.serving.parallel.group import Message, RankError, VirtualEnd, VirtualPending
 from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.parallel.ranks import Ranks
@@ -18,7 +21,14 @@ from patchedserve.serving.parallel.strip_model import StripModel, flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
-from ...support.random_models import MODELS, WITH_ALL_OPTIONS, sd3_transformer, sdxl_unet
+from ...support.random_models import (
+    MODELS,
+    WITH_ALL_OPTIONS,
+    flux2_transformer,
+    qwen_transformer,
+    sd3_transformer,
+    sdxl_unet,
+)
 
 EXACT = 1e-5
 """Largest difference over largest magnitude, in float32."""
@@ -58,11 +68,74 @@ def test_any_number_of_ranks_equals_one(name: str, count: int) -> None:
         assert error(predict(model, rows, count, text="split"), wanted) <= EXACT
 
 
-@pytest.mark.parametrize(("name", "fed_per_resnet"), [("sdxl", 2), ("scale-shift", 1), ("gelu", 2)])
-def test_number_of_rank_synchronisations_matches_the_latency_model(
-    name: str, fed_per_resnet: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A norm before a convolution also exchanges the convolution's rows around a strip."""
+FAMILIES = [name for name in MODELS if name not in WITH_ALL_OPTIONS]
+QUICK = ("flux", "qwen")
+
+
+def each_family(names: Sequence[str]) -> Any:
+    """Parametrise a test by transformers, most of which are exhaustive."""
+    cases = [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in names]
+    return pytest.mark.parametrize("name", cases)
+
+
+@each_family(FAMILIES)
+def test_transformers_of_all_families_equal_one_rank(name: str) -> None:
+    """Sizes differ in the pads of Z-Image: those of one rank's strip, of all strips, and none."""
+    model = MODELS[name]()
+    rows = draw_rows(model, [(20, 6)] * 2, num_each=2)
+    wanted = run_plain(model, rows)
+    assert error(predict(model, rows, 2), wanted) <= EXACT
+    for settings in ({}, {"text": "split"}, {"shares": "3,1,2"}):
+        assert error(predict(model, rows, 3, cfg_split="off", **settings), wanted) <= EXACT, settings
+    rows = draw_rows(model, [(16, 16)], num_each=2)
+    assert error(predict(model, rows, 3, cfg_split="off"), run_plain(model, rows)) <= EXACT
+
+
+@each_family(["qwen", "pixart", "lumina2", "z-image"])
+def test_texts_of_any_length_share_a_call(name: str) -> None:
+    """A request whose text is longer joins another one, whose text was shorter when the ranks learnt it."""
+    model = MODELS[name]()
+    rows = draw_rows(model, [(16, 12)] * 2, num_each=1, seed=3)
+    mask = cast(str, cast(Transformer, transformer_of(model)).mask)
+    length = max(int((rows[0].conditions[mask] > 0).sum()), 1)
+    own = {
+        key: value[:length] if key in (mask, "encoder_hidden_states") else value
+        for key, value in rows[0].conditions.items()
+    }
+    rows[0] = replace(rows[0], conditions=own)
+    assert length < len(rows[1].conditions[mask])
+    wanted = run_plain(model, rows)
+    for settings in ({"mode": "sync", "text": "split"}, {"mode": "displaced", "warmup": 9}):
+        options = ParallelOptions("virtual:2", **settings)
+        with closing(VirtualRanks(model, options)) as virtual, virtual.end, torch.inference_mode():
+            for order in ([0], [0, 1]):
+                names = [(number, 0) for number in order]
+                for number in order:
+                    virtual.ranks.learn([(number, 0)], flat(stack_conditions([rows[number]])))
+                latents = torch.stack([rows[number].latents for number in order])
+                timesteps = torch.tensor([rows[number].timestep for number in order])
+                found = virtual.ranks.predict(names, latents, timesteps)
+                assert error(found, [wanted[number] for number in order]) <= EXACT
+
+
+@each_family(FAMILIES)
+def test_displaced_transformers_read_the_previous_call(name: str) -> None:
+    """What is displaced equals the current data only if nothing has changed since the previous call."""
+    model = MODELS[name]()
+    rows = draw_rows(model, [(16, 12)], num_each=2)
+    names = [(0, 0), (0, 1)]
+    latents, timesteps = torch.stack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
+    options = ParallelOptions("virtual:2", mode="displaced", warmup=0, cfg_split="off")
+    with closing(VirtualRanks(model, options)) as virtual, virtual.end, torch.inference_mode():
+        virtual.ranks.learn(names, flat(stack_conditions(rows)))
+        found = [virtual.ranks.predict(names, scale * latents, timesteps) for scale in (1, 1, 1.5)]
+    changed = run_plain(model, [replace(row, latents=1.5 * row.latents) for row in rows])
+    assert [error(each, run_plain(model, rows)) <= EXACT for each in found[:2]] == [True, True]
+    assert error(found[2], changed) > EXACT
+
+
+def swaps_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the number of swaps of two ranks in a synchronous call."""
     swaps, swap = [0, 0], VirtualEnd.swap
 
     def counted(end: VirtualEnd, *given: Any) -> VirtualPending:
@@ -70,10 +143,36 @@ def test_number_of_rank_synchronisations_matches_the_latency_model(
         return swap(end, *given)
 
     monkeypatch.setattr(VirtualEnd, "swap", counted)
-    model = MODELS[name]()
     predict(model, draw_rows(model, [(16, 16)], num_each=2), 2, cfg_split="off", mode="sync")
+    return swaps
+
+
+def test_ranks_of_a_transformer_wait_once_for_each_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, exchanges in (("sd35", 5), ("qwen", 2), ("pixart", 3), ("lumina2", 3)):
+        model = MODELS[name]()
+        assert StripModel(model).num_exchanges == exchanges
+        with monkeypatch.context() as patched:
+            assert swaps_of(model, patched) == [exchanges, exchanges]
+
+
+def test_size_of_an_image_is_that_of_its_pixels() -> None:
+    """FLUX.2 folds 2 x 2 latents into one."""
+    for model, side in ((qwen_transformer(), 32), (flux2_transformer(), 16)):
+        with (
+            closing(VirtualRanks(model, ParallelOptions("virtual:2", from_pixels=str(256**2)))) as virtual,
+            virtual.end,
+        ):
+            assert [virtual.ranks.draws_whole(height, side) for height in (side - 2, side)] == [True, False]
+
+
+@pytest.mark.parametrize(("name", "fed_per_resnet"), [("sdxl", 2), ("scale-shift", 1), ("gelu", 2)])
+def test_number_of_rank_synchronisations_matches_the_latency_model(
+    name: str, fed_per_resnet: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm before a convolution also exchanges the convolution's rows around a strip."""
+    model = MODELS[name]()
     exchanges = StripModel(model).num_exchanges
-    assert swaps == [exchanges, exchanges]
+    assert swaps_of(model, monkeypatch) == [exchanges, exchanges]
     modules = list(model.modules())
     norms = sum(isinstance(each, nn.GroupNorm) for each in modules)
     convolutions = sum(isinstance(each, nn.Conv2d) and each.kernel_size == (3, 3) for each in modules)
