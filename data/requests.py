@@ -18,6 +18,10 @@ MAX_SEED = 2**63 - 1
 """Largest seed that both a table's signed 64-bit column and torch's generator can hold."""
 
 
+MAX_PRIORITY = 2**31 - 1
+"""Largest priority; the smallest is its negative."""
+
+
 def steps_taken(num_inference_steps: int, strength: float) -> int:
     """Return the number of steps that an edit of this strength takes. With some models it is one more, which is known
     once the request is prepared.
@@ -72,6 +76,9 @@ class Request:
         cache: whether steps may reuse the results of earlier ones if the engine has a cache; otherwise the image is
             that of plain diffusers.
         yields: whether the request takes no steps while others wait, as for a line of a batch file.
+        owner: name of the client that sent it.
+        priority: rank among the waiting requests of its owner, from `-MAX_PRIORITY` to `MAX_PRIORITY`; lower ones are
+            admitted earlier.
 
     Raises:
         UsageError: a field is out of its range.
@@ -92,6 +99,8 @@ class Request:
     adapters: Adapters = ()
     cache: bool = True
     yields: bool = False
+    owner: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         _require_int("request_id", self.request_id, 0)
@@ -118,6 +127,8 @@ class Request:
         check_adapters(self.adapters)
         if not isinstance(self.cache, bool):
             raise UsageError(f"cache is {self.cache!r}, but it must be true or false")
+        require_text("owner", self.owner)
+        _require_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.edit is not None and self.edit.resolution != self.resolution:
             raise UsageError(
                 f"resolution is {self.resolution}, but the image to edit has {self.edit.resolution} pixels"

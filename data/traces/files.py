@@ -44,7 +44,8 @@ class TraceLine(TypedDict, total=False):
     arrival_s and timestamp (seconds) are synonyms, as are slo_s and slo_ms, and width with height and resolution (text,
     as "128x192"). num_frames must be 1, because only images are served. image, mask, mask_ratio and strength belong to
     edits. lora names adapters (`read_adapters`). cache is whether steps may reuse the results of earlier ones,
-    yields whether a request takes no steps while others wait.
+    yields whether a request takes no steps while others wait. priority ranks the waiting requests of one owner; lower
+    ones are admitted earlier.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues]
@@ -70,10 +71,12 @@ class TraceLine(TypedDict, total=False):
     lora: Adapting
     cache: Flag
     yields: Flag
+    owner: Text
+    priority: Whole
 
 
 TRACE_FIELDS = tuple(TraceLine.__annotations__)
-_USUAL = {"fallback": "light", "cache": True, "yields": False}
+_USUAL = {"fallback": "light", "cache": True, "yields": False, "owner": "", "priority": 0}
 """Defaults of fields that a line omits."""
 _OF_EDITS = ("image", "mask", "mask_ratio", "strength")
 _ALLOWED = f"allowed are {', '.join(TRACE_FIELDS)}"

@@ -251,6 +251,8 @@ def body_of(request: Request, settings: LoadSettings) -> dict[str, Any]:
         body["negative_prompt"] = request.negative_prompt
     if request.slo_s is not None:
         body["slo"] = request.slo_s
+    if request.priority:
+        body["priority"] = request.priority
     if settings.model is not None:
         body["model"] = settings.model
     if settings.stream:

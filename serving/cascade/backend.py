@@ -18,6 +18,7 @@ from ...data.errors import PsctlError
 from ...data.requests import Request
 from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
+from ..fleet import processes
 from ..server.backend import Follower, Health, Load, ReplicaState
 from ..server.drain_rate import DrainRate
 from ..server.errors import invalid, not_ready
@@ -25,6 +26,7 @@ from .dispatcher import Dispatcher
 from .fleet import cascade_fleet
 from .legs import LEGS, Leg
 from .result import CascadeResult
+from .slots import WorkerSlot
 from .worker import WorkerSettings, image_file
 
 if TYPE_CHECKING:
@@ -71,12 +73,24 @@ class CascadeBackend:
 
     @property
     def health(self) -> Health:
-        """Health of the cascade."""
-        return self._health
+        """Health of the cascade: while it serves, `restarting` if no worker is running, and `stalled` if none of those
+        that are sends anything. Requests that arrive meanwhile wait.
+        """
+        if self._health is not Health.READY:
+            return self._health
+        running = {slot.index for slot in self._dispatcher.slots if slot.worker is not None}
+        if not running:
+            return Health.RESTARTING
+        return Health.STALLED if running <= self._fleet.stalled else Health.READY
 
     @property
     def trouble(self) -> str:
-        """Reason why the cascade has stopped; empty otherwise."""
+        """Reason why the cascade has stopped, or why no worker draws; empty otherwise."""
+        match self.health:
+            case Health.RESTARTING:
+                return "no worker is running"
+            case Health.STALLED:
+                return f"no worker has sent anything for {processes.STALLED_S:g} s"
         return self._trouble
 
     @property
@@ -91,12 +105,18 @@ class CascadeBackend:
     @property
     def replicas(self) -> Sequence[ReplicaState]:
         """State of each worker, labelled with the model that it serves."""
-        pids = self._fleet.pids
+        pids, stalled = self._fleet.pids, self._fleet.stalled
+
+        def health_of(slot: WorkerSlot) -> Health:
+            if not slot.is_accepting:
+                return Health.RESTARTING
+            return Health.STALLED if slot.index in stalled else Health.READY
+
         return tuple(
             ReplicaState(
                 f"{slot.index} ({slot.leg or 'light, heavy'})",
                 pids.get(slot.index, 0),
-                Health.READY if slot.is_accepting else Health.RESTARTING,
+                health_of(slot),
                 Load(max(0, slot.work.num_requests - slot.num_waiting), slot.num_waiting, float(slot.work.pixel_steps)),
             )
             for slot in self._dispatcher.slots

@@ -29,8 +29,10 @@ _STATUS_EVERY_S = 0.5
 _BUSY_RETRY_S = 0.5
 _REASSIGN_AFTER_S = 10.0
 """Requests of a replica that has not answered for this long are sent to another one."""
-_UNREADY_AFTER_S = 60.0
-"""After this long without any replica, the server reports that it is not ready; until then, new requests wait."""
+_UNREADY_AFTER_S = 10.0
+"""After this long without any replica, the server reports that it is not ready."""
+_REFUSED_AFTER_S = 60.0
+"""After this long without any replica, new requests are refused; until then, they wait."""
 
 
 class ReplicaBackend:
@@ -75,8 +77,12 @@ class ReplicaBackend:
             return Health.STOPPED
         if self._watching is None:
             return Health.STARTING
-        gone_s = asyncio.get_running_loop().time() - self._last_answer_s
-        return Health.READY if gone_s < _UNREADY_AFTER_S else Health.RESTARTING
+        return Health.READY if self._silent_s < _UNREADY_AFTER_S else Health.RESTARTING
+
+    @property
+    def _silent_s(self) -> float:
+        """Seconds since any replica answered."""
+        return asyncio.get_running_loop().time() - self._last_answer_s
 
     @property
     def trouble(self) -> str:
@@ -113,7 +119,7 @@ class ReplicaBackend:
         self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
         """Submit a request, as in `Backend`, and wait until a replica has accepted it."""
-        if self._is_stopped or self.health is Health.RESTARTING:
+        if self._is_stopped or self._silent_s > _REFUSED_AFTER_S:
             raise not_ready("no replica is there now")
         loop = asyncio.get_running_loop()
         view = await loop.run_in_executor(None, self._book.view_of, request)

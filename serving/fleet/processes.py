@@ -25,6 +25,8 @@ from .messages import Alive, Begin, Command, Died, Ended, Event, Loaded, Returne
 
 SILENT_S = 15.0
 """A worker that has sent nothing for this time is killed; it sends a heartbeat every `worker.ALIVE_EVERY_S`."""
+STALLED_S = 5.0
+"""After this time without an event, a worker counts as stalled."""
 _LOAD_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
 _MAX_WAIT_S = 0.5
@@ -158,6 +160,12 @@ class ProcessFleet:
     def pids(self) -> dict[int, int]:
         """Process ids of the live workers, by number. Thread-safe."""
         return {index: worker.process.pid or 0 for index, worker in sorted(self._workers.items())}
+
+    @property
+    def stalled(self) -> set[int]:
+        """Numbers of the workers that have sent nothing for `STALLED_S`. Thread-safe."""
+        workers = sorted(self._workers.items())
+        return {index for index, worker in workers if worker.is_ready and worker.silent_s > STALLED_S}
 
     def now_s(self) -> float:
         """Return the time since the workers began, from which all times of requests count."""

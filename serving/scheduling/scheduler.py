@@ -44,6 +44,9 @@ class Scheduler:
     taken, as soon as any other request waits, and the policy considers them only while none does. The batch then has
     few places for them (`ONE_IN`) unless they are alone.
 
+    The policy considers only the most urgent waiting requests of each owner (`WaitingRoom`), so that `Request.priority`
+    orders the requests of one owner and never those of different ones.
+
     The contract. The driver reports events, and the scheduler decides what follows:
 
     * One call at a time: the scheduler has no lock. It reads no clock, except to measure how long the policy takes;
@@ -163,7 +166,7 @@ class Scheduler:
         it, then the waiting ones in order of arrival.
         """
         admitted = [*self._active, *self._joining.values()]
-        return [*ActiveViews(admitted, self.num_steps), *self._waiting.queue, *self._yielding.queue]
+        return [*ActiveViews(admitted, self.num_steps), *self._waiting.views, *self._yielding.views]
 
     def add(self, request: Request, view: RequestView | None = None) -> RequestState:
         """Add a request that has arrived. Policies see `view`; None for a view of the request as it is.
@@ -175,7 +178,7 @@ class Scheduler:
             raise ValueError(f"request {request.request_id} is open already")
         state = RequestState.of(request, view or RequestView.of(request))
         self._open[request.request_id] = state
-        self._room_of(state).add(state.view)
+        self._room_of(state).add(request, state.view)
         self.pixel_steps += request.resolution.pixels * state.num_iterations
         self._has_news = True
         return state
@@ -265,6 +268,7 @@ class Scheduler:
 
     def _ask_policy(self, room: WaitingRoom, now_s: float) -> Sequence[RequestState]:
         """Ask the policy about the requests in a waiting room and carry out its decision; return the dropped ones."""
+        room.release_overdue(now_s)
         policy, queue = self._policy, room.queue
         admitted = [*self._active, *self._joining.values()] if self._joining else self._active
         max_batch_size = self._max_batch_size
@@ -289,8 +293,8 @@ class Scheduler:
             is_decoding=bool(self._decoding),
         )
         for request_id in decision.admit:
-            room.remove(request_id)
             state = self._open[request_id]
+            room.remove(state.request)
             if state.is_prepared:
                 self._activate(state, now_s)
             else:
@@ -407,17 +411,17 @@ class Scheduler:
             else:
                 del self._joining[state.request.request_id]
                 state.stage = "waiting"
-            self._yielding.add(state.view, is_ahead=state.is_prepared or state is self._preparing)
+            is_ahead = state.is_prepared or state is self._preparing
+            self._yielding.add(state.request, state.view, is_ahead=is_ahead)
 
     def _leave_stage(self, state: RequestState) -> None:
         """Remove a request from its current stage, which is not decoding."""
-        request_id = state.request.request_id
         self.pixel_steps -= self._pixel_steps_of(state)
         self.num_prepared -= state.is_prepared
         if state.stage == "waiting":
-            self._room_of(state).remove(request_id)
+            self._room_of(state).remove(state.request)
         elif state.stage == "joining":
-            del self._joining[request_id]
+            del self._joining[state.request.request_id]
             if state.is_prepared:
                 self._ready.remove(state)
         else:

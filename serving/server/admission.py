@@ -1,5 +1,6 @@
 """Admission control: checks and reserves room for a request in one step, before any work is done for it. No torch."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -52,7 +53,7 @@ class TokenBucket:
 class Admission:
     """Counts open images and refuses requests beyond the limits. Only the event loop's thread calls it.
 
-    With several owners of keys, half of the queue is divided among them. The unused part of an owner's share is kept
+    With several owners of keys, half of the queue is divided among them by weight. The unused part of an owner's share is kept
     free for it, and an owner that waits for less than its share of `max_queue_time_s` is not refused for the time that
     the whole queue takes.
 
@@ -72,6 +73,10 @@ class Admission:
     clock: Callable[[], float] = time.monotonic
     _of_key: Counter[str] = field(default_factory=Counter)
     _buckets: dict[str, tuple[TokenBucket | None, TokenBucket | None]] = field(default_factory=dict)
+    _total_weight: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._total_weight = math.fsum(each.weight for each in self.limits.keys.values())
 
     def reserve(self, num_images: int, key: str, pixel_steps: float = 0.0) -> Place:
         """Reserve places for a request, and charge it to the rate limits of its key.
@@ -88,10 +93,11 @@ class Admission:
                 "queue_full",
                 wait_s,
             )
-        of_key = limits.keys.get(key, KeyLimits())
+        of_key = limits.of(key)
         most = limits.max_per_key if of_key.max_open is None else of_key.max_open
-        if limits.max_per_key is None and num_own > self._share and num_left < (kept := self._num_kept_for_others(key)):
-            most_left = max(self._share, num_own + num_left - kept)
+        share = self._share_of(key)
+        if limits.max_per_key is None and num_own > share and num_left < (kept := self._num_kept_for_others(key)):
+            most_left = max(share, num_own + num_left - kept)
             most = most_left if most is None else min(most, most_left)
         if most is not None and num_own > most:
             raise overloaded(
@@ -139,20 +145,23 @@ class Admission:
         """Seconds until all requests that clients wait for are drawn, at the current rate; 0 if it is not known yet."""
         return self._seconds_of(None)
 
-    @property
-    def _share(self) -> int:
-        num_owners = len(self.limits.keys)
-        return max(1, self.limits.max_queue // (2 * num_owners)) if num_owners > 1 else 0
+    def _part_of(self, key: str, half_of: float) -> float:
+        """Return a key's part, by weight, in half of an amount; 0 if there is no other owner."""
+        weight = self.limits.of(key).weight if len(self.limits.keys) > 1 else 0.0
+        return weight and half_of * weight / (2 * self._total_weight)
+
+    def _share_of(self, key: str) -> int:
+        part = self._part_of(key, self.limits.max_queue)
+        return max(1, int(part)) if part else 0
 
     def _num_kept_for_others(self, key: str) -> int:
         """Return the number of places that are kept free for other owners, at most half of all places."""
-        others = sum(max(0, self._share - self._of_key[each]) for each in self.limits.keys if each != key)
+        others = sum(max(0, self._share_of(each) - self._of_key[each]) for each in self.limits.keys if each != key)
         return min(others, self.limits.max_queue // 2)
 
     def _is_behind(self, key: str) -> bool:
         """Return whether a key waits for less than its share of the time that the queue may take."""
-        num_owners = len(self.limits.keys)
-        return num_owners > 1 and self._seconds_of(key) < self.limits.max_queue_time_s / (2 * num_owners)
+        return self._seconds_of(key) < self._part_of(key, self.limits.max_queue_time_s)
 
     def _seconds_of(self, key: str | None) -> float:
         rate = self.rate()

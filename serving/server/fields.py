@@ -1,7 +1,8 @@
 """Fields of generations and edits. No torch.
 
 Names and meanings are those of OpenAI's images API; `seed`, `num_inference_steps`, `guidance_scale`, `negative_prompt`,
-`progress`, `slo`, `lora`, `cache`, `fallback` (cascades) and the fields of edits that OpenAI lacks are ours.
+`progress`, `slo`, `priority`, `lora`, `cache`, `fallback` (cascades) and the fields of edits that OpenAI lacks are our
+own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from pydantic import BeforeValidator, WithJsonSchema
 from ...data.adapters import MAX_SCALE, Adapters, read_adapters, require_adapters
 from ...data.checks import require_prompt
 from ...data.edits import MAX_DILATE, MAX_FEATHER_PX
-from ...data.requests import MAX_SEED, Fallback
+from ...data.requests import MAX_PRIORITY, MAX_SEED, Fallback
 from ...data.templates import TEMPLATE_KINDS
 from ..models.defaults import ModelDefaults
 from .body import MAX_NAME, NO_EFFECT, Body, FieldType, choice, integer, number, shown, text
@@ -198,6 +199,7 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, FieldType]:
         "progress": (bool, False),
         "cache": (bool, True),
         "slo": number(above=0, below=1e9, default=None),
+        "priority": integer(-MAX_PRIORITY, MAX_PRIORITY, 0),
         **own,
     }
 

@@ -189,6 +189,8 @@ class FrontEnd:
                     adapters=generation.adapters,
                     cache=generation.cache,
                     yields=is_batch,
+                    owner=ticket.key,
+                    priority=generation.priority,
                 )
                 if request.slo_s is None and not is_batch:
                     request = replace(request, slo_s=self.pricing.slo_s(request))

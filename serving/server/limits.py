@@ -14,6 +14,7 @@ class KeyLimits:
         pixel_steps_per_second: their pixels times steps per second, on average over a minute.
         max_batches: largest number of batches that have not ended.
         max_disk_mb: size of uploaded files and of outputs of batches, in megabytes (10^6 bytes).
+        weight: part in what owners share (the queue, and the places for lines of batches), relative to other owners.
     """
 
     max_open: int | None = None
@@ -21,6 +22,7 @@ class KeyLimits:
     pixel_steps_per_second: float | None = None
     max_batches: int | None = None
     max_disk_mb: float | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +50,7 @@ class Limits:
     max_body_bytes: int = 256 * 1024
     max_prompt: int = 32_000
     request_timeout_s: float = 600.0
+
+    def of(self, owner: str) -> KeyLimits:
+        """Return the limits of an owner; an unknown owner, and "" if there are no keys, has none."""
+        return self.keys.get(owner, KeyLimits())

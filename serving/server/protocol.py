@@ -34,6 +34,7 @@ class Generation:
         fallback: whether the light model's image may be the answer, for a cascade.
         adapters: adapters that change the model for these images.
         cache: whether steps may reuse results of earlier steps, if the server has a cache.
+        priority: rank among the waiting requests of the same key; lower ones are drawn earlier.
     """
 
     prompt: str
@@ -54,6 +55,7 @@ class Generation:
     fallback: Fallback = "light"
     adapters: Adapters = ()
     cache: bool = True
+    priority: int = 0
 
     @property
     def kind(self) -> str:
@@ -124,6 +126,7 @@ def generation_of(
         fallback=getattr(fields, "fallback", "light"),
         adapters=getattr(fields, LORA, ()),
         cache=fields.cache,
+        priority=fields.priority,
     )
 
 

@@ -50,6 +50,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str, int]] = [
         ({"header_slo": value}, "X-SLO-Seconds", "invalid_value", 400)
         for value in ("0", "-1", "inf", "nan", "soon", "")
     ),
+    *(({"priority": value}, "priority", "invalid_value", 400) for value in (2**31, -(2**31), 1.5, "1", True)),
     *(({"stream": value}, "stream", "invalid_value", 400) for value in ("true", 1, [])),
     ({"partial_images": 1}, "partial_images", "invalid_value", 400),
     ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value", 400),

@@ -60,7 +60,8 @@ class HttpServer:
         self.process = start_psctl(*command, env=env, stdout=subprocess.DEVNULL)
         self.lines: list[str] = []
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self.url = ""
 
     def _read(self) -> None:
@@ -88,9 +89,11 @@ class HttpServer:
         return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
     def stop(self, sig: int = signal.SIGTERM) -> int:
-        """Send a signal and return the exit code."""
+        """Send a signal and return the exit code, once all `lines` are read."""
         self.process.send_signal(sig)
-        return self.process.wait(60)
+        code = self.process.wait(60)
+        self._reader.join(10)  # a process that outlives the server may keep its stderr open
+        return code
 
     def __enter__(self) -> Self:
         self.url = self.wait(READY, self.start_s)[1]

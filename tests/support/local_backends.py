@@ -93,9 +93,12 @@ async def probes(backend: LocalBackend, folder: Path) -> dict[str, int]:
     return {path: answer.status_code for path, answer in (await answers(backend, folder)).items()}
 
 
-def run(work: Callable[[LocalBackend], Coroutine[Any, Any, None]], model: ServedModel) -> None:
+def run(
+    work: Callable[[LocalBackend], Coroutine[Any, Any, None]], model: ServedModel, *, max_batch_size: int = 16
+) -> None:
     async def whole() -> None:
-        backend = LocalBackend(LocalSetup(model, get_system("patched-fcfs"), warm_up=[[request(0, 1)]]))
+        setup = LocalSetup(model, get_system("patched-fcfs"), max_batch_size=max_batch_size, warm_up=[[request(0, 1)]])
+        backend = LocalBackend(setup)
         await backend.start()
         try:
             await asyncio.wait_for(work(backend), 60)

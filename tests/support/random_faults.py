@@ -264,6 +264,7 @@ class RandomRun:
             response_format=rng.choice(("b64_json", "url")),
             progress=rng.random() < 0.3,
             slo_s=slo_s,
+            priority=rng.choice((0, 0, -1, 1)),
         )
 
     async def _ask(self, process: Process) -> None:

@@ -11,7 +11,17 @@ def check_scheduler(scheduler: Scheduler) -> None:
     of = {stage: {one for one in scheduler._open.values() if one.stage == stage} for stage in get_args(Stage)}
     for room, yields in ((scheduler._waiting, False), (scheduler._yielding, True)):
         waiting = {one.request.request_id: one for one in of["waiting"] if one.request.yields == yields}
-        assert {view.request_id for view in room.queue} == set(waiting)
+        offered, requests = {view.request_id for view in room.queue}, {i: one.request for i, one in waiting.items()}
+        assert offered ^ room.held.keys() == set(waiting)
+        listed = [
+            (owner, rank, i) for owner, ranks in room._classes.items() for rank, found in ranks.items() for i in found
+        ]
+        assert sorted(listed) == sorted((one.owner, one.priority, i) for i, one in requests.items())
+        lowest = {owner: min(ranks) for owner, ranks in room._classes.items()}
+        is_lowest = {i for i, one in requests.items() if one.priority == lowest[one.owner]}
+        assert is_lowest <= offered
+        # Beyond these, only overdue requests are offered.
+        assert all(requests[i].slo_s is not None for i in offered - is_lowest)
         ahead = {i for i, one in waiting.items() if one.is_prepared or one is scheduler._preparing}
         assert set(room.untouched) == set(waiting) - ahead
         # A whole batch of requests that yield may be waiting again.

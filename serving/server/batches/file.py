@@ -61,6 +61,8 @@ class BatchLine:
         generation = parse_generation(self.body, model, limits)
         if generation.stream:
             raise invalid("stream is true, but lines of a batch are not streamed", "stream")
+        if generation.priority:
+            raise invalid(f"priority is {generation.priority}, but lines of a batch are drawn in order", "priority")
         return generation
 
     def image_name(self, index: int, suffix: str) -> str:

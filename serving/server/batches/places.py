@@ -10,7 +10,7 @@ class FairPlaces:
 
     This is start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a line starts, in units of work, where its
     owner's last line ends, or where the newest line that has a place starts, whichever is later. The line with the
-    smallest start receives the next place.
+    smallest start receives the next place. The work of a line counts divided by its owner's weight.
 
     Args:
         num_places: number of lines that are drawn together.
@@ -22,10 +22,10 @@ class FairPlaces:
         self._ends: dict[str, float] = {}
         self._start, self._order, self._is_assigning = 0.0, itertools.count(), False
 
-    async def acquire(self, owner: str, work: float) -> None:
-        """Wait for a place for a line of the given work."""
+    async def acquire(self, owner: str, work: float, weight: float = 1.0) -> None:
+        """Wait for a place for a line of the given work, whose owner has this weight."""
         start = max(self._start, self._ends.get(owner, 0.0))
-        self._ends[owner] = start + work
+        self._ends[owner] = start + work / weight
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (start, next(self._order), turn))
         self._assign_soon()

@@ -145,7 +145,8 @@ class BatchRun:
                 await self.wait_for_room()
             if self.is_cancelled:
                 return
-            await self.places.acquire(self.key, 0 if isinstance(parsed, ApiError) else parsed.pixel_steps)
+            work = 0 if isinstance(parsed, ApiError) else parsed.pixel_steps
+            await self.places.acquire(self.key, work, self.front_end.limits.of(self.key).weight)
             try:
                 if self.wait_for_turn is not None:
                     await self.wait_for_turn()

@@ -10,7 +10,7 @@ import pytest
 
 from patchedserve.data.adapters import adapters_text
 from patchedserve.data.errors import UsageError
-from patchedserve.data.requests import MAX_SEED, Request
+from patchedserve.data.requests import MAX_PRIORITY, MAX_SEED, Request
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.traces.draws import TraceDefaults
 from patchedserve.data.traces.files import load_trace, save_trace
@@ -42,6 +42,8 @@ def random_request(rng: random.Random, request_id: int, arrival_s: float) -> Req
         slo_s=rng.choice([None, rng.uniform(1e-3, 9)]),
         adapters=rng.choice([(), (("ink", rng.uniform(-9, 9)), ("toy-2.1", 1.0))]),
         cache=rng.choice([True, False]),
+        owner=rng.choice(["", text()]),
+        priority=rng.choice([0, rng.randint(-MAX_PRIORITY, MAX_PRIORITY)]),
     )
 
 

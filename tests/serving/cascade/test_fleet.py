@@ -41,6 +41,7 @@ from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.routers import FewestPixels
+from patchedserve.serving.server.backend import Health
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.front_end import FrontEnd, Pricing
 from patchedserve.serving.server.limits import Limits
@@ -336,6 +337,10 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
         try:
             stopped = backend.replicas[0].process_id
             os.kill(stopped, signal.SIGSTOP)
+            while backend.health is not Health.STALLED:
+                await asyncio.sleep(0.01)
+            assert [each.health for each in backend.replicas] == [Health.STALLED]
+            assert backend.trouble == "no worker has sent anything for 1 s"
             # The places of earlier requests are free, or these would be refused.
             for _ in range(2):
                 ticket = await front_end.generate(ask, arrival_s=time.monotonic())
@@ -343,8 +348,11 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
                     await front_end.wait(ticket)
                 await ticket.over.wait()
                 assert (front_end.admission.num_images, front_end.open) == (0, {})
+            while backend.health is not Health.RESTARTING:
+                await asyncio.sleep(0.01)
             while not notes or "serves again" not in notes[-1]:
                 await asyncio.sleep(0.05)
+            assert (backend.health, backend.trouble) == (Health.READY, "")
             assert "has sent nothing for 5 s and is killed" in notes[0]
             assert backend.replicas[0].process_id != stopped
             limits = replace(limits, request_timeout_s=60.0)
@@ -356,6 +364,7 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
             await backend.stop()
 
     monkeypatch.setattr(processes, "SILENT_S", 5.0)
+    monkeypatch.setattr(processes, "STALLED_S", 1.0)
     asyncio.run(asyncio.wait_for(work(), 240))
 
 

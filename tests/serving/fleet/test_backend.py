@@ -212,6 +212,29 @@ def test_requests_of_a_hanging_replica_are_rerouted(monkeypatch: pytest.MonkeyPa
     run(work, [Accepted(), Stepped(1, 1), STANDS_STILL], [Accepted(), Stepped(1, 1), Stepped(1, 2), "completed"])
 
 
+def test_silence_of_all_replicas_is_reported_before_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "_STATUS_EVERY_S", 0.01)
+    monkeypatch.setattr(backend_module, "_UNREADY_AFTER_S", 0.05)
+
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
+        async def is_silent() -> None:
+            while backend.health is Health.READY:
+                await asyncio.sleep(0.01)
+            assert (backend.health, backend.trouble) == (Health.RESTARTING, "no replica has answered for 0.05 s")
+
+        await is_silent()
+        follower = RecordingFollower()
+        await backend.submit(request(), follower)
+        assert backend.health is Health.READY, "a replica has accepted it"
+        assert (await follower.ended).status == "completed"
+        await is_silent()
+        monkeypatch.setattr(backend_module, "_REFUSED_AFTER_S", 0.0)
+        with pytest.raises(ApiError, match="no replica is there now"):
+            await backend.submit(request(), RecordingFollower())
+
+    run(work, [Accepted(), "completed"])
+
+
 def test_busy_replica_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patchedserve.serving.fleet.backend._BUSY_RETRY_S", 0.01)
 

@@ -38,7 +38,7 @@ def test_random_event_orders_keep_the_scheduler_consistent(name: str, seed: int)
     open_ids: set[int] = set()
     decoding: list[int] = []
     preparing: RequestState | None = None
-    is_stepping, now_s, arrived = False, 0.0, 0
+    is_stepping, now_s, arrived, num_admitted = False, 0.0, 0, 0
 
     def note(states: Sequence[RequestState]) -> None:
         for state in states:
@@ -57,7 +57,9 @@ def test_random_event_orders_keep_the_scheduler_consistent(name: str, seed: int)
             slo_s = rng.choice((None, rng.uniform(1, 60)))
             # The "dropping" policy does not read the number of free places.
             yields = name != "dropping" and slo_s is None and rng.random() < 0.6
-            scheduler.add(request(arrived, rng.randint(1, 6), size, arrival_s=now_s, slo_s=slo_s, yields=yields))
+            rank = {"owner": rng.choice(("", "a")), "priority": rng.choice((0, 0, 1, -1))}
+            asked = request(arrived, rng.randint(1, 6), size, arrival_s=now_s, slo_s=slo_s, yields=yields, **rank)
+            scheduler.add(asked)
             open_ids.add(arrived)
             arrived += 1
         elif event == "prepared" and preparing is not None:
@@ -76,8 +78,16 @@ def test_random_event_orders_keep_the_scheduler_consistent(name: str, seed: int)
             note(scheduler.stepped(now_s, 1.0, failures))
             is_stepping = False
         elif event == "step":
+            waiting = {i: one.request for i, one in scheduler._open.items() if one.stage == "waiting"}
             note(scheduler.decide(now_s))
             is_stepping = scheduler.can_step
+            left = {i for i, one in scheduler._open.items() if one.stage == "waiting"}
+            admitted = [one for i, one in waiting.items() if i in scheduler._open.keys() - left]
+            for one in admitted:
+                is_overdue = one.deadline_s is not None and one.deadline_s < now_s
+                same = [each for each in waiting.values() if (each.owner, each.yields) == (one.owner, one.yields)]
+                assert is_overdue or one.priority == min(each.priority for each in same)
+            num_admitted += len(admitted)
         elif event == "decoded" and decoding:
             note([state for state in [scheduler.end(decoding.pop(0), "completed", now_s)] if state])
         elif event == "cancel" and open_ids and rng.random() < 0.1:
@@ -91,6 +101,7 @@ def test_random_event_orders_keep_the_scheduler_consistent(name: str, seed: int)
         assert scheduler.is_due or is_stepping or not open_ids or preparing or decoding, "it stands still"
 
     assert sorted(ended) == list(range(250))
+    assert num_admitted > 50
     expected = {"completed", "failed", "cancelled"} | (
         {"discarded"} if name in ("dropping", "slack", "fair-fitting") else set()
     )
@@ -102,7 +113,7 @@ def test_random_event_orders_keep_the_scheduler_consistent(name: str, seed: int)
     assert len(kept) >= 4
     assert not any(kept)
     for room in (scheduler._waiting, scheduler._yielding):
-        assert (len(room), room.untouched, room.num_ahead) == (0, {}, 0)
+        assert (len(room), room.untouched, room.num_ahead, room._classes) == (0, {}, 0, {})
 
 
 DAMAGE: dict[str, Callable[[Scheduler], object]] = {
@@ -111,6 +122,7 @@ DAMAGE: dict[str, Callable[[Scheduler], object]] = {
     "an active request that is not prepared": lambda it: setattr(it._active[0], "is_prepared", False),
     "active twice": lambda it: it._active.append(it._active[0]),
     "a lost waiting request": lambda it: it._waiting.queue.remove(6),
+    "a request held back for none": lambda it: it._waiting.held.update({6: it._waiting.queue.remove(6)}),
     "a lost active request": lambda it: it._active.pop(),
     "a closed record": lambda it: it._open[6].record.close("failed", 0.0),
     "another resolution in the batch": lambda it: it.works.__setitem__(0, L),

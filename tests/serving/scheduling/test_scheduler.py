@@ -329,6 +329,39 @@ def test_yielding_requests_pause_for_others_and_resume() -> None:
     assert [record.admitted_s for record in records] == [1.0, 1.0, 1.0]
 
 
+def test_priorities_order_the_requests_of_one_owner() -> None:
+    scheduler = Scheduler(get_policy("continuous"), max_batch_size=1, max_prepared_ahead=1)
+    for number, (owner, priority) in enumerate((("a", 0), ("a", 5), ("a", 5), ("b", 9), ("a", -1), ("b", 9))):
+        scheduler.add(request(number, 1, owner=owner, priority=priority))
+        scheduler.decide(0.0)
+        check_scheduler(scheduler)
+    assert [view.request_id for view in scheduler.views] == [0, 1, 2, 3, 4, 5]
+    assert scheduler.num_waiting == 6
+    assert [drive(scheduler, 1.0 + number) for number in range(6)] == [[0], [3], [4], [1], [2], [5]]
+    assert scheduler.is_idle
+
+
+def test_more_urgent_arrivals_are_prepared_first() -> None:
+    scheduler = Scheduler(admitting([2]), max_prepared_ahead=2)
+    for number, priority in enumerate((1, 1, 0)):
+        scheduler.add(request(number, priority=priority))
+    assert (prepare(scheduler), next_id(scheduler)) == (2, None)
+    scheduler.decide(0.0)
+    assert (ids(scheduler.active), prepare(scheduler)) == ([2], 0)
+    check_scheduler(scheduler)
+
+
+@pytest.mark.parametrize(("policy", "status"), [("continuous", "completed"), ("edf-drop", "discarded")])
+def test_no_request_is_held_back_beyond_its_deadline(policy: str, status: str) -> None:
+    scheduler = Scheduler(get_policy(policy), Learning(), max_batch_size=1)
+    held = scheduler.add(request(0, 1, priority=1, slo_s=4.5)).record
+    for number in range(1, 8):
+        scheduler.add(request(number, 1, arrival_s=float(number)))
+        drive(scheduler, float(number))
+        assert held.status == ("pending" if number < 5 else status)
+    assert held.finish_s == 5.0
+
+
 def test_yielding_requests_are_prepared_only_without_others() -> None:
     scheduler = Scheduler(get_policy("continuous"), max_batch_size=2)
     scheduler.add(request(0, 2, yields=True))

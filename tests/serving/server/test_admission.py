@@ -79,6 +79,16 @@ def test_every_key_finds_room_despite_load_of_others(max_queue: int, num_owners:
     assert room.num_images <= max_queue
 
 
+def test_shares_of_the_queue_follow_weights() -> None:
+    work = Work()
+    room = admission(work, keys={"a": KeyLimits(weight=3), "b": KeyLimits()})
+    assert taken(room, "b") == 64 - 24
+    assert taken(room, "a") == 24
+    work.rate, work.pending, work.of_key = 1e7, 1e9, {"a": 2.2e8, "b": 8e7}
+    assert refused(admission(work, keys=room.limits.keys), key="b").code == "queue_too_long", "7.5 of 60 s are b's"
+    admission(work, keys=room.limits.keys).reserve(1, "a")
+
+
 def test_single_or_privileged_key_may_use_the_whole_queue() -> None:
     for limits in ({}, {"keys": {"a": KeyLimits()}}, {"keys": TWO, "max_per_key": 64}):
         assert taken(admission(Work(), **limits), "a") == 64

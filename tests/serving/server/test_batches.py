@@ -21,17 +21,20 @@ import pytest
 from fastapi import FastAPI
 
 from patchedserve.data.errors import RunError, UsageError
+from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.server.batches import store
 from patchedserve.serving.server.batches.api import batch_routes
 from patchedserve.serving.server.batches.file import MAX_LINES, BatchOutput, FolderInUseError, read_lines
 from patchedserve.serving.server.batches.folder import BatchFolder
 from patchedserve.serving.server.batches.store import Batches
-from patchedserve.serving.server.errors import invalid
+from patchedserve.serving.server.errors import ApiError, invalid
 from patchedserve.serving.server.guards import Guards
 from patchedserve.serving.server.keys import Keys
+from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.protocol import ModelFacts
 
 from ...support.random_engine import MachineState
-from ...support.server_process import Process
+from ...support.server_process import SIZES, Process
 
 
 def line(custom_id: Any = "a", **more: Any) -> str:
@@ -78,6 +81,15 @@ def test_invalid_lines_are_reported_with_line_number(tmp_path: Path, lines: tupl
         read_lines(written(tmp_path, *lines))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_lines_have_no_priority(tmp_path: Path) -> None:
+    bodies = ({"prompt": "a cat", "priority": priority} for priority in (0, -1))
+    first, second = read_lines(written(tmp_path, *(line(f"{number}", body=body) for number, body in enumerate(bodies))))
+    facts = ModelFacts("tiny", ModelDefaults(4, 3.0, SIZES[0], SIZES))
+    assert first.generation(facts, Limits()).priority == 0
+    with pytest.raises(ApiError, match="priority is -1, but lines of a batch are drawn in order"):
+        second.generation(facts, Limits())
 
 
 def test_too_many_lines_are_refused(tmp_path: Path) -> None:

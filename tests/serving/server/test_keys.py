@@ -51,9 +51,9 @@ def test_data_of_unnamed_keys_passes_to_their_names(tmp_path: Path) -> None:
 
 def test_limits_apply_to_a_name_or_to_all(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    path.write_text(f"max_open = 9\nmax_disk_mb = 5\n{NAMED}max_open = 3\nrequests_per_minute = 1.5\n")
+    path.write_text(f"max_open = 9\nmax_disk_mb = 5\n{NAMED}max_open = 3\nrequests_per_minute = 1.5\nweight = 2\n")
     red = KeyLimits(max_open=9, max_disk_mb=5, max_batches=16)
-    assert read_keys(path).limits == {"red": red, "blue.2": replace(red, max_open=3, requests_per_minute=1.5)}
+    assert read_keys(path).limits == {"red": red, "blue.2": replace(red, max_open=3, requests_per_minute=1.5, weight=2)}
     path.write_text('[red]\nkeys = ["one"]\n')
     assert read_keys(path, "one").limits == {"red": KeyLimits()}, "with one owner there are none by default"
     keys = read_keys(path, "two")

@@ -164,6 +164,28 @@ def test_disconnect_during_submission_cancels_the_request(model: ServedModel, mo
     run(work, model)
 
 
+def test_priorities_order_the_waiting_requests_of_a_key(model: ServedModel) -> None:
+    async def work(backend: LocalBackend) -> None:
+        front_end = front_end_of(backend, Limits(max_steps=1_000_000))
+
+        async def send(key: str, **fields: Any) -> tickets.Ticket:
+            asked = parse_generation({"prompt": "a cat", **fields}, front_end.model, front_end.limits)
+            return await front_end.generate(asked, key=key, arrival_s=time.monotonic())
+
+        first = await send("red", num_inference_steps=1_000_000)
+        while not backend.load.num_running:
+            await asyncio.sleep(0.01)
+        sent = [("red", 1), ("red", 0), ("blue", 5), ("red", -1)]
+        found = [await send(key, priority=priority) for key, priority in sent]
+        first.cancel("its client has cancelled it")
+        for ticket in found:
+            await front_end.wait(ticket)
+        admitted = sorted(zip(found, sent, strict=True), key=lambda each: each[0].records[0].admitted_s or 0.0)
+        assert [each for _, each in admitted] == [("blue", 5), ("red", -1), ("red", 0), ("red", 1)]
+
+    run(work, model, max_batch_size=1)
+
+
 def test_disconnect_before_a_stream_starts_cancels_the_request(model: ServedModel, tmp_path: Path) -> None:
     async def work(backend: LocalBackend) -> None:
         front_end = front_end_of(backend, Limits())

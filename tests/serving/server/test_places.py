@@ -2,11 +2,14 @@
 
 import asyncio
 import random
+from collections.abc import Mapping
 
 from patchedserve.serving.server.batches.places import FairPlaces
 
 
-async def drawn(places: FairPlaces, owner: str, works: list[float], order: list[tuple[str, float]]) -> None:
+async def drawn(
+    places: FairPlaces, owner: str, works: list[float], order: list[tuple[str, float]], weight: float
+) -> None:
     """Acquire places for lines one by one, as a batch does; each line takes ten loop iterations per unit of work."""
     async with asyncio.TaskGroup() as tasks:
 
@@ -16,15 +19,20 @@ async def drawn(places: FairPlaces, owner: str, works: list[float], order: list[
             places.release()
 
         for work in works:
-            await places.acquire(owner, work)
+            await places.acquire(owner, work, weight)
             order.append((owner, work))
             tasks.create_task(draw(work))
 
 
-def order_of(num_places: int, works: dict[str, list[float]]) -> list[tuple[str, float]]:
+def order_of(
+    num_places: int, works: dict[str, list[float]], weights: Mapping[str, float] | None = None
+) -> list[tuple[str, float]]:
     async def use() -> list[tuple[str, float]]:
         places, order = FairPlaces(num_places), list[tuple[str, float]]()
-        await asyncio.gather(*(drawn(places, owner, of_owner, order) for owner, of_owner in works.items()))
+        of = weights or {}
+        await asyncio.gather(
+            *(drawn(places, owner, of_owner, order, of.get(owner, 1.0)) for owner, of_owner in works.items())
+        )
         return order
 
     return asyncio.run(use())
@@ -48,6 +56,12 @@ def test_owners_get_equal_work_regardless_of_line_costs() -> None:
                 break
             assert max(had.values()) - min(had.values()) <= 40.0 * (num_places + 1)
         assert min(had.values()) > 1000
+
+
+def test_work_of_owners_follows_their_weights() -> None:
+    works = {"a": [1.0] * 600, "b": [1.0] * 600}
+    first = [owner for owner, _ in order_of(2, works, {"a": 3.0})][:400]
+    assert abs(first.count("a") - 300) <= 4
 
 
 def test_cancelled_line_takes_no_place() -> None:

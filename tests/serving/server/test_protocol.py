@@ -120,6 +120,7 @@ def test_all_fields_are_accepted() -> None:
         progress=True,
         slo=4.5,
         cache=False,
+        priority=-3,
         style="natural",
         header_slo="3",
     )
@@ -138,6 +139,7 @@ def test_all_fields_are_accepted() -> None:
         slo_s=3.0,
         quality="high",
         cache=False,
+        priority=-3,
     )
     assert found.pixel_steps == 3 * 256 * 128 * 60
     assert parsed(slo=2, header_slo="3").slo_s == 2.0
