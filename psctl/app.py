@@ -227,11 +227,18 @@ def _register() -> None:
         group, _, command = name.rpartition(" ")
         if group not in groups:
             run = expanded(_GROUPS_THAT_RUN.get(group, _show_help_without_command))
-            about = inspect.cleandoc(_GROUPS[group]) if group in _GROUPS else inspect.getdoc(run)
+            about = _help_of(_GROUPS.get(group, run.__doc__))
             groups[group] = typer.Typer(help=about, invoke_without_command=True)
             groups[group].callback()(run)
             app.add_typer(groups[group], name=group, rich_help_panel=panels[group])
-        groups[group].command(command, rich_help_panel=None if group else panels[name])(expanded(function))
+        panel, about = None if group else panels[name], _help_of(function.__doc__)
+        groups[group].command(command, rich_help_panel=panel, help=about)(expanded(function))
+
+
+def _help_of(docstring: str | None) -> str:
+    """Return a docstring with each paragraph on one line, as the terminal breaks lines. Examples keep theirs."""
+    paragraphs = inspect.cleandoc(docstring or "").split("\n\n")
+    return "\n\n".join(each if each.startswith(" ") else each.replace("\n", " ") for each in paragraphs)
 
 
 _register()

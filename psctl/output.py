@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..profiling.experiment.experiment import Experiment, Outcome
 
 Json = Annotated[bool, flag("--json", "Print the result as JSON.", is_shared=True)]
-Quiet = Annotated[bool, flag("--quiet -q", "No progress and no notes on stderr.", is_shared=True)]
+Quiet = Annotated[bool, flag("--quiet -q", "Print no progress and no notes.", is_shared=True)]
 
 # A pipe has no width; 80 columns would cut the cells of wide tables that people grep.
 _PIPE_WIDTH = 160
@@ -63,7 +63,7 @@ class Output:
             write_json(file, payload)
         if self.json:
             is_ascii = not writes_all_text(sys.stdout)
-            sys.stdout.write(jsonlib.dumps(_plain(payload), indent=2, ensure_ascii=is_ascii, allow_nan=False) + "\n")
+            sys.stdout.write(jsonlib.dumps(plain(payload), indent=2, ensure_ascii=is_ascii, allow_nan=False) + "\n")
         elif table is not None:
             self.stdout.print(table() if callable(table) else table)
         elif isinstance(payload, Mapping):
@@ -145,20 +145,20 @@ class _Nothing(AbstractContextManager[None]):
         return None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Convert a payload to types that JSON can represent."""
     if isinstance(value, Enum):
-        return _plain(value.value)
+        return plain(value.value)
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, date):
@@ -166,5 +166,5 @@ def _plain(value: Any) -> Any:
     # numpy arrays and scalars, and torch tensors, without importing either.
     to_list = getattr(value, "tolist", None)
     if callable(to_list):
-        return _plain(to_list())
+        return plain(to_list())
     raise TypeError(f"cannot print {type(value).__name__} as JSON")

@@ -1,4 +1,4 @@
-"""`psctl batch run`: draw a file of requests, as OpenAI's batches have them, without a server."""
+"""`psctl batch run`: draws a file of requests in the format of OpenAI's batches, without a server."""
 
 import asyncio
 import hashlib
@@ -26,9 +26,11 @@ _SYSTEM = "patched-fcfs"
 def batch_run(
     *,
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="Requests, one JSON object a line: custom_id and body.", dir_okay=False)],
+    file: Annotated[
+        Path, typer.Argument(help="File of requests, one JSON object per line: custom_id and body.", dir_okay=False)
+    ],
     output_dir: Annotated[
-        Path, flag("--output-dir -o", "Where images, output.jsonl and errors.jsonl go.", file_okay=False)
+        Path, flag("--output-dir -o", "Folder for images, output.jsonl and errors.jsonl.", file_okay=False)
     ] = Path("batch"),
     resolutions: Resolutions = None,
     max_batch_size: MaxBatchSize = 16,
@@ -37,10 +39,10 @@ def batch_run(
     target: Target,
     out: Output,
 ) -> None:
-    """Draw every line of a file, and write the result of each.
+    """Draw each line of a file of requests and write its result.
 
-    Lines are those of OpenAI's batches: {"custom_id": "a", "body": {"prompt": "a cat", "size": "256x256"}}. After an
-    interruption, the same command continues where it stopped.
+    Lines have the format of OpenAI's batches: {"custom_id": "a", "body": {"prompt": "a cat", "size": "256x256"}}. After
+    an interruption, the same command continues where it stopped.
 
     Examples:
 

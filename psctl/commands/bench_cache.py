@@ -1,4 +1,4 @@
-"""`psctl bench cache`: how much time the patch cache saves, and what it costs in quality."""
+"""`psctl bench cache`: time that the patch cache saves, and its cost in quality."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,51 +21,71 @@ def bench_cache(
     resolutions: Resolutions = None,
     combinations: Annotated[
         str | None,
-        flag("--combinations", "Batches: requests of each resolution. Default: 2 of each.", metavar="N,N,...;..."),
+        flag(
+            "--combinations",
+            "Batches: number of requests of each resolution. Default: 2 of each.",
+            metavar="N,N,...;...",
+        ),
     ] = None,
     thresholds: Annotated[
-        str, flag("--thresholds", "Of predictors that decide for each request.", metavar="X,...")
+        str, flag("--thresholds", "Thresholds of predictors that decide for each request.", metavar="X,...")
     ] = "0.003,0.01,0.03,0.1,0.3",
     image_thresholds: Annotated[
-        str, flag("--image-thresholds", "Of predictors with --cache image.", metavar="X,...")
+        str, flag("--image-thresholds", "Thresholds of predictors with --cache image.", metavar="X,...")
     ] = "0.03,0.1,0.3",
     trained: Annotated[
         bool,
-        flag("--trained", "Measure predictor and schedule that serving takes, too: the workspace's or the model's."),
+        flag(
+            "--trained",
+            "Also measure the predictor and the schedule that serving uses: the workspace's or the model's.",
+        ),
     ] = False,
-    intervals: Annotated[str, flag("--intervals", "Of fixed-interval reuse.", metavar="N,...")] = "2,3,4",
-    sums: Annotated[str, flag("--sums", "Of accumulated input changes.", metavar="X,...")] = "0.1,0.2,0.3,0.4",
+    intervals: Annotated[
+        str, flag("--intervals", "Intervals of the fixed-interval baseline.", metavar="N,...")
+    ] = "2,3,4",
+    sums: Annotated[
+        str, flag("--sums", "Limits of the sum of input changes, for the accumulated baseline.", metavar="X,...")
+    ] = "0.1,0.2,0.3,0.4",
     schedules: Annotated[
         str,
         flag(
-            "--schedules", "Of psctl train-predictor schedule; with --trained what serving takes.", metavar="FILE,..."
+            "--schedules",
+            "Schedules by psctl train-predictor schedule. With --trained: also the one that serving uses.",
+            metavar="FILE,...",
         ),
     ] = "",
     max_reuse: Annotated[
         str | None,
         flag(
             "--max-reuse",
-            "Steps in a row that predictors may reuse a block. Default: --max-lag of the profile.",
+            "Maximum number of consecutive steps for which predictors may reuse a block. Default: --max-lag of the "
+            "profile.",
             is_shared=True,
             metavar="N,...",
         ),
     ] = None,
-    num_inference_steps: Annotated[int, flag("--num-inference-steps", "Denoising steps of every request.", min=2)] = 50,
+    num_inference_steps: Annotated[
+        int, flag("--num-inference-steps", "Number of denoising steps of every request.", min=2)
+    ] = 50,
     arrivals: Annotated[
         Literal["together", "staggered"],
-        flag("--arrivals", "Batches that begin and end as one, or requests that join and leave one by one."),
+        flag(
+            "--arrivals", "Batches whose requests start and end together, or requests that join and leave one by one."
+        ),
     ] = "together",
-    rounds: Annotated[int, flag("--rounds", "Batches that each side serves.", min=1)] = 4,
+    rounds: Annotated[int, flag("--rounds", "Number of batches that each side serves.", min=1)] = 4,
     table: Annotated[
         Path | None, flag("--table", "Block profile to train on. Default: the workspace's.", dir_okay=False)
     ] = None,
-    clip: Annotated[str, flag("--clip", "Judge of the images; none leaves it out.")] = "emoji-clip",
-    with_lpips: Annotated[bool, flag("--lpips", "Measure LPIPS, too; its weights must be there.")] = False,
+    clip: Annotated[str, flag("--clip", "CLIP model that scores the images; none skips the score.")] = "emoji-clip",
+    with_lpips: Annotated[bool, flag("--lpips", "Also measure LPIPS; its weights must be installed.")] = False,
     fid: Annotated[
         str | None,
-        flag("--fid", "Measure FID, too, against images of this set: as --dataset of psctl eval.", metavar="DATASET"),
+        flag(
+            "--fid", "Also measure FID against this data set, given as for --dataset of psctl eval.", metavar="DATASET"
+        ),
     ] = None,
-    num_real: Annotated[int, flag("--num-real", "Real images for FID.", min=2)] = 256,
+    num_real: Annotated[int, flag("--num-real", "Number of real images for FID.", min=2)] = 256,
     output_file: OutputFile = None,
     cache: Annotated[CacheOptions, CACHE.only("patch_size", "warmup_steps").fixing(mode="patch", threshold=0.0)],
     seed: Seed = 0,
@@ -73,11 +93,11 @@ def bench_cache(
     target: Target,
     out: Output,
 ) -> None:
-    """Measure quality against time of the patch cache, of schedules and of three baselines.
+    """Compare the patch cache, cache schedules and three baselines in image quality and time.
 
-    Predictors are trained on the block profile of the workspace, one per threshold. Every side serves the same batches;
-    images are compared with those of the same engine without the cache. Table, plots and image grid go to the
-    workspace. Ctrl-C keeps the rounds that all sides have finished.
+    One predictor per threshold is trained on the workspace's block profile. All sides serve the same batches, and their
+    images are compared with those of the same engine without a cache. A table, plots and an image grid are written to
+    the workspace. Ctrl-C keeps the rounds that all sides have finished.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl bench cascade`: systems of a light and a heavy model side by side, on a virtual clock."""
+"""`psctl bench cascade`: compares systems of a light and a heavy model on a virtual clock."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -25,18 +25,20 @@ def bench_cascade(
     *,
     cascade: Cascade = DEFAULT_CASCADE,
     systems: Annotated[str, flag("--systems", "Systems to compare.", metavar="NAME,...")] = _SYSTEMS,
-    ablations: Annotated[bool, flag("--ablations", f"Also {', '.join(_ABLATIONS)}.")] = False,
+    ablations: Annotated[bool, flag("--ablations", f"Also measure {', '.join(_ABLATIONS)}.")] = False,
     ours: Annotated[
-        bool, flag("--ours", "Also diffserve with each of what goes beyond the paper, such as --on-late light.")
+        bool, flag("--ours", "Also measure diffserve with each extension of ours, such as --on-late light.")
     ] = False,
     slo_scales: Annotated[
-        str, flag("--slo-scales", "SLOs as multiples of the heavy model's own latency.", metavar="SCALE,...")
+        str, flag("--slo-scales", "SLOs, as multiples of the heavy model's standalone latency.", metavar="SCALE,...")
     ] = "2.8",
     lambdas: Annotated[
-        str, flag("--lambdas", "By how much capacity must exceed the demand.", metavar="FACTOR,...")
+        str, flag("--lambdas", "Factors by which capacity must exceed demand.", metavar="FACTOR,...")
     ] = "1.05",
-    num_seeds: Annotated[int, flag("--num-seeds", "Traces of each point.", min=1)] = 5,
-    num_resamples: Annotated[int, flag("--num-resamples", "Of each interval of a difference of FIDs.", min=2)] = 40,
+    num_seeds: Annotated[int, flag("--num-seeds", "Number of traces per point.", min=1)] = 5,
+    num_resamples: Annotated[
+        int, flag("--num-resamples", "Number of bootstrap resamples for each interval of an FID difference.", min=2)
+    ] = 40,
     trace: Annotated[
         TraceSettings,
         TRACE.without("prompts", "guidance_scale", "num_inference_steps", "seed"),
@@ -48,10 +50,10 @@ def bench_cascade(
     target: Annotated[Target, WHERE.only("workspace")],
     out: Output,
 ) -> None:
-    """Compare systems that serve a light and a heavy model: how good the images served are, and how many are late.
+    """Compare systems that serve a light and a heavy model by image quality and late requests.
 
-    All systems get the same requests on the virtual clock, as psctl profile cascade has measured both models. FID is of
-    the images that each system served; differences to diffserve have 95 % intervals.
+    All systems serve the same requests on a virtual clock, with the times and images measured by psctl profile cascade.
+    FID is computed over the images that each system serves; differences from diffserve have 95 % intervals.
 
     Examples:
 

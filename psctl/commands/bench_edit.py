@@ -1,4 +1,4 @@
-"""`psctl bench edit`: how many edits a minute are drawn in several ways."""
+"""`psctl bench edit`: throughput of edits with records, and of five alternatives."""
 
 from typing import Annotated
 
@@ -16,30 +16,32 @@ from ..output import Output
 def bench_edit(
     *,
     mask_ratios: Annotated[
-        str, flag("--mask-ratios", "Shares of the pixels in the masks, each measured by itself.", metavar="R,...")
+        str, flag("--mask-ratios", "Shares of the image that masks cover, each measured separately.", metavar="R,...")
     ] = "0.1,0.2,0.3",
     resolutions: Resolutions = None,
-    num_edits: Annotated[int, flag("--num-edits", "Edits of each mask ratio.", min=1)] = 16,
-    templates: Annotated[int, flag("--templates", "Pictures that are edited; all have a record.", min=1)] = 4,
-    max_batch_size: Annotated[int, flag("--max-batch-size", "Edits denoised together.", min=1, max=256)] = 8,
+    num_edits: Annotated[int, flag("--num-edits", "Number of edits per mask ratio.", min=1)] = 16,
+    templates: Annotated[int, flag("--templates", "Number of edited images; each has a record.", min=1)] = 4,
+    max_batch_size: Annotated[int, flag("--max-batch-size", "Maximum number of edits in a batch.", min=1, max=256)] = 8,
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
     cache_threshold: Annotated[
-        float, flag("--cache-threshold", "Of the accumulated cache: the sum of changes that is let pass.", min=0)
+        float, flag("--cache-threshold", "Limit of the sum of changes, for the accumulated cache.", min=0)
     ] = 0.2,
-    repeats: Annotated[int, flag("--repeats", "Rounds; their median ratio counts.", min=1)] = 6,
+    repeats: Annotated[
+        int, flag("--repeats", "Number of rounds; the result is the median of their ratios.", min=1)
+    ] = 6,
     seed: Seed = 0,
     output_file: OutputFile = None,
     target: Target,
     out: Output,
 ) -> None:
-    """Draw the same edits over records of their images, exactly, and in other ways, by turns.
+    """Measure the throughput of edits that read records, against five other ways to draw them.
 
-    Beside edits that compute the masked part only (reuse) stand diffusers one by one, the patch engine that computes
-    all of the image (exact), the same with a cache as TeaCache's (accumulated), crops around the masks that are
-    stitched in (crop), and edits one by one with the image's own statistics of GroupNorm, as SIGE's (frozen).
-    Everything counts, from text to pasted image. Results go to the workspace; Ctrl-C keeps the mask ratios that are
-    measured.
+    The sides take turns with the same edits: only the masked part is computed (reuse); plain diffusers, one by one; the
+    patch engine computes the whole image (exact), also with a cache like TeaCache's (accumulated); crops around the
+    masks are drawn and pasted (crop); one by one with the original image's GroupNorm statistics, like SIGE (frozen).
+    Times include all stages, from the text encoder to the pasted image. Results are written to the workspace. Ctrl-C
+    keeps the mask ratios that are finished.
 
     Examples:
 

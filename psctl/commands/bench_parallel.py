@@ -1,4 +1,4 @@
-"""`psctl bench parallel`: how long a step takes on several ranks."""
+"""`psctl bench parallel`: times a denoising step on several ranks."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -17,27 +17,39 @@ from ..output import Output
 def bench_parallel(
     *,
     num_ranks: Annotated[
-        str, flag("--parallel", "Ranks, in processes or virtual (then times say little).", metavar="N|virtual:N")
+        str,
+        flag(
+            "--parallel", "Number of ranks, in processes or virtual (whose times mean little).", metavar="N|virtual:N"
+        ),
     ] = "2",
     ways: Annotated[
         str,
-        flag("--modes", "Some of cfg (half of the ranks for guidance), sync, displaced, naive.", metavar="NAME,..."),
+        flag(
+            "--modes",
+            "Modes to measure: cfg (half of the ranks for guidance), sync, displaced, naive.",
+            metavar="NAME,...",
+        ),
     ] = "cfg,sync,displaced",
     resolutions: Resolutions = None,
-    batch_size: Annotated[int, flag("--batch-size", "Requests of one resolution in a batch.", min=1, max=64)] = 1,
-    repeats: Annotated[int, flag("--repeats", "Timings of each side; the median counts.", min=1)] = 15,
-    warmup: Annotated[int, flag("--warmup", "Rounds before them.", min=1)] = 3,
+    batch_size: Annotated[
+        int, flag("--batch-size", "Number of requests of one resolution in a batch.", min=1, max=64)
+    ] = 1,
+    repeats: Annotated[
+        int, flag("--repeats", "Number of measurements per side; the result is their median.", min=1)
+    ] = 15,
+    warmup: Annotated[int, flag("--warmup", "Number of warm-up rounds.", min=1)] = 3,
     seed: Seed = 0,
     output_file: OutputFile = None,
     options: Annotated[ParallelOptions, PARALLEL.only("norms", "text")],
     target: Target,
     out: Output,
 ) -> None:
-    """Time one denoising step on several ranks, against one rank and against one process with the whole machine.
+    """Time one denoising step on several ranks, on one rank, and in one process that has the whole machine.
 
-    The sides take turns; guidance and sampler are included. Each rank has its share of the processors, and so has the
-    one rank that speed-ups are relative to. "alone" is what the first rank computes of a step, with nothing sent. Each
-    side is compared with plain diffusers in the same run. Results go to the workspace; Ctrl-C keeps what is measured.
+    The sides take turns; guidance and sampler are included. Each rank has an equal share of the processors, also the
+    single rank that speed-ups are relative to. "alone" is the computation of the first rank without communication. Each
+    side is compared with plain diffusers in the same run. Results are written to the workspace. Ctrl-C keeps the sizes
+    that are finished.
 
     Examples:
 

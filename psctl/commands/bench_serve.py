@@ -1,4 +1,4 @@
-"""`psctl bench serve`: load for a server of OpenAI's images API, ours or another one."""
+"""`psctl bench serve`: sends load to a server of OpenAI's images API, ours or another."""
 
 import os
 from dataclasses import replace
@@ -20,44 +20,48 @@ _DEFAULT_NUM_PROMPTS = 32
 
 def bench_serve(
     *,
-    base_url: Annotated[str, flag("--base-url", "Of the API.", metavar="URL")] = "http://127.0.0.1:8000/v1",
-    endpoint: Annotated[str, flag("--endpoint", "Below the base URL.")] = "/images/generations",
+    base_url: Annotated[str, flag("--base-url", "Base URL of the API.", metavar="URL")] = "http://127.0.0.1:8000/v1",
+    endpoint: Annotated[str, flag("--endpoint", "Path below the base URL.")] = "/images/generations",
     served_model: Annotated[
-        str | None, flag("--served-model", "Name that is asked for. Default: whichever the server has.")
+        str | None, flag("--served-model", "Model name in the requests. Default: the one that the server reports.")
     ] = None,
     trace: Annotated[TraceSettings, TRACE.without("slo")],
     random_request_config: Annotated[
         str | None,
         flag(
             "--random-request-config",
-            'JSON list of {"width", "height", "num_inference_steps", "weight"}, in place of --resolutions and --mix.',
+            'JSON list of {"width", "height", "num_inference_steps", "weight"}, instead of --resolutions and --mix.',
             metavar="JSON",
         ),
     ] = None,
-    max_concurrency: Annotated[int | None, flag("--max-concurrency", "Requests open at a time.", min=1)] = None,
+    max_concurrency: Annotated[int | None, flag("--max-concurrency", "Maximum number of open requests.", min=1)] = None,
     warmup_requests: Annotated[
-        int, flag("--warmup-requests", "Sent before anything counts, of each size, one after the other.", min=0)
+        int, flag("--warmup-requests", "Number of warm-up requests of each size, sent one after the other.", min=0)
     ] = 2,
     warmup_num_inference_steps: Annotated[
-        int | None, flag("--warmup-num-inference-steps", "Steps of these. Default: those of the load.", min=1)
+        int | None,
+        flag("--warmup-num-inference-steps", "Number of steps of warm-up requests. Default: as in the load.", min=1),
     ] = None,
     slo: Annotated[
         bool,
-        flag("--slo", "Give each request an SLO: --slo-scale times its latency alone, which the warm-up measures."),
+        flag(
+            "--slo",
+            "Send an SLO with each request: --slo-scale times its standalone latency, which the warm-up measures.",
+        ),
     ] = False,
-    slo_scale: Annotated[float, flag("--slo-scale", "See --slo.")] = 3.0,
-    stream: Annotated[bool, flag("--stream", "Stream three partial images of each.")] = False,
+    slo_scale: Annotated[float, flag("--slo-scale", "SLO as a multiple of the standalone latency, with --slo.")] = 3.0,
+    stream: Annotated[bool, flag("--stream", "Stream three partial images of each request.")] = False,
     disconnect_rate: Annotated[
-        float, flag("--disconnect-rate", "Share of the clients that leave before they have an answer.")
+        float, flag("--disconnect-rate", "Share of the clients that disconnect before they receive a response.")
     ] = 0.0,
     output_file: OutputFile = None,
     save_dir: Annotated[Path | None, flag("--save-dir", "Save the images in this folder.", file_okay=False)] = None,
     out: Output,
 ) -> None:
-    """Send a trace to a running server, and report latency, SLO attainment and what was refused.
+    """Send a trace to a running server, and report latency, SLO attainment and refused requests.
 
-    Latency counts from when a request was to be sent. Names of options and figures are those of the clients of
-    vllm-omni and SGLang; `psctl gate` reads the file. The key is read from PSCTL_API_KEY.
+    Latency counts from the time at which the trace sends the request. Options and figures are named as in the clients
+    of vllm-omni and SGLang; `psctl gate` reads the result file. The key is read from PSCTL_API_KEY.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl bench slo`: SLO attainment of every system over the request rate, on the engine or in the simulator."""
+"""`psctl bench slo`: SLO attainment of systems over the request rate, on the engine or in the simulator."""
 
 from dataclasses import replace
 from functools import cache
@@ -38,7 +38,7 @@ def bench_slo(
     context: typer.Context,
     on: Annotated[
         Literal["engine", "simulator", "both"],
-        flag("--on", "What serves; both: the simulator beside the engine, and how far they differ."),
+        flag("--on", "Where to serve: on the engine, in the simulator, or on both, with the simulator's error."),
     ] = "engine",
     systems: Annotated[
         str,
@@ -49,18 +49,18 @@ def bench_slo(
         ),
     ] = ",".join(COMPARED_SYSTEMS),
     rates: Annotated[str, flag("--rates", "Request rates: mean arrivals per second.", metavar="X,...")] = "1,2,3,4",
-    num_seeds: Annotated[int, flag("--num-seeds", "Traces of every rate: --seed and on.", min=1)] = 1,
+    num_seeds: Annotated[int, flag("--num-seeds", "Number of traces per rate, with seeds from --seed on.", min=1)] = 1,
     seed: Seed = 0,
     trace: Annotated[
         TraceSettings,
         TRACE.without("request_rate", "seed", "from_zero").using(
             trace=flag(
                 "--trace",
-                "Random or recorded arrivals, drawn afresh at every rate.",
+                "Random or recorded arrivals, generated anew for each rate.",
                 metavar="poisson|gamma|diurnal|azure",
             ),
             num_prompts=flag(
-                "--num-prompts", "Requests of every run. Default: 60 (simulator: 1000), or with --duration all."
+                "--num-prompts", "Number of requests per run. Default: 60 (simulator: 1000), or all with --duration."
             ),
         ),
     ],
@@ -70,28 +70,32 @@ def bench_slo(
         Path | None,
         flag(
             "--predictor",
-            "Step latencies, for the policy slack. Default: the workspace's.",
+            "Predictor of step latencies, for policies that use slack. Default: the workspace's.",
             metavar="FILE",
             dir_okay=False,
         ),
     ] = None,
-    warmup_requests: Annotated[
-        int, flag("--warmup-requests", "Served by each engine before anything counts.", min=1)
-    ] = 32,
+    warmup_requests: Annotated[int, flag("--warmup-requests", "Number of warm-up requests per engine.", min=1)] = 32,
     combinations: Annotated[
-        int, flag("--combinations", "Of the latency tables that --on both measures if it finds none.", min=6)
+        int,
+        flag(
+            "--combinations",
+            "Number of combinations in the latency tables that --on both measures if there are none.",
+            min=6,
+        ),
     ] = 60,
     latency: Annotated[
         Path | None,
         flag(
             "--latency",
-            "Simulator: step latencies of the patch engine. Default: the workspace's table, else one in the box.",
+            "Simulator: step latencies of the patch engine. Default: the workspace's table, else a bundled one.",
             metavar="FILE",
             dir_okay=False,
         ),
     ] = None,
     plain_latency: Annotated[
-        Path | None, flag("--plain-latency", "Simulator: those of the plain engine.", metavar="FILE", dir_okay=False)
+        Path | None,
+        flag("--plain-latency", "Simulator: step latencies of the plain engine.", metavar="FILE", dir_okay=False),
     ] = None,
     calibration: CalibrationFile = None,
     stage_times: StageTimesRun = None,
@@ -100,7 +104,7 @@ def bench_slo(
         Path | None,
         flag(
             "--resume",
-            "Go on with this sweep: the same options, but for systems, rates and seeds.",
+            "Continue this sweep. All options must be the same except for systems, rates and seeds.",
             metavar="DIR",
             file_okay=False,
         ),
@@ -110,11 +114,11 @@ def bench_slo(
     target: Target,
     out: Output,
 ) -> None:
-    """Serve the same traces under every system and request rate, and compare their SLO attainment.
+    """Compare the SLO attainment of systems on the same traces over a range of request rates.
 
-    SLOs are multiples of the standalone latency on plain diffusers, the same for all systems. Every finished run is
-    kept at once: Ctrl-C ends the sweep early, and the same command with --resume continues. Table, plots and HTML
-    report go to the workspace.
+    SLOs are multiples of the standalone latency on plain diffusers, and equal for all systems. Each run is saved as
+    soon as it has finished: after Ctrl-C, the same command with --resume continues. A table, plots and an HTML report
+    are written to the workspace.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl bench steps`: how long one denoising step takes, and where its time goes."""
+"""`psctl bench steps`: times a denoising step, and breaks the time down by part."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -21,31 +21,33 @@ def bench_steps(
         str | None,
         flag(
             "--combinations",
-            'Requests of each resolution, in their order, as "1,1,1;2,2,2". Default: about 20 of all kinds.',
+            'Combinations: number of requests of each resolution, such as "1,1,1;2,2,2". Default: about 20 of all '
+            "kinds.",
             metavar="N,N,...;...",
         ),
     ] = None,
     random: Annotated[
-        int | None, flag("--random", "Measure this many random combinations of up to 16 requests.", min=1)
+        int | None, flag("--random", "Measure this number of random combinations of up to 16 requests.", min=1)
     ] = None,
     breakdown: Annotated[
-        bool, flag("--breakdown", "Show where the time of a step goes. Default: for two of each size.")
+        bool, flag("--breakdown", "Break the time of a step down by part. Default: only for two requests of each size.")
     ] = False,
-    repeats: Annotated[int, flag("--repeats", "Timings of each side; the median counts.", min=1)] = 15,
-    warmup: Annotated[int, flag("--warmup", "Rounds before them.", min=1)] = 3,
+    repeats: Annotated[
+        int, flag("--repeats", "Number of measurements per side; the result is their median.", min=1)
+    ] = 15,
+    warmup: Annotated[int, flag("--warmup", "Number of warm-up rounds.", min=1)] = 3,
     seed: Seed = 0,
     output_file: OutputFile = None,
     patched: PatchFlags,
     target: Target,
     out: Output,
 ) -> None:
-    """Time one denoising step of mixed batches: patched against plain diffusers.
+    """Time one denoising step of mixed batches, on the patch engine and on plain diffusers.
 
-    Plain diffusers takes the same requests one by one, and in batches of one resolution. Each side runs eagerly, on a
-    GPU with CUDA graphs as well, and with --compile also with compiled blocks; the fastest patched side is compared
-    with the fastest plain one.
-    The sides take turns, guidance and sampler are included. Result and plot go to the workspace. Ctrl-C ends the run
-    early and keeps what is measured.
+    Plain diffusers serves the same requests one by one, and in batches of one resolution. Each side runs eagerly; on a
+    GPU also with CUDA graphs, and with --compile also with compiled blocks. The fastest patched side is compared with
+    the fastest plain one. The sides take turns; guidance and sampler are included. A result file and a plot are written
+    to the workspace. Ctrl-C ends the run early and keeps finished measurements.
 
     Examples:
 

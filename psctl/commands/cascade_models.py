@@ -24,7 +24,7 @@ class LoadedCascade:
 
 
 def plans_of(specs: dict[Leg, LegSpec], options: EvalOptions, target: Target) -> dict[Leg, EvalPlan]:
-    """Return the drawing plans of both models: the same prompts in sizes of the heavy one, each with its own steps."""
+    """Return a plan for each model: equal prompts and sizes (the heavy model's), each with its own number of steps."""
     defaults = {leg: replace(target, base=spec.model).defaults() for leg, spec in specs.items()}
     heavy = plan_eval(options, defaults["heavy"], target.root.root)
     return {

@@ -1,4 +1,4 @@
-"""`psctl demo`: an overloaded trace served by bucketed diffusers and by psctl, exactly and with its cache."""
+"""`psctl demo`: serves an overloaded trace with bucketed diffusers, with psctl, and with psctl's cache."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,24 +15,25 @@ from ..output import Output
 
 def demo(
     *,
-    duration: Annotated[float, flag("--duration", "Seconds in which requests arrive.", min=0.1)] = 15.0,
+    duration: Annotated[float, flag("--duration", "Length of the trace in seconds.", min=0.1)] = 15.0,
     load: Annotated[
         float,
-        flag("--load", "Request rate, as a multiple of what bucketed diffusers serve here of a queue.", min=0.01),
+        flag(
+            "--load", "Request rate, as a multiple of the throughput of bucketed diffusers on this machine.", min=0.01
+        ),
     ] = 1.3,
     num_inference_steps: NumInferenceSteps = 20,
     seed: Seed = 7,
-    output_dir: Annotated[Path, flag("--output-dir -o", "Where the page and the images go.", file_okay=False)] = Path(
+    output_dir: Annotated[Path, flag("--output-dir -o", "Folder for the page and the images.", file_okay=False)] = Path(
         "psctl-demo"
     ),
     target: Target,
     out: Output,
 ) -> None:
-    """Serve the same overloaded trace of mixed resolutions with bucketed diffusers and with psctl.
+    """Serve one overloaded trace of mixed resolutions with bucketed diffusers and with psctl.
 
-    The latter serves it twice: exactly, as by default, and with the cache that we recommend. Takes about three
-    minutes on a laptop. One page shows for each which requests were in time, their latency, what was in the batches,
-    and the images.
+    psctl serves it twice: exactly, which is the default, and with the recommended cache. This takes about three minutes
+    on a laptop. One page compares the requests in time, their latency, the batches and the images.
 
     Examples:
 

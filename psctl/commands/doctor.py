@@ -1,4 +1,4 @@
-"""`psctl doctor`: what is installed, what the machine can do, and whether what is bundled is whole."""
+"""`psctl doctor`: reports installed libraries, the machine, and the integrity of bundled models."""
 
 import os
 import platform
@@ -68,7 +68,7 @@ def examine(workspace: Workspace) -> dict[str, Any]:
 
 
 def _requirements() -> tuple[list[str], dict[str, list[str]]]:
-    """Read from the installed metadata which libraries are required, and which ones each extra brings."""
+    """Return the required libraries, and those of each extra, from the metadata of the installation."""
     required: list[str] = []
     extras: dict[str, list[str]] = {}
     for line in metadata.requires(_DISTRIBUTION) or ():
@@ -142,7 +142,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _matmul_works(device: "torch.device", dtype_name: str) -> bool:
-    """Tell whether a matrix product in this format runs and is right: all sums are 64, exact in every format."""
+    """Return whether a matrix product in this format runs and is exact: all sums are 64."""
     import torch
 
     dtype: torch.dtype = getattr(torch, dtype_name)

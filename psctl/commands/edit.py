@@ -35,28 +35,35 @@ from .generate import check_adapters_used, draw, image_paths
 def edit(
     *,
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="The image to edit.", show_default=False)],
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="What the masked part is to show.", show_default=False)
-    ],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt for the masked part.", show_default=False)],
     mask: Annotated[
         Path,
         flag(
             "--mask",
-            "Image of the same size: what is white is drawn anew, or what is transparent if it has transparency.",
+            "Mask of the same size. White pixels are redrawn; in an image with transparency, transparent ones.",
             metavar="IMAGE",
         ),
     ],
     strength: Annotated[
-        float, flag("--strength", "Share of the steps that are taken: how far the image is noised before.")
+        float,
+        flag(
+            "--strength",
+            "Share of the steps that are taken, which determines how much noise is added to the image first.",
+        ),
     ] = 1.0,
     feather: Annotated[
-        int, flag("--feather", "Pixels inside the mask's edge over which the old image fades into the new one.")
+        int,
+        flag(
+            "--feather",
+            "Width in pixels, inside the edge of the mask, over which the old image fades into the new one.",
+        ),
     ] = 0,
     paste: Annotated[
-        bool, flag("--paste/--no-paste", "Keep the bytes of pixels outside the mask, not their decoded latents.")
+        bool,
+        flag("--paste/--no-paste", "Copy pixels outside the mask from the image instead of decoding their latents."),
     ] = True,
     reuse: Annotated[
-        bool, flag("--reuse", "Compute the masked part only, and read the rest from a record of the image.")
+        bool, flag("--reuse", "Compute only the masked part, and read the rest from a record of the image.")
     ] = False,
     template_prompt: TemplatePrompt = "",
     template_seed: TemplateSeed = 0,
@@ -66,34 +73,38 @@ def edit(
     plan: PlanFlag = "optimal",
     tiers: Annotated[TemplateTiers, TIERS],
     edit_full_steps: Annotated[
-        int, flag("--edit-full-steps", "With --reuse: so many first steps compute all of the image.", min=0)
+        int, flag("--edit-full-steps", "With --reuse: number of first steps that compute the whole image.", min=0)
     ] = 0,
     edit_dilate: Annotated[
-        int, flag("--edit-dilate", "With --reuse: compute so many cells around the mask, too.", min=0)
+        int, flag("--edit-dilate", "With --reuse: number of cells around the mask that are computed, too.", min=0)
     ] = 0,
-    num_images: Annotated[int, flag("--num-images -n", "How many to draw, with seeds counting up.", min=1)] = 1,
+    num_images: Annotated[int, flag("--num-images -n", "Number of images, with consecutive seeds.", min=1)] = 1,
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
-    negative_prompt: Annotated[str | None, flag("--negative-prompt", "What the image should not show.")] = None,
+    negative_prompt: Annotated[str | None, flag("--negative-prompt", "Negative prompt.")] = None,
     use_adapter: Annotated[
-        str, flag("--use-adapter", "Adapters that images are drawn with.", metavar="NAME[:SCALE][+NAME...]")
+        str, flag("--use-adapter", "Adapters that the images use.", metavar="NAME[:SCALE][+NAME...]")
     ] = "",
     seed: Seed = 0,
     output: Annotated[
         Path,
-        flag("--output -o", "File, or with several images the folder for 000.png and so on.", metavar="FILE|DIR"),
+        flag(
+            "--output -o",
+            "Output file, or with several images the folder for 000.png, 001.png and so on.",
+            metavar="FILE|DIR",
+        ),
     ] = Path("edited.png"),
-    overwrite: Annotated[bool, flag("--overwrite", "Replace images that exist already.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Overwrite existing images.")] = False,
     max_batch_size: MaxBatchSize = 16,
     engine: ParallelEngineFlags,
     target: Target,
     out: Output,
 ) -> None:
-    """Draw the masked part of an image anew.
+    """Redraw the masked part of an image.
 
-    The image is edited at its own size. The result is that of diffusers' inpainting with the same seed; outside the
-    mask it is the image itself. With --reuse only the masked part is computed, which is faster and not quite the same;
-    the image is recorded before, once for all its edits.
+    The image is edited at its own size. The result equals that of diffusers' inpainting with the same seed; pixels
+    outside the mask are unchanged. With --reuse only the masked part is computed, which is faster and slightly
+    different; the image is recorded first, once for all its edits.
 
     Examples:
 

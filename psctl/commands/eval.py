@@ -43,7 +43,7 @@ _WHAT = {
 
 _DRAIN_S = 600.0
 _DRAWN_ONLY = {"--images", "--dtype", *ENGINE.names(), *REPLICAS.names(), *DRAW.without("max_bad", "seed").names()}
-"""Options that say what is drawn, and how."""
+"""Options that determine which images are drawn, and how."""
 
 
 def _command(metric: str) -> Callable[..., None]:
@@ -55,10 +55,13 @@ def _command(metric: str) -> Callable[..., None]:
         context: typer.Context,
         drawing: Annotated[EvalOptions, DRAW.fixing(metrics=metrics)],
         images: Annotated[
-            Path | None, flag("--images", "Folder of the drawn images. Default: in the workspace.", file_okay=False)
+            Path | None,
+            flag("--images", "Folder for the drawn images. Default: one in the workspace.", file_okay=False),
         ] = None,
-        generated: Annotated[Path | None, flag("--generated", "Measure this folder of images; draw nothing.")] = None,
-        reference: Annotated[Path | None, flag("--reference", "Folder to compare --generated with.")] = None,
+        generated: Annotated[
+            Path | None, flag("--generated", "Measure the images in this folder instead of drawing some.")
+        ] = None,
+        reference: Annotated[Path | None, flag("--reference", "Folder of reference images for --generated.")] = None,
         judging: JudgeFlags,
         output_file: OutputFile = None,
         engine: EngineFlags,

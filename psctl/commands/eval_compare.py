@@ -1,4 +1,4 @@
-"""`psctl eval compare`: two configurations, the same prompts and seeds."""
+"""`psctl eval compare`: compares two configurations on the same prompts and seeds."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +28,15 @@ _KIND = "compare"
 def eval_compare(
     *,
     first: Annotated[
-        Path | None, typer.Argument(metavar="A", help="Images drawn by eval, or its result: the original.")
+        Path | None, typer.Argument(metavar="A", help="The original: images drawn by eval, or a result of eval.")
     ] = None,
-    second: Annotated[Path | None, typer.Argument(metavar="B", help="The same of the other configuration.")] = None,
+    second: Annotated[Path | None, typer.Argument(metavar="B", help="The same for the other configuration.")] = None,
     metrics: Annotated[
         str | None,
-        flag("--metrics", "Of images: all, or some of psnr,ssim,lpips,clip,fid. Default: all; of A and B without fid."),
+        flag("--metrics", "Metrics: all, or some of psnr,ssim,lpips,clip,fid. Default: all, but with A and B no fid."),
     ] = None,
     reference: Annotated[
-        Path | None, flag("--reference", "Folder of real images, for fid. Default: those of the data set drawn.")
+        Path | None, flag("--reference", "Folder of real images, for fid. Default: those of the data set.")
     ] = None,
     drawing: Annotated[EvalOptions, DRAW.fixing(metrics=("clip",))],
     judging: JudgeFlags,
@@ -45,10 +45,10 @@ def eval_compare(
     target: Target,
     out: Output,
 ) -> None:
-    """Compare two configurations pair by pair: mean difference with its interval, and win rate of the second.
+    """Compare the images of two configurations in pairs: mean difference with its interval, and win rate of the second.
 
-    A and B must have been drawn for the same prompts, seeds and sizes. Without them, both are drawn: A by plain
-    diffusers, B by the patch engine with the cache that is asked for. An interrupted run continues where it was.
+    A and B must have been drawn for the same prompts, seeds and sizes. Without A and B, both are drawn: A by plain
+    diffusers, B by the patch engine with the requested cache. An interrupted run continues where it stopped.
 
     Examples:
 

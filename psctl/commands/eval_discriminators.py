@@ -1,4 +1,4 @@
-"""`psctl eval discriminators`: how well confidences select the light images of a cascade to redraw."""
+"""`psctl eval discriminators`: measures how well confidences select the light images of a cascade to redraw."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +23,7 @@ def eval_discriminators(
         list[Path] | None,
         typer.Argument(
             metavar="[FILE ...]",
-            help="Discriminators, by psctl train-predictor discriminator. Default: the workspace's.",
+            help="Discriminators made by psctl train-predictor discriminator. Default: the workspace's.",
             show_default=False,
         ),
     ] = None,
@@ -32,16 +32,23 @@ def eval_discriminators(
         Path | None,
         flag(
             "--bank",
-            "Images of both models, by psctl profile cascade. Default: the workspace's newest.",
+            "Bank made by psctl profile cascade. Default: the newest in the workspace.",
             metavar="DIR",
             file_okay=False,
         ),
     ] = None,
     shares: Annotated[
-        str, flag("--shares", "Of deferred images, where the difference to random choices is tested.", metavar="F,...")
+        str,
+        flag(
+            "--shares",
+            "Shares of deferred images at which the difference from random choices is tested.",
+            metavar="F,...",
+        ),
     ] = "0.2,0.4,0.6",
-    num_draws: Annotated[int, flag("--num-draws", "Random choices that scorers are compared with.", min=2)] = 20,
-    num_resamples: Annotated[int, flag("--num-resamples", "Of each interval.", min=2)] = 40,
+    num_draws: Annotated[
+        int, flag("--num-draws", "Number of random choices that scorers are compared with.", min=2)
+    ] = 20,
+    num_resamples: Annotated[int, flag("--num-resamples", "Number of bootstrap resamples per interval.", min=2)] = 40,
     gpus: Gpus = 16,
     seed: Seed = 0,
     judging: Annotated[JudgeFlags, Flags.of(JudgeFlags).only("clip_model")],
@@ -49,11 +56,11 @@ def eval_discriminators(
     target: Annotated[Target, WHERE.only("workspace", "device")],
     out: Output,
 ) -> None:
-    """Compare discriminators of a cascade: the FID of its images where those that score lowest are drawn again.
+    """Compare discriminators of a cascade by the FID of its images when the lowest scores are drawn again.
 
-    Beside discriminators stand the CLIP score and random choices, which a discriminator has to beat. PickScore, too, is
-    a CLIP model: with its weights --clip-model orders images by it. The report has DiffServe's figures 1 and 7: FID
-    over latency, how many prompts are easy, and what allocations of workers would give.
+    The baselines are the CLIP score and random choices. PickScore is a CLIP model, too: pass its weights as
+    --clip-model. The report contains DiffServe's figures 1 and 7: FID over latency, the share of easy prompts, and the
+    results of allocations of workers.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl eval parallel`: what drawing on several ranks does to images."""
+"""`psctl eval parallel`: measures the effect of several ranks on images."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,22 +20,24 @@ if TYPE_CHECKING:
 
 def eval_parallel(
     *,
-    num_ranks: Annotated[str, flag("--num-ranks", "Rising numbers of ranks.", metavar="N,...")] = "2,4,8",
+    num_ranks: Annotated[str, flag("--num-ranks", "Numbers of ranks, in ascending order.", metavar="N,...")] = "2,4,8",
     parts: Annotated[
-        str, flag("--parts", "Some of table1, fig7 (warm-up), fig8 (GroupNorm).", metavar="NAME,...")
+        str, flag("--parts", "Parts to measure: table1, fig7 (warm-up), fig8 (GroupNorm).", metavar="NAME,...")
     ] = "table1,fig7,fig8",
-    warmup: Annotated[int, flag("--parallel-warmup", "Calls after the first that are not displaced.", min=0)] = 4,
+    warmup: Annotated[
+        int, flag("--parallel-warmup", "Number of calls after the first that are synchronous.", min=0)
+    ] = 4,
     drawing: Annotated[EvalOptions, DRAW.fixing(metrics=("fid",))],
     judging: JudgeFlags,
     output_file: OutputFile = None,
     target: Target,
     out: Output,
 ) -> None:
-    """Draw captions on one rank and on several, and say which of DistriFusion's claims are found.
+    """Draw captions on one rank and on several, and check DistriFusion's claims about image quality.
 
     Table 1: displaced and naive ranks against the original. Figure 7: warm-up, in 10 steps of DPM-Solver++. Figure 8:
-    ways of GroupNorm. All ranks are virtual, and none is spent on guidance alone. What was stopped continues where it
-    was. Every claim comes with its paired difference and 95 % interval.
+    variants of GroupNorm. All ranks are virtual, and none is used for guidance alone. Each claim is reported with its
+    paired difference and 95 % interval. An interrupted run continues where it stopped.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl eval report`: tables of image quality as papers have them, with image pairs side by side."""
+"""`psctl eval report`: tables of image quality as in papers, with pairs of images."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,21 +23,22 @@ def eval_report(
         list[Path] | None,
         typer.Argument(
             metavar="RESULT",
-            help="Runs or result files of eval compare and eval. Default: the newest of the workspace.",
+            help="Runs or result files of eval and eval compare. Default: the newest in the workspace.",
             show_default=False,
         ),
     ] = None,
     output_dir: Annotated[
-        Path | None, flag("--output-dir -o", "Where it goes. Default: eval-report, in the workspace.", file_okay=False)
+        Path | None,
+        flag("--output-dir -o", "Folder of the report. Default: eval-report, in the workspace.", file_okay=False),
     ] = None,
-    num_pairs: Annotated[int, flag("--num-pairs", "Image pairs of each configuration.", min=0)] = 12,
+    num_pairs: Annotated[int, flag("--num-pairs", "Number of image pairs per configuration.", min=0)] = 12,
     target: Annotated[Target, WHERE.only("workspace")],
     out: Output,
 ) -> None:
-    """Report image quality: original against ours, in CLIP score, FID, LPIPS and PSNR, for each model and data set.
+    """Report CLIP score, FID, LPIPS and PSNR of the original and of ours, for each model and data set.
 
-    Writes report.md, report.json and report.html, which holds its pictures. What was not measured is a dash, with the
-    command that measures it.
+    Writes report.md, report.json and report.html, which embeds its pictures. A missing value is shown as a dash, with
+    the command that measures it.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl gate`: holds results against the bounds of a file, for CI."""
+"""`psctl gate`: checks results against the bounds in a file, for CI."""
 
 import os
 from pathlib import Path
@@ -19,13 +19,13 @@ def gate(
     gates: Annotated[Path, typer.Argument(metavar="GATES.toml", help="File of gates.", show_default=False)],
     results: Annotated[
         list[Path] | None,
-        flag("--results -r", "Result file or run folder, instead of those in the file; may be repeated."),
+        flag("--results -r", "Result file or run folder, instead of those in GATES.toml; may be repeated."),
     ] = None,
     baseline: Annotated[
-        Path | None, flag("--baseline", "Stored figures for relative bounds, instead of the file's.")
+        Path | None, flag("--baseline", "Baseline for relative bounds, instead of the one in GATES.toml.")
     ] = None,
     update_baseline: Annotated[
-        bool, flag("--update-baseline", "Store the figures of all gates as the new baseline first.")
+        bool, flag("--update-baseline", "First store the figures of all gates as the new baseline.")
     ] = False,
     junit: Annotated[Path | None, flag("--junit", "Write the verdicts as JUnit XML.", dir_okay=False)] = None,
     markdown: Annotated[
@@ -33,10 +33,10 @@ def gate(
     ] = None,
     out: Output,
 ) -> None:
-    """Hold results of eval, serve and bench against bounds, absolute or relative to a stored baseline.
+    """Check results of eval, serve and bench against bounds, absolute or relative to a stored baseline.
 
     A gate fails only if the whole 95 % interval of its figure is beyond the bound, and passes only if all of it is
-    within. Exit codes: 0 all pass, 1 one fails, 3 not enough evidence. In GitHub Actions the table also goes to the
+    within. Exit codes: 0 all pass, 1 one fails, 3 not enough evidence. In GitHub Actions the table is also added to the
     job's summary.
 
     A metric is the name of a figure: fid, clip of eval; throughput, slo_attainment, latency_p95 of serve and simulate;
@@ -45,9 +45,9 @@ def gate(
     lists those that it has. For example, a gate with file = "slo-run", metric = "patchedserve@2.slo_attainment" and
     min = 0.9.
 
-    What was measured needs a spread: a sweep three seeds, one served run some hundred requests and more the busier it
-    is, or several runs with repeats = true. With statistic = "min", "max" or "p05" a gate looks at the worst image
-    instead of the mean: that is exact for the images drawn, so such a gate passes or fails.
+    An interval needs repetitions: three seeds of a sweep, some hundred requests of one served run (more under high
+    load), or several runs with repeats = true. With statistic = "min", "max" or "p05" a gate checks the worst images
+    instead of the mean. This value is exact for the images drawn, so such a gate always passes or fails.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl generate`: images for prompts, of any mix of resolutions, through the serving engine."""
+"""`psctl generate`: draws images of mixed resolutions on the serving engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,27 +33,27 @@ def generate(
     *,
     prompt: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="What to draw; one image each.", show_default=False),
+        typer.Argument(metavar="[PROMPT]...", help="Prompts, with one image each.", show_default=False),
     ] = None,
     prompts: Annotated[
-        Path | None, flag("--prompts", "File of prompts (.txt, .csv, .tsv, .jsonl) instead of arguments.")
+        Path | None, flag("--prompts", "File of prompts (.txt, .csv, .tsv, .jsonl), instead of arguments.")
     ] = None,
     resolution: Annotated[
         list[str] | None,
         flag(
             "--resolution -r",
-            "Size in pixels; given once for all prompts, or once per prompt. Default: the model's own.",
+            "Size in pixels; given once for all prompts, or once per prompt. Default: the model's.",
             metavar="SIDE|WIDTHxHEIGHT",
         ),
     ] = None,
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
-    negative_prompt: Annotated[str | None, flag("--negative-prompt", "What the images should not show.")] = None,
+    negative_prompt: Annotated[str | None, flag("--negative-prompt", "Negative prompt of all images.")] = None,
     use_adapter: Annotated[
         list[str] | None,
         flag(
             "--use-adapter",
-            'Adapters that an image is drawn with; given once for all prompts, or once per prompt, then "" for none.',
+            'Adapters that an image uses; given once for all prompts, or once per prompt, where "" means none.',
             metavar="NAME[:SCALE][+NAME...]",
         ),
     ] = None,
@@ -62,13 +62,14 @@ def generate(
         Path,
         flag(
             "--output -o",
-            "Folder for 000.png, 001.png and so on; for a single prompt also a file name.",
+            "Folder for 000.png, 001.png and so on; with a single prompt also a file name.",
             metavar="FILE|DIR",
         ),
     ] = Path("images"),
-    overwrite: Annotated[bool, flag("--overwrite", "Replace images that exist already.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Overwrite existing images.")] = False,
     save_template: Annotated[
-        bool, flag("--save-template", "Record the images' passes, for psctl edit --reuse --template-kind trajectory.")
+        bool,
+        flag("--save-template", "Record the passes of the images, for psctl edit --reuse --template-kind trajectory."),
     ] = False,
     keep: KeepFlag = "all",
     max_batch_size: MaxBatchSize = 16,
@@ -78,7 +79,7 @@ def generate(
 ) -> None:
     """Draw one image per prompt; prompt number i uses seed + i.
 
-    Resolutions may differ from prompt to prompt. Each image is the one that plain diffusers draws for the same seed.
+    Each prompt may have a resolution of its own. Images equal those of plain diffusers with the same seeds.
 
     Examples:
 

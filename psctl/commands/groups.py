@@ -1,4 +1,4 @@
-"""Groups of commands that also run by themselves: some of their commands, one after the other, with the defaults."""
+"""Groups that are commands, too: without a subcommand they run some of their commands with the defaults."""
 
 from typing import Annotated, Any
 
@@ -14,15 +14,15 @@ from ..output import Output
 def profile(
     *,
     context: typer.Context,
-    quick: Annotated[bool, flag("--quick", "Coarser, both parts within 2 minutes on 2 cores.")] = False,
+    quick: Annotated[bool, flag("--quick", "Coarser measurements: both parts take 2 minutes on 2 cores.")] = False,
     target: Annotated[Target, WHERE.without("dtype")],
     seed: Seed = 0,
     out: Output,
 ) -> None:
-    """Measure what the predictors learn from; without a command, first latency, then blocks.
+    """Measure training data of the predictors. Without a command: latency, then blocks.
 
-    Options here are for that case only. With --json every command prints an object of its own. How good a predictor
-    becomes of a profile, quick or not, psctl train-predictor says: its error on what it has not seen.
+    The options below apply to that case only. With --json each command prints an object of its own. psctl
+    train-predictor reports the held-out error of a predictor that is trained on a profile.
 
     Examples:
 
@@ -37,7 +37,7 @@ def profile(
 def train_predictor(
     *, context: typer.Context, target: Annotated[Target, WHERE.without("dtype")], seed: Seed = 0, out: Output
 ) -> None:
-    """Train what the scheduler and the cache decide by; without a command, first latency, then cache.
+    """Train the predictors of the scheduler and the cache. Without a command: latency, then cache.
 
     Options here are for that case only. With --json every command prints an object of its own.
 
@@ -51,7 +51,7 @@ def train_predictor(
 
 
 def _run_all(context: typer.Context, *names: str) -> None:
-    """Run these commands of the group with the options that were given to the group, unless one was named.
+    """Run commands of the group with its own options, unless the user named a command.
 
     Raises UsageError: a command was named, and options stand before it.
     """

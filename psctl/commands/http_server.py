@@ -17,7 +17,7 @@ from ..output import Output
 from .serve_cascade import find_cascade_launch
 
 SloOf = Callable[[Resolution], float | None]
-"""Seconds that a request may take which names none, by resolution; None where `--slo` does not say."""
+"""SLO in seconds of requests that set none, by resolution; None for resolutions without an `--slo`."""
 
 if TYPE_CHECKING:
     from ...serving.fleet.book import LoadBook

@@ -14,9 +14,9 @@ from ..output import Output
 
 
 def models_list(*, out: Output) -> None:
-    """List the bundled models: sizes, steps and guidance that they take by default.
+    """List the bundled models with their default sizes, steps and guidance scale.
 
-    emoji-xl and emoji-3 draw; emoji-clip judges how well images fit their prompts.
+    emoji-xl and emoji-3 draw images; emoji-clip measures how well images match their prompts.
 
     Examples:
 
@@ -54,29 +54,31 @@ def models_card(
         typer.Argument(help="The bundled model to measure."),
     ],
     models_dir: Annotated[
-        Path, flag("--models-dir", "Folder that holds the bundled models, or models that psctl models train made.")
+        Path, flag("--models-dir", "Folder of the bundled models, or of models made by psctl models train.")
     ] = MODELS_DIR,
     num_images: Annotated[
-        int, flag("--num-images", "Generated pictures for the object and background rates.", min=3)
+        int, flag("--num-images", "Number of generated images for the object and background rates.", min=3)
     ] = 500,
     num_fid: Annotated[
-        int, flag("--num-fid", "Generated pictures of each size for FID; 0 leaves it out.", min=0)
+        int, flag("--num-fid", "Number of generated images of each size for FID; 0 skips FID.", min=0)
     ] = 1000,
-    num_pairs: Annotated[int, flag("--num-pairs", "Real pictures with captions for emoji-clip.", min=15)] = 1000,
+    num_pairs: Annotated[
+        int, flag("--num-pairs", "Number of real images with captions for emoji-clip.", min=15)
+    ] = 1000,
     num_inference_steps: Annotated[
-        int | None, flag("--num-inference-steps", "Denoising steps; by default the model's own.", min=1, max=1000)
+        int | None, flag("--num-inference-steps", "Number of denoising steps. Default: the model's.", min=1, max=1000)
     ] = None,
     fid_weights: Annotated[
-        Path | None, flag("--fid-weights", "Inception weights; looked for by default.", is_shared=True)
+        Path | None, flag("--fid-weights", "Inception weights. Default: the installed ones.", is_shared=True)
     ] = None,
     write: Annotated[
-        bool, flag("--write", "Write README.md, figures.json and samples.png, and renew the checksums.")
+        bool, flag("--write", "Write README.md, figures.json and samples.png, and update the checksums.")
     ] = False,
     seed: Seed = 0,
     target: Annotated[Target, WHERE.only("device", "dtype")],
     out: Output,
 ) -> None:
-    """Measure a bundled model on held-out data; with --write, put the figures into its card.
+    """Measure a bundled model on held-out data. --write adds the figures to its model card.
 
     Generators are judged by the emoji-clip of the same folder and by the real Inception network.
 
@@ -124,18 +126,18 @@ def models_train(
     *,
     part: Annotated[
         Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3", "emoji-xl-turbo", "all"],
-        typer.Argument(help="What to train; later parts need text and autoencoder."),
+        typer.Argument(help="Part to train. All but the first two need text and autoencoder."),
     ],
     steps: Annotated[
-        int | None, flag("--steps", "Optimisation steps; by default what the shipped weights took.", min=1)
+        int | None, flag("--steps", "Number of training steps. Default: as for the bundled weights.", min=1)
     ] = None,
     output: Annotated[
-        Path | None, flag("--output", "Where finished models go; by default WORKSPACE/training/models.")
+        Path | None, flag("--output", "Folder for finished models. Default: WORKSPACE/training/models.")
     ] = None,
     from_models: Annotated[
         Path | None,
         flag(
-            "--from-models", "Start from the weights of finished models in this folder; emoji-clip, emoji-xl, emoji-3."
+            "--from-models", "Start from the weights of finished models in this folder (emoji-clip, emoji-xl, emoji-3)."
         ),
     ] = None,
     seed: Seed = 0,
@@ -144,9 +146,9 @@ def models_train(
 ) -> None:
     """Train a part of the bundled models; an interrupted training continues where it stopped.
 
-    Checkpoints lie in WORKSPACE/training/PART. To train a finished part longer, give more steps: training continues
-    from before the learning rate fell. The order is text, autoencoder, emoji-clip, emoji-xl, emoji-3, emoji-xl-turbo,
-    which is distilled from emoji-xl in stages of --steps each.
+    Checkpoints are in WORKSPACE/training/PART. To extend a finished training, pass more --steps: it continues from the
+    state before the learning rate decayed. The order of training is text, autoencoder, emoji-clip, emoji-xl, emoji-3,
+    emoji-xl-turbo, which is distilled from emoji-xl in stages of --steps each.
 
     Examples:
 

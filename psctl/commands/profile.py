@@ -1,4 +1,4 @@
-"""`psctl profile latency|blocks|edits`: what the predictors learn from."""
+"""`psctl profile latency|blocks|edits`: measures training data of the predictors."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,30 +28,32 @@ def profile_latency(
         ),
     ] = False,
     combinations: Annotated[
-        int, flag("--combinations", "Random combinations to measure, or all if there are not so many.", min=1)
+        int, flag("--combinations", "Number of random combinations to measure; all if there are fewer.", min=1)
     ] = 300,
     resolutions: Resolutions = None,
     max_batch_size: Annotated[
-        int, flag("--max-batch-size", "Requests of the largest combination.", min=1, max=256)
+        int, flag("--max-batch-size", "Number of requests in the largest combination.", min=1, max=256)
     ] = 16,
-    repeats: Annotated[int, flag("--repeats", "Visits of a combination on average, of two timings each.", min=1)] = 5,
+    repeats: Annotated[
+        int, flag("--repeats", "Average number of visits per combination, each of two measurements.", min=1)
+    ] = 5,
     one_resolution: Annotated[
-        bool, flag("--one-resolution", "Only batches of one resolution: the passes of --engine plain.")
+        bool, flag("--one-resolution", "Only batches of one resolution, as --engine plain has them.")
     ] = False,
     seed: Seed = 0,
     output_file: OutputFile = None,
     remeasure: Annotated[
-        bool, flag("--remeasure", "Start over instead of continuing from what the workspace holds.")
+        bool, flag("--remeasure", "Start again instead of continuing the measurement in the workspace.")
     ] = False,
     engine: Annotated[EngineOptions, ENGINE.without("cache")],
     target: Target,
     out: Output,
 ) -> None:
-    """Measure the step latency of many combinations of resolutions, for the latency predictor.
+    """Measure the step latency of combinations of resolutions, to train the latency predictor.
 
-    Every resolution alone and in the largest batch is among them. Three rounds visit all combinations in turn, so that
-    drift of the machine affects all equally; the other visits go to those whose visits disagree most. Table and plot go
-    to the workspace. Ctrl-C ends the run early; the same command continues from there.
+    The combinations include each resolution alone and in the largest batch. All are measured once in each of three
+    rounds, so that drift of the machine affects them equally; further measurements go to the combinations with the
+    largest spread. A table and a plot are written to the workspace. After Ctrl-C, the same command continues.
 
     Examples:
 
@@ -143,17 +145,27 @@ def profile_blocks(
             num_inference_steps=20,
         ),
     ] = False,
-    num_prompts: Annotated[int, flag("--num-prompts", "Requests to profile; the paper takes 1,000.", min=1)] = 48,
+    num_prompts: Annotated[
+        int, flag("--num-prompts", "Number of requests to profile; the paper uses 1,000.", min=1)
+    ] = 48,
     prompts: Prompts = None,
     resolutions: Resolutions = None,
-    num_inference_steps: Annotated[int, flag("--num-inference-steps", "Denoising steps of every request.", min=2)] = 50,
+    num_inference_steps: Annotated[
+        int, flag("--num-inference-steps", "Number of denoising steps of every request.", min=2)
+    ] = 50,
     guidance_scale: GuidanceScale = None,
-    max_lag: Annotated[int, flag("--max-lag", "Compare a step with up to so many steps before it.", min=1, max=16)] = 8,
+    max_lag: Annotated[
+        int, flag("--max-lag", "Maximum distance in steps between the steps that are compared.", min=1, max=16)
+    ] = 8,
     max_rows: Annotated[
         int,
-        flag("--max-rows", "Of longer profiles a random share of patches is kept, about so many rows.", min=1),
+        flag(
+            "--max-rows",
+            "Approximate maximum number of rows; longer profiles keep a random share of the patches.",
+            min=1,
+        ),
     ] = 4_000_000,
-    batch_size: Annotated[int, flag("--batch-size", "Requests profiled together.", min=1)] = 6,
+    batch_size: Annotated[int, flag("--batch-size", "Number of requests per batch.", min=1)] = 6,
     # The rule is replaced by one that never reuses; any that needs no predictor does here.
     cache: Annotated[CacheOptions, CACHE.only("patch_size").fixing(mode="patch", threshold=0.0)],
     seed: Seed = 0,
@@ -161,10 +173,10 @@ def profile_blocks(
     target: Target,
     out: Output,
 ) -> None:
-    """Record how much every block's input and output change from step to step, patch by patch.
+    """Record how much the inputs and outputs of blocks change between steps, for each patch.
 
-    The table and a plot go to the workspace, where `psctl train-predictor cache` finds them. A profile that was
-    interrupted continues where it stopped when the same command is given again.
+    A table for `psctl train-predictor cache` and a plot are written to the workspace. After an interruption, the same
+    command continues.
 
     Examples:
 
@@ -209,10 +221,12 @@ def profile_edits(
     quick: Annotated[
         bool, preset_flag("--quick", "24 batches, each once: coarser.", combinations=24, repeats=1)
     ] = False,
-    combinations: Annotated[int, flag("--combinations", "Random batches of edits to measure.", min=1)] = 60,
+    combinations: Annotated[int, flag("--combinations", "Number of random batches of edits to measure.", min=1)] = 60,
     resolutions: Resolutions = None,
-    max_batch_size: Annotated[int, flag("--max-batch-size", "Edits of the largest batch.", min=1, max=256)] = 8,
-    repeats: Annotated[int, flag("--repeats", "Visits of a batch, of two timings each.", min=1)] = 3,
+    max_batch_size: Annotated[
+        int, flag("--max-batch-size", "Number of edits in the largest batch.", min=1, max=256)
+    ] = 8,
+    repeats: Annotated[int, flag("--repeats", "Number of visits per batch, each of two measurements.", min=1)] = 3,
     keep: KeepFlag = "all",
     seed: Seed = 0,
     output_file: OutputFile = None,
@@ -220,11 +234,11 @@ def profile_edits(
     target: Target,
     out: Output,
 ) -> None:
-    """Measure edits that read a template's record, for psctl simulate --edits and its routers.
+    """Measure edits that read records, for psctl simulate --edits and for routers.
 
-    Batches of random sizes, with masks over random shares of the image, take steps in turn with the same edits computed
-    as a whole; records are read from the workspace's disk. Lines through both are fitted to four fifths, and the error
-    on the others is reported. The profile goes to the workspace. An interrupted run leaves nothing.
+    Batches of random sizes, with masks over random shares of the image, alternate with the same edits computed as a
+    whole. Records are read from the workspace's disk. Lines are fitted to four fifths of the times, and their error on
+    the other fifth is reported. The profile is written to the workspace. An interrupted run writes nothing.
 
     Examples:
 

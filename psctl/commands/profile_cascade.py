@@ -1,4 +1,4 @@
-"""`psctl profile cascade`: times and images of both models of a cascade."""
+"""`psctl profile cascade`: measures times and images of both models of a cascade."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,43 +50,45 @@ def profile_cascade(
         Path | None,
         flag(
             "--discriminator",
-            "By psctl train-predictor discriminator. Default: the workspace's.",
+            "Discriminator made by psctl train-predictor discriminator. Default: the workspace's.",
             dir_okay=False,
         ),
     ] = None,
     batch_sizes: Annotated[
-        str, flag("--batch-sizes", "Batches to time, from 1 on.", metavar="SIZE,...")
+        str, flag("--batch-sizes", "Batch sizes to measure, starting with 1.", metavar="SIZE,...")
     ] = "1,2,4,8,16,32",
     dataset: Annotated[
         str,
-        flag("--dataset", "Captions and real images of the bank.", metavar="emoji|coco:PATH|..."),
+        flag("--dataset", "Data set of the bank's captions and real images.", metavar="emoji|coco:PATH|..."),
     ] = "emoji",
     num_prompts: Annotated[
-        int, flag("--num-prompts", "Captions that both models draw; 0: no bank, times only.", min=0)
+        int,
+        flag(
+            "--num-prompts", "Number of captions that both models draw; 0 measures times only, without a bank.", min=0
+        ),
     ] = 5000,
     resolutions: Resolutions = None,
-    max_batch_size: Annotated[int, flag("--max-batch-size", "Requests of the bank drawn together.", min=1)] = 16,
+    max_batch_size: Annotated[int, flag("--max-batch-size", "Number of requests of the bank per batch.", min=1)] = 16,
     reuse_light: Annotated[
         float | None,
         flag(
             "--reuse-light",
-            "Also measure and draw heavy images that start from light ones, noised so far that this share of the steps "
-            "is left.",
+            "Also measure and draw heavy images that start from light ones, with noise for this share of the steps.",
             metavar="STRENGTH",
         ),
     ] = None,
-    remeasure: Annotated[bool, flag("--remeasure", "Measure times again that the workspace holds.")] = False,
+    remeasure: Annotated[bool, flag("--remeasure", "Measure times again although the workspace has them.")] = False,
     seed: Seed = 0,
     judging: JudgeFlags,
     output_file: OutputFile = None,
     target: Annotated[Target, WHERE.without("base")],
     out: Output,
 ) -> None:
-    """Measure both models of a cascade: how long batches take, and what images they draw for the same prompts.
+    """Measure both models of a cascade: latency by batch size, and images of the same prompts.
 
-    Times go to the workspace as cascade.json, for plans and simulations. The bank holds for each prompt both models'
-    images, the confidence of the light one and features for FID. As engines are exact, these are the images that would
-    be served. Interrupted drawing goes on with the same command.
+    Times are written to the workspace as cascade.json, for plans and simulations. For each prompt, the bank contains
+    the images of both models, the confidence of the light one, and features for FID. As the engines are exact, these
+    are the images that would be served. After an interruption, the same command continues.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl profile parallel`: what several devices for one image compute, send and keep."""
+"""`psctl profile parallel`: counts computation, traffic and memory of one image on several devices."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -17,27 +17,27 @@ def profile_parallel(
         str,
         flag(
             "--config",
-            "sdxl, sd3-medium, the config.json of a denoising model, or a model as --model elsewhere.",
+            "sdxl, sd3-medium, the config.json of a denoising model, or a model as for --model of other commands.",
             metavar="NAME|FILE|MODEL",
         ),
     ] = "sdxl",
     resolutions: Annotated[
-        str, flag("--resolutions", "Such as 1024,1280x1920.", metavar="SIZE,...")
+        str, flag("--resolutions", "Sizes, such as 1024,1280x1920.", metavar="SIZE,...")
     ] = "1024,1280x1920,2048,3840",
     num_ranks: Annotated[str, flag("--num-ranks", "Numbers of devices.", metavar="N,...")] = "1,2,4,8",
-    sync_ms: Annotated[float, flag("--sync-ms", "What devices that wait for each other lose in a step.")] = 10.0,
-    bandwidth: Annotated[float, flag("--bandwidth", "GB/s that a device receives.")] = 185.0,
+    sync_ms: Annotated[float, flag("--sync-ms", "Time per step that devices lose by waiting for each other.")] = 10.0,
+    bandwidth: Annotated[float, flag("--bandwidth", "Bandwidth of the link in GB/s per device.")] = 185.0,
     displaced_share: Annotated[
-        float, flag("--displaced-share", "Share of the waiting that a displaced step still has.")
+        float, flag("--displaced-share", "Share of the waiting that remains in displaced steps.")
     ] = 0.45,
     output_file: OutputFile = None,
     out: Output,
 ) -> None:
-    """Count what several devices for one image compute, send and keep; for SDXL beside DistriFusion's figures.
+    """Count computation, traffic and memory of one image on several devices.
 
-    A step has two rows, as with guidance. MACs are those of a closed form and, beside it, of torch's FlopCounter in the
-    unmodified model. No weights are needed, and nothing is computed: each size takes torch a few seconds. The defaults
-    of the link are fitted to DistriFusion's table 2.
+    A step has two rows, as with guidance. MACs are computed from a closed form, and counted by torch's FlopCounter in
+    the unmodified model. No weights are needed and nothing is computed; each size takes a few seconds. SDXL is compared
+    with DistriFusion's figures. The default link is fitted to DistriFusion's table 2.
 
     Examples:
 

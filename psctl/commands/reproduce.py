@@ -1,4 +1,4 @@
-"""`psctl reproduce PAPER`: the figures and tables of a paper, measured here, beside its own numbers."""
+"""`psctl reproduce PAPER`: measures the figures and tables of a paper, next to its own numbers."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,25 +25,25 @@ class ReproduceFlags:
     figures: Annotated[list[int] | None, flag("--figure", "Number of a figure; may be repeated.", metavar="N")] = None
     tables: Annotated[list[int] | None, flag("--table", "Number of a table; may be repeated.", metavar="N")] = None
     is_quick: Annotated[
-        bool, flag("--quick", "A smoke run of the same code, about a minute for each figure, in a place of its own.")
+        bool, flag("--quick", "Smoke run of the same code, about a minute per figure, in a separate folder.")
     ] = False
     resolutions: Resolutions = None
     datasets: Annotated[
         list[str] | None,
         flag(
             "--dataset",
-            "Tables: captions to draw and images to compare with, as in psctl eval; may be repeated. Default: emoji.",
+            "Tables: data set of captions and reference images, as in psctl eval; may be repeated. Default: emoji.",
             metavar="emoji|coco:PATH|...",
         ),
     ] = None
     num_prompts: Annotated[
-        int | None, flag("--num-prompts", "Tables: captions of each data set. Default: 256 (paper: 5000).", min=2)
+        int | None, flag("--num-prompts", "Tables: number of captions per data set. Default: 256 (paper: 5000).", min=2)
     ] = None
     num_inference_steps: Annotated[
         int | None,
         flag(
             "--num-inference-steps",
-            "Denoising steps of every request. Default: 50, as in the paper, and 30 where figures serve traces.",
+            "Number of denoising steps. Default: 50, as in the paper, and 30 for figures that serve traces.",
             min=2,
         ),
     ] = None
@@ -51,7 +51,7 @@ class ReproduceFlags:
         Path | None,
         flag(
             "--output-dir -o",
-            "Where page, pictures and numbers go. Default: reproduce/PAPER in the workspace.",
+            "Folder for the page, pictures and numbers. Default: reproduce/PAPER in the workspace.",
             file_okay=False,
         ),
     ] = None
@@ -60,12 +60,12 @@ class ReproduceFlags:
 def reproduce_patchedserve(
     *, choice: ReproduceFlags, judging: JudgeFlags, seed: Seed = 0, target: Target, out: Output
 ) -> None:
-    """Measure figures 4, 5, 11, 12, 13, 14, 15 and tables 1 and 2; without a choice, all that suit the model.
+    """Measure figures 4, 5, 11, 12, 13, 14, 15 and tables 1 and 2; by default all that apply to the model.
 
-    Each gives a picture (tables: markdown) and a JSON file, with the paper's own numbers beside ours; one page shows
-    those of all models and counts what agrees. What is finished is kept: the same command, or one for other figures or
-    another model, goes on from there. What the workspace lacks is profiled and trained first. Figure 12 is of SDXL, 13
-    of SD3.
+    Each exhibit has a picture (tables: Markdown) and a JSON file with the paper's numbers next to ours. One page shows
+    the exhibits of all models and counts the statements that agree. Finished exhibits are kept: the same command, or
+    one for other exhibits or models, continues. Missing profiles and predictors are made first. Figure 12 is about
+    SDXL, figure 13 about SD3.
 
     Examples:
 

@@ -42,25 +42,28 @@ def serve(
     context: typer.Context,
     cascade: ServedCascade = None,
     workers: Annotated[
-        int, flag("--workers", "Of a cascade: processes that serve, each on one processor or GPU.", min=1, max=256)
+        int, flag("--workers", "Cascade: number of worker processes, each on one processor or GPU.", min=1, max=256)
     ] = 2,
     http: Annotated[
-        bool, flag("--http", "Serve whoever asks over HTTP, with OpenAI's images API, until a signal comes.")
+        bool, flag("--http", "Serve clients over HTTP with OpenAI's images API, until a signal arrives.")
     ] = False,
     trace: TraceFlags,
     slo_scale: SloScale = DEFAULT_SLO_SCALE,
     policy: PolicyName = None,
     system: SystemName = DEFAULT_SYSTEM,
     predictor: Annotated[
-        Path | None, flag("--predictor", "Step latencies, for the policy slack.", metavar="FILE", dir_okay=False)
+        Path | None,
+        flag(
+            "--predictor", "Predictor of step latencies, for policies that use slack.", metavar="FILE", dir_okay=False
+        ),
     ] = None,
     max_batch_size: MaxBatchSize = 16,
     output_file: OutputFile = None,
     save_dir: Annotated[
-        Path | None, flag("--save-dir", "Save all images, and a copy of the report, in this folder.", file_okay=False)
+        Path | None, flag("--save-dir", "Save all images and a copy of the report in this folder.", file_okay=False)
     ] = None,
     remeasure: Annotated[
-        bool, flag("--remeasure", "Measure standalone latencies again instead of using the workspace's.")
+        bool, flag("--remeasure", "Measure standalone latencies again instead of reading them from the workspace.")
     ] = False,
     cascading: CascadeOptions,
     engine: ServedEngineFlags,
@@ -71,10 +74,10 @@ def serve(
     target: Target,
     out: Output,
 ) -> None:
-    """Serve a trace of requests and report latency, queueing and SLO attainment; or with --http serve clients.
+    """Serve a trace and report latency, queueing and SLO attainment, or serve clients with --http.
 
-    Requests arrive on the wall clock. The run's records, steps, summary and HTML report go to the workspace. Ctrl-C
-    ends the run early and keeps what is finished.
+    Requests arrive on the wall clock. Records, steps, a summary and an HTML report are written to the workspace. Ctrl-C
+    ends the run early and keeps finished requests.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl serve --cascade`: a light and a heavy model serve a trace on the wall clock, in processes of this machine."""
+"""`psctl serve --cascade`: serves a trace with a light and a heavy model, in worker processes on this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path

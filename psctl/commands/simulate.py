@@ -1,4 +1,4 @@
-"""`psctl simulate`: serve a trace on a virtual clock, and plan how many GPUs a rate needs."""
+"""`psctl simulate`: serves a trace on a virtual clock, and plans the number of GPUs for a rate."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from .simulate_cascade import check_cascade_flags, simulate_cascade
 if TYPE_CHECKING:
     from ...serving.runs.simulated.simulate import ReadySimulation
 
-_NUM_PROMPTS = flag("--num-prompts", "Number of requests. Default: 1000, or with --duration, a file or azure all.")
+_NUM_PROMPTS = flag("--num-prompts", "Number of requests. Default: 1000, or all with --duration, a file or azure.")
 
 
 def simulate(
@@ -35,9 +35,9 @@ def simulate(
         Path | None,
         flag(
             "--latency",
-            "Step latencies: a fitted predictor, or a table (of psctl profile latency, or CSV: combination,ms with "
-            "combinations such as 2*512x512 + 1024x1024). Default: the workspace's table of the model, else one in the "
-            "box.",
+            "Step latencies: a fitted predictor, a table of psctl profile latency, or CSV with the columns "
+            "combination,ms and combinations such as 2*512x512 + 1024x1024. Default: the model's table in the "
+            "workspace, else a bundled one.",
             metavar="FILE",
             dir_okay=False,
         ),
@@ -46,8 +46,8 @@ def simulate(
         Path | None,
         flag(
             "--plain-latency",
-            "Step latencies of plain diffusers, for the latency of a request alone, of which SLOs are multiples. "
-            "Default: the calibration's, else --latency.",
+            "Step latencies of plain diffusers, for standalone latencies, of which SLOs are multiples. Default: those "
+            "of the calibration, else --latency.",
             metavar="FILE",
             dir_okay=False,
         ),
@@ -56,8 +56,7 @@ def simulate(
         Path | None,
         flag(
             "--edit-profile",
-            "Of edits: what they take over records, of psctl profile edits. Default: the workspace's newest of the "
-            "model.",
+            "Edits: latencies with records, from psctl profile edits. Default: the model's newest in the workspace.",
             metavar="FILE",
             dir_okay=False,
         ),
@@ -66,7 +65,7 @@ def simulate(
         float | None,
         flag(
             "--request-rate",
-            "Mean arrivals per second of a random trace; inf: all at once. Default: 1, of a file its own.",
+            "Mean arrivals per second of a random trace; inf: all at once. Default: 1, or the rate of the trace file.",
         ),
     ] = None,
     trace: Annotated[
@@ -78,41 +77,44 @@ def simulate(
     system: SystemName = DEFAULT_SYSTEM,
     gpus: Gpus = 1,
     router: Annotated[
-        str, flag("--router", f"What sends requests to --gpus: {', '.join(ROUTERS)}.", metavar="NAME")
+        str, flag("--router", f"Router that assigns requests to --gpus: {', '.join(ROUTERS)}.", metavar="NAME")
     ] = DEFAULT_ROUTER,
     max_batch_size: MaxBatchSize = 16,
-    prepare_ms: Annotated[float, flag("--prepare-ms", "Milliseconds of text encoding a request.")] = 0.0,
-    postprocess_ms: Annotated[float, flag("--postprocess-ms", "Milliseconds of decoding an image.")] = 0.0,
+    prepare_ms: Annotated[float, flag("--prepare-ms", "Milliseconds of text encoding per request.")] = 0.0,
+    postprocess_ms: Annotated[float, flag("--postprocess-ms", "Milliseconds of decoding per image.")] = 0.0,
     stage_times: StageTimesRun = None,
     calibration: CalibrationFile = None,
     speedups: Annotated[
         str,
         flag(
             "--speedups",
-            "How many times as fast --gpus draw one image, for distrifusion-fcfs: as DistriFusion's paper prints it, "
-            "by the latency model for up to 8, or as psctl bench parallel has measured it.",
+            "Speed-up of one image on --gpus, for distrifusion-fcfs: as printed in DistriFusion's paper, from the "
+            "latency model for up to 8 GPUs, or as measured by psctl bench parallel.",
             metavar="published|model|FILE,...",
         ),
     ] = "published",
     slo_target: Annotated[
         float | None,
         flag(
-            "--slo-target", "Such as 0.99: find the highest rate of --gpus, and the number of GPUs for --request-rate."
+            "--slo-target",
+            "SLO attainment to reach, such as 0.99: find the highest rate that --gpus sustain, and the number of GPUs "
+            "for --request-rate.",
         ),
     ] = None,
     graphs: Annotated[
         GraphsMode | None,
         flag(
             "--graphs",
-            "How passes are launched, with --graph-costs: kernel by kernel, by a CUDA graph for each composition of a "
-            "batch, or by one for each bucket of padded patches. Default: as measured in --latency.",
+            "Launches of passes, with --graph-costs: kernel by kernel (off), one CUDA graph per composition of a "
+            "batch (exact), or one per bucket of padded patches (bucketed). Default: as measured in --latency.",
         ),
     ] = None,
     graph_costs: Annotated[
         Path | None,
         flag(
             "--graph-costs",
-            "Costs of launching, recording and replaying a pass, as JSON; --latency then holds times of the GPU alone.",
+            "JSON file with the costs of launching, recording and replaying a pass; --latency then contains GPU times "
+            "only.",
             metavar="FILE",
             dir_okay=False,
         ),
@@ -123,11 +125,12 @@ def simulate(
     target: Annotated[Target, WHERE.only("base", "workspace")],
     out: Output,
 ) -> None:
-    """Serve a trace on a virtual clock: no model is loaded, steps last as long as a table says.
+    """Serve a trace on a virtual clock, with step latencies from a table instead of a model.
 
-    Records, steps, summary and HTML report go to the workspace, as those of psctl serve do. With --slo-target nothing
-    is written but the result is printed: what the GPUs can take, and how many are needed. With --cascade a light and a
-    heavy model serve together, as psctl profile cascade has measured them, and the images served are judged by FID.
+    Records, steps, a summary and an HTML report are written to the workspace, as by psctl serve. --slo-target prints
+    the rate that the GPUs sustain and the number of GPUs that the rate needs, and writes nothing. With --cascade, a
+    light and a heavy model serve with the times that psctl profile cascade has measured, and the served images are
+    measured by FID.
 
     Examples:
 
@@ -198,7 +201,7 @@ def _run(ready: "ReadySimulation", output_file: Path | None, out: Output) -> Non
 
 
 def _search(ready: "ReadySimulation", output_file: Path | None, out: Output) -> None:
-    """Search what the GPUs sustain, and print it."""
+    """Search the rate that the GPUs sustain, and print it."""
     from ...profiling.report.tables import search_table
 
     with out.status("Searching ..."):

@@ -1,4 +1,4 @@
-"""`psctl simulate --cascade`: a light and a heavy model serve a trace on a virtual clock."""
+"""`psctl simulate --cascade`: serves a trace with a light and a heavy model on a virtual clock."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace

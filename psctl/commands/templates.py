@@ -1,4 +1,4 @@
-"""`psctl templates add|list|check|remove`: records of images, which edits read in place of what they do not compute."""
+"""`psctl templates add|list|check|remove`: records of images, from which edits read what they do not compute."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +14,14 @@ from ..options.templates import TIERS, KeepFlag, TemplatePrompt, TemplateSeed, r
 from ..output import Output
 
 _Ids = Annotated[
-    list[str] | None, typer.Argument(metavar="[ID]...", help="Of psctl templates list.", show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="[ID]...", help="Names of records, as printed by psctl templates list.", show_default=False),
 ]
 
 
 def templates_add(
     *,
-    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="The image that will be edited.", show_default=False)],
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="The image to record.", show_default=False)],
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
     template_prompt: TemplatePrompt = "",
@@ -30,10 +31,10 @@ def templates_add(
     target: Target,
     out: Output,
 ) -> None:
-    """Record an image ahead of its edits, which psctl edit --reuse would do at the first.
+    """Record an image in advance. Otherwise its first psctl edit --reuse records it.
 
-    A record is for one number of steps, and for guided edits or for others; masks, prompts and seeds may differ. Edits
-    read it if they have the same --keep.
+    A record has one number of steps, and is for edits with guidance or for edits without; masks, prompts and seeds may
+    differ. Edits read it if their --keep is the same.
 
     Examples:
 
@@ -79,7 +80,8 @@ def templates_add(
 def templates_list(*, target: Target, out: Output) -> None:
     """List the records of a model's images.
 
-    They come from psctl templates add, the first psctl edit --reuse of an image, and psctl generate --save-template.
+    Records are made by psctl templates add, by the first psctl edit --reuse of an image, and by psctl generate
+    --save-template.
 
     Examples:
 
@@ -103,9 +105,9 @@ def templates_list(*, target: Target, out: Output) -> None:
 
 
 def templates_check(*, ids: _Ids = None, target: Target, out: Output) -> None:
-    """Compare records with their checksums: all of them, or those named.
+    """Verify the checksums of all records, or of the named ones.
 
-    The exit code is 1 if one is damaged. Edits that meet a damaged record put it aside by themselves.
+    The exit code is 1 if a record is damaged. Edits quarantine damaged records automatically.
 
     Examples:
 
@@ -130,7 +132,7 @@ def templates_check(*, ids: _Ids = None, target: Target, out: Output) -> None:
 def templates_remove(*, ids: _Ids = None, target: Target, out: Output) -> None:
     """Delete records.
 
-    Images that are edited again with --reuse are recorded again.
+    The next psctl edit --reuse of such an image records it again.
 
     Examples:
 

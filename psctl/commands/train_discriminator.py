@@ -1,4 +1,4 @@
-"""`psctl train-predictor discriminator`: train the network that scores light images of a cascade."""
+"""`psctl train-predictor discriminator`: trains the network that scores light images of a cascade."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -30,41 +30,43 @@ def train_predictor_discriminator(
     cascade: Cascade = DEFAULT_CASCADE,
     net: Annotated[
         Literal["mbconv", "resnet", "vit"],
-        flag("--net", "Like EfficientNet, ResNet or ViT, with at most 0.6 million parameters."),
+        flag("--net", "Network: a small EfficientNet, ResNet or ViT, with at most 0.6 million parameters."),
     ] = "mbconv",
     real: Annotated[
         Literal["gt", "heavy", "vae", "near"],
         flag(
             "--real",
-            "What passes for real: images of the data set, images of the heavy model, images of the data set that went "
-            "through its autoencoder, or those light images that add least to FID.",
+            "Images labelled as real: those of the data set, those of the heavy model, those of the data set after a "
+            "pass through its autoencoder, or the light images that add least to FID.",
         ),
     ] = "gt",
     dataset: Annotated[
         str,
         flag(
             "--dataset",
-            "Captions and images to learn from: none that the cascade is judged by.",
+            "Data set to train on, which must not contain images that the cascade is evaluated on.",
             metavar="emoji|coco:PATH|...",
         ),
     ] = "emoji?split=train",
-    num_prompts: Annotated[int, flag("--num-prompts", "Captions; either model draws every other one.", min=40)] = 1200,
+    num_prompts: Annotated[
+        int, flag("--num-prompts", "Number of captions; the two models draw half of them each.", min=40)
+    ] = 1200,
     resolutions: Resolutions = None,
-    steps: Annotated[int, flag("--steps", "Optimisation steps.", min=1)] = 600,
-    max_batch_size: Annotated[int, flag("--max-batch-size", "Requests drawn together.", min=1)] = 16,
+    steps: Annotated[int, flag("--steps", "Number of training steps.", min=1)] = 600,
+    max_batch_size: Annotated[int, flag("--max-batch-size", "Number of requests per batch.", min=1)] = 16,
     seed: Seed = 0,
     judging: Annotated[JudgeFlags, JUDGES.only("fid_weights")],
     output_file: Annotated[
         Path | None,
-        flag("--output-file", "Write the discriminator here. Default: the workspace's predictors.", dir_okay=False),
+        flag("--output-file", "File of the discriminator. Default: in the workspace's predictors.", dir_okay=False),
     ] = None,
     target: Annotated[Target, WHERE.without("base")],
     out: Output,
 ) -> None:
-    """Train the discriminator of a cascade: how likely a light image is to be real, so that it is good enough.
+    """Train the discriminator of a cascade, which scores whether a light image is good enough.
 
-    A small network learns to tell images of the data set from images of both models. A fifth is held out, by which its
-    confidences are calibrated and judged. Interrupted drawing and training go on with the same command.
+    A small network learns to distinguish images of the data set from images of both models. A fifth of the images is
+    held out to calibrate and evaluate its confidences. After an interruption, the same command continues.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl train-predictor latency|cache`: what the scheduler and the cache decide by."""
+"""`psctl train-predictor latency|cache`: trains the predictors of the scheduler and the cache."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ...data.tables.latency import LatencyTable
 
 _FIT_S = 0.02
-"""About what fitting takes for each combination, on one core."""
+"""Approximate time to fit one combination on one core."""
 _TREE_S = 4e-6
-"""About what a tree takes for each row to train on, held-out judgement included."""
+"""Approximate time of a tree for each training row, including the evaluation on held-out rows."""
 
 
 def train_predictor_latency(
@@ -27,26 +27,26 @@ def train_predictor_latency(
         Path | None,
         flag(
             "--table",
-            "Table of psctl profile latency, or CSV or parquet with combination and ms. Default: the newest of the "
-            "workspace.",
+            "Table of psctl profile latency, or CSV or parquet with the columns combination and ms. Default: the "
+            "newest in the workspace.",
             dir_okay=False,
         ),
     ] = None,
     output_file: Annotated[
         Path | None,
-        flag("--output-file", "Write the predictor here. Default: the workspace's predictors.", dir_okay=False),
+        flag("--output-file", "File of the predictor. Default: in the workspace's predictors.", dir_okay=False),
     ] = None,
-    force: Annotated[bool, flag("--force", "Save a predictor that is far off, too.")] = False,
+    force: Annotated[bool, flag("--force", "Save the predictor even if its error is large.")] = False,
     seed: Seed = 0,
     target: Annotated[Target, WHERE.without("dtype")],
     out: Output,
 ) -> None:
-    """Fit the predictor of step latencies to a table, and say how far it is off on combinations that it has not seen.
+    """Fit the predictor of step latencies to a table, and report its error on held-out combinations.
 
     A support vector regression on top of a linear model is fitted to 80 % of the combinations and tested on the others;
-    where it does not help, the linear model alone is kept. Next to the errors stands the noise floor, what the table is
-    off itself. Predictor and plot go to the workspace, where serving and simulating find them; one that is off by more
-    than 25 %, or by more than a look-up by pixels, is not saved without --force.
+    if it does not help, the linear model alone is kept. The report includes the noise floor, the table's own error.
+    Predictor and plot are written to the workspace, where serve and simulate find them. A predictor with an error above
+    25 %, or above that of a look-up by pixels, is saved only with --force.
 
     Examples:
 
@@ -142,36 +142,39 @@ def train_predictor_cache(
         float | None,
         flag(
             "--threshold",
-            "A cached output may be used if its mean square error, divided by its mean square, is at most this. "
-            "Default: 0.2; with --target-ssim the best of several.",
+            "Largest mean square error of a cached output, divided by its mean square, at which it may be used. "
+            "Default: 0.2, or the best of several with --target-ssim.",
         ),
     ] = None,
     target_ssim: Annotated[
         float | None,
         flag(
             "--target-ssim",
-            "Draw images, and choose threshold and confidence that save most at this mean SSIM to those without cache.",
+            "Draw images, and choose the threshold and confidence that save most at this mean SSIM to images without "
+            "a cache.",
             show_default=False,
         ),
     ] = None,
-    target_prompts: Annotated[int, flag("--target-prompts", "Requests that are drawn for each choice.", min=2)] = 24,
+    target_prompts: Annotated[
+        int, flag("--target-prompts", "Number of requests that are drawn for each choice.", min=2)
+    ] = 24,
     cache: Annotated[CacheOptions, CACHE.only("max_reuse", "warmup_steps").fixing(mode="patch", threshold=0.0)],
-    trees: Annotated[int, flag("--trees", "Trees of the forest.", min=1, max=128)] = 16,
-    depth: Annotated[int, flag("--depth", "Most questions on the way to a leaf.", min=1, max=16)] = 8,
+    trees: Annotated[int, flag("--trees", "Number of trees.", min=1, max=128)] = 16,
+    depth: Annotated[int, flag("--depth", "Maximum depth of a tree.", min=1, max=16)] = 8,
     min_confidence: Annotated[
-        float, flag("--min-confidence", "Use the cached output where the vote is above this.", min=0, max=1)
+        float, flag("--min-confidence", "Vote above which the cached output is used.", min=0, max=1)
     ] = 0.5,
     max_rows: Annotated[
-        int, flag("--max-rows", "Of larger profiles a random sample of about this many rows.", min=100)
+        int, flag("--max-rows", "Approximate maximum number of rows; larger profiles are sampled at random.", min=100)
     ] = 400_000,
     backend: Annotated[
-        Literal["sklearn", "cuml"], flag("--backend", "Library that grows the trees; cuml needs a GPU.")
+        Literal["sklearn", "cuml"], flag("--backend", "Library that trains the forest; cuml needs a GPU.")
     ] = "sklearn",
     output_file: Annotated[
         Path | None,
         flag(
             "--output-file",
-            "Where the predictor goes. Default: predictors/cache.safetensors of the model's workspace.",
+            "File of the predictor. Default: predictors/cache.safetensors in the model's workspace.",
             dir_okay=False,
         ),
     ] = None,
@@ -179,11 +182,11 @@ def train_predictor_cache(
     target: Annotated[Target, WHERE.without("dtype")],
     out: Output,
 ) -> None:
-    """Train the cache predictor from a block profile, and judge it on requests that it has not seen.
+    """Train the cache predictor on a block profile, and evaluate it on held-out requests.
 
-    It is a random forest that says whether the output of a block will stay within the threshold. The figures stand next
-    to those of the best plain threshold on the change of the input. A plot is saved beside the predictor. What the
-    threshold does to images is measured with --target-ssim, on requests that were not trained on.
+    The predictor is a random forest that predicts whether the output of a block stays within the threshold. It is
+    compared with the best plain threshold on the change of the input. A plot is saved next to the predictor.
+    --target-ssim measures the effect of the threshold on images of requests outside the training set.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`psctl train-predictor schedule`: which steps the cache computes."""
+"""`psctl train-predictor schedule`: searches the steps that the cache computes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,21 +13,26 @@ from ..output import Output
 
 def train_predictor_schedule(
     *,
-    target_ssim: Annotated[
-        float, flag("--target-ssim", "Mean SSIM to images without a cache that must be reached.")
-    ] = 0.975,
+    target_ssim: Annotated[float, flag("--target-ssim", "Mean SSIM to reach, against images without a cache.")] = 0.975,
     steps: Annotated[
-        str, flag("--steps", "Numbers of steps that get a list of their own; others take the nearest.", metavar="N,...")
+        str,
+        flag(
+            "--steps", "Numbers of steps with a list of their own; other numbers use the nearest list.", metavar="N,..."
+        ),
     ] = "20,30,50",
     num_prompts: Annotated[
         int,
-        flag("--num-prompts", "Requests to learn from; half as many choose, and as many again are reported.", min=4),
+        flag(
+            "--num-prompts",
+            "Number of requests to learn from; half as many choose the list, and half as many evaluate it.",
+            min=4,
+        ),
     ] = 48,
     output_file: Annotated[
         Path | None,
         flag(
             "--output-file",
-            f"Where the schedule goes. Default: predictors/{CACHE_SCHEDULE_FILE} of the model's workspace.",
+            f"File of the schedule. Default: predictors/{CACHE_SCHEDULE_FILE} in the model's workspace.",
             dir_okay=False,
         ),
     ] = None,
@@ -35,11 +40,11 @@ def train_predictor_schedule(
     target: Annotated[Target, WHERE],
     out: Output,
 ) -> None:
-    """Search which steps --cache schedule computes: the fewest whose images stay near those of all steps.
+    """Search the fewest steps for --cache schedule whose images stay close to those of all steps.
 
-    What the model says at the other steps is forecast from the last two that were computed. Needs no profile: requests
-    are drawn on plain diffusers, and the best list for each number of computed steps follows from their outputs. How
-    many are needed is measured on images of other requests, and SSIM is reported for requests that neither has used.
+    The model's output at the other steps is forecast from the last two computed steps. No profile is needed: requests
+    are drawn on plain diffusers, whose outputs determine the best list for each number of computed steps. The number is
+    chosen by the images of other requests, and SSIM is reported for requests used in neither.
 
     Examples:
 

@@ -44,8 +44,8 @@ class CascadeOptions:
         Path | None,
         flag(
             "--cascade-profile",
-            "Times of both models, by psctl profile cascade. Default: the workspace's; for simulations else those in "
-            "the box.",
+            "Times of both models, from psctl profile cascade. Default: the workspace's; for simulations also the "
+            "bundled ones.",
             metavar="FILE",
             dir_okay=False,
         ),
@@ -54,68 +54,70 @@ class CascadeOptions:
         Path | None,
         flag(
             "--bank",
-            "Prompts that both models have drawn, by psctl profile cascade. Default: the newest beside the profile.",
+            "Bank of images of both models, from psctl profile cascade. Default: the newest next to the profile.",
             metavar="DIR",
             file_okay=False,
         ),
     ] = None
     overprovision: Annotated[
-        float, flag("--overprovision", "Of a cascade: by how much capacity must exceed the demand (lambda).")
+        float, flag("--overprovision", "Cascade: factor by which capacity must exceed demand (lambda).")
     ] = 1.05
     solver: Annotated[
         Literal["milp", "enumerate"],
-        flag("--solver", "Of a cascade's plans: HiGHS, or every pair of batch sizes; both give the same plans."),
+        flag(
+            "--solver",
+            "Cascade: solver of plans, HiGHS or an enumeration of all pairs of batch sizes. Both find the same plans.",
+        ),
     ] = "milp"
     objective: Annotated[
         Literal["threshold", "quality"],
         flag(
             "--objective",
-            "Of diffserve's plans: the largest threshold that there is room for, or of those the one with the best FID "
-            "in the bank.",
+            "diffserve: the largest threshold that capacity allows, or a smaller one with a better FID in the bank.",
         ),
     ] = "threshold"
     balance: Annotated[
         Literal["least", "random"],
-        flag("--balance", "Which worker of a model gets a request: the one with the least to do, or any."),
+        flag("--balance", "Choice of the worker for a request: the one with the least pending work, or a random one."),
     ] = "least"
     threshold: Annotated[
         float | None,
         flag(
             "--threshold",
-            "Of diffserve-static-threshold: light images of this confidence or more are the answer. Default: what the "
-            "peak of the trace leaves room for.",
+            "diffserve-static-threshold: confidence from which light images are returned. Default: the largest that "
+            "capacity allows at the trace's peak.",
         ),
     ] = None
     queue_factor: Annotated[
-        float, flag("--queue-factor", "Of diffserve-no-queue: waiting as a multiple of a batch's duration.")
+        float, flag("--queue-factor", "diffserve-no-queue: waiting time, as a multiple of a batch's duration.")
     ] = 2.0
     on_late: Annotated[
         Literal["discard", "light"],
-        flag("--on-late", "What a deferred request gets that the heavy model cannot finish in time."),
+        flag("--on-late", "Result of a deferred request that the heavy model cannot finish in time."),
     ] = "discard"
     replan_on_burst: Annotated[
         bool,
         flag(
             "--replan-on-burst",
-            "Plan at once where the requests of a second are more than 1.5 times what was planned for.",
+            "Plan immediately when the arrivals of a second exceed the planned rate by more than half.",
         ),
     ] = False
     threshold_per_resolution: Annotated[
         bool,
         flag(
             "--threshold-per-resolution",
-            "Of a cascade: the more a heavy image of a resolution costs, the lower the threshold of its light ones.",
+            "Cascade: use lower thresholds for resolutions whose heavy images cost more.",
         ),
     ] = False
     skip_light: Annotated[
         bool,
-        flag("--skip-light", "Send requests to the heavy model at once where 98 % of them would be deferred anyway."),
+        flag("--skip-light", "Send requests directly to the heavy model when at least 98 % of them would be deferred."),
     ] = False
     reuse_light: Annotated[
         bool,
         flag(
             "--reuse-light",
-            "Heavy images start from the light ones, noised as far as psctl profile cascade --reuse-light was told.",
+            "Start heavy images from light ones, with the noise given to psctl profile cascade --reuse-light.",
         ),
     ] = False
 

@@ -22,31 +22,33 @@ def _json_file(path: Path | None) -> Path | None:
     return path
 
 
-Seed = Annotated[int, flag("--seed", "Seed of everything random in the run.", is_shared=True, min=0)]
+Seed = Annotated[int, flag("--seed", "Seed of all random choices.", is_shared=True, min=0)]
 OutputFile = Annotated[
     Path | None,
-    flag("--output-file", "Write the result as JSON to this file, too.", dir_okay=False, callback=_json_file),
+    flag("--output-file", "Also write the result to this file, as JSON.", dir_okay=False, callback=_json_file),
 ]
 Resolutions = Annotated[
-    str | None, flag("--resolutions", "Such as 128,192,128x256. Default: those of the model.", metavar="SIZE,...")
+    str | None, flag("--resolutions", "Resolutions, such as 128,192,128x256. Default: the model's.", metavar="SIZE,...")
 ]
 Prompts = Annotated[
     Path | None, flag("--prompts", "File of prompts (.txt, .csv, .tsv, .jsonl). Default: bundled captions.")
 ]
 NumInferenceSteps = Annotated[
-    int | None, flag("--num-inference-steps", "Denoising steps. Default: the model's own.", min=1, max=1000)
+    int | None, flag("--num-inference-steps", "Number of denoising steps. Default: the model's.", min=1, max=1000)
 ]
 GuidanceScale = Annotated[
     float | None,
-    flag("--guidance-scale", "Classifier-free guidance; 1 or less is off (Z-Image: 0). Default: the model's own."),
+    flag(
+        "--guidance-scale", "Classifier-free guidance scale; 1 or less disables it (Z-Image: 0). Default: the model's."
+    ),
 ]
-MaxBatchSize = Annotated[int, flag("--max-batch-size", "Requests denoised together (on one GPU).", min=1)]
-SloScale = Annotated[float, flag("--slo-scale", "SLO of a request: this many times its latency when served alone.")]
+MaxBatchSize = Annotated[int, flag("--max-batch-size", "Maximum number of requests in a batch (per GPU).", min=1)]
+SloScale = Annotated[float, flag("--slo-scale", "SLO of a request, as a multiple of its standalone latency.")]
 StageTimesRun = Annotated[
     Path | None,
     flag(
         "--stage-times",
-        "Times of text encoding and decoding from this served run: its folder.",
+        "Folder of a served run whose times of text encoding and decoding are used.",
         metavar="RUN",
         file_okay=False,
     ),
@@ -55,7 +57,7 @@ CalibrationFile = Annotated[
     Path | None,
     flag("--calibration", "Simulator: calibration.json of a sweep with --on both.", metavar="FILE", dir_okay=False),
 ]
-Gpus = Annotated[int, flag("--gpus", "GPUs that serve in data parallel, all alike.", min=1, max=4096)]
+Gpus = Annotated[int, flag("--gpus", "Number of equal GPUs, which serve in data parallel.", min=1, max=4096)]
 
 
 def require_seeds(seed: int, count: int, what: str) -> None:

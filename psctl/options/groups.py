@@ -29,51 +29,55 @@ CACHE = Flags(
     {
         "mode": flag(
             "--cache",
-            "Reuse what earlier steps gave: at all steps but those of a list (schedule, the best of these), as a "
-            "predictor or a limit says (patch), only where the whole batch agrees (image), at fixed intervals, or "
-            "until a request's changes add up (accumulated).",
+            "Reuse results of earlier steps: at all steps but those of a list (schedule, which is recommended), where "
+            "a predictor or a limit allows it (patch), only for whole batches (image), at fixed intervals (interval), "
+            "or until the changes of a request add up to a limit (accumulated).",
             is_shared=True,
         ),
         "threshold": flag(
             "--cache-threshold",
-            "Reuse by this rule instead of a predictor: the block's input has changed less, relative to its mean "
-            "square. With --cache accumulated the sum of changes.",
+            "Without a predictor: reuse a block whose input has changed by less than this, relative to its mean "
+            "square. With --cache accumulated: limit of the sum of changes.",
             is_shared=True,
             show_default=False,
         ),
         "predictor": flag(
             "--cache-predictor",
-            "Trained by psctl train-predictor cache. Default: the workspace's, or else the model's.",
+            "Predictor made by psctl train-predictor cache. Default: the workspace's, else the model's.",
             is_shared=True,
             dir_okay=False,
         ),
         "schedule": flag(
             "--cache-schedule",
-            "Searched by psctl train-predictor schedule. Default: the workspace's, or else the model's.",
+            "Schedule made by psctl train-predictor schedule. Default: the workspace's, else the model's.",
             is_shared=True,
             dir_okay=False,
         ),
         "grain": flag(
             "--cache-grain",
-            "What is reused as one: a request's whole step, or each patch of each block by itself, as in PatchedServe. "
-            "auto: requests where a predictor or --cache accumulated decides, patches where a limit does.",
+            "Unit of reuse: the whole step of a request, or single patches of single blocks, as in PatchedServe. "
+            "auto: requests with a predictor or --cache accumulated, patches with a limit.",
             is_shared=True,
         ),
-        "interval": flag("--cache-interval", "Steps from one computation to the next.", is_shared=True),
+        "interval": flag("--cache-interval", "Number of steps between computations.", is_shared=True),
         "patch_size": flag(
             "--cache-patch-size",
-            "Side of the cache's patches in latent pixels. Default: what suits the model, 8 for the bundled ones.",
+            "Side of the cache's patches in latent pixels. Default: the smallest that suits the model, 8 for the "
+            "bundled ones.",
             is_shared=True,
             show_default=False,
         ),
         "max_reuse": flag(
             "--max-reuse",
-            "Steps in a row that a patch may reuse a block. Default: what the predictor has learnt from; else 4.",
+            "Maximum number of consecutive steps for which a patch may reuse a block. Default: that of the "
+            "predictor's profile, else 4.",
             is_shared=True,
             show_default=False,
         ),
-        "warmup_steps": flag("--warmup-steps", "First steps of a request that are computed in full.", is_shared=True),
-        "memory_mb": flag("--cache-memory", "Most that the cache keeps.", is_shared=True, metavar="MB"),
+        "warmup_steps": flag(
+            "--warmup-steps", "Number of first steps of a request that are computed in full.", is_shared=True
+        ),
+        "memory_mb": flag("--cache-memory", "Maximum memory of the cache.", is_shared=True, metavar="MB"),
     },
 )
 
@@ -89,7 +93,8 @@ PARALLEL = Flags(
     {
         "ranks": flag(
             "--parallel",
-            "Share each image among so many devices, each in a process; virtual:N tries it in one. Sets --engine.",
+            "Split each image among this number of devices, with a process each; virtual:N runs them in one process. "
+            "Sets --engine.",
             is_shared=True,
             metavar="N|virtual:N",
             is_eager=True,
@@ -97,8 +102,8 @@ PARALLEL = Flags(
         ),
         "mode": flag(
             "--parallel-mode",
-            "sync: exact; displaced: by what the others had in the call before, but for the first; naive: parts that "
-            "know nothing of each other; auto: displaced where that is expected to save more than a tenth.",
+            "sync: exact; displaced: with the other ranks' values of the previous call, except in the first one; "
+            "naive: without the other ranks' values; auto: displaced if it is expected to save more than a tenth.",
             is_shared=True,
         ),
         "norms": Flags(
@@ -106,59 +111,64 @@ PARALLEL = Flags(
             {
                 "mode": flag(
                     "--gn",
-                    "Statistics of displaced GroupNorms: of the call before, corrected by the own change; waiting for "
-                    "all; the others' as they were; the own alone.",
+                    "Statistics of displaced GroupNorms: those of the previous call, corrected by this rank's change; "
+                    "synchronous ones; the other ranks' stale ones; or this rank's alone.",
                     is_shared=True,
                 )
             },
         ),
-        "warmup": flag("--parallel-warmup", "Calls after the first that are not displaced yet.", is_shared=True, min=0),
+        "warmup": flag(
+            "--parallel-warmup", "Number of calls after the first that are synchronous.", is_shared=True, min=0
+        ),
         "cfg_split": flag(
             "--cfg-split",
-            "Half of the ranks take what guidance adds; auto where their number is even.",
+            "Compute the unconditional rows on half of the ranks; auto: if their number is even.",
             is_shared=True,
         ),
         "shares": flag(
-            "--parallel-shares", 'Of the ranks in an image, as "2,1". Default: equal.', is_shared=True, metavar="SHARES"
+            "--parallel-shares",
+            'Shares of the ranks in an image, such as "2,1". Default: equal.',
+            is_shared=True,
+            metavar="SHARES",
         ),
         "text": flag(
             "--parallel-text",
-            "Models with a text stream: every rank has all of it, or its part; auto splits where it is long.",
+            "Models with a text stream: each rank computes all of it, or its part; auto splits long texts.",
             is_shared=True,
         ),
         "from_pixels": flag(
             "--parallel-from",
-            "Images of fewer pixels are drawn whole, by one rank each; auto: whichever are done sooner so, as measured "
-            "at the start.",
+            "Images with fewer pixels are drawn whole, by one rank each; auto measures at start which images are "
+            "faster so.",
             is_shared=True,
             metavar="PIXELS|auto",
         ),
         "decode": flag(
             "--parallel-decode",
-            "Images are decoded by rank 0, or in strips by all ranks, which need less memory each then.",
+            "Decode images on rank 0, or in strips on all ranks, which takes less memory per rank.",
             is_shared=True,
         ),
         "devices": flag(
             "--parallel-devices",
-            'Of the ranks, as "cuda:0,cuda:2"; one may be named twice. Default: from --device on, one each.',
+            'Devices of the ranks, such as "cuda:0,cuda:2"; one may be named twice. Default: one each, from --device '
+            "on.",
             is_shared=True,
             metavar="DEVICES",
         ),
         "backend": flag(
             "--parallel-backend",
-            "What carries tensors between ranks; auto: memory that they share, and between machines gloo; nccl: from "
-            "GPU to GPU.",
+            "Transport between ranks. auto: shared memory, or gloo between machines; nccl: from GPU to GPU.",
             is_shared=True,
         ),
         "timeout_s": flag(
             "--parallel-timeout",
-            "How long ranks may keep each other waiting; who does so for longer is done without.",
+            "Seconds after which ranks give up on one that does not respond.",
             is_shared=True,
             metavar="SECONDS",
         ),
         "memory_mb": flag(
             "--parallel-memory",
-            "Most that a rank keeps of others for displaced calls; beyond it calls are synchronous.",
+            "Maximum memory per rank for other ranks' values; calls that need more are synchronous.",
             is_shared=True,
             metavar="MB",
             min=1,
@@ -168,35 +178,36 @@ PARALLEL = Flags(
 MODEL = Flags(
     ModelOptions,
     {
-        "sampler": flag("--sampler", "Instead of the model's own, with the other settings of that one."),
+        "sampler": flag("--sampler", "Sampler that replaces the model's, with the same settings."),
         "lora": flag(
             "--lora",
-            "Adapter that is fused into the weights, a .safetensors file; several are added up.",
+            "Adapter (.safetensors) that is fused into the weights; may be repeated.",
             metavar="PATH[:SCALE]",
         ),
         "adapter": flag(
             "--adapter",
-            "Adapter (LoRA) that each image or request may name, a .safetensors file; give one for each.",
+            "Adapter (LoRA, .safetensors) that requests may name; may be repeated.",
             metavar="NAME=PATH",
         ),
         "quantize": flag(
             "--quantize",
-            "Weights of the denoising model in 8 bits, by torchao. Images are near those without, not equal.",
+            "Quantize the weights of the denoising model to 8 bits with torchao. Images are close to those without, "
+            "but not equal.",
         ),
     },
 )
 _PROMPT_CACHE = flag(
-    "--prompt-cache", "Most that is kept of texts that were encoded before; 0 keeps none.", metavar="MB", min=0
+    "--prompt-cache", "Maximum memory for embeddings of earlier texts; 0 keeps none.", metavar="MB", min=0
 )
 _OFFLOAD = flag(
     "--offload",
-    "text: text encoders are on the device only while they encode; on a CPU they are read again each time.",
+    "text: keep the text encoders on the device only while they encode; on a CPU they are read again each time.",
     is_shared=True,
 )
 _STAGES = flag(
     "--stages",
-    "Where texts are encoded and images decoded: beside the denoise loop in threads, or in processes of their own; "
-    "inline: between its steps; auto: inline on a CPU of up to 4 cores, else threads.",
+    "Where texts are encoded and images decoded: in threads or processes beside the denoise loop, or inline, between "
+    "its steps; auto: inline on a CPU of up to 4 cores, else threads.",
     is_shared=True,
 )
 _OF_MODELS = {"model": MODEL, "prompt_cache_mb": _PROMPT_CACHE, "offload": _OFFLOAD, "stages": _STAGES}
@@ -205,26 +216,30 @@ ENGINE = Flags(
     {
         "engine": flag(
             "--engine",
-            "patched: all resolutions in one batch; plain: unmodified diffusers, a batch per resolution; "
-            "parallel: set by --parallel.",
+            "patched: all resolutions in one batch; plain: unmodified diffusers, one batch per resolution; parallel: "
+            "set by --parallel.",
             is_shared=True,
         ),
-        "order": flag("--order", "How tokens are packed; auto: image on a CPU, patch on a GPU.", is_shared=True),
+        "order": flag("--order", "Order of tokens in memory; auto: image on a CPU, patch on a GPU.", is_shared=True),
         "patch_size": flag(
             "--patch-size",
-            "Side of a patch in latent pixels (image pixels / 8). Default: what all sizes have in common.",
+            "Side of a patch in latent pixels (image pixels / 8). Default: the greatest common divisor of all sides.",
             is_shared=True,
             min=1,
             show_default=False,
         ),
-        "strategy": flag("--strategy", "How convolutions see beyond a patch; auto measures at start.", is_shared=True),
-        "kernels": flag("--kernels", "auto: Triton on a GPU, torch elsewhere.", is_shared=True),
+        "strategy": flag(
+            "--strategy", "How convolutions read pixels beyond a patch; auto measures at start.", is_shared=True
+        ),
+        "kernels": flag(
+            "--kernels", "Implementation of the kernels; auto: Triton on a GPU, torch elsewhere.", is_shared=True
+        ),
         "compile": flag(
             "--compile",
             "torch.compile the transformer blocks, which do not depend on the requests in the batch.",
             is_shared=True,
         ),
-        "cuda_graphs": flag("--cuda-graphs", "Record the launches of passes, and replay them.", is_shared=True),
+        "cuda_graphs": flag("--cuda-graphs", "Record passes as CUDA graphs and replay them.", is_shared=True),
         "cache": CACHE,
     },
 )
@@ -238,26 +253,32 @@ TRACE = Flags(
         ),
         "request_rate": flag("--request-rate", "Mean arrivals per second of a random trace; inf: all at once."),
         "cv": flag("--cv", "Coefficient of variation of the gaps, with --trace gamma. Default: 2."),
-        "amplitude": flag("--amplitude", "Swing of the rate, with --trace diurnal, 0 to 1. Default: 0.8."),
-        "period_s": flag("--period", "Length of the day, with --trace diurnal. Default: 600.", metavar="SECONDS"),
+        "amplitude": flag("--amplitude", "Amplitude of the rate, with --trace diurnal, 0 to 1. Default: 0.8."),
+        "period_s": flag("--period", "Length of a day, with --trace diurnal. Default: 600.", metavar="SECONDS"),
         "arrivals": flag("--arrivals", "CSV of recorded arrivals, with --trace azure (arrived_at or TIMESTAMP)."),
-        "curve": flag("--curve", "CSV of the rate over time (time_s, rate), with --trace shape. Default: a day."),
-        "rate_range": flag(
-            "--rate-range", "Least and greatest rate, with --trace shape, over --duration.", metavar="MIN:MAX"
+        "curve": flag(
+            "--curve", "CSV of the rate over time (time_s, rate), with --trace shape. Default: a bundled day."
         ),
-        "num_prompts": flag("--num-prompts", "Number of requests. Default: 32, or with --duration or a file all."),
-        "duration_s": flag("--duration", "Seconds in which requests arrive.", metavar="SECONDS"),
+        "rate_range": flag(
+            "--rate-range", "Lowest and highest rate over --duration, with --trace shape.", metavar="MIN:MAX"
+        ),
+        "num_prompts": flag("--num-prompts", "Number of requests. Default: 32, or all with --duration or a file."),
+        "duration_s": flag("--duration", "Length of the trace in seconds.", metavar="SECONDS"),
         "resolutions": _RESOLUTIONS,
-        "mix": flag("--mix", 'As "1,1,2" or "128=0.5,192=0.5". Default: equal.', metavar="WEIGHTS"),
+        "mix": flag(
+            "--mix",
+            'Weights of the resolutions, such as "1,1,2" or "128=0.5,192=0.5". Default: equal.',
+            metavar="WEIGHTS",
+        ),
         "prompts": _PROMPTS,
         "num_inference_steps": _STEPS,
         "guidance_scale": _SCALE,
         "seed": _SEED,
-        "from_zero": flag("--from-zero", "Start a trace file with its first request, whatever its clock says."),
+        "from_zero": flag("--from-zero", "Shift the times of a trace file, so that it starts with its first request."),
         "slo": flag(
             "--slo",
-            "Seconds that a request may take which brings no SLO, as 2.5, or 128x128=1.5,256=3. Default: --slo-scale "
-            "times its latency alone.",
+            "SLO in seconds of requests without one, such as 2.5, or 128x128=1.5,256=3. Default: --slo-scale times "
+            "their standalone latency.",
             metavar="SECONDS|WxH=SECONDS,...",
         ),
     },
@@ -268,15 +289,17 @@ EDITS = Flags(
         "share": flag("--edits", "Share of the requests that edit an image.", metavar="SHARE"),
         "mask_ratios": flag(
             "--mask-ratios",
-            "Of edits: as published of two traces and of a benchmark, or CSV with a column mask_ratio. Default: "
-            "production.",
+            "Edits: mask ratios, as published for two traces and a benchmark, or CSV with a column mask_ratio. "
+            "Default: production.",
             metavar="production|public|viton|FILE",
         ),
-        "templates": flag("--templates", "Of edits: how many images they share. Default: 20.", metavar="N"),
+        "templates": flag("--templates", "Edits: number of images that they share. Default: 20.", metavar="N"),
         "template_skew": flag(
-            "--template-skew", "Of edits: image n is edited in proportion to 1 / n to this power (Zipf). Default: 1."
+            "--template-skew",
+            "Edits: exponent of the popularity of images (Zipf): image n is edited in proportion to 1 / n to this "
+            "power. Default: 1.",
         ),
-        "strength": flag("--edit-strength", "Of edits: share of the steps that are taken. Default: 1."),
+        "strength": flag("--edit-strength", "Edits: share of the steps that are taken. Default: 1."),
     },
 )
 EDITED_TRACE = TRACE.using(edits=EDITS)
@@ -289,13 +312,13 @@ DRAW = Flags(
             f"follow the path, as in 'coco:PATH?split=NAME'. {spec_options_help()}.",
             metavar="emoji|coco:PATH|...",
         ),
-        "num_prompts": flag("--num-prompts", "Text-image pairs of the set.", min=1),
+        "num_prompts": flag("--num-prompts", "Number of text-image pairs.", min=1),
         "resolutions": _RESOLUTIONS,
         "num_inference_steps": _STEPS,
         "guidance_scale": _SCALE,
-        "policy": flag("--policy", "Which requests join the batch, and when."),
+        "policy": flag("--policy", "Policy that decides which requests join the batch, and when."),
         "max_batch_size": _BATCH,
-        "max_bad": flag("--max-bad", "Images that may be missing, damaged or fail.", min=0),
+        "max_bad": flag("--max-bad", "Number of images that may be missing, damaged or fail.", min=0),
         "seed": _SEED,
     },
 )
@@ -315,12 +338,16 @@ class JudgeFlags:
         str,
         flag(
             "--clip-model",
-            "Judge of the CLIP score: bundled name, folder or hub id of a transformers CLIP model.",
+            "CLIP model of the CLIP score: bundled name, folder or hub id of a transformers model.",
             is_shared=True,
         ),
     ] = "emoji-clip"
-    fid_weights: Annotated[Path | None, flag("--fid-weights", "Inception weights; looked for.", is_shared=True)] = None
-    lpips_weights: Annotated[Path | None, flag("--lpips-weights", "LPIPS weights; looked for.", is_shared=True)] = None
+    fid_weights: Annotated[
+        Path | None, flag("--fid-weights", "Inception weights. Default: the installed ones.", is_shared=True)
+    ] = None
+    lpips_weights: Annotated[
+        Path | None, flag("--lpips-weights", "LPIPS weights. Default: the installed ones.", is_shared=True)
+    ] = None
 
     def to_judges(self, device: "torch.device") -> "Judges":
         """Return the networks, which are loaded at their first use."""

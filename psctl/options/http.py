@@ -20,49 +20,56 @@ _HTTP = "With --http: "
 class HttpFlags:
     """Address, access and limits of a server."""
 
-    host: Annotated[str, flag("--host", f"{_HTTP}where it listens. Elsewhere than on loopback it wants a key.")] = (
+    host: Annotated[str, flag("--host", f"{_HTTP}address to listen on; other hosts than loopback need a key.")] = (
         "127.0.0.1"
     )
-    port: Annotated[int, flag("--port", f"{_HTTP}its port; 0 for a free one.", min=0, max=65535)] = 8000
+    port: Annotated[int, flag("--port", f"{_HTTP}port; 0 for any free port.", min=0, max=65535)] = 8000
     api_key_file: Annotated[
         Path | None,
-        flag("--api-key-file", f"{_HTTP}keys that are let in, one a line, or by name (.toml).", dir_okay=False),
+        flag("--api-key-file", f"{_HTTP}file of accepted keys, one per line or by name (.toml).", dir_okay=False),
     ] = None
-    insecure: Annotated[bool, flag("--insecure", f"{_HTTP}listen on any host without a key.")] = False
+    insecure: Annotated[bool, flag("--insecure", f"{_HTTP}allow any address without a key.")] = False
     allowed_host: Annotated[
-        list[str] | None, flag("--allowed-host", f"{_HTTP}a name that it may be asked by; may be repeated.")
+        list[str] | None, flag("--allowed-host", f"{_HTTP}accepted host name of requests; may be repeated.")
     ] = None
     served_model_name: Annotated[
-        list[str] | None, flag("--served-model-name", f"{_HTTP}another name of the model; may be repeated.")
+        list[str] | None, flag("--served-model-name", f"{_HTTP}additional name of the model; may be repeated.")
     ] = None
-    max_queue: Annotated[int, flag("--max-queue", f"{_HTTP}images that may wait or be drawn at a time.", min=1)] = 64
+    max_queue: Annotated[int, flag("--max-queue", f"{_HTTP}maximum number of open images.", min=1)] = 64
     max_queue_time: Annotated[
-        float, flag("--max-queue-time", f"{_HTTP}seconds that what waits may take.", min=0.001, metavar="SECONDS")
+        float, flag("--max-queue-time", f"{_HTTP}maximum time that the queue may take.", min=0.001, metavar="SECONDS")
     ] = 60.0
     max_per_key: Annotated[
         int | None,
-        flag("--max-per-key", f"{_HTTP}images that one key may have open. Default: all that others leave.", min=1),
+        flag("--max-per-key", f"{_HTTP}maximum number of open images per key. Default: all that others leave.", min=1),
     ] = None
     max_pixels: Annotated[
-        int | None, flag("--max-pixels", f"{_HTTP}of an image. Default: those of the largest served size.", min=64)
+        int | None,
+        flag(
+            "--max-pixels",
+            f"{_HTTP}maximum number of pixels of an image. Default: that of the largest served size.",
+            min=64,
+        ),
     ] = None
-    max_steps: Annotated[int, flag("--max-steps", f"{_HTTP}of an image.", min=1, max=1000)] = 200
+    max_steps: Annotated[int, flag("--max-steps", f"{_HTTP}maximum number of steps of an image.", min=1, max=1000)] = (
+        200
+    )
     request_timeout: Annotated[
-        float, flag("--request-timeout", f"{_HTTP}after which one is given up.", min=0.001, metavar="SECONDS")
+        float, flag("--request-timeout", f"{_HTTP}time after which a request is aborted.", min=0.001, metavar="SECONDS")
     ] = 600.0
     drain_timeout: Annotated[
-        float, flag("--drain-timeout", f"{_HTTP}to finish after a signal.", min=0.0, metavar="SECONDS")
+        float, flag("--drain-timeout", f"{_HTTP}time for open requests after a signal.", min=0.0, metavar="SECONDS")
     ] = 30.0
     keep_alive: Annotated[
         float,
         flag(
             "--keep-alive",
-            f"{_HTTP}that an idle connection stays open: more than its proxy keeps it.",
+            f"{_HTTP}time that idle connections stay open; must be longer than that of a proxy.",
             min=0.001,
             metavar="SECONDS",
         ),
     ] = 90.0
-    log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}write prompts into the log, too.")] = False
+    log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}also log prompts.")] = False
 
     def limits(self, largest_pixels: int, keys: "Keys") -> "Limits":
         """Return the limits of a server with these keys; `largest_pixels` is the number of pixels of the largest served

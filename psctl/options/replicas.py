@@ -18,19 +18,24 @@ class ReplicaFlags:
 
     num_replicas: Annotated[
         int | None,
-        flag("--num-replicas", "Engines, each with a GPU (or a CPU core) of its own, on Ray Serve.", min=1, max=1024),
+        flag(
+            "--num-replicas",
+            "Number of engines on Ray Serve, each with a GPU (or a CPU core) of its own.",
+            min=1,
+            max=1024,
+        ),
     ] = None
     min_replicas: Annotated[
-        int | None, flag("--min-replicas", "Scale with the load: from so many replicas on.", min=1, max=1024)
+        int | None, flag("--min-replicas", "Autoscaling: minimum number of replicas.", min=1, max=1024)
     ] = None
     max_replicas: Annotated[
-        int | None, flag("--max-replicas", "Scale with the load: up to so many replicas.", min=1, max=1024)
+        int | None, flag("--max-replicas", "Autoscaling: maximum number of replicas.", min=1, max=1024)
     ] = None
     target_queue_time: Annotated[
         float,
         flag(
             "--target-queue-time",
-            "Scale with the load: replicas are started until what is open takes no longer.",
+            "Autoscaling: seconds in which the replicas should clear all open requests.",
             min=0.1,
             metavar="SECONDS",
         ),
@@ -39,7 +44,7 @@ class ReplicaFlags:
         float,
         flag(
             "--scale-down-delay",
-            "Scale with the load: replicas that were not needed for so long are stopped.",
+            "Autoscaling: seconds after which replicas that are not needed are stopped.",
             min=1,
             metavar="SECONDS",
         ),
@@ -85,7 +90,11 @@ class RouterFlags:
 
     router: Annotated[
         str,
-        flag("--router", f"With --num-replicas: what sends requests to them: {', '.join(ROUTERS)}.", metavar="NAME"),
+        flag(
+            "--router",
+            f"With --num-replicas: router that assigns requests to them: {', '.join(ROUTERS)}.",
+            metavar="NAME",
+        ),
     ] = DEFAULT_ROUTER
     edit_profile: Annotated[
         Path | None,

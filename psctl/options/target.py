@@ -33,28 +33,28 @@ class Target:
         ),
     ] = "emoji-xl"
     revision: Annotated[
-        str | None, flag("--revision", "Branch, tag or commit of a hub id; the same as ID@REVISION.", metavar="NAME")
+        str | None, flag("--revision", "Branch, tag or commit of a hub id, as in ID@REVISION.", metavar="NAME")
     ] = None
     config: Annotated[
         str | None,
         flag(
             "--config",
-            "Of a single file: diffusers folder or hub id of the same architecture. Default: what the file looks like.",
+            "Single file: diffusers folder or hub id of its architecture. Default: detected from the file.",
             metavar="DIR|ID",
         ),
     ] = None
     device: Annotated[
-        str, flag("--device", "auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.", is_shared=True)
+        str, flag("--device", "auto, cpu, cuda or cuda:N; auto uses a GPU if there is one.", is_shared=True)
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        flag("--dtype", "Number format of the denoising; auto suits the device.", is_shared=True),
+        flag("--dtype", "Number format of the denoising model; auto depends on the device.", is_shared=True),
     ] = "auto"
     workspace: Annotated[
         Path,
         flag(
             "--workspace -w",
-            "Folder that holds what commands hand on: tables, predictors, runs.",
+            "Folder of tables, predictors and runs that commands share.",
             is_shared=True,
             file_okay=False,
         ),

@@ -13,24 +13,28 @@ from ...serving.options import EngineOptions, LoadOptions, RecordTemplates, Temp
 from ..flags import Flags, flag
 
 TemplatePrompt = Annotated[
-    str, flag("--template-prompt", "Of the record: what the whole image shows. Edits of one record share it.")
+    str,
+    flag(
+        "--template-prompt",
+        "Record: prompt that describes the whole image. Edits that share a record must have the same.",
+    ),
 ]
-TemplateSeed = Annotated[int, flag("--template-seed", "Of the record: seed of the noise outside masks.", min=0)]
+TemplateSeed = Annotated[int, flag("--template-seed", "Record: seed of the noise outside masks.", min=0)]
 
 TemplateKindFlag = Annotated[
     TemplateKind,
     flag(
         "--template-kind",
-        "Of the record: the image, noised at each step, which is recorded where it is missing; or the generation that "
-        "has drawn it, of psctl generate --save-template.",
+        "Record: of the image with noise of each step (noised), which is made if it is missing; or of the generation "
+        "that has drawn it (trajectory), made by psctl generate --save-template.",
     ),
 ]
 KeepFlag = Annotated[
     Keep,
     flag(
         "--keep",
-        "What records hold, from small to fast: what each transformer block gives (outputs), keys and values (kv), or "
-        "all that a masked part reads; what they lack is computed of all pixels.",
+        "Content of records, from small to fast: outputs of transformer blocks (outputs), also keys and values (kv), "
+        "or all that a masked part reads (all). Everything else is computed for all pixels.",
     ),
 ]
 
@@ -38,9 +42,9 @@ EditLinkMbps = Annotated[
     float | None,
     flag(
         "--edit-link-mbps",
-        "Read records at no more than so many megabytes (10^6 bytes) per second, each step from its file: to see how "
-        "edits do behind a slow link.",
-        show_default="as fast as they can be",
+        "Limit on reading records in megabytes (10^6 bytes) per second, each step from its file, to measure edits "
+        "behind a slow link.",
+        show_default="no limit",
     ),
 ]
 
@@ -48,8 +52,8 @@ PlanFlag = Annotated[
     LoadPlan,
     flag(
         "--plan",
-        "With --edit-link-mbps, which blocks read the record, while others compute all pixels: as is fastest, as "
-        "InstGenIE's Algorithm 1 has it (paper), all (strawman), or none.",
+        "With --edit-link-mbps, blocks that read the record while the others compute all pixels: the fastest choice "
+        "(optimal), that of InstGenIE's Algorithm 1 (paper), all (strawman), or none.",
     ),
 ]
 
@@ -58,13 +62,13 @@ TIERS = Flags(
     {
         "memory_mb": flag(
             "--template-memory-mb",
-            "Records that are kept in memory, in megabytes (10^6 bytes), those read last longest; what is larger is "
-            "read from its files at every step.",
+            "Memory for the records that were read last, in megabytes (10^6 bytes). Larger records are read from "
+            "their files at each step.",
         ),
         "staging_mb": flag(
-            "--template-staging-mb", "Steps of records that lie on a GPU, or were read from files ahead, in megabytes."
+            "--template-staging-mb", "Memory for steps of records on a GPU, or prefetched from files, in megabytes."
         ),
-        "disk_mb": flag("--template-disk-mb", "Records in the workspace, in megabytes."),
+        "disk_mb": flag("--template-disk-mb", "Disk space for records in the workspace, in megabytes."),
     },
 )
 
@@ -75,14 +79,16 @@ class TemplateFlags:
 
     reuse_templates: Annotated[
         bool,
-        flag("--reuse-templates", "With --http: edits compute their masked part, and read the rest from a record."),
+        flag(
+            "--reuse-templates", "With --http: edits compute only their masked part, and read the rest from a record."
+        ),
     ] = False
     record: Annotated[
         RecordTemplates,
         flag(
             "--record",
-            "With --reuse-templates: at the first edit of an image, which is exact, in free places of the batch; or "
-            "never: only psctl templates add does.",
+            "With --reuse-templates: when missing records are made: at the first edit of an image, which is exact, in "
+            "free places of the batch; or never, only by psctl templates add.",
         ),
     ] = "first"
     keep: KeepFlag = "all"

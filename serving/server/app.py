@@ -18,14 +18,14 @@ from .batches.store import Batches
 from .edit_processes import EditProcesses
 from .edits import EDITS, read_form
 from .errors import ApiError, cancelled
-from .fields import MAX_IMAGES, check_model
+from .fields import MAX_IMAGES, check_model, generation_fields
 from .front_end import FrontEnd
 from .guards import caller_of
 from .images import base64_of
 from .json_body import read_object
 from .live import Live
 from .metrics import CONTENT_TYPE, Metrics
-from .openapi import edit_body, errors, generation_body
+from .openapi import body_of, edit_form, errors
 from .page import page_response
 from .protocol import GENERATIONS, Generation, parse_generation
 from .sse import events_of, usage_of
@@ -65,7 +65,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
 
     @app.post(
         GENERATIONS,
-        openapi_extra=generation_body(front_end.model, front_end.limits),
+        openapi_extra=body_of(generation_fields(front_end.model, front_end.limits)),
         responses=_IMAGE_ERRORS,
     )
     async def generate(request: Request) -> Response:
@@ -80,7 +80,7 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
 
     @app.post(
         EDITS,
-        openapi_extra=edit_body(front_end.model, front_end.limits),
+        openapi_extra=edit_form(front_end.model, front_end.limits),
         responses=_IMAGE_ERRORS,
     )
     async def edit(request: Request) -> Response:

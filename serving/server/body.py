@@ -1,5 +1,7 @@
 """Bodies of requests: pydantic models from which both checks and the JSON schema follow. No torch."""
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -16,6 +18,7 @@ NO_EFFECT = "without effect"
 MAX_NAME = 256
 """Characters of a field's name that an error repeats."""
 _MAX_SHOWN = 60
+_VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
 
 
 class Body:
@@ -37,13 +40,18 @@ class Body:
             each.pop("title", None)
             if each.get("default", ...) is None:
                 del each["default"]
-        return {name: schema[name] for name in ("type", "properties", "required", "additionalProperties")}
+        del schema["title"]
+        return schema
 
-    @cached_property
-    def values(self) -> frozenset[str]:
-        """Names of the fields that are numbers, true or false, which a form holds as text."""
-        kinds = {"integer", "number", "boolean"}
-        return frozenset(name for name, each in self.schema["properties"].items() if each.get("type") in kinds)
+    def from_text(self, name: str, text: str) -> Any:
+        """Return the value of a field that a form or a query has as text: a number, true or false if it is one."""
+        kind = self.schema["properties"].get(name, {}).get("type")
+        return json.loads(text) if kind in ("integer", "number", "boolean") and _VALUE.fullmatch(text) else text
+
+    def read_texts(self, texts: Mapping[str, Any]) -> Any:
+        """Check fields of a form or a query, as `read` does. Unknown fields, and files, are ignored."""
+        found = {name: texts.get(name) for name in self._model.model_fields}
+        return self.read({name: self.from_text(name, each) for name, each in found.items() if isinstance(each, str)})
 
     def read(self, body: Mapping[str, Any]) -> Any:
         """Check a body; null is the same as a missing field.
@@ -98,7 +106,7 @@ def number(
     return Annotated[float, Field(ge=low, gt=above, le=high, lt=below)], default
 
 
-def choice(*allowed: str, default: str | None = None, description: str | None = None) -> FieldType:
+def choice(*allowed: str, default: Any = None, description: str | None = None) -> FieldType:
     """Return a field of one of a few words; the default is the first."""
     return Annotated[Literal[allowed], Field(description=description)], default or allowed[0]  # type: ignore[valid-type]
 
@@ -125,8 +133,10 @@ def text(
 
 def _allowed(schema: Mapping[str, Any]) -> str:
     """Return a phrase that describes the allowed values of a schema and the reason, for error messages."""
-    if "enum" in schema or "const" in schema:
-        allowed = f"one of {', '.join(schema.get('enum') or [schema['const']])}"
+    if "const" in schema:
+        allowed = schema["const"]
+    elif "enum" in schema:
+        allowed = f"one of {', '.join(schema['enum'])}"
     elif schema["type"] == "integer":
         allowed = f"a whole number from {schema['minimum']} to {schema['maximum']}"
     elif schema["type"] == "number":

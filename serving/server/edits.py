@@ -1,8 +1,7 @@
 """Forms of `POST /v1/images/edits`: an image, a mask, and fields as text (`fields.edit_fields`). No torch."""
 
-import json
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from ...data.datasets.decode import size_of
 from ...data.edits import EditSpec, TemplateSpec, has_alpha, read_image, read_mask
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from .body import MAX_NAME, shown
+from .body import MAX_NAME, Body, shown
 from .errors import invalid, wrong_type
 from .fields import RECORD_FIELDS, ModelFacts, edit_fields, unsupported
 from .limits import Limits
@@ -22,7 +21,6 @@ from .protocol import Generation, check_size, generation_of
 EDITS = "/v1/images/edits"
 MAX_EDIT_BYTES = 50_000_000
 _MOST_PARTS = 64
-_VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
 _FORMATS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF.{4}WEBP", re.DOTALL)
 """First bytes of the formats that OpenAI accepts. Pillow reads many more, some of which run other programs."""
 _MOST_SCANS, _MOST_PIECES = 100, 50_000
@@ -68,7 +66,7 @@ def parse_edit(
         ApiError: a field is unknown, missing, repeated or not allowed (400), or the model is not served (404).
     """
     kind = edit_fields(model, limits)
-    found = _by_name(parts, kind.values)
+    found = _by_name(parts, kind)
     image, mask = found.pop("image", None), found.pop("mask", None)
     if image is None:
         raise invalid("image is missing", "image", code="missing_required_parameter")
@@ -111,8 +109,8 @@ def _template_of(fields: Any, model: ModelFacts) -> TemplateSpec | None:
     return None
 
 
-def _by_name(parts: Sequence[tuple[str, Part]], values: Container[str]) -> dict[str, Any]:
-    """Return the parts of a form with the types of JSON; those named in `values` are not text. Raises ApiError."""
+def _by_name(parts: Sequence[tuple[str, Part]], kind: Body) -> dict[str, Any]:
+    """Return the parts of a form with the types of JSON. Raises ApiError."""
     images = [part for name, part in parts if name in ("image", "image[]")]
     if len(images) > 1:
         raise invalid(f"{len(images)} images were sent, but one is edited at a time", "image")
@@ -122,12 +120,11 @@ def _by_name(parts: Sequence[tuple[str, Part]], values: Container[str]) -> dict[
         if name in found:
             raise invalid(f"the field {shown(name)} comes twice", name[:MAX_NAME])
         if isinstance(part, bytes) != (name in ("image", "mask")):
-            kind = "a file" if isinstance(part, bytes) else "text"
+            what = "a file" if isinstance(part, bytes) else "text"
             raise unsupported(name) or invalid(
-                f"{shown(name)} is {kind}, but image and mask are files, and all else is text", name[:MAX_NAME]
+                f"{shown(name)} is {what}, but image and mask are files, and all else is text", name[:MAX_NAME]
             )
-        is_value = isinstance(part, str) and name in values and _VALUE.fullmatch(part)
-        found[name] = json.loads(part) if is_value else part
+        found[name] = kind.from_text(name, part) if isinstance(part, str) else part
     return found
 
 

@@ -1,14 +1,11 @@
-"""Bodies and errors in `/openapi.json`. No torch."""
+"""Requests and errors in `/openapi.json`, from the fields that check them (`body`). No torch."""
 
 from typing import Any
 
-from .fields import RECORD_FIELDS, ModelFacts, edit_fields, generation_fields
+from .body import Body
+from .fields import RECORD_FIELDS, ModelFacts, edit_fields
 from .limits import Limits
-from .protocol import GENERATIONS
 
-MAX_LISTED = 100
-LEAST_FILE_S, MOST_FILE_S = 3600, 30 * 24 * 3600
-"""Shortest and longest time for which a client may have a file kept; the longest is the default."""
 _ERROR = {
     "description": "an error",
     "content": {
@@ -39,63 +36,35 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return dict.fromkeys(statuses, _ERROR)
 
 
-def generation_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    """Return the body of `POST /v1/images/generations`, for `openapi_extra`."""
-    return body_of(generation_fields(model, limits).schema)
+def body_of(body: Body) -> dict[str, Any]:
+    """Return a body of JSON, for `openapi_extra`."""
+    return _request_body(body.schema, "application/json")
 
 
-def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    """Return the body of `POST /v1/images/edits`, for `openapi_extra`. Some clients call the image `image[]`."""
-    schema = edit_fields(model, limits).schema
-    file = {"type": "string", "format": "binary"}
-    properties = {"image": file, "mask": file, **schema["properties"]}
+def form_of(body: Body, *files: str) -> dict[str, Any]:
+    """Return a form, for `openapi_extra`: its files, of which the first is required, and its fields."""
+    properties = {key: {"type": "string", "format": "binary"} for key in files} | body.schema["properties"]
+    schema = {"type": "object", "required": [files[0], *body.schema["required"]], "properties": properties}
+    return _request_body(schema, "multipart/form-data")
+
+
+def edit_form(model: ModelFacts, limits: Limits) -> dict[str, Any]:
+    """Return the form of `POST /v1/images/edits`, for `openapi_extra`. Some clients call the image `image[]`."""
+    fields = edit_fields(model, limits)
+    form = form_of(fields, "image", "mask")
     if not model.reuses_templates:
+        properties = form["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
         properties["reuse"] = {"enum": [False]}
-        properties = {name: each for name, each in properties.items() if name not in RECORD_FIELDS}
-    required = ["image", *schema["required"]]
-    return body_of({"type": "object", "required": required, "properties": properties}, "multipart/form-data")
+        for name in RECORD_FIELDS:
+            del properties[name]
+    return form
 
 
-def batch_body() -> dict[str, Any]:
-    """Return the body of `POST /v1/batches`, for `openapi_extra`."""
-    properties: dict[str, Any] = {
-        "input_file_id": {"type": "string"},
-        "endpoint": {"enum": [GENERATIONS]},
-        "completion_window": {"enum": ["24h"]},
-        "metadata": {
-            "type": ["object", "null"],
-            "maxProperties": 16,
-            "propertyNames": {"maxLength": 64},
-            "additionalProperties": {"type": "string", "maxLength": 512},
-        },
-    }
-    required = ["input_file_id", "endpoint"]
-    return body_of({"type": "object", "required": required, "properties": properties, "additionalProperties": False})
+def query_of(fields: Body) -> dict[str, Any]:
+    """Return query parameters, for `openapi_extra`."""
+    found = fields.schema["properties"].items()
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in found]}
 
 
-def file_body() -> dict[str, Any]:
-    """Return the body of `POST /v1/files`, for `openapi_extra`."""
-    properties: dict[str, Any] = {
-        "file": {"type": "string", "format": "binary"},
-        "purpose": {"enum": ["batch"]},
-        "expires_after[anchor]": {"enum": ["created_at"]},
-        "expires_after[seconds]": _integer(LEAST_FILE_S, MOST_FILE_S),
-    }
-    schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
-    return body_of(schema, "multipart/form-data")
-
-
-def page_query() -> dict[str, Any]:
-    """Return the query parameters of lists, for `openapi_extra`."""
-    limit, after = _integer(1, MAX_LISTED), {"type": "string"}
-    fields = (("limit", limit), ("after", after))
-    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in fields]}
-
-
-def body_of(schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:
-    """Return a schema as the body of a route, for `openapi_extra`."""
+def _request_body(schema: dict[str, Any], media_type: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
-
-
-def _integer(low: int, high: int) -> dict[str, Any]:
-    return {"type": "integer", "minimum": low, "maximum": high}

@@ -1,6 +1,7 @@
 """The command line itself: commands, their help, threads, and `psctl doctor`."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,9 @@ def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, 
     assert f"  psctl {name}" in done.stdout
     for word in ("--json", "--quiet", "PSCTL_JSON"):
         assert word in done.stdout
+    about = done.stdout.partition("Examples:")[0]
+    paragraphs = [text.split("\n") for text in re.split(r"\n\s*\n", about.strip()) if "Usage:" not in text]
+    assert all(len(text) == 1 or len(text[0].strip()) > 150 for text in paragraphs), "broken by the terminal only"
 
 
 def test_help_lists_commands_in_order_of_use(spawn_psctl: RunPsctl) -> None:

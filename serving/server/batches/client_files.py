@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ....data.files import atomic_write
-from ..body import shown
 from ..errors import ApiError, invalid
-from ..openapi import MOST_FILE_S
+from .fields import MOST_FILE_S
 from .folder import ENDED, EXPIRES, OWNER, BatchFolder
 from .quota import DiskUse
 
@@ -54,12 +53,7 @@ class ClientFiles:
     def add(
         self, name: str, content: IO[bytes], purpose: str, key: str, lifetime_s: int = MOST_FILE_S
     ) -> dict[str, Any]:
-        """Store a file for `lifetime_s` seconds.
-
-        Raises ApiError: its purpose is not `batch`, or it does not fit into the owner's quota.
-        """
-        if purpose != "batch":
-            raise invalid(f"purpose is {shown(purpose)}, but it must be batch", "purpose")
+        """Store a file for `lifetime_s` seconds. Raises ApiError if it does not fit into the owner's quota."""
         file_id, disk = f"file-{secrets.token_hex(12)}", self._disk
         filename = name[:_NAME_LENGTH].encode("utf-8", "backslashreplace").decode()
         self._use.reserve(key, file_id, content.seek(0, os.SEEK_END))

@@ -16,14 +16,12 @@ from typing import Any, Literal
 
 from fastapi.concurrency import run_in_threadpool
 
-from ....data.checks import is_text
 from ....data.errors import RunError, UsageError
-from ..body import shown
-from ..errors import ApiError, invalid, overloaded
+from ..errors import ApiError, overloaded
 from ..front_end import FrontEnd
 from ..keys import Keys
-from ..protocol import GENERATIONS
 from .client_files import ClientFiles, expires_at
+from .fields import BATCH
 from .file import BatchOutput, FolderInUseError, num_lines, read_lines
 from .folder import ENDED, EXPIRES, OWNER, BatchFolder
 from .places import FairPlaces
@@ -32,7 +30,6 @@ from .run import BatchRun, Result, when_there_is_room
 
 BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cancelling", "cancelled", "expired"]
 MAX_FILE_BYTES = 200_000_000
-_MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 _SWEEP_S = 600.0
 _POLL_S, _QUOTA_POLL_S, _END_RETRY_S = 0.02, 2.0, 10.0
 _RETRY_AFTER_S = 60.0
@@ -97,40 +94,24 @@ class Batches:
 
         Raises ApiError if a field is not allowed, there is no such file, or the key has too many batches.
         """
-        known = {"input_file_id", "endpoint", "completion_window", "metadata"}
-        for name in body.keys() - known:
-            raise invalid(f"the field {shown(name)} is unknown", name[:60], code="unknown_parameter")
-        if body.get("endpoint") != GENERATIONS:
-            raise invalid(f"endpoint must be {GENERATIONS}", "endpoint")
-        if body.get("completion_window", "24h") != "24h":
-            raise invalid("completion_window must be 24h", "completion_window")
-        metadata = body.get("metadata")
-        if metadata is not None and not _is_metadata(metadata):
-            raise invalid(
-                f"metadata must be an object of at most {_MOST_METADATA} names of at most {_MOST_KEY} characters, with "
-                f"text of at most {_MOST_VALUE}",
-                "metadata",
-            )
-        file_id = body.get("input_file_id")
-        if not isinstance(file_id, str):
-            raise invalid("input_file_id is missing", "input_file_id", code="missing_required_parameter")
-        self.files.content(file_id, key)
+        fields = BATCH.read(body)
+        self.files.content(fields.input_file_id, key)
         self._check_room(key)
         now = int(time.time())
         batch = {
             "id": f"batch_{secrets.token_hex(12)}",
             "object": "batch",
-            "endpoint": GENERATIONS,
+            "endpoint": fields.endpoint,
             "errors": None,
-            "input_file_id": file_id,
-            "completion_window": "24h",
+            "input_file_id": fields.input_file_id,
+            "completion_window": fields.completion_window,
             "status": "validating",
             "output_file_id": None,
             "error_file_id": None,
             "created_at": now,
             EXPIRES: now + _WINDOW_S,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
-            "metadata": metadata,
+            "metadata": fields.metadata,
             OWNER: key,
         }
         try:
@@ -339,12 +320,3 @@ def _seconds_left(batch: Mapping[str, Any]) -> float | None:
 
 def _errors(code: str, message: str) -> dict[str, Any]:
     return {"object": "list", "data": [{"code": code, "message": message, "param": None}]}
-
-
-def _is_metadata(given: object) -> bool:
-    """Return whether metadata has OpenAI's form: a few names, each with a short text."""
-    if not isinstance(given, dict) or len(given) > _MOST_METADATA:
-        return False
-    lengths = {_MOST_KEY: given.keys(), _MOST_VALUE: given.values()}
-    texts = [(text, most) for most, found in lengths.items() for text in found]
-    return all(isinstance(text, str) and len(text) <= most and is_text(text) for text, most in texts)
