@@ -86,11 +86,15 @@ class TritonKernel:
             self.jit[grid](*arguments, **constants, **COMPILE_OPTIONS)
 
 
-def tile(num_pixels: int, num_channels: int) -> tuple[int, int]:
-    """Return the size (pixels, channels) of a tile, powers of two: up to 128 channels, which are adjacent in memory,
-    and pixels to fill it."""
-    block_channels = min(128, power_of_two(num_channels))
-    return min(_TILE // block_channels, power_of_two(num_pixels)), block_channels
+def tile(num_pixels: int, num_channels: int, size: int = _TILE) -> tuple[int, int]:
+    """Return the size (pixels, channels) of a tile of up to `size` elements; both are powers of two.
+
+    It has up to 128 channels, which are adjacent in memory: the largest number of those that leave the fewest lanes
+    idle (320 channels are five times 64). Pixels fill the tile.
+    """
+    fitting = [min(block, power_of_two(num_channels)) for block in (128, 64, 32)]
+    block_channels = min(fitting, key=lambda block: (ceil_div(num_channels, block) * block, -block))
+    return min(size // block_channels, power_of_two(num_pixels)), block_channels
 
 
 def power_of_two(count: int) -> int:

@@ -18,7 +18,7 @@ def flag(names: str, about: str, *, is_shared: bool = False, **settings: Any) ->
     """Return an option with its help.
 
     Args:
-        names: names of the option, as in "--name" or "--name -n".
+        names: names of the option, as in "--name", "--name -n" or "--name/--no-name".
         about: the help text.
         is_shared: whether all commands also read it from `PSCTL_<NAME>`.
         settings: further arguments of `typer.Option`.
@@ -81,7 +81,7 @@ class Flags:
         """Return the first name of every option, such as "--order"."""
         found: set[str] = set()
         for option in self.options.values():
-            found |= option.names() if isinstance(option, Flags) else {str(option.default)}
+            found |= option.names() if isinstance(option, Flags) else {_first_name(option)}
         return found
 
     def parameters(self) -> Iterator[inspect.Parameter]:
@@ -177,12 +177,16 @@ def _plain_type(hint: Any) -> Any:
 
 
 def _name_of(option: OptionInfo) -> str:
+    return _parameter_name(_first_name(option))
+
+
+def _first_name(option: OptionInfo) -> str:
     # In `Annotated`, typer keeps the first name in place of the default.
-    return _parameter_name(str(option.default))
+    return str(option.default).partition("/")[0]
 
 
 def _parameter_name(option: str) -> str:
-    return option.lstrip("-").replace("-", "_")
+    return option.partition("/")[0].lstrip("-").replace("-", "_")
 
 
 def _without_tilde(value: Any) -> Any:

@@ -4,6 +4,7 @@ This module imports no torch, so that options are checked before anything heavy 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,7 +14,7 @@ from ..data.checks import require_counts
 from ..data.errors import UsageError
 from ..data.templates import Keep, LoadPlan
 from .cache.options import CacheOptions
-from .conflicts import refuse_conflicts
+from .conflicts import conflict_in, refuse_conflicts
 from .parallel.options import ParallelOptions
 from .samplers.names import SamplerName
 
@@ -204,7 +205,8 @@ class EngineOptions:
         strategy: how convolutions see beyond a patch; auto uses the faster measured strategy, by default `regroup`.
         kernels: one of `kernels.launch.KERNELS`.
         compile: run transformer blocks through torch.compile.
-        cuda_graphs: record the launches of passes, and replay them (`core.captured`).
+        cuda_graphs: record the launches of passes, and replay them (`core.captured`); None to record them on CUDA, unless
+            another option excludes it (`why_not_recorded`).
         cache: options of the cache, which reuses results of earlier steps.
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
         model: changes of the model.
@@ -224,7 +226,7 @@ class EngineOptions:
     strategy: StrategyName = "auto"
     kernels: KernelsName = "auto"
     compile: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
     cache: CacheOptions = field(default_factory=CacheOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -267,7 +269,7 @@ class EngineOptions:
             "--kernels": self.kernels != "auto",
             f"--kernels {self.kernels}": True,
             "--compile": self.compile,
-            "--cuda-graphs": self.cuda_graphs,
+            "--cuda-graphs": bool(self.cuda_graphs),
             "--sampler": self.model.sampler is not None,
             "--lora": bool(self.model.lora),
             "--adapter": bool(self.model.adapter),
@@ -281,6 +283,23 @@ class EngineOptions:
     def patch_options(self) -> dict[str, Any]:
         """Options of the patch engine without the cache, by name."""
         return {name: getattr(self, name) for name in PATCH_OPTIONS}
+
+
+def order_on(device_type: str, kernels: str) -> Literal["image", "patch"]:
+    """Return the choice of `--order auto` on a type of device, as torch names it, with these kernels."""
+    return "patch" if device_type == "cuda" or kernels == "triton" else "image"
+
+
+def why_not_recorded(device_type: str, features: Mapping[str, str]) -> str | None:
+    """Return why passes are not recorded by default; None if they are.
+
+    Args:
+        device_type: device type of the denoising model, as torch names it.
+        features: `EngineOptions.features`, and the class of the pipeline.
+    """
+    if device_type != "cuda":
+        return "only CUDA records passes"
+    return conflict_in({**features, "--cuda-graphs": "recording passes"})
 
 
 def stages_on(device_type: str, cores: int) -> StagesName:

@@ -95,7 +95,7 @@ def run_demo(
     sizes = model.defaults.resolutions
     models = dict[str, ServedModel](zip(SYSTEMS, (as_plain(model), without_cache(model), model), strict=True))
     for served in models.values():
-        served.tune(sizes, workspace.tables)
+        served.tune(sizes, workspace.tables, settings.max_batch_size)
     latency = latencies_for_serving(
         model,
         workspace,

@@ -126,7 +126,7 @@ class EngineSide:
             if policy.requires_predictor:
                 require_predictor(policy, self._predictors[id(self._model)])
         for served in (*self._models.values(), *self._by_cache.values()):
-            served.tune(self._sizes, self._workspace.tables)
+            served.tune(self._sizes, self._workspace.tables, self._settings.max_batch_size)
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
         """Return the settings, circumstances and predictor of the runs, and standalone latencies, of which those not

@@ -84,7 +84,7 @@ def bench_steps(
     from ...profiling.steps.lanes import BenchSettings
     from ...profiling.steps.sides import EAGER, efforts_of
 
-    is_recorded = patched.cuda_graphs or served.device.type == "cuda"
+    is_recorded = served.device.type == "cuda" if patched.cuda_graphs is None else patched.cuda_graphs
     efforts = (EAGER,) if breakdown else efforts_of(compiled=patched.compile, recorded=is_recorded)
     kind, settings = BREAKDOWN if breakdown else STEPS, BenchSettings(repeats, warmup, seed)
     out.experiment(step_experiment(kind, served, chosen, place, settings, efforts=efforts), place, output_file)

@@ -124,6 +124,7 @@ def _devices() -> list[dict[str, Any]]:
             "flags": [flag for flag, is_there in flags.items() if is_there],
             "dtypes": {dtype: _matmul_works(cpu, dtype) for dtype in _DTYPES},
             "has_fast_bfloat16": has_fast_bfloat16(cpu),
+            "defaults": _defaults(cpu),
         }
     ]
     for index in range(torch.cuda.device_count()):
@@ -136,9 +137,27 @@ def _devices() -> list[dict[str, Any]]:
                 "memory_bytes": properties.total_memory,
                 "dtypes": {dtype: _matmul_works(torch.device("cuda", index), dtype) for dtype in _DTYPES},
                 "has_fast_bfloat16": has_fast_bfloat16(torch.device("cuda", index)),
+                "defaults": _defaults(torch.device("cuda", index)),
             }
         )
     return devices
+
+
+def _defaults(device: "torch.device") -> dict[str, str]:
+    """Return what models run with on this device unless options say otherwise."""
+    from ...kernels.launch import use_triton
+    from ...serving.models.placement import name_of, resolve_dtype
+    from ...serving.options import order_on, stages_on, why_not_recorded
+
+    kernels = "triton" if use_triton("auto", device) else "torch"
+    return {
+        "dtype_unet": name_of(resolve_dtype("auto", device, "StableDiffusionXLPipeline")),
+        "dtype_transformer": name_of(resolve_dtype("auto", device, "StableDiffusion3Pipeline")),
+        "order": order_on(device.type, kernels),
+        "kernels": kernels,
+        "passes": "recorded" if why_not_recorded(device.type, {}) is None else "eager",
+        "stages": stages_on(device.type, usable_cores()),
+    }
 
 
 def _matmul_works(device: "torch.device", dtype_name: str) -> bool:
@@ -201,6 +220,14 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield "devices", device["device"], device["name"] + _memory(device), ""
         works = ", ".join(name for name, is_working in device["dtypes"].items() if is_working)
         yield "devices", "", f"{works} (bfloat16 is {'fast' if device['has_fast_bfloat16'] else 'slow'} here)", ""
+        chosen = device["defaults"]
+        yield (
+            "devices",
+            "",
+            f"by default: U-Nets in {chosen['dtype_unet']}, transformers in {chosen['dtype_transformer']}, "
+            f"{chosen['order']} order, {chosen['kernels']} kernels, {chosen['passes']} passes, stages {chosen['stages']}",
+            "",
+        )
         if device.get("flags"):
             yield "devices", "", " ".join(device["flags"]), "dim"
     for name, extra in report["extras"].items():

@@ -149,6 +149,7 @@ def _serve_trace(
     from ...serving.runs.corrections import keep_correction
 
     model, place = target.load(out, with_cache_of([plan.system], engine, given, target, out))
+    out.note(f"{model.about}.")
     with out.phases() as start:
         requests = trace.requests
         arrivals = cache(lambda: start("requests", len(requests), expected_s=requests[-1].arrival_s))

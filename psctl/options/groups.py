@@ -239,7 +239,12 @@ ENGINE = Flags(
             "torch.compile the transformer blocks, which do not depend on the requests in the batch.",
             is_shared=True,
         ),
-        "cuda_graphs": flag("--cuda-graphs", "Record passes as CUDA graphs and replay them.", is_shared=True),
+        "cuda_graphs": flag(
+            "--cuda-graphs/--no-cuda-graphs",
+            "Record passes as CUDA graphs and replay them. Default: on CUDA, unless another option excludes it.",
+            is_shared=True,
+            show_default=False,
+        ),
         "cache": CACHE,
     },
 )

@@ -6,12 +6,13 @@ eagerly between the segments of a pass (`Pause`). Tensors that a batch keeps (te
 the recorded pass reads them when the batch changes. The plain model keeps its conditions, and its passes have a key for
 each composition.
 
-Recording stalls the device. Passes are therefore recorded only for batches that stay for a while and for keys that
-recur, and the memory of recorded passes is bounded.
+Recording stalls the device. Passes are therefore recorded at the start or for keys that recur, and not while more
+recorded passes are dropped than replayed; the memory of recorded passes is bounded. The first replay of each recorded
+pass must give the result of the same pass run eagerly.
 """
 
 import gc
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -34,9 +35,21 @@ Recorder = Callable[[Callable[[Pause], Tensor]], tuple[Callable[[], object], Ten
 PATIENCE = 4
 """Number of passes of a key that run eagerly before it is recorded, in one batch or in several."""
 MEMORY_BYTES = 4_000_000_000
-"""Largest size of the inputs, text keys and values, and results of all recorded passes, which share working memory."""
+"""Largest size of the inputs, text keys and values, and results of all recorded passes, which share working memory,
+unless the recorder knows its device's own bound.
+"""
+_MEMORY_SHARE = 0.1
+"""Share of a GPU's memory for these."""
 _NUM_COUNTED = 4096
 """Number of keys whose passes are counted."""
+_NUM_RECENT = 256
+"""Number of recent passes in which recorded passes must not be dropped more often than replayed."""
+_FIRST_REST, _LONGEST_REST = 64, 16384
+"""Number of eager passes after a failed recording before the next attempt: doubled with each failure."""
+_ROUNDING = 16
+"""Largest relative difference between a recorded pass and the same pass run eagerly, in units of the dtype's rounding
+error. Kernels may differ by rounding; a recording that reads other memory than its inputs is off by about 1.
+"""
 
 
 class CudaRecorder:
@@ -47,6 +60,7 @@ class CudaRecorder:
         self._pool: Any = torch.cuda.graph_pool_handle()
         # High priority: torch takes such streams from another pool than those of the stages, which run meanwhile.
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self.memory_bytes = int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
     def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Record work in graphs; return its replay function, and the tensor that then holds the result."""
@@ -173,6 +187,12 @@ class _RecordedPass:
     result: Tensor
     kept_alive: object
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of its result and of the memory that it reads."""
+        read = (*self.inputs.values(), *self.batch_values.values())
+        return self.result.nbytes + sum(buffer.tensor.nbytes for buffer in read)
+
 
 @dataclass(slots=True, eq=False)
 class PassBatch:
@@ -190,27 +210,47 @@ class CapturedPasses:
 
     The first `patience` passes of a key run eagerly. Recorded passes hold at most `memory_bytes`; inputs of the same
     name and shape share memory. The least recently used passes are dropped, and must wait for `patience` passes again.
+    After a failed recording, passes run eagerly for a while before the next attempt.
 
     Attributes:
         recorder: records the passes.
-        failure: why a pass could not be recorded: the device or a kernel does not allow it. From then on, recorded
-            passes are replayed and all others run eagerly.
+        failure: why a pass could not be recorded the last time this failed: the device or a kernel does not allow it,
+            or a replay differs from an eager pass.
     """
 
-    def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int = MEMORY_BYTES) -> None:
-        self.recorder, self._patience, self._memory_bytes = recorder, patience, memory_bytes
+    def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int | None = None) -> None:
+        self.recorder, self._patience = recorder, patience
+        own = getattr(recorder, "memory_bytes", MEMORY_BYTES)
+        self._memory_bytes: int = own if memory_bytes is None else memory_bytes
         self._recorded: OrderedDict[Hashable, _RecordedPass] = OrderedDict()
         self._buffers: WeakValueDictionary[Hashable, _Buffer] = WeakValueDictionary()
         self._num_eager: OrderedDict[Hashable, int] = OrderedDict()
+        self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
+        self._rest = self._num_resting = 0
         self.failure: str | None = None
 
-    def for_others(self, memory_bytes: int) -> "CapturedPasses":
-        """Return recorded passes of their own, none yet, with the same recorder and patience."""
-        return CapturedPasses(self.recorder, self._patience, memory_bytes)
+    def for_others(self) -> "CapturedPasses":
+        """Return recorded passes of their own, none yet, with the same recorder, patience and bound."""
+        return CapturedPasses(self.recorder, self._patience, self._memory_bytes)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another recorded pass of the size of the last one would exceed the memory."""
+        last = next(reversed(self._recorded.values()), None)
+        return last is not None and self._num_bytes + last.num_bytes > self._memory_bytes
 
     def clear(self) -> None:
         """Discard all recorded passes, after a change of what they do."""
         self._recorded.clear()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Record the passes within the context when they first run."""
+        patience, self._patience = self._patience, 0
+        try:
+            yield
+        finally:
+            self._patience = patience
 
     def run(
         self,
@@ -239,21 +279,21 @@ class CapturedPasses:
         """
         place = key, tuple((tensor.shape, tensor.dtype) for _, tensor in _tensors(inputs))
         recorded = self._recorded.get(place)
-        is_due = recorded is not None or self._is_due(place)
-        if not batch.is_complete or not is_due:
-            found = forward(inputs, batch_values, None)
-            batch.is_complete = True
-            return found
-        if recorded is None:
-            recorded = self._record(batch, forward, inputs, batch_values, kept_alive)
-            if recorded is None:
-                return forward(inputs, batch_values, None)
-            self._store(place, recorded)
-        else:
+        if batch.is_complete and recorded is not None:
             self._recorded.move_to_end(place)
+            self._recent.append(1)
             _fill(recorded.inputs, recorded.batch_values, batch, inputs, batch_values)
-        recorded.play()
-        return recorded.result.clone()
+            recorded.play()
+            return recorded.result.clone()
+        self._recent.append(0)
+        is_due = recorded is None and self._is_due(place)
+        found = forward(inputs, batch_values, None)
+        if batch.is_complete and is_due:
+            recorded = self._record(batch, forward, inputs, batch_values, found, kept_alive)
+            if recorded is not None:
+                self._store(place, recorded)
+        batch.is_complete = True
+        return found
 
     def _record(
         self,
@@ -261,8 +301,10 @@ class CapturedPasses:
         forward: Forward,
         inputs: dict[str, Any],
         batch_values: Any,
+        expected: Tensor,
         kept_alive: object,
     ) -> _RecordedPass | None:
+        """Record a pass whose result is `expected`; return None if this fails."""
         of_inputs, of_values = (
             {path: self._buffer(name, path, tensor) for path, tensor in _tensors(tree)}
             for name, tree in (("inputs", inputs), ("values", batch_values))
@@ -272,10 +314,14 @@ class CapturedPasses:
         _fill(of_inputs, of_values, batch, inputs, batch_values)
         try:
             play, result = self.recorder(lambda pause: forward(own_inputs, own_values, pause))
-        except Exception as error:  # noqa: BLE001  the pass itself may still run eagerly
+            recorded = _RecordedPass(play, of_inputs, of_values, result, kept_alive)
+            play()
+            _check_equal(result, expected)
+        except Exception as error:  # noqa: BLE001  the pass itself has run
             self.failure = describe("recording a pass", error)
+            self._rest = self._num_resting = min(max(2 * self._rest, _FIRST_REST), _LONGEST_REST)
             return None
-        return _RecordedPass(play, of_inputs, of_values, result, kept_alive)
+        return recorded
 
     def _buffer(self, kind: str, path: Path, given: Tensor | Stacked) -> _Buffer:
         """Return the memory for a tensor: that of others with the same path and shape, if there are any."""
@@ -293,18 +339,28 @@ class CapturedPasses:
         return results + sum(buffer.tensor.nbytes for buffer in self._buffers.values())
 
     def _is_due(self, place: Hashable) -> bool:
-        """Count one more pass of a key; return whether it has run often enough to be recorded."""
+        """Count one more eager pass of a key; return whether it is to be recorded."""
         count = self._num_eager.pop(place, 0)
         self._num_eager[place] = count + 1
         if len(self._num_eager) > _NUM_COUNTED:
             self._num_eager.popitem(last=False)
-        return count >= self._patience and self.failure is None
+        is_resting, self._num_resting = self._num_resting > 0, max(self._num_resting - 1, 0)
+        return count >= self._patience and not is_resting and sum(self._recent) >= 0
 
     def _store(self, place: Hashable, recorded: _RecordedPass) -> None:
         self._recorded[place] = recorded
         while self._num_bytes > self._memory_bytes and len(self._recorded) > 1:
             dropped, _ = self._recorded.popitem(last=False)
             self._num_eager.pop(dropped, None)
+            self._recent.append(-1)
+
+
+def _check_equal(found: Tensor, expected: Tensor) -> None:
+    """Raise RuntimeError if the result of a recorded pass differs from that of the same pass run eagerly."""
+    error, norm = (each.double().nan_to_num().norm() for each in (found.double() - expected.double(), expected))
+    relative = float(error / norm.clamp_min(1e-30))
+    if not relative <= _ROUNDING * max(torch.finfo(found.dtype).eps, 1e-4):
+        raise RuntimeError(f"its replay differs from the same pass run eagerly by {relative:.2g} of the result")
 
 
 def _fill(

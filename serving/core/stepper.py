@@ -21,12 +21,14 @@ class Tuning:
         folder: directory of the measurements.
         fingerprint: fingerprint of the model's files.
         examples: prepares a request of each size.
+        max_batch_size: largest batch whose passes are recorded in advance, if passes are recorded; 0 for none.
     """
 
     sizes: Sequence[tuple[int, int]]
     folder: Path
     fingerprint: str
     examples: Callable[[], Sequence[PreparedRequest]]
+    max_batch_size: int = 0
 
     def circumstances(self, model: Any) -> dict[str, Any]:
         """Return the facts on which the times of the denoising model depend."""

@@ -20,7 +20,7 @@ from ..core.captured import CapturedPasses, CudaRecorder
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
 from ..families import Family, build_family
-from ..options import EngineOptions, StagesName, stages_on
+from ..options import EngineOptions, StagesName, order_on, stages_on, why_not_recorded
 from ..parallel.launch import ProcessRanks
 from ..parallel.recovery import RankGroup
 from ..parallel.stepper import ParallelStepper
@@ -56,7 +56,10 @@ def build_model(
     """
     defaults, options = defaults or ModelDefaults(), options or EngineOptions()
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
-    refuse_conflicts(options.features | {type(pipe).__name__: f"a {type(pipe).__name__}"})
+    features = options.features | {type(pipe).__name__: f"a {type(pipe).__name__}"}
+    refuse_conflicts(features)
+    if options.cuda_graphs is None:
+        options = replace(options, cuda_graphs=why_not_recorded(denoiser_of(pipe).device.type, features) is None)
     if options.stages == "auto":
         options = replace(options, stages=stages_on(denoiser_of(pipe).device.type, usable_cores()))
     facts, schedule = partial(block_facts, pipe, name, fingerprint), None
@@ -115,7 +118,7 @@ def as_plain(model: ServedModel, *, is_eager: bool = False) -> ServedModel:
     `is_eager`.
     """
     options = model.options
-    is_compiled, is_recorded = options.compile and not is_eager, options.cuda_graphs and not is_eager
+    is_compiled, is_recorded = options.compile and not is_eager, bool(options.cuda_graphs) and not is_eager
     stages: StagesName = "auto" if options.stages == "processes" else options.stages
     wanted = EngineOptions("plain", compile=is_compiled, cuda_graphs=is_recorded, stages=stages)
     has_others = options.prompt_cache_mb or stages != options.stages or options.cache.is_on
@@ -164,9 +167,7 @@ def build_stepper(
         plain = build_plain(pipe, family, PlainModels(denoiser), skips=skips)
         return parallel_stepper(pipe, plain, options, fingerprint)
     check_kernels(options.kernels, device)
-    order = options.order
-    if order == "auto":
-        order = "patch" if device.type == "cuda" or options.kernels == "triton" else "image"
+    order = order_on(device.type, options.kernels) if options.order == "auto" else options.order
     patched = PatchedModel(
         denoiser,
         order=order,

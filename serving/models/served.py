@@ -32,7 +32,7 @@ from ..editing.start import begin_edit
 from ..editing.trajectory import begin_on_trajectory
 from ..families import Decode, Family
 from ..families.decoder import FiniteDecoder
-from ..options import EngineOptions
+from ..options import EngineOptions, why_not_recorded
 from ..patched.cached_block import block_facts
 from ..patched.stepper import PatchedStepper
 from ..samplers.choice import choose_sampler
@@ -41,6 +41,7 @@ from .adapters import ModelAdapters
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
 from .offload import TextOffload
+from .placement import name_of
 from .prompt_cache import PromptCache
 from .reuse import TemplateReuse
 from .stage_process import StageProcesses
@@ -114,6 +115,25 @@ class ServedModel:
         self.offload: TextOffload | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
         self._preparing = threading.Lock()
+
+    @property
+    def about(self) -> str:
+        """What runs and why, in one line for users."""
+        options, recorded = self.options, "passes recorded"
+        if not options.cuda_graphs:
+            features = options.features | {type(self.pipe).__name__: self.name}
+            reason = why_not_recorded(self.device.type, features) or "--no-cuda-graphs"
+            recorded = f"passes not recorded ({reason})" if self.device.type == "cuda" else ""
+        parts = [
+            f"{self.name} on {self.device} in {name_of(self.dtype)}",
+            f"{self.stepper.name} engine",
+            f"{self.stepper.model.order} order" if isinstance(self.stepper, PatchedStepper) else "",
+            "compiled blocks" if options.compile else "",
+            recorded,
+            f"cache {options.cache.mode}" if options.cache.is_on else "",
+            f"stages {options.stages}",
+        ]
+        return ", ".join(filter(None, parts))
 
     @property
     def cache_stats(self) -> CacheStats | None:
@@ -204,15 +224,17 @@ class ServedModel:
             state.skip(schedule.plan_of(state.first + state.num_steps, state.first))
         return state
 
-    def tune(self, resolutions: Iterable[Resolution], folder: Path) -> None:
+    def tune(self, resolutions: Iterable[Resolution], folder: Path, max_batch_size: int = 0) -> None:
         """Measure the faster choices of the engine for these resolutions; `folder` keeps the results.
+
+        If passes are recorded, those of batches of up to `max_batch_size` requests are recorded now.
 
         Raises:
             UsageError: the engine's options do not fit the resolutions.
             RunError: the compiled model fails.
         """
         distinct = list(dict.fromkeys(resolutions))
-        self.stepper.tune(self.tuning(distinct, folder))
+        self.stepper.tune(replace(self.tuning(distinct, folder), max_batch_size=max_batch_size))
         if self.options.compile:
             # Compile a graph for batches of one resolution, of two, and so on; otherwise later requests wait for it.
             for count in range(1, len(distinct) + 1):

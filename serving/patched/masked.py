@@ -26,7 +26,7 @@ from ..cache.active import ActiveSet
 from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
-from ..core.captured import MEMORY_BYTES, CapturedPasses, PassBatch, Pause, Stacked
+from ..core.captured import CapturedPasses, PassBatch, Pause, Stacked
 from ..core.prepared import RecordedRow
 from ..layout.bucket import Bucket, rounded_up
 from ..layout.packing import Packing, pack_rows
@@ -39,8 +39,6 @@ from .unet_layers import place_of
 
 PassInputs = tuple[Tensor, Tensor, dict[str, Any]]
 """Tokens, timesteps and conditions, see `MaskedPasses.record`."""
-_DEVICE_SHARE = 8
-"""Recorded passes hold at most one part in so many of a GPU's memory: the records of a step are large."""
 
 
 class MaskedPasses:
@@ -101,7 +99,7 @@ class MaskedPasses:
         if models is None:
             return None
         if self._captured is None or self._captured.recorder is not models.recorder:
-            self._captured = models.for_others(_memory_bytes(self.device))
+            self._captured = models.for_others()
         return self._captured
 
     def pack(self, sizes: list[tuple[int, int]], *, is_recorded: bool = False, is_padded: bool = False) -> Packing:
@@ -281,13 +279,6 @@ class MaskedPasses:
 def _tensor_of(recorded: dict[str, Tensor | Stacked], name: str) -> Tensor:
     found = recorded[name]
     return found.tensor() if isinstance(found, Stacked) else found
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Return the most bytes that recorded passes may hold on a device."""
-    if device.type != "cuda":
-        return MEMORY_BYTES
-    return max(MEMORY_BYTES, torch.cuda.get_device_properties(device).total_memory // _DEVICE_SHARE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

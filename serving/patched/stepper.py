@@ -5,7 +5,9 @@ joins or leaves (PatchedServe section 4.1: the layout changes with the active se
 template's record form a separate batch, because they need different passes; so do generations that are recorded.
 """
 
+import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import count
 
 import torch
@@ -20,6 +22,7 @@ from ..core.failures import Failures
 from ..core.prepared import PreparedRequest, describe
 from ..core.stepper import Tuning
 from ..core.timing import finish_stream
+from ..layout.bucket import batches_by_bucket
 from ..layout.patch_layout import by_size
 from ..plain.batch import plain_batch
 from ..plain.formats import PlainModels
@@ -32,6 +35,8 @@ from .patched_model import PatchedModel
 from .text import TEXT_MULTIPLE, conditions_of
 from .tuning import strategy_table
 
+_START_S = 30.0
+"""Longest time that recording passes may take at the start; buckets that are left are recorded when they recur."""
 
 class PatchedStepper:
     """Advances all active requests by one denoising step, on a patched model or the unmodified one (`plain`).
@@ -114,6 +119,27 @@ class PatchedStepper:
             model.use_table(strategy_table(model, target))
             if not model.always_packs:
                 self.plain.tune(target, self.conditions)
+        if target.max_batch_size and model.is_padded:
+            self._record_passes(target)
+
+    @torch.inference_mode()
+    def _record_passes(self, target: Tuning) -> None:
+        """Record a pass for each bucket of batches of the target's sizes, the largest first, while memory is left."""
+        model, captured, start_s = self.model, self.model.captured, time.perf_counter()
+        assert captured is not None
+        examples = sorted(target.examples(), key=lambda prepared: by_size(prepared.size))
+        layout = model.pack([prepared.size for prepared in examples]).layout
+        patches = [height * width // layout.patch_size**2 for height, width in layout.resolutions]
+        for counts in batches_by_bucket(patches, examples[0].num_rows, target.max_batch_size).values():
+            if captured.failure or captured.is_full or time.perf_counter() - start_s > _START_S:
+                break
+            batch = [copy(example) for example, number in zip(examples, counts, strict=True) for _ in range(number)]
+            for prepared in batch:
+                prepared.key = next(self._keys)
+            with captured.at_once():
+                PackedBatch(self, batch, may_be_plain=False).predict()
+        if model.cache is not None:
+            model.cache.clear()
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
         """Raise UsageError if a batched schedule has a step without finite coefficients, or the size does not fit.
@@ -290,6 +316,10 @@ class PackedBatch:
     def reusing(self) -> list[PreparedRequest]:
         """The requests for which the last step has reused anything."""
         return [] if self.is_plain else [self._batch[index] for index in self._model.reusing_requests]
+
+    def predict(self) -> Tensor:
+        """Run the pass of the next step, without taking the step."""
+        return self._predict(*self.denoise_batch.inputs())
 
     def _predict(self, patches: Tensor, timesteps: Tensor) -> Tensor:
         done = [prepared.state.steps_done for prepared in self._batch]

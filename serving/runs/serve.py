@@ -217,7 +217,7 @@ def run_serve(
     if policy.requires_predictor:
         require_predictor(policy, predictor)
     checked = [model.checked(plan.system.adapt(request)) for request in requests]
-    model.tune([request.resolution for request in requests], workspace.tables)
+    model.tune([request.resolution for request in requests], workspace.tables, plan.max_batch_size)
     outside_before = predictions_outside(predictor)
     # Requests with their own SLO need no measurement.
     unmeasured = [request for request in requests if request.slo_s is None]

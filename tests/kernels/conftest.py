@@ -34,7 +34,9 @@ def run_triton() -> Iterator[RunTriton]:
     assert stdout is not None
 
     def run_interpreted(dispatcher: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        pickle.dump((dispatcher.__module__.rpartition(".")[2], dispatcher.__name__, args, kwargs), stdin)
+        # Pytest imports the tests' own modules without the name of the package.
+        module = f"patchedserve.{dispatcher.__module__.removeprefix('patchedserve.')}"
+        pickle.dump((module, dispatcher.__name__, args, kwargs), stdin)
         stdin.flush()
         reply = pickle.load(stdout)
         if isinstance(reply, Exception):

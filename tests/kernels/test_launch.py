@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchedserve.kernels.group_norm_stats import merge_stats_kernel, patch_stats_kernel
+from patchedserve.kernels.group_norm_stats import merge_stats_kernel, part_stats_kernel
 from patchedserve.kernels.group_norm_stitch import group_norm_stitch_kernel
 from patchedserve.kernels.halo import halo_gather, halo_gather_kernel
 from patchedserve.kernels.launch import COMPILE_OPTIONS, TritonKernel, has_fast_bfloat16, power_of_two, tile, use_triton
@@ -63,7 +63,11 @@ def test_kernels_import_without_triton(repository: Path) -> None:
 
 def test_tiles_are_powers_of_two_that_fit() -> None:
     assert [power_of_two(count) for count in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
-    assert tile(100, 320) == (32, 128)
+    assert tile(100, 320) == (64, 64)
+    assert tile(100, 640) == (32, 128)
+    assert tile(1000, 1920, 1024) == (8, 128)
+    for channels in (320, 640, 960, 1280, 1920, 2560):
+        assert channels % tile(64, channels)[1] == 0, "lanes of SDXL's channels are idle"
     assert tile(1, 1) == (1, 1)
     assert tile(9, 4) == (16, 4)
 
@@ -108,15 +112,15 @@ def _of(dtype: str, *names: str) -> dict[str, str]:
             {**_SHAPE, "is_join": False},
         ),
         (
-            patch_stats_kernel,
+            part_stats_kernel,
             ("x",),
-            {"means": "*fp32", "squares": "*fp32", "group_channels": "i32", **_STRIDES},
+            {"means": "*fp32", "squares": "*fp32", "num_channels": "i32", **_STRIDES},
             {**_SHAPE, "block_channels": 16},
         ),
         (group_norm_stitch_kernel, ("x", "out", "weight", "bias"), _STITCH, {**_SHAPE, "halo": 1, "activation": True}),
         (group_norm_stitch_kernel, ("x", "out", "weight", "bias"), _STITCH, {**_SHAPE, "halo": 0, "activation": False}),
     ],
-    ids=["halo_gather", "patch_move", "patch_stats", "group_norm_stitch", "group_norm_apply"],
+    ids=["halo_gather", "patch_move", "part_stats", "group_norm_stitch", "group_norm_apply"],
 )
 def test_compiles(
     kernel: TritonKernel,
@@ -134,8 +138,9 @@ def test_compiles(
 @pytest.mark.slow
 def test_merge_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pointers = _of("fp32", "means", "squares", "mean", "rstd") | {"request_index": "*i64"}
-    others = {"num_patches": "i32", "count": "i32", "eps": "fp32"}
-    _compile(merge_stats_kernel, pointers | others, {"block_patches": 64}, tmp_path, monkeypatch)
+    counts = dict.fromkeys(("num_parts", "parts_each", "group_channels", "part_pixels", "last_pixels"), "i32")
+    blocks = {"block_parts": 64, "block_channels": 16}
+    _compile(merge_stats_kernel, pointers | counts | {"eps": "fp32"}, blocks, tmp_path, monkeypatch)
 
 
 def _compile(

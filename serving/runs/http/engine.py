@@ -116,10 +116,11 @@ def build_engine(
 
     model, place, system = _loaded(recipe, model), recipe.workspace, recipe.system
     one_of_each = _one_of_each(recipe, model)
+    on_note(f"{model.about}.")
     examples = next(one_of_each)
     for request in examples:
         model.check_request(system.adapt(request))
-    model.tune(recipe.sizes, place.tables)
+    model.tune(recipe.sizes, place.tables, recipe.max_batch_size)
     if recipe.templates is not None and recipe.templates.loads is not None:
         model.reuse.plan_loads(recipe.templates.loads, model.tuning(recipe.sizes, place.tables))
     correction = None

@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.layout.bucket import Bucket
+from patchedserve.serving.layout.bucket import Bucket, batches_by_bucket
 from patchedserve.serving.layout.packing import Packing, pack_rows
 from patchedserve.serving.layout.patch_layout import by_size, patch_size_of
 from patchedserve.serving.models.served import ServedModel
@@ -25,8 +26,6 @@ from ...support.patched_models import relative_error
 from ...support.tape import Tape
 from ...support.tiny_models import short_texts, tiny_sdxl
 
-EAGER_FIRST = {"chroma": 1}
-"""Passes that must run eagerly first: Chroma copies a constant to the device, once for a number of rows."""
 SMALL, LARGE, WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
 CPU = torch.device("cpu")
 PASS = 1e-5
@@ -90,6 +89,19 @@ def test_many_mixes_have_few_buckets(num_sizes: int) -> None:
     assert {bucket.num_rows for bucket in found} <= {3, 5, 9, 17, 33}
 
 
+@pytest.mark.parametrize("rows_each", [1, 2])
+def test_every_bucket_has_a_batch_to_be_recorded_with(rows_each: int) -> None:
+    counts = (16, 36, 64)
+    found = batches_by_bucket(counts, rows_each, 7)
+    for bucket, numbers in found.items():
+        patches = sum(number * count for number, count in zip(numbers, counts, strict=True))
+        assert Bucket.of(rows_each * patches, rows_each * sum(numbers)) == bucket
+    assert set(found) == {
+        Bucket.of(rows_each * sum(each), rows_each * len(each)) for each in compositions(counts, 7)
+    }
+    assert list(found)[0] == max(found, key=lambda bucket: (bucket.num_patches, bucket.num_rows))
+
+
 def _pack(sizes: Sequence[tuple[int, int]], *, is_padded: bool) -> Packing:
     ordered = sorted(sizes, key=by_size)
     return pack_rows(
@@ -144,7 +156,7 @@ def test_mixes_of_a_bucket_share_a_recorded_pass(name: str) -> None:
     mixes = [[SMALL, LARGE, SMALL, WIDE], [LARGE, WIDE, WIDE], [WIDE, SMALL, LARGE, SMALL]]
     batches = [requests_of(sizes, seed=seed) for seed, sizes in enumerate(mixes)]
     eager = served(pipe, EngineOptions(order="patch"), **short_texts(pipe))
-    model, tape = padded(pipe, EAGER_FIRST.get(name, 0))
+    model, tape = padded(pipe, patience=0)
     for batch in batches:
         assert relative_error(denoised(model, batch), denoised(eager, batch)) <= PASS
     assert tape.recorded == 1
@@ -167,7 +179,7 @@ def test_requests_that_a_cache_computes_are_replayed(name: str) -> None:
     ]
     eager, recorded = (served(pipe, options, **short_texts(pipe)) for _ in range(2))
     tape = Tape()
-    patched_stepper(recorded).model.use_graphs(tape, EAGER_FIRST.get(name, 0))
+    patched_stepper(recorded).model.use_graphs(tape, patience=0)
     found, expected = (denoised(model, requests, joins=[0, 1, 1, 3]) for model in (recorded, eager))
     assert relative_error(found, expected) <= 10 * PASS
     used = patched_stepper(recorded).model.cache
@@ -181,6 +193,23 @@ def test_requests_that_a_cache_computes_are_replayed(name: str) -> None:
         assert isinstance(shape, Bucket), f"the computed requests have a recording for {shape} alone"
     exact = denoised(served(pipe, EngineOptions(order="patch"), **short_texts(pipe)), requests)
     assert relative_error(found, exact) > 100 * PASS, "nothing was reused"
+
+
+@pytest.mark.parametrize("cache", [CacheOptions(), CacheOptions("accumulated", 1e9, warmup_steps=1, patch_size=4)])
+def test_passes_are_recorded_at_the_start(cache: CacheOptions, tmp_path: Path) -> None:
+    """Requests of the tuned sizes then replay passes, from their first step on."""
+    pipe, options = tiny_sdxl(), EngineOptions(order="patch", cache=cache)
+    model, tape = served(pipe, options, **short_texts(pipe)), Tape()
+    patched_stepper(model).model.use_graphs(tape)
+    model.tune([SMALL, LARGE], tmp_path, max_batch_size=2)
+    assert patched_stepper(model).recording_failure is None
+    recorded, tape.played = tape.recorded, 0
+    assert recorded > 3
+    requests = requests_of([SMALL, LARGE, SMALL], seed=1, num_steps=3)
+    expected = denoised(served(pipe, options, **short_texts(pipe)), requests, joins=[0, 1, 3])
+    assert relative_error(denoised(model, requests, joins=[0, 1, 3]), expected) <= 10 * PASS
+    assert tape.recorded == recorded
+    assert tape.played == (6 if not cache.is_on else tape.played) > 0
 
 
 def test_odd_mixes_have_patches_that_divide_them() -> None:

@@ -228,8 +228,62 @@ def test_released_pass_must_recur_before_it_is_recorded_again() -> None:
     assert recorder.recorded == 2
     passes_of(passes, "a", 2)
     assert recorder.recorded == 2, "a made room for b, and is a newcomer again"
+    passes_of(passes, "b", 3)
     passes_of(passes, "a", 2)
     assert recorder.recorded == 3
+
+
+def test_nothing_is_recorded_while_more_passes_are_dropped_than_replayed() -> None:
+    recorder = Tape()
+    passes = CapturedPasses(recorder, patience=1, memory_bytes=8)  # one float in and one out
+    for number in range(10):
+        passes_of(passes, f"{number}", 2)
+    assert recorder.recorded == 2, "the second was recorded in place of the first"
+    for _ in range(2):
+        passes_of(passes, "1", 1)
+        passes.run(PassBatch(is_complete=True), "1", {}, lambda inputs, *_: inputs["x"], {"x": torch.tensor(1.0)})
+    passes_of(passes, "9", 2)
+    assert recorder.recorded == 3, "replays outnumber what was dropped"
+
+
+def test_replay_that_differs_is_not_used() -> None:
+    """The recording reads a tensor that is not among its inputs."""
+    passes, outside = CapturedPasses(Tape(), patience=1), [torch.tensor(5.0)]
+
+    def forward(inputs: dict[str, Any], _: object, pause: Pause | None) -> Tensor:
+        return inputs["x"] + (outside[0] if pause is None else inputs["x"])
+
+    for value in (1.0, 2.0, 3.0):
+        found = passes.run(PassBatch(is_complete=True), "key", {}, forward, {"x": torch.tensor(value)})
+        assert float(found) == value + 5.0
+    assert passes.failure == (
+        "recording a pass: RuntimeError: its replay differs from the same pass run eagerly by 0.43 of the result"
+    )
+
+
+def test_recording_that_has_failed_is_tried_again() -> None:
+    recorder = OnceNot()
+    passes = CapturedPasses(recorder, patience=0)
+    for count, recorded in ((1, 1), (60, 1), (10, 2), (10, 2)):
+        passes_of_one_batch(passes, count)
+        assert recorder.recorded == recorded
+    assert recorder.played > 0
+
+
+def passes_of_one_batch(passes: CapturedPasses, count: int) -> None:
+    for value in range(count):
+        x = torch.tensor(float(value))
+        assert passes.run(PassBatch(is_complete=True), "key", {}, lambda inputs, *_: inputs["x"] + 1, {"x": x}) == x + 1
+
+
+class OnceNot(Tape):
+    """A device on which the first recording fails."""
+
+    def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        if not self.recorded:
+            self.recorded += 1
+            raise RuntimeError("out of memory")
+        return super().__call__(work)
 
 
 def test_recurring_batches_are_recorded() -> None:

@@ -34,7 +34,7 @@ def edits(context: Context) -> Iterator[Row]:
 
 
 def _point(context: Context, folder: Path, num_templates: int, is_recorded: bool) -> Row:
-    model, scale = with_engine(context.model, EngineOptions()), context.scale
+    model, scale = with_engine(context.model, EngineOptions(cuda_graphs=False)), context.scale
     if is_recorded:
         patched_stepper(model).model.use_graphs(context.make_recorder(context.device), patience=1)
     bench = EditBench(scale.edit_side, scale.edit_batch, [_SHARE], num_templates, repeats=max(2, scale.repeats // 2))

@@ -24,7 +24,7 @@ _MOST_REQUESTS = 12
 def first_seen(context: Context) -> Iterator[Row]:
     """Yield a row for each composition, with the passes of the patch engine and of plain diffusers by resolution."""
     model, scale = context.model, context.scale
-    served, pool = with_engine(model, EngineOptions()), RequestPool(model)
+    served, pool = with_engine(model, EngineOptions(cuda_graphs=False)), RequestPool(model)
     combinations = context.combinations(_drawn(len(scale.sides), scale.num_first_seen))
     served.tune(context.tuned, context.tables)
     recorder = CountingRecorder(context.make_recorder(context.device))

@@ -86,10 +86,10 @@ def _serve(context: Context, name: str, rate: float) -> Row:
 def _recorded(model: ServedModel, engine: str, recorder: CountingRecorder) -> ServedModel:
     """Return the model on an engine whose passes are recorded."""
     if engine == "plain":
-        plain = with_engine(model, EngineOptions("plain"))
+        plain = with_engine(model, EngineOptions("plain", cuda_graphs=False))
         assert isinstance(plain.stepper, PlainStepper)
         plain.stepper.models.captured = CapturedPasses(recorder)
         return plain
-    patched = with_engine(model, EngineOptions())
+    patched = with_engine(model, EngineOptions(cuda_graphs=False))
     patched_stepper(patched).model.use_graphs(recorder)
     return patched

@@ -14,7 +14,7 @@ from ..context import Context, Row
 
 def strips(context: Context) -> Iterator[Row]:
     """Yield a row for each size, with a line for each number of ranks; one rank computes the whole image."""
-    model = with_engine(context.model, EngineOptions("plain"))
+    model = with_engine(context.model, EngineOptions("plain", cuda_graphs=False))
     sides = context.scale.strip_sides
     yield from context.measured((f"{side} px", partial(_strips, context, model, side)) for side in sides)
 
