@@ -7,38 +7,63 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Numbers of patches and rows that packings are padded to. One row is always a dummy, the owner of the padding."""
+    """Numbers of patches and rows that packings are padded to. The last row is a dummy, the owner of the padding.
+
+    Attributes:
+        longest: bound for the number of patches of a row, and of the padding.
+    """
 
     num_patches: int
     num_rows: int
+    longest: int
 
     @classmethod
-    def of(cls, num_patches: int, num_rows: int) -> Self:
+    def of(cls, num_patches: int, num_rows: int, longest: int | None = None) -> Self:
         """Return the smallest bucket for these numbers of patches and rows.
 
         There are four numbers of patches between a power of two and the next, so that less than a quarter is padding,
         and one number of rows, beside the dummy.
+
+        Args:
+            num_patches, num_rows: numbers of all rows.
+            longest: number of patches that no row exceeds; None if unknown.
         """
-        return cls(rounded_up(num_patches), 1 + max(2, 1 << (num_rows - 1).bit_length()))
+        return cls._padded(rounded_up(num_patches), num_rows, longest, _step(num_patches))
 
     @classmethod
-    def with_spare(cls, num_patches: int, num_rows: int) -> Self:
+    def with_spare(cls, num_patches: int, num_rows: int, longest: int | None = None) -> Self:
         """Return the same with at least one padding patch."""
-        return cls(rounded_up(num_patches) + 1, cls.of(num_patches, num_rows).num_rows)
+        return cls._padded(rounded_up(num_patches) + 1, num_rows, longest, _step(num_patches))
 
     @classmethod
-    def of_memory(cls, num_patches: int, num_rows: int) -> Self:
+    def of_memory(cls, num_patches: int, num_rows: int, longest: int | None = None) -> Self:
         """Return a bucket for patches that are kept and not computed, so that padding costs no time.
 
         Their number is a power of two and at least one padding patch.
         """
-        return cls((1 << (num_patches - 1).bit_length()) + 1, cls.of(num_patches, num_rows).num_rows)
+        padded = _power_of_two(num_patches) + 1
+        return cls._padded(padded, num_rows, longest, padded)
+
+    @classmethod
+    def _padded(cls, padded: int, num_rows: int, longest: int | None, most_padding: int) -> Self:
+        bound = padded if longest is None else min(padded, max(_power_of_two(longest), most_padding))
+        return cls(padded, 1 + max(2, _power_of_two(num_rows)), bound)
 
 
 def rounded_up(count: int) -> int:
     """Return the smallest number of a bucket's patches that is not below this count."""
-    step = 1 << max((count - 1).bit_length() - 3, 0)
+    step = _step(count)
     return -(-count // step) * step
+
+
+def _step(count: int) -> int:
+    """Return the difference between numbers of a bucket's patches near this count."""
+    return 1 << max((count - 1).bit_length() - 3, 0)
+
+
+def _power_of_two(count: int) -> int:
+    """Return the smallest power of two that is not below this count."""
+    return 1 << (count - 1).bit_length()
 
 
 def batches_by_bucket(num_patches: Sequence[int], rows_each: int, max_requests: int) -> dict[Bucket, tuple[int, ...]]:
@@ -61,5 +86,5 @@ def batches_by_bucket(num_patches: Sequence[int], rows_each: int, max_requests: 
                 larger.setdefault(total + patches, (*counts[:place], counts[place] + 1, *counts[place + 1 :]))
         batches = larger
         for total, counts in batches.items():
-            found.setdefault(Bucket.of(total * rows_each, num_requests * rows_each), counts)
+            found.setdefault(Bucket.of(total * rows_each, num_requests * rows_each, max(num_patches)), counts)
     return dict(sorted(found.items(), key=lambda pair: (pair[0].num_patches, pair[0].num_rows), reverse=True))

@@ -28,8 +28,9 @@ from .bucket import Bucket
 from .patch_layout import PatchLayout, patch_size_of
 
 Order = Literal["image", "patch"]
-BucketOf = Callable[[int, int], Bucket]
-"""(number of patches, number of rows) -> the bucket that they are padded to."""
+BucketOf = Callable[[int, int, int], Bucket]
+"""(number of patches, number of rows, bound for the patches of a row) -> the bucket that they are padded to."""
+Tables = tuple[Tensor, Tensor, Tensor]
 _KEPT = 16  # packings of recent batches; one of 16 guided requests of 128 to 256 px has 2.6 MB of indices
 
 
@@ -71,6 +72,8 @@ class Level:
         row_tokens: (rows, 1) number of tokens of each row, float32.
         num_tokens: number of tokens of all rows.
         num_padding: number of tokens of the dummies among them, which come last.
+        starts: of a padded packing, (rows + 1,) the first patch of each row, and the end of the last.
+        longest: of a padded packing, a bound for the number of tokens of a row.
     """
 
     index: int
@@ -81,6 +84,8 @@ class Level:
     num_patches: int
     row_index: Tensor
     neighbours: Tensor | None
+    starts: Tensor | None = None
+    longest: int = 0
     row_tokens: Tensor = field(init=False)
     num_tokens: int = field(init=False)
     num_padding: int = field(init=False)
@@ -144,6 +149,7 @@ class Packing:
         bucket: what the packing is padded to; None without padding.
         starts: first patch of each row in `sizes`, then the end of the last.
         num_dummies: number of dummy rows.
+        largest: see `pack_rows`.
     """
 
     order: Order
@@ -152,6 +158,7 @@ class Packing:
     levels: tuple[Level, ...]
     kernels: str
     bucket: Bucket | None = None
+    largest: int = 0
     starts: list[int] = field(init=False)
     num_dummies: int = field(init=False)
 
@@ -181,18 +188,19 @@ class Packing:
         return torch.arange(self.num_rows, device=self.row_index.device).clamp(max=len(self.sizes) - 1)
 
     @property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """Tables that passes read in patch order: `row_index` and `neighbours`, the same at all levels."""
+    def tables(self) -> Tables:
+        """Tables that padded passes read: `row_index`, `neighbours` and `starts`, the same at all levels."""
         finest = self.levels[0]
-        assert finest.neighbours is not None, "in image order, levels have tables of their own"
-        return finest.row_index, finest.neighbours
+        assert finest.neighbours is not None
+        assert finest.starts is not None, "only padded packings have tables that passes may read elsewhere"
+        return finest.row_index, finest.neighbours, finest.starts
 
-    def reading(self, tables: tuple[Tensor, Tensor]) -> "Packing":
+    def reading(self, tables: Tables) -> "Packing":
         """Return the same packing with its `tables` in other memory."""
         found = copy(self)
         found.levels = tuple(map(copy, self.levels))
         for level in found.levels:
-            level.row_index, level.neighbours = tables
+            level.row_index, level.neighbours, level.starts = tables
         return found
 
     def of_rows(self, rows: Sequence[int], *, is_padded: bool = False) -> "Packing":
@@ -203,7 +211,9 @@ class Packing:
         finest, size = self.levels[0], self.layout.patch_size
         device, unit = finest.row_index.device, finest.side // finest.grain
         sizes = tuple(self.sizes[row] for row in rows)
-        return _pack_rows(sizes, self.order, size, len(self.levels), unit, device, self.kernels, is_padded)
+        return _pack_rows(
+            sizes, self.order, size, len(self.levels), unit, device, self.kernels, is_padded, Bucket.of, self.largest
+        )
 
     def pack(self, images: Sequence[Tensor]) -> Tensor:
         """Cut one image [channels, height, width] per row into patches [P, channels, side, side]."""
@@ -244,6 +254,7 @@ def pack_rows(
     kernels: str = "auto",
     is_padded: bool = False,
     bucket_of: BucketOf = Bucket.of,
+    largest: int = 0,
 ) -> Packing:
     """Return the packing of these rows. Recent packings are cached.
 
@@ -254,12 +265,14 @@ def pack_rows(
         unit: side, in latent pixels, of the smallest unit that the model distinguishes (SD3: its patch size).
         is_padded: whether to pad it to its bucket, in patch order.
         bucket_of: returns the bucket.
+        largest: largest number of latent pixels that most rows of such batches have, so that buckets differ less; 0 if
+            it is unknown.
 
     Raises:
         UsageError: if the patch size does not divide a side, or is too small for the model's levels.
     """
     wanted = patch_size_of(sizes) if patch_size is None else patch_size
-    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device, kernels, is_padded, bucket_of)
+    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device, kernels, is_padded, bucket_of, largest)
 
 
 def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_levels: int, unit: int) -> None:
@@ -289,7 +302,8 @@ def _pack_rows(
     device: torch.device,
     kernels: str,
     is_padded: bool,
-    bucket_of: BucketOf = Bucket.of,
+    bucket_of: BucketOf,
+    largest: int,
 ) -> Packing:
     if order == "patch":
         check_patch_size(patch_size, sizes, num_levels, unit)
@@ -298,12 +312,12 @@ def _pack_rows(
     if order == "image":
         assert not is_padded
         levels = tuple(_image_level(layout, index, unit, device) for index in range(num_levels))
-        return Packing(order, layout, sizes, levels, kernels)
-    bucket = bucket_of(layout.num_patches, len(sizes)) if is_padded else None
-    tensors = index_tensors(layout, device, bucket)
-    num_rows = len(sizes) if bucket is None else bucket.num_rows
-    levels = tuple(_patch_level(layout, num_rows, *tensors, index, unit) for index in range(num_levels))
-    return Packing(order, layout, sizes, levels, kernels, bucket)
+        return Packing(order, layout, sizes, levels, kernels, largest=largest)
+    most = max(largest, *(height * width for height, width in sizes))
+    bucket = bucket_of(layout.num_patches, len(sizes), -(-most // patch_size**2)) if is_padded else None
+    tables = (*index_tensors(layout, device), None) if bucket is None else padded_tables(layout, device, bucket)
+    levels = tuple(_patch_level(layout, bucket, tables, index, unit) for index in range(num_levels))
+    return Packing(order, layout, sizes, levels, kernels, bucket, largest)
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
@@ -313,31 +327,37 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True)
 
 
-def index_tensors(
-    layout: PatchLayout, device: torch.device | str, bucket: Bucket | None = None
-) -> tuple[Tensor, Tensor]:
-    """Copy the tables for kernels to the device: `request_index` (P,), `neighbours` (P, 8), int64; one transfer.
-
-    They are padded to a bucket, if one is given.
-    """
-    index, neighbours = layout.request_index, layout.neighbours.reshape(-1)
-    if bucket is not None:
-        padding = bucket.num_patches - layout.num_patches
-        index = np.pad(index, (0, padding), constant_values=bucket.num_rows - 1)
-        neighbours = np.pad(neighbours, (0, 8 * padding), constant_values=-1)
-    # Concatenating copies, so the tensors do not share the layout's read-only memory.
-    packed = to_device(torch.from_numpy(np.concatenate([index, neighbours])), device)
-    request_index, flat = packed.split([len(index), len(neighbours)])
+def index_tensors(layout: PatchLayout, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Copy the tables for kernels to the device: `request_index` (P,), `neighbours` (P, 8), int64; one transfer."""
+    request_index, flat = _transferred([layout.request_index, layout.neighbours.reshape(-1)], device)
     return request_index, flat.view(-1, 8)
 
 
+def padded_tables(layout: PatchLayout, device: torch.device | str, bucket: Bucket) -> Tables:
+    """Copy the tables of a packing that is padded to a bucket to the device (`Packing.tables`), in one transfer."""
+    padding = bucket.num_patches - layout.num_patches
+    index = np.pad(layout.request_index, (0, padding), constant_values=bucket.num_rows - 1)
+    neighbours = np.pad(layout.neighbours.reshape(-1), (0, 8 * padding), constant_values=-1)
+    starts = np.searchsorted(index, np.arange(bucket.num_rows + 1))
+    row_index, flat, row_starts = _transferred([index, neighbours, starts], device)
+    return row_index, flat.view(-1, 8), row_starts
+
+
+def _transferred(tables: Sequence[np.ndarray], device: torch.device | str) -> Sequence[Tensor]:
+    # Concatenating copies, so the tensors do not share the layout's read-only memory.
+    return to_device(torch.from_numpy(np.concatenate(tables)), device).split([len(table) for table in tables])
+
+
 def _patch_level(
-    layout: PatchLayout, num_rows: int, row_index: Tensor, neighbours: Tensor, index: int, unit: int
+    layout: PatchLayout, bucket: Bucket | None, tables: tuple[Tensor, Tensor, Tensor | None], index: int, unit: int
 ) -> Level:
-    side = layout.patch_size >> index
-    shrink = unit << index
+    side, (row_index, neighbours, starts) = layout.patch_size >> index, tables
+    shrink, grain = unit << index, side // unit
     groups = _groups(layout, [(height // shrink, width // shrink) for height, width in layout.resolutions])
-    return Level(index, side, side // unit, groups, num_rows, len(row_index), row_index, neighbours)
+    num_rows, longest = groups[-1].row_slice.stop, 0
+    if bucket is not None:
+        num_rows, longest = bucket.num_rows, bucket.longest * grain**2
+    return Level(index, side, grain, groups, num_rows, len(row_index), row_index, neighbours, starts, longest)
 
 
 def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.device) -> Level:

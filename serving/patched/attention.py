@@ -1,8 +1,9 @@
 """Attention over packed tokens: every image attends to its own tokens and its own text, and to nothing else.
 
-Linear layers run once over the tokens of all rows; the attention itself runs once per resolution. The tokens of an
-image may come in any order, so patches need not be reassembled. Text keys and values of cross attention are computed
-once for a batch, not at every step. Source: PatchedServe section 4.2.1, "Self-Attention".
+Linear layers run once over the tokens of all rows; the attention itself runs once per resolution or, in a padded
+batch, once over the sequences of all rows where it can (`takes_sequences`). The tokens of an image may come in any
+order, so patches need not be reassembled. Text keys and values of cross attention are computed once for a batch, not at
+every step. Source: PatchedServe section 4.2.1, "Self-Attention".
 """
 
 import math
@@ -13,10 +14,20 @@ from torch import Tensor, nn
 
 from ..cache.cells import CellTables
 from ..cache.slots import TokenSlots
-from ..core.attention import FusedLinear, Rotary, attend, check_unused, constant, grouped_heads_of, heads_of, normed
+from ..core.attention import (
+    FusedLinear,
+    Rotary,
+    attend,
+    attend_sequences,
+    check_unused,
+    constant,
+    grouped_heads_of,
+    heads_of,
+    normed,
+)
 from ..core.captured import Results
 from .context import PatchContext, joined
-from .queries import attended_keys_values, resolutions_of
+from .queries import attended_keys_values, resolutions_of, sequences_of
 
 
 class PatchedSelfAttention(nn.Module):
@@ -44,7 +55,12 @@ class PatchedSelfAttention(nn.Module):
                 parts.append(images.pack(attend(images.queries(query), key, value, attention.scale)))
             return (joined(parts, context.num_padding),)
 
-        (attended,) = context.eagerly(by_resolution, qkv[:, 0], kept)
+        query = qkv[:, 0]
+        if (sequences := sequences_of(context, query, 0)) is not None:
+            offsets, longest = (sequences.offsets, sequences.key_offsets), (sequences.longest,) * 2
+            attended = attend_sequences(query, *kept.unbind(1), offsets, longest, attention.scale).flatten(1)
+        else:
+            (attended,) = context.eagerly(by_resolution, query, kept)
         return attention.to_out[0](attended).view(hidden_states.shape)
 
 
@@ -58,9 +74,9 @@ class PatchedCrossAttention(nn.Module):
         self.text: tuple[Tensor, Tensor] | None = None
 
     def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [rows, heads, length, width each] of text [rows, length, width], for `self.text`."""
+        """Return keys and values [rows, length, heads, width each] of text [rows, length, width], for `self.text`."""
         attention = self.attention
-        key, value = heads_of(self.keys_values(text), 2, self.heads()).transpose(1, 3).unbind(2)
+        key, value = heads_of(self.keys_values(text), 2, self.heads()).unbind(2)
         if attention.norm_k is not None:
             key = attention.norm_k(key)
         return key.contiguous(), value.contiguous()
@@ -78,12 +94,18 @@ class PatchedCrossAttention(nn.Module):
         def by_resolution(query: Tensor, *text: Tensor) -> Results:
             parts = []
             for images in resolutions_of(context):
-                key, value = (images.of_rows(each).transpose(1, 2) for each in text)
+                key, value = map(images.of_rows, text)
                 bias = images.bias(key.shape[1])
                 parts.append(images.pack(attend(images.queries(query), key, value, attention.scale, bias)))
             return (joined(parts, context.num_padding),)
 
-        (attended,) = context.eagerly(by_resolution, query, *text)
+        length = text[0].shape[1]
+        if (sequences := sequences_of(context, query, length, context.text_bias)) is not None:
+            offsets, longest = (sequences.image_offsets, sequences.text_offsets), (sequences.longest, length)
+            key, value = (each.flatten(0, 1) for each in text)
+            attended = attend_sequences(query, key, value, offsets, longest, attention.scale).flatten(1)
+        else:
+            (attended,) = context.eagerly(by_resolution, query, *text)
         return attention.to_out[0](attended).view(hidden_states.shape)
 
 
@@ -91,7 +113,8 @@ class PatchedJointAttention(nn.Module):
     """SD3's joint attention: the tokens of an image and of its text attend to both.
 
     Equal text tokens at the end (from SD3 without T5) may be merged into one, with `context.text_bias`: a key that
-    counts n times has ln n added to its score.
+    counts n times has ln n added to its score. Where attention runs over sequences, which have no bias, such a key is
+    repeated n times instead.
     """
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
@@ -222,7 +245,7 @@ def _attend_both(
     Returns:
         [tokens, heads * width] and [rows, length, heads * width].
     """
-    kept = attended_keys_values(slots, image[:, 1:], context)
+    kept, length, repeats = attended_keys_values(slots, image[:, 1:], context), text.shape[1], context.batch_values.repeats
 
     def by_resolution(packed: Tensor, kept: Tensor, text: Tensor) -> Results:
         image_parts, text_parts = [], []
@@ -242,7 +265,18 @@ def _attend_both(
             text_parts.append(parts[1].flatten(2))
         return joined(image_parts, context.num_padding), joined(text_parts, context.packing.num_dummies)
 
-    return context.eagerly(by_resolution, image[:, 0], kept, text)
+    query, bias = image[:, 0], context.text_bias if length and repeats == 1 else None
+    queries = sequences_of(context, query, length if queries_text else 0, bias)
+    if queries is None:
+        return context.eagerly(by_resolution, query, kept, text)
+    all_text = text[:, :, 1:]
+    if length and repeats > 1:
+        all_text = torch.cat([all_text, all_text[:, -1:].expand(-1, repeats - 1, -1, -1, -1)], 1)
+    keys = context.sequences(all_text.shape[1])
+    query = queries.together(query, text[:, :, 0])
+    offsets, longest = (queries.offsets, keys.key_offsets), (queries.longest, keys.longest)
+    attended = attend_sequences(query, *keys.together(kept, all_text).unbind(1), offsets, longest)
+    return queries.parted(attended.flatten(1))
 
 
 LEFT_OUT = -1e4

@@ -18,7 +18,8 @@ from ..cache.cells import CellTables
 from ..core.adapters import Entries, RowAdapters
 from ..core.attention import Rotary
 from ..core.captured import Pause, Results
-from ..layout.packing import Level, Packing
+from ..layout.packing import Level, Packing, Tables
+from ..layout.sequences import Sequences
 
 Strategy = Literal["stitch", "regroup"]
 Fused = Literal["activation", "stitching"]
@@ -38,7 +39,7 @@ class BatchValues:
         text_mask: (rows, length), above 0 for valid tokens; None if all are.
         text_bias: see `PatchContext`.
         text_turns: rotary angles of the text tokens of all rows, where text has positions of its own.
-        keys_values: keys and values of the text [rows, heads, length, width], for each cross attention.
+        keys_values: keys and values of the text [rows, length, heads, width], for each cross attention.
         positions: learnt positions [tokens, width] of all image tokens.
         turns: rotary angles of all tokens of a stream, by the number of text tokens of each row ahead of the images.
         pad_bias: (rows, 1), bias for the scores of the pad of each image (`padded`).
@@ -118,6 +119,7 @@ class PatchContext:
     _packing: Packing | None = None
     _level: Level | None = None
     _fused: set[Fused] = field(default_factory=set)
+    _sequences: dict[tuple[int, int], Sequences] = field(default_factory=dict)
 
     @property
     def packing(self) -> Packing:
@@ -182,6 +184,13 @@ class PatchContext:
         assert mask is not None, "a patched model runs inside PatchedModel only"
         return mask
 
+    def sequences(self, length: int) -> Sequences:
+        """Return the sequences of a padded batch at this level, each with `length` text tokens; made once in a pass."""
+        place = self.level.index, length
+        if place not in self._sequences:
+            self._sequences[place] = Sequences(self.level, length)
+        return self._sequences[place]
+
     def turns(self, length: int, compute: Callable[[], Rotary]) -> Rotary:
         """Return the rotary angles of the computed tokens of a stream with `length` text tokens of each row.
 
@@ -216,9 +225,10 @@ class PatchContext:
         """Start a forward pass at a level, by default that of the latents, and reset the state of a failed pass."""
         self.timesteps, self.pause, self._level = timesteps, pause, level
         self._fused.clear()
+        self._sequences.clear()
 
     @contextmanager
-    def reading(self, batch_values: BatchValues, tables: tuple[Tensor, Tensor] | None) -> Iterator[None]:
+    def reading(self, batch_values: BatchValues, tables: Tables | None) -> Iterator[None]:
         """Read the values of the batch and the tables of its packing from other memory until the context ends.
 
         None: the tables stay where they are.

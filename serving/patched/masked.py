@@ -29,7 +29,7 @@ from ..cache.slots import NormSlots, TokenSlots
 from ..core.captured import CapturedPasses, PassBatch, Pause, Stacked
 from ..core.prepared import RecordedRow
 from ..layout.bucket import Bucket, rounded_up
-from ..layout.packing import Packing, pack_rows
+from ..layout.packing import Packing, Tables, pack_rows
 from .context import BatchValues
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
@@ -122,6 +122,7 @@ class MaskedPasses:
             kernels=model.context.kernels,
             is_padded=is_padded,
             bucket_of=Bucket.with_spare if self.returns else Bucket.of_memory,
+            largest=self._model.largest_served,
         )
 
     def batch(
@@ -243,7 +244,7 @@ class MaskedPasses:
         timesteps: Tensor,
         conditions: dict[str, Any],
         batch_values: BatchValues,
-        tables: tuple[Tensor, Tensor] | None = None,
+        tables: Tables | None = None,
         pause: Pause | None = None,
     ) -> Tensor:
         """Run a pass in the state of the context; `read` returns recorded tensors as `SlotBuffer.put` requires."""

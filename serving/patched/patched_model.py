@@ -24,7 +24,7 @@ from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
-from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows
+from ..layout.packing import Level, Order, Packing, Tables, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
@@ -95,7 +95,7 @@ class PatchedModel:
         self.captured: CapturedPasses | None = None
         self._pass_batch = PassBatch()
         self._own: OwnBatch | None = None
-        self._served_size: int | None = None
+        self._served_size = self.largest_served = 0
         self.is_compiled = False
 
     @property
@@ -175,8 +175,9 @@ class PatchedModel:
             check_patch_size(wanted, [size], self.num_levels, self.unit)
 
     def use_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Cut padded batches as if they had all of these latent sizes, so that fewer passes differ in patch size."""
+        """Cut and pad batches as if they had all of these latent sizes, so that fewer passes differ."""
         self._served_size = patch_size_of(sizes)
+        self.largest_served = max(height * width for height, width in sizes)
 
     def pack(self, sizes: list[tuple[int, int]], *, is_padded: bool = False) -> Packing:
         """Return the packing of rows with these latent sizes, sorted by resolution. Raises what `pack_rows` raises.
@@ -195,11 +196,12 @@ class PatchedModel:
             device=self.device,
             kernels=self.context.kernels,
             is_padded=is_padded and self.is_padded,
+            largest=self.largest_served,
         )
 
     def common_patch_size(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Return the largest side of a patch for these latent sizes and the served ones."""
-        return math.gcd(patch_size_of(sizes), self._served_size or 0)
+        return math.gcd(patch_size_of(sizes), self._served_size)
 
     def pad_conditions(self, conditions: dict[str, Any], packing: Packing) -> dict[str, Any]:
         """Add conditions of the dummy rows of a packing, if it has any."""
@@ -304,7 +306,7 @@ class PatchedModel:
         conditions: dict[str, Any],
         batch_values: BatchValues,
         *,
-        tables: tuple[Tensor, Tensor] | None = None,
+        tables: Tables | None = None,
         pause: Pause | None = None,
     ) -> Tensor:
         """Run one pass in the state of the context, without starting a step of the patch cache.

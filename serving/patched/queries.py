@@ -1,11 +1,13 @@
-"""Queries, keys and values of each resolution in a batch, with all tokens computed or only some."""
+"""Queries, keys and values of a batch: of each resolution, with all tokens computed or only some, or of all rows."""
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache.active import ActiveSet, QueryGroup
 from ..cache.slots import TokenSlots
+from ..core.attention import takes_sequences
 from ..layout.packing import Group, Level
+from ..layout.sequences import Sequences
 from .context import PatchContext
 
 
@@ -85,6 +87,21 @@ def resolutions_of(context: PatchContext) -> list[Images] | list[ActiveImages]:
     if active is not None:
         return [ActiveImages(group, active, level, context.text_bias) for group in active.queries]
     return [Images(group, context.text_bias) for group in level.groups]
+
+
+def sequences_of(context: PatchContext, query: Tensor, length: int, bias: Tensor | None = None) -> Sequences | None:
+    """Return the sequences in which attention runs over all rows at once; None if it runs by resolution.
+
+    Args:
+        context: context of the model.
+        query: [tokens, heads, width], queries of images.
+        length: number of text tokens of each row.
+        bias: bias for the scores of text keys.
+    """
+    is_whole = context.active is None and context.rows is None
+    if is_whole and context.level.starts is not None and takes_sequences(query, bias):
+        return context.sequences(length)
+    return None
 
 
 def attended_keys_values(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Tensor:

@@ -19,15 +19,18 @@ from patchedserve.tests.support.launches import (
     counts_of,
     events_of,
     read_table,
+    replay_events_of,
     write_table,
 )
 
 PHASES = ("step", "join", "leave")
+REPLAY = ("launches", "segments")
 
 
 def line_of(family: str, batch: str, counts: Counts) -> str:
     """Return a row of the printed table."""
     numbers = [str(counts[phase][column]) for phase in PHASES for column in COUNTED.values()]
+    numbers += [str(counts["replay"][column]) for column in REPLAY]
     return f"| {family} | {batch} | {' | '.join(numbers)} |"
 
 
@@ -41,13 +44,15 @@ def main() -> None:
     if unknown := set(families) - set(BUILDS):
         parser.error(f"--families has {', '.join(sorted(unknown))}, but the families are {', '.join(BUILDS)}")
     names = [f"{column} a {phase}" for phase in PHASES for column in COUNTED.values()]
+    names += [f"{column} a replay" for column in REPLAY]
     print(f"| family | batch | {' | '.join(names)} |")
     print(f"|---|---|{'--:|' * len(names)}")
     table: dict[str, dict[str, Counts]] = {}
     for family in families:
         for batch, sizes in BATCHES.items():
             events = events_of(BUILDS[family], sizes)
-            counts = table.setdefault(family, {})[batch] = counts_of(events)
+            replay = replay_events_of(BUILDS[family], sizes)
+            counts = table.setdefault(family, {})[batch] = counts_of(events, replay)
             print(line_of(family, batch, counts), flush=True)
             if given.places:
                 for phase in PHASES:

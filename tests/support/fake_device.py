@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from patchedserve.kernels import group_norm_stats, group_norm_stitch, halo, launch, patch
 from patchedserve.kernels.launch import TritonKernel
+from patchedserve.serving.core.attention import _attend_masked
 
 from .tape import DeviceMode
 
@@ -27,6 +28,8 @@ _REPOSITORY = _FILE.parents[2]
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 """One kernel on a GPU. Decomposing it asks for kernels that only a build with CUDA has."""
+_FLASH = torch.ops.torch_attn._varlen_attn.default
+"""Flash attention of sequences, which a build for the CPU only traces."""
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _TRANSFERS = {_ATEN._to_copy.default, _ATEN.copy_.default}
 _NO_WORK = {_ATEN.pin_memory.default, _ATEN._pin_memory.default, _ATEN.detach_.default}
@@ -132,7 +135,7 @@ class FakeDevice(DeviceMode):
         kwargs.pop("pin_memory", None)
         own_args, own_kwargs = _values(args), _values(kwargs)
         with _disable_current_modes():
-            found = func(*own_args, **own_kwargs)
+            found = (_flash if func is _FLASH else func)(*own_args, **own_kwargs)
             if not is_on_device:
                 return found
             if self._computes(func, found, given):
@@ -260,6 +263,26 @@ def _place() -> str:
             return f"{path.relative_to(_REPOSITORY)}:{frame.f_lineno}"
         frame = frame.f_back
     raise AssertionError("a fake device is used by the repository only")
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Compute `_FLASH` of tensors on the CPU, after the checks of the device."""
+    *offsets, most_queries, most_keys, _, scale = given[:6]
+    meta = [each.to("meta") for each in (query, key, value, *offsets)]
+    traced = _FLASH(*meta, *given[2:])
+    for each in (query, key, value):
+        assert each.dtype in (torch.float16, torch.bfloat16)
+        assert each.stride(-1) == 1
+        assert each.shape[-1] % 8 == 0
+        assert each.shape[-1] <= 256
+    for tokens, ends, most in ((query, offsets[0], most_queries), (key, offsets[1], most_keys)):
+        assert ends.dtype == torch.int32
+        assert ends[0] == 0
+        assert ends[-1] <= len(tokens)
+        assert 0 <= ends.diff().min() <= ends.diff().max() <= most
+    assert offsets[0][-1] == len(query), "results of other tokens are undefined"
+    found = _attend_masked(query, key, value, *offsets, most_queries, most_keys, scale=scale)
+    return found, *(torch.zeros(each.shape, dtype=each.dtype) for each in traced[1:])
 
 
 def _stitched(*given: Any) -> Tensor:

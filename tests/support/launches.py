@@ -1,23 +1,30 @@
 """What a GPU is asked for in a step of each family and batch, counted on a fake device.
 
 `FILE` is the committed table: family -> batch -> phase -> `COUNTED` -> number. The phases are a `step` of a batch that
-stays the same; a `join`, what the step in which the last request of the batch joins asks beyond that; and a `leave`,
-what the step after the last request has left asks beyond a step of the others.
+stays the same; a `join`, what the step in which the last request of the batch joins asks beyond that; a `leave`, what
+the step after the last request has left asks beyond a step of the others; and a `replay`, a step whose pass has been
+recorded, in bfloat16.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.steps.sides import patched_stepper
+from patchedserve.serving.core.captured import Pause, Results
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.layout import packing
+from patchedserve.serving.layout.packing import Order
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
@@ -29,6 +36,8 @@ from .tiny_models import short_texts
 FILE = Path(__file__).parents[1] / "serving" / "patched" / "launches.json"
 COUNTED = {"launch": "launches", "wait": "waits", "copy": "copies"}
 """Column of the table by kind of event."""
+SEGMENT = Event("launch", "graph")
+"""Launch of a recorded segment of a pass, between two of which work runs eagerly; column `segments` of a `replay`."""
 BATCHES = {
     "one image": (Resolution(64, 64),),
     "four of one size": (Resolution(32, 32),) * 4,
@@ -69,7 +78,7 @@ def events_of(build: Build, sizes: Sequence[Resolution]) -> dict[str, list[Event
 
 
 @contextmanager
-def stepper_on_device(build: Build) -> Iterator[tuple[FakeDevice, ServedModel, PatchedStepper]]:
+def stepper_on_device(build: Build, order: Order = "image") -> Iterator[tuple[FakeDevice, ServedModel, PatchedStepper]]:
     """Yield a fake device, a model on the host that prepares requests, and the same model's stepper on the device."""
     pipe = build()
     texts = short_texts(pipe)
@@ -78,7 +87,7 @@ def stepper_on_device(build: Build) -> Iterator[tuple[FakeDevice, ServedModel, P
         pipe = build()
         device.move(denoiser_of(pipe))
         try:
-            yield device, host, patched_stepper(served(pipe, EngineOptions(strategy="stitch"), **texts))
+            yield device, host, patched_stepper(served(pipe, EngineOptions(order=order, strategy="stitch"), **texts))
         finally:
             # Its tensors are on this device.
             packing._pack_rows.cache_clear()
@@ -94,19 +103,80 @@ def on_device(device: FakeDevice, prepared: PreparedRequest) -> PreparedRequest:
     )
 
 
-def counts_of(events: dict[str, list[Event]]) -> Counts:
+def replay_events_of(build: Build, sizes: Sequence[Resolution]) -> list[Event]:
+    """Return the events of a step whose pass is replayed."""
+
+    def halved() -> Any:
+        return build().to(torch.bfloat16)
+
+    with stepper_on_device(halved, order="patch") as (device, host, stepper):
+        stepper.model.use_graphs(SegmentRecorder(device), patience=1)
+        active = [on_device(device, host.prepare(request)) for request in requests_of(sizes)]
+        for _ in ("eager", "recorded", "replayed"):
+            device.events.clear()
+            failures = stepper.step(active)
+            assert not failures, failures
+            assert stepper.recording_failure is None, stepper.recording_failure
+        return device.events.copy()
+
+
+class SegmentRecorder:
+    """A recorder that counts what replaying asks of a fake device. Python runs again to compute the values.
+
+    Raises AssertionError: a segment waits for the device or copies from the host, which a recording refuses.
+    """
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._events = device.events
+
+    def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        result = self._run(work)
+
+        def play() -> None:
+            found = self._run(work)
+            num_events = len(self._events)
+            result.copy_(found)
+            del self._events[num_events:]
+
+        return play, result
+
+    def _run(self, work: Callable[[Pause], Tensor]) -> Tensor:
+        start = len(self._events)
+
+        def end() -> None:
+            others = [event for event in self._events[start:] if event.kind != "launch"]
+            assert not others, f"a segment has {', '.join(map(str, others))}"
+            self._events[start:] = [SEGMENT]
+
+        def pause(run: Callable[..., Results], inputs: Sequence[Tensor]) -> Results:
+            nonlocal start
+            end()
+            found = run(*inputs)
+            start = len(self._events)
+            return found
+
+        found = work(pause)
+        end()
+        return found
+
+
+def counts_of(events: dict[str, list[Event]], replay: Sequence[Event]) -> Counts:
     """Return the numbers of each phase."""
     counted = {phase: Counter(event.kind for event in own) for phase, own in events.items()}
-    steady = {"step": Counter[str](), "join": counted["step"], "leave": counted["rest"]}
-    return {
+    counted["replay"] = Counter(event.kind for event in replay)
+    steady = {"step": Counter[str](), "join": counted["step"], "leave": counted["rest"], "replay": Counter[str]()}
+    counts = {
         phase: {column: counted[phase][kind] - own[kind] for kind, column in COUNTED.items()}
         for phase, own in steady.items()
     }
+    counts["replay"]["segments"] = replay.count(SEGMENT)
+    return counts
 
 
 def family_counts(family: str) -> dict[str, Counts]:
     """Return the numbers of a family for each batch."""
-    return {name: counts_of(events_of(BUILDS[family], sizes)) for name, sizes in BATCHES.items()}
+    build = BUILDS[family]
+    return {name: counts_of(events_of(build, sizes), replay_events_of(build, sizes)) for name, sizes in BATCHES.items()}
 
 
 def read_table() -> dict[str, dict[str, Counts]]:

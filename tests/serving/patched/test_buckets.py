@@ -112,7 +112,7 @@ def _pack(sizes: Sequence[tuple[int, int]], *, is_padded: bool) -> Packing:
 def test_padding_patches_belong_to_the_last_dummy_and_have_no_neighbours() -> None:
     sizes = [(16, 16), (8, 8), (16, 24)]  # 4 + 1 + 6 patches of 3 rows
     plain, packing = (_pack(sizes, is_padded=is_padded) for is_padded in (False, True))
-    assert packing.bucket == Bucket(12, 5)
+    assert packing.bucket == Bucket(12, 5, longest=8)
     assert (plain.num_patches, plain.num_rows) == (11, 3)
     for level, own in zip(packing.levels, plain.levels, strict=True):
         assert level.neighbours is not None

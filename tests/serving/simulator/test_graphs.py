@@ -87,11 +87,11 @@ def test_a_bucket_serves_different_compositions() -> None:
     for passes in (bucketed, exact):
         for batch in ([S, L], [M, M], [S, L]):
             passes.step_s(1.0, batch)
-    assert (bucketed.keys, bucketed.num_recordings) == ({Bucket(40, 5)}, 1)
+    assert (bucketed.keys, bucketed.num_recordings) == ({Bucket(40, 5, 40)}, 1)
     assert (len(exact.keys), exact.num_recordings) == (2, 2)
     # A tenth of 16 patches, and 4, are at most 6, in two rows each.
-    assert model("bucketed").bucket_of([Work(1024, 1024, 0.1), S]) == Bucket(12, 5)
-    assert model("bucketed", rows_per_request=1).bucket_of([M]) == Bucket(10, 3)
+    assert model("bucketed").bucket_of([Work(1024, 1024, 0.1), S]) == Bucket(12, 5, 12)
+    assert model("bucketed", rows_per_request=1).bucket_of([M]) == Bucket(10, 3, 10)
 
 
 def test_every_gpu_records_its_own_passes() -> None:
