@@ -3,9 +3,9 @@
     mean[r, g] = average of x over the patches of request r and the channels of group g
     rstd[r, g] = 1 / sqrt(average of (x - mean[r, g])^2 + eps)
 
-Squares are those of deviations from a mean, never E[x^2] - E[x]^2, which loses all digits if the mean is large. A part of
-the pixels of a patch yields a mean and a sum of squared deviations for each channel, which Chan's formula merges in a
-fixed order, so that results are the same in every run. Values of one request, even infinity, never affect another.
+Squares are those of deviations from a mean, never E[x^2] - E[x]^2, which loses all digits if the mean is large. A part
+of the pixels of a patch yields a mean and a sum of squared deviations for each channel, which Chan's formula merges in
+a fixed order, so that results are the same in every run. Values of one request, even infinity, never affect another.
 Sources: Wu and He, Group Normalization (2018); Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for
 Computing Sample Variances (1979); PatchedServe section 4.2.2.
 """

@@ -47,8 +47,8 @@ def qk_norm_rotary(
     check_floating(qkv)
     if qkv.dim() != 4 or qkv.shape[1] != 3 or qkv.shape[3] % 2 or qkv.stride()[1:] != _strides(qkv):
         raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)} and strides {qkv.stride()}, but it must be (tokens, 3, heads, width), of "
-            "an even width and contiguous for each token"
+            f"qkv has shape {tuple(qkv.shape)} and strides {qkv.stride()}, but it must be (tokens, 3, heads, width), "
+            "of an even width and contiguous for each token"
         )
     for name, given, shape, dtype in (
         ("a weight", weights or (), qkv.shape[3:], qkv.dtype),
@@ -119,7 +119,8 @@ def qk_norm_rotary_kernel(
     is_column = column < width
     is_token = token < num_tokens
     mask = is_token[:, None, None] & is_column[None, :, :]
-    place = token.to(tl.int64)[:, None, None] * stride_token + ((is_key * num_heads + head) * width + column)[None, :, :]
+    of_head = ((is_key * num_heads + head) * width + column)[None, :, :]
+    place = token.to(tl.int64)[:, None, None] * stride_token + of_head
     x = tl.load(qkv + place, mask=mask, other=0.0).to(tl.float32)
     if has_norm:
         square = tl.sum(tl.sum(x * x, 2), 1) / width

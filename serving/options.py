@@ -205,8 +205,8 @@ class EngineOptions:
         strategy: how convolutions see beyond a patch; auto uses the faster measured strategy, by default `regroup`.
         kernels: one of `kernels.launch.KERNELS`.
         compile: run transformer blocks through torch.compile.
-        cuda_graphs: record the launches of passes, and replay them (`core.captured`); None to record them on CUDA, unless
-            another option excludes it (`why_not_recorded`).
+        cuda_graphs: record the launches of passes, and replay them (`core.captured`); None to record them on CUDA,
+            unless another option excludes it (`why_not_recorded`).
         cache: options of the cache, which reuses results of earlier steps.
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
         model: changes of the model.

@@ -225,7 +225,8 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             "devices",
             "",
             f"by default: U-Nets in {chosen['dtype_unet']}, transformers in {chosen['dtype_transformer']}, "
-            f"{chosen['order']} order, {chosen['kernels']} kernels, {chosen['passes']} passes, stages {chosen['stages']}",
+            f"{chosen['order']} order, {chosen['kernels']} kernels, {chosen['passes']} passes, "
+            f"stages {chosen['stages']}",
             "",
         )
         if device.get("flags"):

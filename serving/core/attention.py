@@ -92,10 +92,10 @@ def takes_sequences(query: Tensor, bias: Tensor | None) -> bool:
 
     * Bias: Flash attention has none.
     * Dtype: on CUDA it takes float16 and bfloat16.
-    * Width of heads: it takes multiples of 8. With heads of 64, torch's fastest attention on an H100 (cuDNN, 408 TFLOP/s
-      for 4096 tokens) is a quarter faster than Flash (321), less than an interruption costs. With heads of 128 it is
-      faster by two thirds (609 against 368), and tokens are many. Heads of 160 are those of the deepest levels of
-      Stable Diffusion 1.x: with 256 tokens for an image of 512 px, launches count and kernels do not.
+    * Width of heads: it takes multiples of 8. With heads of 64, torch's fastest attention on an H100 (cuDNN, 408
+      TFLOP/s for 4096 tokens) is a quarter faster than Flash (321), less than an interruption costs. With heads of 128
+      it is faster by two thirds (609 against 368), and tokens are many. Heads of 160 are those of the deepest levels
+      of Stable Diffusion 1.x: with 256 tokens for an image of 512 px, launches count and kernels do not.
     """
     width = query.shape[-1]
     is_allowed = query.device.type != "cuda" or query.dtype in _FLASH_DTYPES

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from ..families import transformer_of
-from ..families.table import entry_of, token_side
 from .levels import LevelCounts, Levels
 from .strips import Strips
 
@@ -92,13 +90,6 @@ class Cost:
     def of(cls, config: Mapping[str, Any]) -> "Cost":
         """Return the cost of a U-Net, from its config."""
         return cls(Levels.of(config))
-
-    @classmethod
-    def of_model(cls, model: Any) -> "Cost":
-        """Return the cost of a model that runs in strips, as `Levels.of_model`."""
-        kind = type(model).__name__
-        unit = 1 if "down_block_types" in model.config else token_side(entry_of(kind), model.config)
-        return cls(Levels.of_model(model, transformer_of(model), unit))
 
     def macs(self, call: Call) -> int:
         """Return the MACs of the unmodified model."""

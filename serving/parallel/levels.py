@@ -1,18 +1,14 @@
-"""Computation and communication of a denoising model by level, from its configuration or its layers. No torch.
+"""Computation and communication of a denoising model by level, from its configuration. No torch.
 
 A level consists of the layers whose images are smaller than the latents by the same factor. Multiply-accumulates (MACs)
 are those of matrix products, convolutions and attention; norms, activations and the like are not counted, as is
 customary.
 """
 
-import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..families.transformer import Blocks, Transformer
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -64,15 +60,6 @@ class Levels:
     def of(cls, config: Mapping[str, Any]) -> "Levels":
         """Count the levels of a U-Net, from a config with all keys of diffusers' `model.config`."""
         return _UNet(config).levels
-
-    @classmethod
-    def of_model(cls, model: Any, transformer: "Transformer | None", unit: int) -> "Levels":
-        """Count the levels of a model, from a U-Net's config or a transformer's layers, with weights or without.
-
-        The count of a transformer is exact but for few of its layers: of Chroma the network that modulates, of
-        AuraFlow the register tokens, of Lumina 2 and Z-Image the attention of refined text, and pads.
-        """
-        return cls.of(model.config) if transformer is None else _transformer(model, transformer, unit)
 
     @property
     def unit(self) -> int:
@@ -164,62 +151,6 @@ class _UNet:
             level.per_pixel += 14 * channels**2
             level.per_text_pair += 2 * channels
             self.levels.per_text_once += 2 * channels * text_width
-
-
-_OF_TEXT = re.compile(r"context_(embedder|refiner)|ff_context|caption_|cap_embedder|\.add_|to_add_out|txt_(in|mlp)")
-"""Names of a transformer's layers that run once for each text token."""
-_OF_ROW = re.compile(r"^(time|t_embedder|distilled)|norm(?!_out\.linear_2)|_mod|adaln", re.IGNORECASE)
-"""Names of other layers that run once for each row. Lumina 2's `norm_out` holds its last layer, too."""
-
-
-def _transformer(model: Any, transformer: "Transformer", factor: int) -> Levels:
-    """Count the levels of a transformer: its attention, then its other layers by name."""
-    levels, text_once = Levels(), set[str]()
-    level, stream = levels.by_factor[factor], transformer.single
-    for blocks in transformer.lists:
-        for name, attention in attentions_of(model, blocks):
-            is_parallel = not hasattr(attention, "to_k")
-            width = attention.inner_dim if is_parallel else attention.to_q.out_features
-            key_values = 2 * (width if is_parallel else attention.to_k.out_features)
-            if attends_to_text_only(attention):
-                text_once |= {f"{name}.to_k", f"{name}.to_v"}
-                level.per_text_pair += 2 * width
-                continue
-            level.per_pair += 2 * width
-            level.key_values += key_values
-            if blocks is stream or getattr(attention, "add_k_proj", None) is not None:
-                level.per_text_pair += 2 * width
-                levels.per_text_query += 2 * width
-                levels.text_key_values += key_values
-                # SD3's last block leaves the text as it is.
-                levels.per_idle_query += 2 * width * bool(getattr(attention, "context_pre_only", False))
-    for name, module in model.named_modules():
-        if type(module).__name__ not in ("Linear", "Conv2d"):
-            continue
-        macs = module.weight.numel()
-        if name in text_once or (text_once and _OF_TEXT.search(name)):
-            levels.per_text_once += macs
-        elif _OF_TEXT.search(name):
-            levels.per_text += macs
-        elif _OF_ROW.search(name):
-            levels.per_row += macs
-        else:
-            level.per_pixel += macs
-            levels.per_text += macs if stream is not None and name.startswith(f"{stream.name}.") else 0
-    return levels
-
-
-def attentions_of(model: Any, blocks: "Blocks") -> Iterator[tuple[str, Any]]:
-    """Iterate over the attention modules of a list of blocks, with their names in the model."""
-    for number, block in enumerate(getattr(model, blocks.name)):
-        for name in blocks.attention:
-            if (attention := getattr(block, name, None)) is not None:
-                yield f"{blocks.name}.{number}.{name}", attention
-
-
-def attends_to_text_only(attention: Any) -> bool:
-    """Return whether image tokens attend to the text, and not to each other."""
-    return getattr(attention, "is_cross_attention", False) and getattr(attention, "add_k_proj", None) is None
 
 
 def _each(value: Any, count: int) -> Sequence[Any]:

@@ -19,7 +19,8 @@ from ..plain.formats import channels_last_copy
 from .context import CallText, Pass, StripContext
 from .cost import Call, Cost
 from .exchange import RowName
-from .swap import StripSwap, unit_of
+from .model_levels import levels_of, unit_of
+from .swap import StripSwap
 from .whole import WholeModel
 
 _MAX_JOINED = 8
@@ -99,7 +100,7 @@ class StripModel:
     @cached_property
     def cost(self) -> Cost:
         """Cost of the model's calls."""
-        return Cost.of_model(self._plain)
+        return Cost(levels_of(self._plain))
 
     @property
     def element_size(self) -> int:

@@ -7,7 +7,7 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 from ..core.swap import Swap, parent_of
-from ..families.table import SUPPORTED_MODELS, entry_of, token_side
+from ..families.table import SUPPORTED_MODELS
 from ..families.transformer import Transformer
 from .attention import (
     StripCrossAttention,
@@ -18,7 +18,7 @@ from .attention import (
 )
 from .context import StripContext
 from .leaves import StripConv, StripGroupNorm, feed_convolutions
-from .levels import attends_to_text_only, attentions_of
+from .model_levels import attends_to_text_only, attentions_of, unit_of
 from .tokens import StripPads, StripPatchEmbed, StripRotary, StripStreamTokens, with_pads
 
 
@@ -96,10 +96,3 @@ def factor_of(name: str, num_blocks: int) -> int:
     if stage == "up_blocks" and number:
         return 2 ** (num_blocks - 1 - int(number))
     return 2 ** (num_blocks - 1) if stage == "mid_block" else 1
-
-
-def unit_of(model: nn.Module) -> int:
-    """Return the number of rows of latents that must stay together: those of one row at the model's deepest level."""
-    if isinstance(model, UNet2DConditionModel):
-        return 2 ** (len(model.down_blocks) - 1)
-    return token_side(entry_of(type(model).__name__), model.config)  # type: ignore[arg-type]  it is a dictionary

@@ -245,7 +245,8 @@ def _attend_both(
     Returns:
         [tokens, heads * width] and [rows, length, heads * width].
     """
-    kept, length, repeats = attended_keys_values(slots, image[:, 1:], context), text.shape[1], context.batch_values.repeats
+    kept = attended_keys_values(slots, image[:, 1:], context)
+    length, repeats = text.shape[1], context.batch_values.repeats
 
     def by_resolution(packed: Tensor, kept: Tensor, text: Tensor) -> Results:
         image_parts, text_parts = [], []

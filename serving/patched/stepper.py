@@ -38,6 +38,7 @@ from .tuning import strategy_table
 _START_S = 30.0
 """Longest time that recording passes may take at the start; buckets that are left are recorded when they recur."""
 
+
 class PatchedStepper:
     """Advances all active requests by one denoising step, on a patched model or the unmodified one (`plain`).
 

@@ -53,9 +53,9 @@ class TokenBucket:
 class Admission:
     """Counts open images and refuses requests beyond the limits. Only the event loop's thread calls it.
 
-    With several owners of keys, half of the queue is divided among them by weight. The unused part of an owner's share is kept
-    free for it, and an owner that waits for less than its share of `max_queue_time_s` is not refused for the time that
-    the whole queue takes.
+    With several owners of keys, half of the queue is divided among them by weight. The unused part of an owner's share
+    is kept free for it, and an owner that waits for less than its share of `max_queue_time_s` is not refused for the
+    time that the whole queue takes.
 
     Attributes:
         limits: limits of the server.

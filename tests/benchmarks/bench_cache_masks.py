@@ -108,7 +108,8 @@ def main() -> None:
     timing = Timing(
         batch, shares, arguments.cache_patch_size, arguments.guidance_scale, arguments.warmup, arguments.repeats
     )
-    result = measure(load_model(arguments.model, arguments.device, arguments.dtype, EngineOptions(cuda_graphs=False)), timing)
+    options = EngineOptions(cuda_graphs=False)
+    result = measure(load_model(arguments.model, arguments.device, arguments.dtype, options), timing)
     if arguments.output_file is not None:
         write_json(arguments.output_file, result)
     print("| reused | step, ms | ideal, ms | deciding and keeping, ms |")

@@ -70,7 +70,8 @@ def test_a_lone_image_fills_a_gpu(side: int, channels: int) -> None:
 def test_parts_of_different_sizes_are_weighted(run_triton: RunTriton) -> None:
     """The last part of the 35 pixels of a patch is smaller than the others, and means differ from part to part."""
     assert stats_grid(3, 35, 256)[1][0] < 35
-    patches = torch.randn(3, 256, 5, 7, generator=torch.Generator().manual_seed(3)) + torch.linspace(0, 9, 35).view(5, 7)
+    patches = torch.randn(3, 256, 5, 7, generator=torch.Generator().manual_seed(3))
+    patches += torch.linspace(0, 9, 35).view(5, 7)
     index = torch.tensor([0, 0, 1])
     for mean, rstd in (
         group_norm_stats(patches, index, 2, 8, EPS),
