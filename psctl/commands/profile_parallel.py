@@ -59,11 +59,12 @@ def profile_parallel(
     from ...profiling.report.table import to_rich
     from ...serving.models.placement import quiet_libraries
     from ...serving.parallel.cost import Cost
+    from ...serving.parallel.model_levels import levels_of
 
     quiet_libraries()
     model = meta_model(given, config)
     kind = type(model).__name__
-    plan = AccountingPlan(Cost.of_model(model), TEXT_LENGTH[kind], sizes, ranks, link, config == "sdxl")
+    plan = AccountingPlan(Cost(levels_of(model)), TEXT_LENGTH[kind], sizes, ranks, link, config == "sdxl")
     counted = {}
     with out.phases() as start:
         calls = plan.calls()

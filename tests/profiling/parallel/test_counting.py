@@ -14,6 +14,7 @@ from patchedserve.profiling.parallel.counting import counted_macs, meta_model
 from patchedserve.profiling.parallel.plan import TEXT_LENGTH
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.parallel.cost import Call, Cost
+from patchedserve.serving.parallel.model_levels import levels_of
 
 from ...support.random_models import MODELS, WITH_ALL_OPTIONS
 from ...support.tiny_models import smallest_sd, tiny_sd, tiny_sd3, tiny_sdxl
@@ -35,7 +36,7 @@ def test_attention_operations_are_counted() -> None:
 @pytest.mark.parametrize("name", [*WITH_ALL_OPTIONS, *PIPES])
 def test_small_models(name: str) -> None:
     model = on_meta(MODELS[name]() if name in MODELS else denoiser_of(PIPES[name]()))
-    cost = Cost.of_model(model)
+    cost = Cost(levels_of(model))
     # U-Nets are also tested with sizes that are odd at every level.
     call = Call(16, 20, 5, rows=3) if name in ("sd3", "sd35", "tiny-sd3") else Call(29, 13, 5, rows=3)
     assert cost.macs(call) == counted_macs(model, call)
@@ -53,7 +54,7 @@ def test_published_models(name: str, height: int, width: int) -> None:
     call = Call(height, width, TEXT_LENGTH[config["_class_name"]])
     # The bar is 0.5 %, but the counts are equal because no operation is omitted.
     model = meta_model(config, name)
-    assert Cost.of_model(model).macs(call) == counted_macs(model, call)
+    assert Cost(levels_of(model)).macs(call) == counted_macs(model, call)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -17,6 +17,7 @@ from patchedserve.data.models.published import published_config
 from patchedserve.serving.parallel.context import Pass, Team
 from patchedserve.serving.parallel.cost import Call, Cost, Share
 from patchedserve.serving.parallel.group import VirtualEnd
+from patchedserve.serving.parallel.model_levels import levels_of
 from patchedserve.serving.parallel.strip_model import StripModel, flat
 from patchedserve.serving.parallel.strips import Strips
 
@@ -185,7 +186,7 @@ TEXT = 7
 @pytest.mark.parametrize(("height", "shares"), [(30, (3, 1)), (29, (1, 3, 2))])
 def test_leaves_compute_and_send_the_counted_amounts(name: str, height: int, shares: tuple[int, ...]) -> None:
     model = MODELS[name]()
-    cost = Cost.of_model(model)
+    cost = Cost(levels_of(model))
     # Transformers need even sizes, and the tiny SD3 has positions for 12 rows only.
     is_unet = name in ("sdxl", "sd")
     call = Call(height, 13, TEXT) if is_unet else Call(min(height // 2 * 2, 24), 10, TEXT)
@@ -201,7 +202,7 @@ def test_leaves_compute_and_send_the_counted_amounts(name: str, height: int, sha
 
 def test_split_text_stream_is_sent_and_computed_in_parts() -> None:
     call, model = Call(12, 10, TEXT), sd3_transformer()
-    cost = Cost.of_model(model)
+    cost = Cost(levels_of(model))
     strips, text_starts = Strips.of(12, 2, (2, 1, 1)), (0, 3, 5, 7)
     for place, one in enumerate(run(model, call, strips, [{"text_starts": text_starts}])):
         share = Share(strips, place, text_starts)
@@ -211,7 +212,7 @@ def test_split_text_stream_is_sent_and_computed_in_parts() -> None:
 
 def test_displaced_request_receives_nothing_in_its_last_call() -> None:
     call, model = Call(12, 8, TEXT), tiny_sdxl().unet
-    cost, strips = Cost.of_model(model), Strips.of(12, 4, (1, 1))
+    cost, strips = Cost(levels_of(model)), Strips.of(12, 4, (1, 1))
     more, displaced, end = {"is_last": (False, False)}, {"is_displaced": (True, True)}, {"is_last": (True, True)}
     for place, one in enumerate(run(model, call, strips, [more, more | displaced, displaced | end])):
         each = cost.received(call, Share(strips, place)).num_bytes(2)

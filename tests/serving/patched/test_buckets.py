@@ -95,8 +95,10 @@ def test_every_bucket_has_a_batch_to_be_recorded_with(rows_each: int) -> None:
     found = batches_by_bucket(counts, rows_each, 7)
     for bucket, numbers in found.items():
         patches = sum(number * count for number, count in zip(numbers, counts, strict=True))
-        assert Bucket.of(rows_each * patches, rows_each * sum(numbers)) == bucket
-    assert set(found) == {Bucket.of(rows_each * sum(each), rows_each * len(each)) for each in compositions(counts, 7)}
+        assert Bucket.of(rows_each * patches, rows_each * sum(numbers), max(counts)) == bucket
+    assert set(found) == {
+        Bucket.of(rows_each * sum(each), rows_each * len(each), max(counts)) for each in compositions(counts, 7)
+    }
     assert next(iter(found)) == max(found, key=lambda bucket: (bucket.num_patches, bucket.num_rows))
 
 
