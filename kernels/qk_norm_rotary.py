@@ -4,7 +4,7 @@
     q[2i], q[2i+1] = q[2i] cos[2i] - q[2i+1] sin[2i], q[2i+1] cos[2i+1] + q[2i] sin[2i+1]    if there are angles
 
 and the same for keys. Torch's own operators move the queries and keys about ten times. Values are rounded where
-diffusers' `RMSNorm` and `apply_rotary_emb` round them. Sources: Zhang and Sennrich, Root Mean Square Layer
+`RMSNorm`, diffusers' or torch's, and `apply_rotary_emb` round them. Sources: Zhang and Sennrich, Root Mean Square Layer
 Normalization (2019); Su et al., RoFormer (2021), section 3.2.2.
 """
 
@@ -29,6 +29,7 @@ def qk_norm_rotary(
     eps: float,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
     *,
+    rounds_twice: bool = True,
     kernels: str = "auto",
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys in place; return the tensor that was given.
@@ -39,13 +40,14 @@ def qk_norm_rotary(
         weights: (width,) weights of the norms of queries and of keys in the dtype of `qkv`; None for no norm.
         eps: added to the mean square.
         rotary: cosines and sines, (tokens, width) float32, of pairs of neighbouring elements; None for no rotation.
+        rounds_twice: whether norms round before the weight and after it, as diffusers' do; torch's round after it only.
         kernels: one of `KERNELS`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or `kernels` cannot be used for this tensor.
     """
     check_floating(qkv)
-    if qkv.dim() != 4 or qkv.shape[1] != 3 or qkv.shape[3] % 2 or qkv.stride()[1:] != _strides(qkv):
+    if qkv.dim() != 4 or qkv.shape[1] != 3 or qkv.shape[3] % 2 or not _is_contiguous(qkv):
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)} and strides {qkv.stride()}, but it must be (tokens, 3, heads, width), "
             "of an even width and contiguous for each token"
@@ -61,15 +63,15 @@ def qk_norm_rotary(
                     f"but it must be {tuple(shape)} {dtype} on {qkv.device}"
                 )
     if use_triton(kernels, qkv.device):
-        _qk_norm_rotary_triton(qkv, weights, eps, rotary)
+        _qk_norm_rotary_triton(qkv, weights, eps, rotary, rounds_twice)
     else:
-        qk_norm_rotary_torch(qkv, weights, eps, rotary)
+        qk_norm_rotary_torch(qkv, weights, eps, rotary, rounds_twice)
     return qkv
 
 
-def _strides(qkv: torch.Tensor) -> tuple[int, int, int]:
-    _, _, heads, width = qkv.shape
-    return heads * width, width, 1
+def _is_contiguous(qkv: torch.Tensor) -> bool:
+    """Return whether each token's memory is contiguous. The stride of a dimension of one element does not matter."""
+    return len(qkv) == 0 or qkv[0].is_contiguous()
 
 
 def qk_norm_rotary_torch(
@@ -77,13 +79,14 @@ def qk_norm_rotary_torch(
     weights: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    rounds_twice: bool = True,
 ) -> None:
     """Torch reference of `qk_norm_rotary`; arguments are not checked."""
     for place in range(2):
         x = qkv[:, place]
         if weights is not None:
             x = x * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-            x = x.to(qkv.dtype) * weights[place]
+            x = x.to(qkv.dtype) * weights[place] if rounds_twice else (x * weights[place]).to(qkv.dtype)
         if rotary is not None:
             cosines, sines = (each[:, None] for each in rotary)
             first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -104,6 +107,7 @@ def qk_norm_rotary_kernel(
     eps,
     width: tl.constexpr,
     has_norm: tl.constexpr,
+    rounds_twice: tl.constexpr,
     has_rotary: tl.constexpr,
     block_tokens: tl.constexpr,
     block_pairs: tl.constexpr,
@@ -129,7 +133,9 @@ def qk_norm_rotary_kernel(
             weight = tl.load(query_weight + column, mask=is_column, other=0.0).to(tl.float32)
         else:
             weight = tl.load(key_weight + column, mask=is_column, other=0.0).to(tl.float32)
-        x = x.to(qkv.dtype.element_ty).to(tl.float32) * weight[None, :, :]
+        if rounds_twice:
+            x = x.to(qkv.dtype.element_ty).to(tl.float32)
+        x = x * weight[None, :, :]
         x = x.to(qkv.dtype.element_ty).to(tl.float32)
     if has_rotary:
         angle = token.to(tl.int64)[:, None, None] * width + column[None, :, :]
@@ -148,6 +154,7 @@ def _qk_norm_rotary_triton(
     weights: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    rounds_twice: bool,
 ) -> None:
     num_tokens, _, heads, width = qkv.shape
     block_pairs = power_of_two(width // 2)
@@ -162,6 +169,7 @@ def _qk_norm_rotary_triton(
         *(qkv, *of_norms, *of_angles, num_tokens, qkv.stride(0), heads, eps),
         width=width,
         has_norm=weights is not None,
+        rounds_twice=rounds_twice,
         has_rotary=rotary is not None,
         block_tokens=block_tokens,
         block_pairs=block_pairs,

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from ...kernels.launch import use_triton
+from ...kernels.qk_norm_rotary import qk_norm_rotary
 from .adapters import adapted_of
 from .derived import Derived
 
@@ -162,12 +165,31 @@ def grouped_heads_of(packed: Tensor, heads: int, sharing: int) -> Tensor:
     return torch.cat([query, keys_values.repeat_interleave(sharing, -2)], -2).unflatten(-2, (3, heads))
 
 
-def normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None, rotary: Rotary | None = None) -> Tensor:
+def normed(
+    qkv: Tensor,
+    norm_q: nn.Module | None,
+    norm_k: nn.Module | None,
+    rotary: Rotary | None = None,
+    *,
+    kernels: str = "auto",
+) -> Tensor:
     """Normalise queries and keys [..., 3, heads, width] if the model has norms for them.
 
-    With `rotary`, also rotate each token's queries and keys by its angles, for [tokens, 3, heads, width].
+    With `rotary`, also rotate each token's queries and keys by its angles, for [tokens, 3, heads, width]. With Triton's
+    kernels, this changes `qkv` in place.
     """
     if norm_q is None and norm_k is None and rotary is None:
+        return qkv
+    if not torch.compiler.is_compiling() and use_triton(kernels, qkv.device) and _is_fused(qkv, norm_q, norm_k, rotary):
+        norms: Any = None if norm_q is None else (norm_q, norm_k)
+        qk_norm_rotary(
+            qkv.flatten(0, -4) if qkv.dim() > 4 else qkv,
+            None if norms is None else tuple(norm.weight for norm in norms),
+            0.0 if norms is None else _eps(norms[0], qkv.dtype),
+            rotary,
+            rounds_twice=isinstance(norm_q, RMSNorm),
+            kernels=kernels,
+        )
         return qkv
     query, key, value = qkv.unbind(-3)
     query = query if norm_q is None else norm_q(query)
@@ -176,6 +198,27 @@ def normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None, rota
         turns: Any = rotary  # diffusers annotates a tuple of one
         query, key = (apply_rotary_emb(each[None], turns, sequence_dim=1)[0] for each in (query, key))
     return torch.stack([query, key, value], -3)
+
+
+def _is_fused(qkv: Tensor, norm_q: Any, norm_k: Any, rotary: Any) -> bool:
+    """Return whether `qk_norm_rotary` does the same as these norms and the rotation."""
+
+    def is_plain(norm: Any) -> bool:
+        weight = getattr(norm, "weight", None)
+        is_known = isinstance(norm, RMSNorm | nn.RMSNorm) and getattr(norm, "bias", None) is None
+        return is_known and weight is not None and weight.shape == qkv.shape[-1:] and weight.dtype == qkv.dtype
+
+    if (norm_q is None) != (norm_k is None):
+        return False
+    if norm_q is not None and not (is_plain(norm_q) and is_plain(norm_k) and type(norm_q) is type(norm_k)):
+        return False
+    if norm_q is not None and _eps(norm_q, qkv.dtype) != _eps(norm_k, qkv.dtype):
+        return False
+    return rotary is None or all(each.dtype == torch.float32 for each in rotary)
+
+
+def _eps(norm: Any, dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps if norm.eps is None else norm.eps)
 
 
 def check_unused(arguments: dict[str, object]) -> None:

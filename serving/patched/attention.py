@@ -45,7 +45,7 @@ class PatchedSelfAttention(nn.Module):
         assert encoder_hidden_states is None
         check_unused(unused)
         qkv = heads_of(self.qkv(hidden_states.flatten(0, 1)), 3, self.heads())
-        qkv = normed(qkv, attention.norm_q, attention.norm_k)
+        qkv = normed(qkv, attention.norm_q, attention.norm_k, kernels=context.kernels)
         kept = attended_keys_values(self.slots, qkv[:, 1:], context)
 
         def by_resolution(query: Tensor, kept: Tensor) -> Results:
@@ -140,9 +140,9 @@ class PatchedJointAttention(nn.Module):
         check_unused(unused)
         image = heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, self.heads())
         text_turns, turns = _parted(image_rotary_emb, len(image))
-        image = normed(image, attention.norm_q, attention.norm_k, turns)
+        image = normed(image, attention.norm_q, attention.norm_k, turns, kernels=context.kernels)
         text = heads_of(self.text_qkv(encoder_hidden_states).flatten(0, 1), 3, self.heads())
-        text = normed(text, attention.norm_added_q, attention.norm_added_k, text_turns)
+        text = normed(text, attention.norm_added_q, attention.norm_added_k, text_turns, kernels=context.kernels)
         text = text.unflatten(0, encoder_hidden_states.shape[:2])
         ends_text = getattr(attention, "context_pre_only", False)
         image, text = _attend_both(self.slots, image, text, context, queries_text=not ends_text)
@@ -214,9 +214,9 @@ def _attend_in_stream(
     num_rows = context.level.num_rows if context.active is None else len(context.active.rows)
     text_turns, turns = _parted(all_turns, num_tokens)
     text, image = qkv.split([num_text, num_tokens])
-    text = normed(text, attention.norm_q, attention.norm_k, text_turns)
+    text = normed(text, attention.norm_q, attention.norm_k, text_turns, kernels=context.kernels)
     text = text.unflatten(0, (num_rows, num_text // num_rows))
-    image = normed(image, attention.norm_q, attention.norm_k, turns)
+    image = normed(image, attention.norm_q, attention.norm_k, turns, kernels=context.kernels)
     image, text = _attend_both(leaf.slots, image, text, context)
     return torch.cat([text.flatten(0, 1), image])
 

@@ -1,4 +1,4 @@
-"""kernels/qk_norm_rotary.py compared with diffusers' RMSNorm and rotary embedding."""
+"""kernels/qk_norm_rotary.py compared with both RMSNorms and diffusers' rotary embedding."""
 
 import pytest
 import torch
@@ -30,11 +30,12 @@ def _expected(
     qkv: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor] | None,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    norms: type[RMSNorm | torch.nn.RMSNorm] = RMSNorm,
 ) -> torch.Tensor:
     parts = list(qkv.unbind(1))
     for place in range(2):
         if weights is not None:
-            norm = RMSNorm(qkv.shape[3], EPS)
+            norm = norms(qkv.shape[3], EPS)
             norm.weight = torch.nn.Parameter(weights[place], requires_grad=False)
             parts[place] = norm(parts[place])
         if rotary is not None:
@@ -42,21 +43,28 @@ def _expected(
     return torch.stack(parts, 1)
 
 
+@pytest.mark.parametrize("norms", [RMSNorm, torch.nn.RMSNorm])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "width", "has_norm", "has_rotary"),
     [(5, 64, True, True), (40, 128, True, True), (3, 24, True, True), (7, 64, True, False), (7, 32, False, True)],
 )
-def test_equals_diffusers(
-    num_tokens: int, width: int, has_norm: bool, has_rotary: bool, dtype: torch.dtype, run_triton: RunTriton
+def test_equals_the_modules(
+    num_tokens: int,
+    width: int,
+    has_norm: bool,
+    has_rotary: bool,
+    dtype: torch.dtype,
+    norms: type[RMSNorm | torch.nn.RMSNorm],
+    run_triton: RunTriton,
 ) -> None:
     qkv, weights, rotary = _given(num_tokens, width, dtype, has_norm=has_norm, has_rotary=has_rotary)
-    expected = _expected(qkv, weights, rotary)
+    expected, twice = _expected(qkv, weights, rotary, norms), norms is RMSNorm
     # Sums of squares are added in another order, which may change the last bit.
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
     for found in (
-        run_triton(qk_norm_rotary, qkv.clone(), weights, EPS, rotary),
-        qk_norm_rotary(qkv.clone(), weights, EPS, rotary),
+        run_triton(qk_norm_rotary, qkv.clone(), weights, EPS, rotary, rounds_twice=twice),
+        qk_norm_rotary(qkv.clone(), weights, EPS, rotary, rounds_twice=twice),
     ):
         torch.testing.assert_close(found, expected, **tolerance)
         assert torch.equal(found[:, 2], qkv[:, 2]), "values have changed"

@@ -24,7 +24,6 @@ from patchedserve.serving.core.captured import Pause, Results
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.layout import packing
-from patchedserve.serving.layout.packing import Order
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
@@ -78,7 +77,7 @@ def events_of(build: Build, sizes: Sequence[Resolution]) -> dict[str, list[Event
 
 
 @contextmanager
-def stepper_on_device(build: Build, order: Order = "image") -> Iterator[tuple[FakeDevice, ServedModel, PatchedStepper]]:
+def stepper_on_device(build: Build) -> Iterator[tuple[FakeDevice, ServedModel, PatchedStepper]]:
     """Yield a fake device, a model on the host that prepares requests, and the same model's stepper on the device."""
     pipe = build()
     texts = short_texts(pipe)
@@ -87,7 +86,8 @@ def stepper_on_device(build: Build, order: Order = "image") -> Iterator[tuple[Fa
         pipe = build()
         device.move(denoiser_of(pipe))
         try:
-            yield device, host, patched_stepper(served(pipe, EngineOptions(order=order, strategy="stitch"), **texts))
+            options = EngineOptions(order="patch", strategy="stitch", cuda_graphs=False)
+            yield device, host, patched_stepper(served(pipe, options, **texts))
         finally:
             # Its tensors are on this device.
             packing._pack_rows.cache_clear()
@@ -109,7 +109,7 @@ def replay_events_of(build: Build, sizes: Sequence[Resolution]) -> list[Event]:
     def halved() -> Any:
         return build().to(torch.bfloat16)
 
-    with stepper_on_device(halved, order="patch") as (device, host, stepper):
+    with stepper_on_device(halved) as (device, host, stepper):
         stepper.model.use_graphs(SegmentRecorder(device), patience=1)
         active = [on_device(device, host.prepare(request)) for request in requests_of(sizes)]
         for _ in ("eager", "recorded", "replayed"):
