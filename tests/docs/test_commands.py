@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.tables.schemas import BLOCKS, read_frame
 from patchedserve.data.workspace import Workspace
 from patchedserve.psctl.app import command_tree, main
+from patchedserve.psctl.output import Output
 from patchedserve.training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 
 from ..support.caption_sets import scene_image, write_coco, write_diffusiondb
 from ..support.docs_pages import NOT_RUN, PAGES, REPOSITORY, SHELL_LANGUAGES, Block, blocks_of, commands_of, spans_of
 from ..support.edits import image_of, mask_of
 from ..support.http_server import HttpServer
+from ..support.json_keys import check_result
 from ..support.small_commands import CASCADES, GATE_CODES, PREDICTORS, SCRIPTS, SIZES, THRESHOLDS, TINY
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 
@@ -170,7 +173,22 @@ def run_psctl(page_run: PageRun, words: list[str]) -> int:
         os.environ["PSCTL_TRAIN_PREDICTOR_CACHE_THRESHOLD"] = threshold
         if name in THRESHOLDS:
             own[THRESHOLDS[name]] = threshold
-    return main([*words, *(part for option in own.items() for part in option)])
+    with results_checked(name):
+        return main([*words, *(part for option in own.items() for part in option)])
+
+
+@contextmanager
+def results_checked(command: str) -> Iterator[None]:
+    """Compare the keys of what a command prints with the known ones."""
+    print_data = Output.data
+
+    def checked(self: Output, payload: Any, **given: Any) -> None:
+        check_result(command, payload)
+        print_data(self, payload, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Output, "data", checked)
+        yield
 
 
 def run_command(page_run: PageRun, words: list[str]) -> None:
