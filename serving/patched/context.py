@@ -265,7 +265,7 @@ class PatchContext:
             finally:
                 self._level, self.active, self.text_bias, self.biased_text = before
 
-        return self.pause(replayed, (*inputs, *given))
+        return _interrupt(self.pause, replayed, (*inputs, *given))
 
     @contextmanager
     def restricted_to(self, rows: ActiveRows) -> Iterator[None]:
@@ -333,6 +333,12 @@ class PatchContext:
         is_done = work in self._fused
         self._fused.discard(work)
         return is_done
+
+
+@torch.compiler.disable
+def _interrupt(pause: Pause, run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Results:
+    """Interrupt a recording. Compiled blocks are cut in two here, as a graph of the compiler cannot be interrupted."""
+    return pause(run, inputs)
 
 
 def to_tokens(x: Tensor) -> Tensor:

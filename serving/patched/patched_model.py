@@ -152,11 +152,9 @@ class PatchedModel:
     def is_padded(self) -> bool:
         """Whether batches are padded to buckets, because passes are recorded.
 
-        They are not with compiled blocks, which cannot be interrupted for attention, in image order, which has other
-        tables at every level, and if convolutions regroup images.
+        They are not in image order, which has other tables at every level, and if convolutions regroup images.
         """
-        can_be = self.order == "patch" and self._fixed_strategy != "regroup" and not self.is_compiled
-        return self.captured is not None and can_be
+        return self.captured is not None and self.order == "patch" and self._fixed_strategy != "regroup"
 
     @property
     def always_packs(self) -> bool:
@@ -277,11 +275,16 @@ class PatchedModel:
             (packing.bucket or packing.sizes, context.batch_values.key),
             context.batch_values,
             lambda inputs, values, pause: self.forward(
-                **inputs, batch_values=values, pause=pause if is_padded else None
+                **inputs, batch_values=values, pause=(pause or self._pause_of_eager_passes) if is_padded else None
             ),
             inputs,
             kept_alive=None if is_padded else packing,
         )
+
+    @property
+    def _pause_of_eager_passes(self) -> Pause | None:
+        """Compiled blocks are cut in two where a recording pauses, so that no other graphs are compiled within it."""
+        return (lambda run, inputs: run(*inputs)) if self.is_compiled else None
 
     def compute_values(self, conditions: dict[str, Any]) -> None:
         """Compute the values of the context's batch that its passes read, unless they are known."""

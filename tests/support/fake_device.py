@@ -161,8 +161,10 @@ class FakeDevice(DeviceMode):
             finally:
                 self._has_values = False
             with _disable_current_modes():
-                for target, value in zip(tree_leaves(found), tree_leaves(reference(*_values(args))), strict=True):
-                    target.real_tensor.copy_(value)
+                values = reference(*_values(args))
+                if found is not None:  # what changes its arguments in place returns nothing
+                    for target, value in zip(tree_leaves(found), tree_leaves(values), strict=True):
+                        target.real_tensor.copy_(value)
             return found
 
         return run

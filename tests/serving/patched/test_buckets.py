@@ -164,6 +164,30 @@ def test_mixes_of_a_bucket_share_a_recorded_pass(name: str) -> None:
     assert patched_stepper(model).recording_failure is None
 
 
+@pytest.mark.product(most=2)
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", BUILDS)
+def test_compiled_blocks_are_parts_of_a_recorded_pass(name: str) -> None:
+    """They are compiled in the eager passes only, and cut in two where attention pauses a recording."""
+    pipe = BUILDS[name]()
+    batches = [requests_of(sizes, seed=seed) for seed, sizes in enumerate([[SMALL, LARGE, WIDE], [LARGE, SMALL, WIDE]])]
+    eager = served(pipe, EngineOptions(order="patch"), **short_texts(pipe))
+    model, tape = padded(pipe, patience=1)
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(tape.recorded)
+        return graph.forward
+
+    assert patched_stepper(model).model.compile(backend=count) > 0
+    for batch in batches:
+        assert relative_error(denoised(model, batch), denoised(eager, batch)) <= PASS
+    assert patched_stepper(model).recording_failure is None
+    assert (tape.recorded, set(graphs)) == (1, {0})
+    assert tape.played >= 3
+
+
 @pytest.mark.product(most=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
