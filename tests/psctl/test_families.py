@@ -68,10 +68,13 @@ def test_generate_and_serve(family: str, script: dict[str, Any], run_psctl: RunP
         **common,
     )
     assert served.returncode == 0, served.stderr
-    if family != "sd3":
-        refused = run_psctl("serve", "--engine", "parallel", "--parallel", "virtual:2", **common)
-        assert refused.returncode == 2
-        assert refused.stderr.splitlines()[-1].startswith("Error: --parallel does not work with a")
+    images = [np.asarray(Image.open(file), dtype=np.int16) for file in files]
+    strips = ("--parallel", "virtual:2", "--output", str(tmp_path / "strips"))
+    drawn = run_psctl("generate", "a hat", "two cars", "-r", "64", "-r", "128x64", *steps, *strips, **common)
+    assert drawn.returncode == 0, drawn.stderr
+    found = [np.asarray(Image.open(file), dtype=np.int16) for file in sorted((tmp_path / "strips").glob("*.png"))]
+    for image, own in zip(images, found, strict=True):
+        assert abs(image - own).max() <= 1
 
 
 @pytest.mark.exhaustive
