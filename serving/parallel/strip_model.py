@@ -121,9 +121,10 @@ class StripModel:
             # Copied, as the tensor may be a view of a larger one.
             self._conditions[row] = {name: tensor[index].clone() for name, tensor in conditions.items()}
         self._joined.clear()
-        text = self._caption(conditions["encoder_hidden_states"]) if self._readers else None
-        for reader in self._readers:
-            reader.learn(rows, text)
+        if self._readers:
+            text = self._caption(conditions["encoder_hidden_states"])
+            for reader in self._readers:
+                reader.learn(rows, text)
 
     def retain(self, rows: Sequence[RowName]) -> None:
         """Discard everything kept for other rows."""

@@ -58,7 +58,7 @@ class PatchedSelfAttention(nn.Module):
         query = qkv[:, 0]
         if (sequences := sequences_of(context, query, 0)) is not None:
             offsets, longest = (sequences.offsets, sequences.key_offsets), (sequences.longest,) * 2
-            attended = attend_sequences(query, *kept.unbind(1), offsets, longest, attention.scale).flatten(1)
+            attended = attend_sequences(query, kept[:, 0], kept[:, 1], offsets, longest, attention.scale).flatten(1)
         else:
             (attended,) = context.eagerly(by_resolution, query, kept)
         return attention.to_out[0](attended).view(hidden_states.shape)
@@ -276,7 +276,8 @@ def _attend_both(
     keys = context.sequences(all_text.shape[1])
     query = queries.together(query, text[:, :, 0])
     offsets, longest = (queries.offsets, keys.key_offsets), (queries.longest, keys.longest)
-    attended = attend_sequences(query, *keys.together(kept, all_text).unbind(1), offsets, longest)
+    every = keys.together(kept, all_text)
+    attended = attend_sequences(query, every[:, 0], every[:, 1], offsets, longest)
     return queries.parted(attended.flatten(1))
 
 

@@ -335,7 +335,7 @@ class PatchContext:
         return is_done
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def _interrupt(pause: Pause, run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Results:
     """Interrupt a recording. Compiled blocks are cut in two here, as a graph of the compiler cannot be interrupted."""
     return pause(run, inputs)

@@ -283,7 +283,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tens
         assert ends[-1] <= len(tokens)
         assert 0 <= ends.diff().min() <= ends.diff().max() <= most
     assert offsets[0][-1] == len(query), "results of other tokens are undefined"
-    found = _attend_masked(query, key, value, *offsets, most_queries, most_keys, scale=scale)
+    found = _attend_masked(query, key, value, offsets[0], offsets[1], most_queries, most_keys, scale=scale)
     return found, *(torch.zeros(each.shape, dtype=each.dtype) for each in traced[1:])
 
 

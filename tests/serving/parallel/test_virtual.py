@@ -105,8 +105,11 @@ def test_texts_of_any_length_share_a_call(name: str) -> None:
     rows[0] = replace(rows[0], conditions=own)
     assert length < len(rows[1].conditions[mask])
     wanted = run_plain(model, rows)
-    for settings in ({"mode": "sync", "text": "split"}, {"mode": "displaced", "warmup": 9}):
-        options = ParallelOptions("virtual:2", **settings)
+    ways = (
+        ParallelOptions("virtual:2", mode="sync", text="split"),
+        ParallelOptions("virtual:2", mode="displaced", warmup=9),
+    )
+    for options in ways:
         with closing(VirtualRanks(model, options)) as virtual, virtual.end, torch.inference_mode():
             for order in ([0], [0, 1]):
                 names = [(number, 0) for number in order]
