@@ -57,7 +57,7 @@ class PatchedSelfAttention(nn.Module):
 
         query = qkv[:, 0]
         if (sequences := sequences_of(context, query, 0)) is not None:
-            offsets, longest = (sequences.offsets, sequences.key_offsets), (sequences.longest,) * 2
+            offsets, longest = (sequences.offsets, sequences.key_offsets), (sequences.longest, sequences.longest)
             attended = attend_sequences(query, kept[:, 0], kept[:, 1], offsets, longest, attention.scale).flatten(1)
         else:
             (attended,) = context.eagerly(by_resolution, query, kept)

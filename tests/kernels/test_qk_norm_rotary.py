@@ -1,5 +1,8 @@
 """kernels/qk_norm_rotary.py compared with both RMSNorms and diffusers' rotary embedding."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
@@ -61,12 +64,12 @@ def test_equals_the_modules(
     qkv, weights, rotary = _given(num_tokens, width, dtype, has_norm=has_norm, has_rotary=has_rotary)
     expected, twice = _expected(qkv, weights, rotary, norms), norms is RMSNorm
     # Sums of squares are added in another order, which may change the last bit.
-    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    eps = torch.finfo(dtype).eps
     for found in (
         run_triton(qk_norm_rotary, qkv.clone(), weights, EPS, rotary, rounds_twice=twice),
         qk_norm_rotary(qkv.clone(), weights, EPS, rotary, rounds_twice=twice),
     ):
-        torch.testing.assert_close(found, expected, **tolerance)
+        torch.testing.assert_close(found, expected, rtol=2 * eps, atol=4 * eps)
         assert torch.equal(found[:, 2], qkv[:, 2]), "values have changed"
 
 
@@ -98,8 +101,7 @@ def test_queries_and_keys_are_read_once(run_triton: RunTriton) -> None:
         (lambda qkv, weights, rotary: (qkv, weights, (rotary[0][:2], rotary[1])), "rotary is"),
     ],
 )
-def test_invalid_arguments_are_refused(change: object, message: str) -> None:
-    assert callable(change)
+def test_invalid_arguments_are_refused(change: Callable[..., Any], message: str) -> None:
     qkv, weights, rotary = change(*_given(5, 16, torch.float32))
     with pytest.raises(ValueError, match=message):
         qk_norm_rotary(qkv, weights, EPS, rotary)
