@@ -103,6 +103,21 @@ def test_requests_that_a_cache_computes_are_replayed(name: str, cuda: str) -> No
         assert relative_error(found, expected) <= PLAYED
 
 
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+@pytest.mark.parametrize("name", ["sdxl", "sd3", "flux"])
+def test_adapters_of_other_rows_and_scales_are_replayed(name: str, engine: Any, cuda: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ..support.adapters import adapted, saved, serving
+
+    _, loras, folder = saved(name, tmp_path)
+    batches = [adapted([3] * 4), adapted([3] * 4, [(("toy", 0.3),), (), (("pixel", -0.4),), (("toy", 0.2),)])]
+    eager, recorded = (
+        serving(folder, loras, device=cuda, engine=engine, cuda_graphs=cuda_graphs) for cuda_graphs in (False, True)
+    )
+    for found, batch in zip(_recorded(recorded, *batches), batches, strict=True):
+        assert relative_error(found, denoised(eager, batch)) <= PLAYED
+
+
 @pytest.mark.parametrize(("name", "keep"), [("sdxl", "all"), ("sdxl", "kv"), ("sd3", "all"), ("flux", "all")])
 def test_edits_that_join_and_leave_share_recordings(name: str, keep: Keep, cuda: str, tmp_path: Path) -> None:
     """Edits of other masks, sizes and steps replay the passes that were recorded for others."""

@@ -1,6 +1,5 @@
 """Adapters by request: a batch that mixes them equals diffusers with each request's own adapters."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +16,6 @@ from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.captured import CapturedPasses
 from patchedserve.serving.layout.packing import Order
 from patchedserve.serving.models.loading import load_model
-from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineName, EngineOptions, ModelOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.plain.stepper import PlainStepper
@@ -25,38 +23,10 @@ from patchedserve.serving.plain.stepper import PlainStepper
 from ...support.family_kit import BUILDS, PASS, STEPS, denoised, mixed
 from ...support.patched_models import relative_error
 from ...support.tape import Tape
-from ...support.tiny_models import save_tiny, short_texts
 
 pytest.importorskip("peft", reason="the extra lora is not installed")
+from ...support.adapters import EACH, adapted, saved, serving
 from ...support.loras import alone, save_lora
-
-LAYERS = {
-    "unet": r".*\.(to_[qkv]|to_out\.0|proj_in|proj_out|net\.0\.proj|net\.2|conv1|conv|conv_shortcut|time_emb_proj)",
-    "transformer": "all-linear",
-}
-EACH: tuple[Adapters, ...] = ((("pixel", 1.0),), (), (("toy", -0.7),), (("pixel", 0.5), ("toy", 0.8)))
-
-
-def saved(name: str, folder: Path) -> tuple[Any, dict[str, Path], Path]:
-    """Save a tiny pipeline and two adapters of nearly all its layers; return pipeline, adapters and model folder."""
-    pipe = BUILDS[name]()
-    part = "unet" if hasattr(pipe, "unet") else "transformer"
-    texts = ["text_encoder"] if name in ("sd", "sdxl") else []
-    loras = {
-        "pixel": save_lora(folder / "pixel.safetensors", pipe, part, *texts, layers=LAYERS[part]),
-        "toy": save_lora(folder / "toy.safetensors", pipe, part, seed=1),
-    }
-    return pipe, loras, save_tiny(folder / "model", pipe, **short_texts(pipe))
-
-
-def serving(folder: Path, loras: dict[str, Path], **options: Any) -> ServedModel:
-    given = ModelOptions(adapter=[f"{name}={path}" for name, path in loras.items()])
-    return load_model(str(folder), "cpu", "float32", EngineOptions(**options, model=given))
-
-
-def adapted(num_steps: Sequence[int], each: Sequence[Adapters] = EACH) -> list[Request]:
-    return [replace(request, adapters=own) for request, own in zip(mixed(num_steps), each, strict=True)]
-
 
 _FAST = ("sd", "sd3", "flux")
 _NAMES = [name for name in BUILDS if name not in ("pixart", "z-image")]
