@@ -7,7 +7,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from ..families.text import join_texts
-from ..layout.packing import Packing, WholeImages, to_device
+from ..layout.packing import Packing, WholeImages, all_to_device
 from ..samplers.batched import BatchedSampler, SamplerBatch
 from ..samplers.single import PerRequestBatch, PerRequestSampler
 from .known_area import KnownAreas
@@ -177,11 +177,11 @@ class _Guidance:
         tables, self._sources = [torch.tensor(rows)], None
         if num_rows > len(batch) or num_padding:
             tables += map(torch.cat, (sources, unconditional, conditional))
-        self.row_request, *places = to_device(torch.cat(tables), device).split(list(map(len, tables)))
+        scales = torch.tensor([each.request.guidance_scale + 1 - each.neutral_scale for each in batch])
+        self.row_request, scale, *places = all_to_device([tables[0], scales, *tables[1:]], device)
         if places:
             self._sources, self._unconditional, self._conditional = places
-            scales = torch.tensor([each.request.guidance_scale + 1 - each.neutral_scale for each in batch])
-            self._scale = to_device(scales, device)[packing.row_index][:, None, None, None]
+            self._scale = scale[packing.row_index][:, None, None, None]
         self._packing, self._norms = packing, [each.guided_norm if each.is_guided else None for each in batch]
 
     def repeat(self, patches: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ class PreparedRequest:
             computed.
         on_pass: called with each pass of a request that is being recorded; None for all others.
         guided_norm, neutral_scale: as in `Family`.
+        text_tokens: number of text tokens that count, see `patched.text.count_tokens`; None until it is known.
         steps_reused: number of its steps that have reused anything, from the cache or from the record of a template.
     """
 
@@ -87,6 +88,7 @@ class PreparedRequest:
     on_pass: OnPass | None = None
     guided_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
     neutral_scale: float = 1.0
+    text_tokens: int | None = None
     steps_reused: int = 0
 
     @property

@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...data.errors import UsageError
 from ...kernels.patch import patch_join, patch_split
@@ -69,7 +70,6 @@ class Level:
         num_patches: number of patches, P.
         row_index: (P,) row of each patch.
         neighbours: (P, 8) as in `PatchLayout`; None in image order.
-        row_tokens: (rows, 1) number of tokens of each row, float32.
         num_tokens: number of tokens of all rows.
         num_padding: number of tokens of the dummies among them, which come last.
         starts: of a padded packing, (rows + 1,) the first patch of each row, and the end of the last.
@@ -86,18 +86,23 @@ class Level:
     neighbours: Tensor | None
     starts: Tensor | None = None
     longest: int = 0
-    row_tokens: Tensor = field(init=False)
     num_tokens: int = field(init=False)
     num_padding: int = field(init=False)
     _tables: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = [float(group.height * group.width) for group in self.groups for _ in range(group.rows)]
         self.num_tokens = self.num_patches * self.grain**2
         self.num_padding = self.num_tokens - self.groups[-1].end
-        counts += [0.0] * (self.num_rows - len(counts))
-        counts[-1] += self.num_padding
-        self.row_tokens = to_device(torch.tensor(counts), self.row_index.device)[:, None]
+
+    @property
+    def row_tokens(self) -> Tensor:
+        """(rows, 1) number of tokens of each row, float32."""
+        if "row_tokens" not in self._tables:
+            counts = [float(group.height * group.width) for group in self.groups for _ in range(group.rows)]
+            counts += [0.0] * (self.num_rows - len(counts))
+            counts[-1] += self.num_padding
+            self._tables["row_tokens"] = to_device(torch.tensor(counts), self.row_index.device)[:, None]
+        return self._tables["row_tokens"]
 
     def windows(self, stride: int) -> Tensor:
         """Return, in image order, the 9 tokens that each output of a 3 x 3 convolution with padding 1 reads,
@@ -325,6 +330,21 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cuda":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(tables: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """Return tables of the host on a device, which a GPU copies in one transfer, as `to_device` does."""
+    if torch.device(device).type != "cuda":
+        return [table.to(device) for table in tables]
+    parts = [table.contiguous().flatten().view(torch.uint8) for table in tables]
+    # Elements of every dtype begin at multiples of their size.
+    lengths = [-(-len(part) // 8) * 8 for part in parts]
+    padded = [F.pad(part, (0, length - len(part))) for part, length in zip(parts, lengths, strict=True)]
+    placed = to_device(torch.cat(padded), device).split(lengths)
+    return [
+        found[: len(part)].view(table.dtype).view(table.shape)
+        for found, part, table in zip(placed, parts, tables, strict=True)
+    ]
 
 
 def index_tensors(layout: PatchLayout, device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from .masked import MaskedPasses
 from .masked_batch import MaskedBatch, PassPlan, PassPlanner, RecordedBatch, record
 from .part_times import MeasuredPass, Stage, part_times
 from .patched_model import PatchedModel
-from .text import TEXT_MULTIPLE, conditions_of
+from .text import TEXT_MULTIPLE, conditions_of, count_tokens
 from .tuning import strategy_table
 
 _START_S = 30.0
@@ -158,6 +158,7 @@ class PatchedStepper:
         if isinstance(self.sampler, BatchedSampler):
             self.sampler.table(prepared.state)
         prepared.latents = prepared.latents.float()
+        count_tokens(prepared, self.model.shorten)
         prepared.key = next(self._keys)
 
     @torch.inference_mode()
@@ -250,6 +251,8 @@ class _Lane:
         failures = batch.denoise_batch.failures()
         if failures or any(prepared.state.is_finished for prepared in active):
             self.dissolve()
+            # Finished requests go to the decoder, which works on another stream.
+            finish_stream(self._stepper.model.device)
         return failures
 
     def dissolve(self, *, has_failed: bool = False) -> None:
@@ -261,8 +264,6 @@ class _Lane:
         if self.batch is not None:
             self.batch.denoise_batch.unpack()
             self.batch = None
-            # Finished requests go to the decoder, which works on another stream.
-            finish_stream(model.device)
 
 
 class PackedBatch:

@@ -28,12 +28,28 @@ def conditions_of(
         multiple: number to a multiple of which text without this padding is padded.
     """
     conditioning, repeats = join_conditioning(requests), 1
+    if shorten is None:
+        return conditions(conditioning), repeats
+    for prepared in requests:
+        count_tokens(prepared, shorten)
+    longest = max(prepared.text_tokens or 0 for prepared in requests)
     if shorten == "repeats":
-        conditioning["text"], repeats = without_repeats(conditioning["text"])
-    elif shorten == "padding":
-        longest = int(conditioning["mask"].any(0).cpu().nonzero().max()) + 1  # one wait
+        text = conditioning["text"]
+        conditioning["text"], repeats = text[:, :longest].contiguous(), text.shape[1] - longest + 1
+    else:
         conditioning |= {name: _of_length(conditioning[name], -(-longest // multiple) * multiple) for name in _MASKED}
     return conditions(conditioning), repeats
+
+
+def count_tokens(prepared: PreparedRequest, shorten: Shorten) -> None:
+    """Set the number of text tokens of a request without the part that may be left out. Waits for the device once."""
+    if prepared.text_tokens is not None or shorten is None:
+        return
+    if shorten == "repeats":
+        text, _ = without_repeats(prepared.conditioning["text"])
+        prepared.text_tokens = text.shape[1]
+    else:
+        prepared.text_tokens = int(prepared.conditioning["mask"].any(0).nonzero().max()) + 1
 
 
 def _of_length(values: Tensor, length: int) -> Tensor:

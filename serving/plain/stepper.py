@@ -94,6 +94,9 @@ class PlainStepper:
                 left.append(batch)
             failures |= failed
         self._dissolve(left)
+        if left:
+            # Finished requests go to the decoder, which works on another stream.
+            finish_stream(left[0].latents.device)
         return failures
 
     def close(self) -> None:
@@ -143,9 +146,6 @@ class PlainStepper:
         for batch in batches:
             batch.unpack()
             self._batches.remove(batch)
-        if batches:
-            # Finished requests go to the decoder, which works on another stream.
-            finish_stream(batches[0].latents.device)
 
 
 def _by_sampler(group: list[PreparedRequest]) -> list[list[PreparedRequest]]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...data.errors import UsageError
-from ..layout.packing import to_device
+from ..layout.packing import all_to_device
 from .rules import RULES, Columns, terms_of
 from .single import SamplerState, draws_noise
 
@@ -152,13 +152,22 @@ class SamplerBatch:
         assert latents.dtype == torch.float32
         self.needs_noise = sampler.needs_noise
         self.sampler, self._states, self.latents = sampler, tuple(states), latents
-        self.history = self._history(patch_request, history) if sampler.history_terms else None
-        # The steps of all requests, one after another, one row each.
-        self._table = to_device(torch.cat([sampler.table(state) for state in states]), latents.device)
-        self._timesteps = torch.cat([state.timesteps for state in states]).to(latents.device)
         ends = accumulate(state.num_steps for state in states)
         rows = [end - state.num_steps + state.steps_done for end, state in zip(ends, states, strict=True)]
-        request_rows = to_device(torch.tensor(rows), latents.device)
+        is_first = [state.steps_done == 0 for state in states]
+        # The steps of all requests, one after another, one row each.
+        table = torch.cat([sampler.table(state) for state in states])
+        self._table, request_rows, starts = all_to_device(
+            [table, torch.tensor(rows), torch.tensor(is_first)], latents.device
+        )
+        self.history = None
+        if sampler.history_terms:
+            if history is None and not all(is_first):
+                raise ValueError("history is None, but a request past its first step needs it")
+            nothing = latents.repeat(1, len(sampler.history_terms), 1, 1) if history is None else history
+            # The coefficient of these rows is 0, but 0 times NaN is NaN.
+            self.history = nothing.masked_fill(starts[patch_request, None, None, None], 0.0)
+        self._timesteps = torch.cat([state.timesteps for state in states]).to(latents.device)
         # Requests and patches share one tensor, so that one addition moves both to their next row.
         self._rows = torch.cat([request_rows, request_rows[patch_request]])
         self._request_rows, self._patch_rows = self._rows.split([len(states), len(patch_request)])
@@ -206,12 +215,3 @@ class SamplerBatch:
     def _check_unfinished(self) -> None:
         if any(state.is_finished for state in self._states):
             raise RuntimeError("a request of this batch has finished its last step and must leave it")
-
-    def _history(self, patch_request: torch.Tensor, history: torch.Tensor | None) -> torch.Tensor:
-        is_first = [state.steps_done == 0 for state in self._states]
-        if history is None and not all(is_first):
-            raise ValueError("history is None, but a request past its first step needs it")
-        # The coefficient of these rows is 0, but 0 times NaN is NaN.
-        is_unused = to_device(torch.tensor(is_first), self.latents.device)[patch_request, None, None, None]
-        nothing = self.latents.repeat(1, len(self.sampler.history_terms), 1, 1) if history is None else history
-        return nothing.masked_fill(is_unused, 0.0)

@@ -23,7 +23,7 @@ from patchedserve.tests.support.launches import (
     write_table,
 )
 
-PHASES = ("step", "join", "leave")
+PHASES = ("step", "join", "leave", "exchange")
 REPLAY = ("launches", "segments")
 
 
@@ -51,8 +51,8 @@ def main() -> None:
     for family in families:
         for batch, sizes in BATCHES.items():
             events = events_of(BUILDS[family], sizes)
-            replay = replay_events_of(BUILDS[family], sizes)
-            counts = table.setdefault(family, {})[batch] = counts_of(events, replay)
+            events |= replay_events_of(BUILDS[family], sizes)
+            counts = table.setdefault(family, {})[batch] = counts_of(events)
             print(line_of(family, batch, counts), flush=True)
             if given.places:
                 for phase in PHASES:

@@ -2,8 +2,8 @@
 
 `FILE` is the committed table: family -> batch -> phase -> `COUNTED` -> number. The phases are a `step` of a batch that
 stays the same; a `join`, what the step in which the last request of the batch joins asks beyond that; a `leave`, what
-the step after the last request has left asks beyond a step of the others; and a `replay`, a step whose pass has been
-recorded, in bfloat16.
+the step after the last request has left asks beyond a step of the others; a `replay`, a step whose pass has been
+recorded, in bfloat16; and an `exchange`, what the step in which another request replaces the last asks beyond a replay.
 """
 
 import json
@@ -103,21 +103,28 @@ def on_device(device: FakeDevice, prepared: PreparedRequest) -> PreparedRequest:
     )
 
 
-def replay_events_of(build: Build, sizes: Sequence[Resolution]) -> list[Event]:
-    """Return the events of a step whose pass is replayed."""
+def replay_events_of(build: Build, sizes: Sequence[Resolution]) -> dict[str, list[Event]]:
+    """Return the events of a step whose pass is replayed, and of the step in which another request replaces the last.
+
+    The other request has the same size, so that the batch has the same composition.
+    """
 
     def halved() -> Any:
         return build().to(torch.bfloat16)
 
     with stepper_on_device(halved) as (device, host, stepper):
         stepper.model.use_graphs(SegmentRecorder(device), patience=1)
-        active = [on_device(device, host.prepare(request)) for request in requests_of(sizes)]
-        for _ in ("eager", "recorded", "replayed"):
+        requests = requests_of(sizes)
+        requests.append(replace(requests[-1], request_id=len(requests), prompt="a hat", seed=9))
+        *active, other = [on_device(device, host.prepare(request)) for request in requests]
+        found: dict[str, list[Event]] = {}
+        for phase in ("eager", "recorded", "replay", "exchange"):
             device.events.clear()
-            failures = stepper.step(active)
+            failures = stepper.step([*active[:-1], other] if phase == "exchange" else active)
             assert not failures, failures
             assert stepper.recording_failure is None, stepper.recording_failure
-        return device.events.copy()
+            found[phase] = device.events.copy()
+        return {phase: found[phase] for phase in ("replay", "exchange")}
 
 
 class SegmentRecorder:
@@ -160,23 +167,31 @@ class SegmentRecorder:
         return found
 
 
-def counts_of(events: dict[str, list[Event]], replay: Sequence[Event]) -> Counts:
+def counts_of(events: dict[str, list[Event]]) -> Counts:
     """Return the numbers of each phase."""
     counted = {phase: Counter(event.kind for event in own) for phase, own in events.items()}
-    counted["replay"] = Counter(event.kind for event in replay)
-    steady = {"step": Counter[str](), "join": counted["step"], "leave": counted["rest"], "replay": Counter[str]()}
+    none = Counter[str]()
+    steady = {
+        "step": none,
+        "join": counted["step"],
+        "leave": counted["rest"],
+        "replay": none,
+        "exchange": counted["replay"],
+    }
     counts = {
         phase: {column: counted[phase][kind] - own[kind] for kind, column in COUNTED.items()}
         for phase, own in steady.items()
     }
-    counts["replay"]["segments"] = replay.count(SEGMENT)
+    counts["replay"]["segments"] = events["replay"].count(SEGMENT)
     return counts
 
 
 def family_counts(family: str) -> dict[str, Counts]:
     """Return the numbers of a family for each batch."""
     build = BUILDS[family]
-    return {name: counts_of(events_of(build, sizes), replay_events_of(build, sizes)) for name, sizes in BATCHES.items()}
+    return {
+        name: counts_of(events_of(build, sizes) | replay_events_of(build, sizes)) for name, sizes in BATCHES.items()
+    }
 
 
 def read_table() -> dict[str, dict[str, Counts]]:
