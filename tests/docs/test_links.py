@@ -36,7 +36,9 @@ def test_every_link_has_a_target(page: Path) -> None:
 
 def test_every_page_is_in_the_navigation(repository: Path) -> None:
     navigation = (repository / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    assert set(re.findall(r"[\w-]+\.md", navigation)) == {page.name for page in PAGES if page.name != "README.md"}
+    docs = repository / "docs"
+    pages = {page.relative_to(docs).as_posix() for page in PAGES if page.is_relative_to(docs)}
+    assert set(re.findall(r"[\w/-]+\.md", navigation)) == pages
 
 
 @pytest.mark.exhaustive

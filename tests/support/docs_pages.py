@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 SHELL_LANGUAGES = ("sh", "bash", "shell", "console")
 NOT_RUN = ("json", "toml", "csv", "text")
 """Languages of blocks that are files or examples of data. Any other language is executed."""

@@ -98,7 +98,7 @@ SCRIPTS = {
         for name in (
             "bench_edit_steps", "bench_http", "bench_http_simulated", "bench_http_slo", "bench_stages", "cache_rivals",
             "cascade_mix", "cascade_reuse", "edit_latency", "edit_link", "edit_quality", "fuzz_http", "http_parity",
-            "kill_http", "soak", "wrong_tables",
+            "kill_http", "soak", "strip_times", "wrong_tables",
         )
     },
 }  # fmt: skip
