@@ -38,6 +38,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def mended(link: re.Match[str]) -> str:
         place = _copy_of(link["target"], page.file.src_uri)
-        return link[0] if place is None else f"]({posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or '.')})"
+        if place is None:
+            return link[0]
+        return f"]({posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or '.')})"
 
     return _LINK.sub(mended, markdown)

@@ -30,7 +30,17 @@ from patchedserve.psctl.app import command_tree, main
 from patchedserve.training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 
 from ..support.caption_sets import scene_image, write_coco, write_diffusiondb
-from ..support.docs_pages import NOT_RUN, PAGES, REPOSITORY, SHELL_LANGUAGES, Block, blocks_of, commands_of, spans_of
+from ..support.docs_pages import (
+    NOT_RUN,
+    PAGES,
+    REPOSITORY,
+    SHELL_LANGUAGES,
+    Block,
+    blocks_of,
+    commands_of,
+    name_of_page,
+    spans_of,
+)
 from ..support.edits import image_of, mask_of
 from ..support.http_server import HttpServer
 from ..support.small_commands import CASCADES, GATE_CODES, PREDICTORS, SCRIPTS, SIZES, THRESHOLDS, TINY
@@ -239,7 +249,10 @@ def run_block(page_run: PageRun, block: Block) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.exhaustive, id=page.stem) for page in PAGES],
+    [
+        pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.exhaustive, id=name_of_page(page))
+        for page in PAGES
+    ],
 )
 def test_every_command_of_the_page_runs(page_run: PageRun, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
@@ -272,7 +285,7 @@ def options_of(name: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_commands_within_a_line_exist(page: Path) -> None:
     for words in spans_of(page.read_text()):
         name = name_of_command(words[1:])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.docs_pages import PAGES, blocks_of
+from ..support.docs_pages import PAGES, blocks_of, name_of_page
 
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(?P<text>.+)$", re.M)
@@ -22,7 +22,7 @@ def anchors_of(text: str) -> set[str]:
     return {re.sub(r"[ ]+", "-", heading) for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_every_link_has_a_target(page: Path) -> None:
     text = page.read_text()
     for target in (match["target"] for match in _LINK.finditer(text)):
