@@ -135,8 +135,10 @@ def container(model: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
         folder.mkdir()
     stage = instructions("cpu")
     given = dict(pair.split("=", 1) for word, rest in stage if word == "ENV" for pair in shlex.split(rest))
-    given = {name: value.replace("/var/lib/psctl", str(state)) for name, value in given.items() if name != "PATH"}
-    given = {name: value.replace("/tmp/", f"{scratch}/") for name, value in given.items()}  # noqa: S108
+    places = {"/var/lib/psctl": str(state), "/tmp": str(scratch)}
+    del given["PATH"]
+    for name, value in given.items():
+        given[name] = re.sub("^(/var/lib/psctl|/tmp)", lambda match: places[match[0]], value)
     command = json.loads(dict(stage)["ENTRYPOINT"]) + json.loads(dict(stage)["CMD"])
     own = [sys.executable, "-c", "import sys; from patchedserve.psctl.app import main; sys.exit(main())", *command[1:]]
     mounts = "".join(f"mount --bind {folder} {folder} && " for folder in (state, scratch))
@@ -309,8 +311,7 @@ def behind_nginx(model: Path, tmp_path: Path) -> Iterator[tuple[str, ssl.SSLCont
             site = site.replace(old, new)
         site = re.sub(r"^ *listen \[::\].*\n", "", site, flags=re.MULTILINE)
         folders = "".join(
-            f"{name}_temp_path {tmp_path / name};\n"
-            for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+            f"{name}_temp_path {tmp_path / name};\n" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         )
         config = tmp_path / "nginx.conf"
         config.write_text(

@@ -81,6 +81,7 @@ SCRIPTS = {
     "tests/benchmarks/bench_fid.py": ["--images", "3"],
     "tests/benchmarks/cascade_runs.py": ["--runs", "5"],
     "tests/benchmarks/launches.py": ["--families", "sdxl"],
+    "tests/benchmarks/model_weights.py": [],
     "tests/benchmarks/paired_points.py": [],
     "tests/benchmarks/policies.py": ["--kinds", "poisson", "--loads", "1", "--seeds", "1", "--num-prompts", "20"],
     "tests/benchmarks/edit_plans.py": ["--instances", "2", "--output-file", "plans.json"],
