@@ -265,6 +265,53 @@ def test_prometheus_takes_its_files(words: tuple[str, ...], tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+FIRING = {
+    "PsctlDown": {'up{job="psctl"}': "0x30"},
+    "PsctlEngineFails": {'psctl_rejected_total{code="not_ready"}': "0+1x30"},
+    "PsctlLate": {"psctl_slo_missed_total": "0+6x30", "psctl_slo_met_total": "0+90x30"},
+    "PsctlRefuses": {'psctl_rejected_total{code="queue_full"}': "0+6x30"},
+    "PsctlFailedImages": {'psctl_request_success_total{finished_reason="failed"}': "0+1x30"},
+    "PsctlOutOfMemory": {"psctl_batch_failures": "0+1x30"},
+}
+"""Series, one value a minute, with which an alert fires."""
+QUIET = {
+    'up{job="psctl"}': "1x30",
+    'psctl_rejected_total{code="queue_full"}': "0+1x30",
+    "psctl_slo_missed_total": "0+4x30",
+    "psctl_slo_met_total": "0+96x30",
+    'psctl_request_success_total{finished_reason="completed"}': "0+100x30",
+    "psctl_batch_failures": "_x30",
+}
+"""Series of a server that works, with which none fires."""
+
+
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    rules = DEPLOY / "alerts.yml"
+    names = [rule["alert"] for rule in yaml.safe_load(rules.read_text())["groups"][0]["rules"]]
+    assert [*FIRING] == names
+    cases = [([name], series) for name, series in FIRING.items()] + [([], QUIET)]
+    tests = []
+    for expected, series in cases:
+        asked = [{"eval_time": "25m", "alertname": name, "exp_alerts": []} for name in names if name not in expected]
+        # An alert that fires is one of its name with the labels of the rule; promtool compares counts and labels.
+        fired = [
+            {"expr": f'count(ALERTS{{alertname="{name}",alertstate="firing"}})', "eval_time": "25m"}
+            for name in expected
+        ]
+        tests.append(
+            {
+                "interval": "1m",
+                "input_series": [{"series": key, "values": values} for key, values in series.items()],
+                "alert_rule_test": asked,
+                "promql_expr_test": [each | {"exp_samples": [{"labels": "{}", "value": 1}]} for each in fired],
+            }
+        )
+    path = tmp_path / "alerts_test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests}))
+    done = subprocess.run([tool("promtool"), "test", "rules", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_page_explains_every_alert() -> None:
     (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
     page = (DEPLOY.parent / "metrics.md").read_text()
