@@ -228,7 +228,7 @@ def run_command(page_run: PageRun, words: list[str]) -> None:
                         raise AssertionError(f"exit code {left.code}") from left
         case ["curl", *arguments]:
             assert page_run.server is not None, "the page has started no server"
-            arguments = [_SIZE.sub(SIZES.replace(",", "x"), argument) for argument in arguments]
+            arguments = [_SIZE.sub("64x64", argument) for argument in arguments]
             curl = ["curl", "--silent", "--show-error", "--fail-with-body", *arguments]
             done = subprocess.run(curl, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
