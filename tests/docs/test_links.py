@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.docs_pages import PAGES, blocks_of
+from ..support.docs_pages import PAGES, blocks_of, name_of_page
 
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(?P<text>.+)$", re.M)
@@ -22,7 +22,7 @@ def anchors_of(text: str) -> set[str]:
     return {re.sub(r"[ ]+", "-", heading) for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of_page)
 def test_every_link_has_a_target(page: Path) -> None:
     text = page.read_text()
     for target in (match["target"] for match in _LINK.finditer(text)):
@@ -36,7 +36,9 @@ def test_every_link_has_a_target(page: Path) -> None:
 
 def test_every_page_is_in_the_navigation(repository: Path) -> None:
     navigation = (repository / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    assert set(re.findall(r"[\w-]+\.md", navigation)) == {page.name for page in PAGES if page.name != "README.md"}
+    docs = repository / "docs"
+    pages = {page.relative_to(docs).as_posix() for page in PAGES if page.is_relative_to(docs)}
+    assert set(re.findall(r"[\w/-]+\.md", navigation)) == pages
 
 
 @pytest.mark.exhaustive

@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 SHELL_LANGUAGES = ("sh", "bash", "shell", "console")
 NOT_RUN = ("json", "toml", "csv", "text")
 """Languages of blocks that are files or examples of data. Any other language is executed."""
+
+
+def name_of_page(page: Path) -> str:
+    """Return a page's path in docs/ without its ending, or README."""
+    return page.relative_to(REPOSITORY).with_suffix("").as_posix().removeprefix("docs/")
+
 
 _FENCE = re.compile(
     r"^```(?P<language>\w*)(?:[ \t]+title=\"(?P<title>[^\"]+)\")?[ \t]*\n(?P<body>.*?)^```$", re.M | re.S

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("psctl", "eval", "profiling", "serving", "training", "data", "kernels", "tests")
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/**/*.md")
 IN_DOCSTRINGS = {
     r"\AOf\b": "begin with the noun: 'Buffers of a record', not 'Of a record'",
     r"\ASee `[^`]+`\.?\Z": "say in a sentence what it does",

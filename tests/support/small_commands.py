@@ -81,6 +81,7 @@ SCRIPTS = {
     "tests/benchmarks/bench_fid.py": ["--images", "3"],
     "tests/benchmarks/cascade_runs.py": ["--runs", "5"],
     "tests/benchmarks/launches.py": ["--families", "sdxl"],
+    "tests/benchmarks/model_weights.py": [],
     "tests/benchmarks/paired_points.py": [],
     "tests/benchmarks/policies.py": ["--kinds", "poisson", "--loads", "1", "--seeds", "1", "--num-prompts", "20"],
     "tests/benchmarks/edit_plans.py": ["--instances", "2", "--output-file", "plans.json"],
@@ -98,7 +99,7 @@ SCRIPTS = {
         for name in (
             "bench_edit_steps", "bench_http", "bench_http_simulated", "bench_http_slo", "bench_stages", "cache_rivals",
             "cascade_mix", "cascade_reuse", "edit_latency", "edit_link", "edit_quality", "fuzz_http", "http_parity",
-            "kill_http", "soak", "wrong_tables",
+            "kill_http", "soak", "strip_times", "wrong_tables",
         )
     },
 }  # fmt: skip
