@@ -28,8 +28,8 @@ StagesName = Literal["auto", "threads", "processes", "inline"]
 RecordTemplates = Literal["first", "never"]
 """Whether a server records the template of an edit that finds no record, or only reads existing records."""
 _FEW_CORES = 4
-"""Most cores for which `inline` is the default. Measured with 2 cores (docs/benchmarks/serving.md), where `inline` serves
-more, and 1; a stage takes only a small share of many cores."""
+"""Most cores for which `inline` is the default. Measured with 2 cores (docs/benchmarks/serving.md), where `inline`
+serves more, and 1; a stage takes only a small share of many cores."""
 PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
 """Names of the options of the patch engine in `EngineOptions`, without the cache."""
 

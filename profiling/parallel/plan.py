@@ -1,44 +1,13 @@
 """Plan of a count: which model, for which images, on how many devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from ...data.errors import UsageError
-from ...data.models.published import PUBLISHED, published_config
 from ...data.resolution import RESOLUTION_MULTIPLE, Resolution
-from ...serving.models.defaults import read_json
-from ...serving.models.loading import resolve_model
 from ...serving.parallel.cost import Call, Cost
 from ...serving.parallel.latency_model import Link
 from ...serving.parallel.strips import Strips
-
-TEXT_LENGTH: Mapping[str, int] = {"UNet2DConditionModel": 77, "SD3Transformer2DModel": 77 + 256}
-"""Number of text tokens by class of the model: those of CLIP, followed by those of T5 where the model has it."""
-
-
-def read_config(spec: str) -> dict[str, Any]:
-    """Return the configuration that a user names: one of `PUBLISHED`, a JSON file, or a model that `resolve_model`
-    finds.
-
-    Raises:
-        UsageError: the name is none of these.
-        RunError: the file is damaged.
-    """
-    if spec in PUBLISHED:
-        return published_config(spec)
-    path = Path(spec).expanduser()
-    if path.is_file():
-        return read_json(path)
-    try:
-        folder = resolve_model(spec)
-    except UsageError as error:
-        raise UsageError(f"--config {spec} is none of {', '.join(PUBLISHED)}, and no model either: {error}") from None
-    found = [file for name in ("unet", "transformer") if (file := folder / name / "config.json").is_file()]
-    if not found:
-        raise UsageError(f"--config {spec}: neither unet/config.json nor transformer/config.json is in {folder}")
-    return read_json(found[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from ...data.resolution import parse
 from ...serving.parallel.cost import Cost
 from ...serving.parallel.latency_model import Link
 from ...serving.simulator.distrifusion import ALONE, PUBLISHED, Points, Speedups
+from ..steps.model_config import TEXT_LENGTH
 from .accounting import latencies, printed_by_place
-from .plan import TEXT_LENGTH, AccountingPlan
+from .plan import AccountingPlan
 from .ways import WAYS
 
 _MAX_RANKS = 8

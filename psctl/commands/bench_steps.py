@@ -1,10 +1,13 @@
 """`psctl bench steps`: times a denoising step, and breaks the time down by part."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from ...data.errors import UsageError
 from ...data.files import require_places
+from ...data.models.published import PUBLISHED
 from ...data.resolution import parse_list
 from ...serving.conflicts import refuse_conflicts
 from ..flags import flag
@@ -12,6 +15,9 @@ from ..options.common import OutputFile, Resolutions, Seed
 from ..options.groups import PatchFlags
 from ..options.target import Target
 from ..output import Output
+
+if TYPE_CHECKING:
+    from ...profiling.steps.combinations import Combination
 
 
 def bench_steps(
@@ -32,6 +38,15 @@ def bench_steps(
     breakdown: Annotated[
         bool, flag("--breakdown", "Break the time of a step down by part. Default: only for two requests of each size.")
     ] = False,
+    predict: Annotated[
+        str | None,
+        flag(
+            "--predict",
+            "Predict the times on this GPU in 16 bits instead of measuring them; needs neither the GPU nor weights. "
+            "One of l4, a10, l40s, rtx4090, a100, h100, h200, b200.",
+            metavar="GPU",
+        ),
+    ] = None,
     repeats: Annotated[
         int, flag("--repeats", "Number of measurements per side; the result is their median.", min=1)
     ] = 15,
@@ -49,6 +64,10 @@ def bench_steps(
     the fastest plain one. The sides take turns; guidance and sampler are included. A result file and a plot are written
     to the workspace. Ctrl-C ends the run early and keeps finished measurements.
 
+    With --predict, --model may also be sdxl or sd3-medium, whose published configurations are known. Times are
+    predicted for U-Nets and Stable Diffusion 3; predictions for other GPUs than an H200 have not been compared with
+    measurements.
+
     Examples:
 
         psctl bench steps
@@ -56,6 +75,7 @@ def bench_steps(
         psctl bench steps --model emoji-3 --compile --combinations "1,1,1;4,4,4"
         psctl bench steps --model stabilityai/stable-diffusion-xl-base-1.0 --device cuda --random 50 --json
         psctl bench steps --breakdown --combinations "1,1,1;4,4,4"
+        psctl bench steps --predict h100 --model sdxl --resolutions 512,768,1024 --combinations "1,1,1;4,4,4"
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ...profiling.steps.combinations import (
@@ -65,6 +85,10 @@ def bench_steps(
         random_combinations,
     )
 
+    if predict is not None and breakdown:
+        raise UsageError("--predict does not work with --breakdown: it predicts whole steps")
+    if predict is not None and target.base in PUBLISHED and resolutions is None:
+        raise UsageError(f"--predict with --model {target.base} needs --resolutions, such as 512,768,1024")
     if breakdown:
         refuse_conflicts(patched.features | {"--breakdown": "--breakdown"})
     sizes = target.defaults().resolutions if resolutions is None else parse_list(resolutions)
@@ -76,6 +100,10 @@ def bench_steps(
         chosen = random_combinations(sizes, random, seed)
     else:
         chosen = (Combination(sizes, (2,) * len(sizes)),) if breakdown else default_combinations(sizes)
+    if predict is not None:
+        require_places(file=output_file)
+        _predict(predict, target.base, chosen, output_file, out)
+        return
     require_places(target.workspace, file=output_file)
 
     served, place = target.load(out, replace(patched, compile=False, cuda_graphs=False))
@@ -88,3 +116,25 @@ def bench_steps(
     efforts = (EAGER,) if breakdown else efforts_of(compiled=patched.compile, recorded=is_recorded)
     kind, settings = BREAKDOWN if breakdown else STEPS, BenchSettings(repeats, warmup, seed)
     out.experiment(step_experiment(kind, served, chosen, place, settings, efforts=efforts), place, output_file)
+
+
+def _predict(gpu: str, spec: str, combinations: "Sequence[Combination]", output_file: Path | None, out: Output) -> None:
+    from ...profiling.steps.cards import card_of
+    from ...profiling.steps.model_config import TEXT_LENGTH, read_config
+
+    card, config = card_of(gpu), read_config(spec, "--model")
+    from ...profiling.steps.counting import meta_model
+    from ...profiling.steps.predict import PREDICTION_KIND, StepModel, prediction_table
+    from ...serving.models.placement import quiet_libraries
+
+    quiet_libraries()
+    model = meta_model(config, spec, "--model").half()
+    steps, rows = StepModel(model, TEXT_LENGTH[config["_class_name"]], card), []
+    with out.phases() as start:
+        advance = start("combinations", len(combinations))
+        for combination in combinations:
+            rows.append(steps.row(combination))
+            advance()
+    payload = {"kind": PREDICTION_KIND, "version": 1, "model": spec, "gpu": gpu, "rows": rows}
+    title = f"Predicted step of {spec} on {gpu}, float16"
+    out.data(payload, table=lambda: prediction_table(rows, title).to_rich(), file=output_file)

@@ -46,7 +46,8 @@ def profile_parallel(
         psctl profile parallel --config sd3-medium --resolutions 1024 --bandwidth 25 --json
     """
     # Everything that can be wrong is looked at before torch is imported.
-    from ...profiling.parallel.plan import TEXT_LENGTH, AccountingPlan, read_config
+    from ...profiling.parallel.plan import AccountingPlan
+    from ...profiling.steps.model_config import TEXT_LENGTH, read_config
     from ...serving.parallel.latency_model import Link
 
     sizes, ranks = parse_list(resolutions), _counts(num_ranks)
@@ -55,8 +56,8 @@ def profile_parallel(
     require_places(file=output_file)
 
     from ...profiling.parallel.accounting import ELEMENT_BYTES, NUM_STEPS, RESULT_KIND, account, figures_tables
-    from ...profiling.parallel.counting import counted_macs, meta_model
     from ...profiling.report.table import to_rich
+    from ...profiling.steps.counting import counted_macs, meta_model
     from ...serving.models.placement import quiet_libraries
     from ...serving.parallel.cost import Cost
     from ...serving.parallel.model_levels import levels_of

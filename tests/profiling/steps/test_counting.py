@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.models.published import PUBLISHED, published_config
-from patchedserve.profiling.parallel.counting import counted_macs, meta_model
-from patchedserve.profiling.parallel.plan import TEXT_LENGTH
+from patchedserve.profiling.steps.counting import counted_macs, meta_model
+from patchedserve.profiling.steps.model_config import TEXT_LENGTH
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.parallel.cost import Call, Cost
 from patchedserve.serving.parallel.model_levels import levels_of

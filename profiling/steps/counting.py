@@ -14,22 +14,22 @@ from ...serving.parallel.cost import Call
 _CLASSES = ("UNet2DConditionModel", "SD3Transformer2DModel")
 
 
-def meta_model(config: Mapping[str, Any], source: str) -> Any:
-    """Return the model of a configuration, on the meta device. Errors name the configuration by `source`.
+def meta_model(config: Mapping[str, Any], source: str, option: str = "--config") -> Any:
+    """Return the model of a configuration, on the meta device. Errors name it as the value `source` of an option.
 
     Raises:
         UsageError: the configuration is not that of a model that can be split into strips.
     """
     name = config.get("_class_name")
     if name not in _CLASSES:
-        raise UsageError(f"--config {source} is of {name or 'no class'}, but it must be of {' or '.join(_CLASSES)}")
+        raise UsageError(f"{option} {source} is of {name or 'no class'}, but it must be of {' or '.join(_CLASSES)}")
     try:
         with torch.device("meta"):
             model = getattr(diffusers, name).from_config(dict(config)).eval()
     except Exception as error:  # diffusers hardly validates a user's file
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UsageError(f"--config {source}: diffusers makes no {name} of it: {reason}") from error
-    check_model(model, "--parallel", "give another --config", _CLASSES)
+        raise UsageError(f"{option} {source}: diffusers makes no {name} of it: {reason}") from error
+    check_model(model, "--parallel", f"give another {option}", _CLASSES)
     return model
 
 
@@ -40,10 +40,17 @@ def counted_macs(model: Any, call: Call) -> int:
     On the meta device attention runs as two matrix products, which the counter counts; on a CPU it is one fused
     operation, which the counter does not count.
     """
+    with FlopCounterMode(display=False) as counter:
+        run_meta(model, call)
+    return counter.get_total_flops() // 2
+
+
+def run_meta(model: Any, call: Call) -> None:
+    """Run one call on the meta device, in the dtype of the model."""
     rows, config = call.rows, model.config
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, device="meta")
+        return torch.empty(*shape, device="meta", dtype=model.dtype)
 
     given: dict[str, Any] = {"timestep": empty(rows)}
     if "down_block_types" in config:
@@ -56,6 +63,4 @@ def counted_macs(model: Any, call: Call) -> int:
     else:
         given["encoder_hidden_states"] = empty(rows, call.text_length, config["joint_attention_dim"])
         given["pooled_projections"] = empty(rows, config["pooled_projection_dim"])
-    with FlopCounterMode(display=False) as counter:
-        model(empty(rows, config["in_channels"], call.height, call.width), **given)
-    return counter.get_total_flops() // 2
+    model(empty(rows, config["in_channels"], call.height, call.width), **given)

@@ -1,0 +1,200 @@
+"""Predicted time of a denoising step on a named GPU, from a model's configuration alone.
+
+Every operator of plain diffusers' step is listed on the meta device, with its floating-point operations and the bytes
+that it reads and writes. Its time on a GPU is the largest of the time of its arithmetic, that of its traffic, and that
+of the shortest kernel (a roofline by operator: Williams, Waterman, Patterson, 2009). A step takes the sum of these or,
+if its launches are not recorded, the time in which the host launches them, whichever is longer.
+
+The shares of a GPU's peaks that kernels reach were fitted to steps of SDXL on an H200; steps of SD3 on it were left
+out. `tests/benchmarks/results/gpu-h200` has both.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ...data.resolution import RESOLUTION_MULTIPLE, Resolution
+from ...serving.parallel.cost import Call
+from ..report.table import Table
+from .cards import Card
+from .combinations import Combination
+from .counting import run_meta
+
+PREDICTION_KIND = "psctl-step-prediction"
+Kind = Literal["product", "convolution", "attention", "other"]
+Bound = Literal["products", "convolutions", "attention", "memory", "kernels", "launches"]
+_BOUNDS: Mapping[Kind, Bound] = {
+    "product": "products",
+    "convolution": "convolutions",
+    "attention": "attention",
+    "other": "products",
+}
+PEAK_SHARES: Mapping[Kind, float] = {"product": 0.6, "convolution": 0.3, "attention": 0.3, "other": 0.6}
+"""Share of a GPU's dense 16-bit peak that each kind of operator reaches."""
+BANDWIDTH_SHARE = 0.65
+"""Share of a GPU's memory bandwidth that operators reach."""
+KERNEL_S = 5e-6
+"""Seconds of the shortest kernel, with the gap before the next."""
+LAUNCH_S = 31e-6
+"""Seconds in which the host of the H200 (a Xeon) launched an operator of an eager step."""
+ATTENTION_LAUNCHES = 2
+"""Launches of each attention for each further resolution of a mixed batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operator of a step: its kind, floating-point operations, and bytes read and written."""
+
+    kind: Kind
+    flops: float
+    num_bytes: float
+
+    def time(self, card: Card) -> tuple[float, Bound]:
+        """Return its seconds on a GPU, and what bounds them."""
+        arithmetic = self.flops / (PEAK_SHARES[self.kind] * card.flops)
+        traffic = self.num_bytes / (BANDWIDTH_SHARE * card.bandwidth)
+        return max((arithmetic, _BOUNDS[self.kind]), (traffic, "memory"), (KERNEL_S, "kernels"))
+
+
+def ops_of(model: Any, resolution: Resolution, text_length: int, num_rows: int) -> list[Op]:
+    """Return the operators of a pass over rows of one resolution, at least two; the model is on the meta device.
+
+    With one row, some operators are others.
+    """
+    width, height = (side // RESOLUTION_MULTIPLE for side in resolution)
+    listed = _Listed()
+    with torch.no_grad(), _WholeAttention(listed.ops), listed:
+        run_meta(model, Call(height, width, text_length, num_rows))
+    return listed.ops
+
+
+def together(batches: Sequence[Sequence[Op]]) -> list[Op]:
+    """Return the operators of one pass over several batches of the same model."""
+    return [
+        Op(parts[0].kind, sum(op.flops for op in parts), sum(op.num_bytes for op in parts))
+        for parts in zip(*batches, strict=True)
+    ]
+
+
+def device_time(ops: Sequence[Op], card: Card) -> tuple[float, Bound]:
+    """Return the seconds of a pass on a GPU, and what bounds most of them."""
+    by_bound: dict[Bound, float] = {}
+    for op in ops:
+        seconds, bound = op.time(card)
+        by_bound[bound] = by_bound.get(bound, 0.0) + seconds
+    return sum(by_bound.values()), max(by_bound, key=lambda bound: by_bound[bound])
+
+
+class StepModel:
+    """Predicts steps of mixed batches of a model on a GPU; each request has two rows, as with guidance.
+
+    Args:
+        model: denoising model on the meta device, in a 16-bit dtype.
+        text_length: number of text tokens.
+        card: the GPU.
+        launch_s: seconds in which the host launches an operator.
+    """
+
+    def __init__(self, model: Any, text_length: int, card: Card, *, launch_s: float = LAUNCH_S) -> None:
+        self._model, self._text_length, self.card, self._launch_s = model, text_length, card, launch_s
+        self._ops: dict[tuple[Resolution, int], list[Op]] = {}
+
+    def row(self, combination: Combination) -> dict[str, Any]:
+        """Return the predicted milliseconds of a step, eager and recorded, for one mixed batch and for batches of one
+        resolution each.
+        """
+        batches = list(starmap(self._ops_of, combination.present.items()))
+        mixed_s, bound = device_time(together(batches), self.card)
+        num_attention = sum(op.kind == "attention" for op in batches[0])
+        num_launches = len(batches[0]) + (len(batches) - 1) * ATTENTION_LAUNCHES * num_attention
+        alone_s = [device_time(ops, self.card)[0] for ops in batches]
+        eager_s = max(mixed_s, num_launches * self._launch_s)
+        return combination.columns | {
+            "same_resolution_ms": 1e3 * sum(max(each, len(batches[0]) * self._launch_s) for each in alone_s),
+            "patched_ms": 1e3 * eager_s,
+            "patched_bound": "launches" if eager_s > mixed_s else bound,
+            "same_resolution_graphs_ms": 1e3 * sum(alone_s),
+            "patched_graphs_ms": 1e3 * mixed_s,
+            "patched_graphs_bound": bound,
+        }
+
+    def _ops_of(self, resolution: Resolution, count: int) -> list[Op]:
+        place = resolution, count
+        if place not in self._ops:
+            self._ops[place] = ops_of(self._model, resolution, self._text_length, 2 * count)
+        return self._ops[place]
+
+
+def prediction_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """Return the table of predicted steps."""
+    columns = (
+        *("batch", "patched is bound by", "recorded: bound by"),
+        *("by resolution, eager (ms)", "patched, eager (ms)", "by resolution, recorded (ms)", "patched, recorded (ms)"),
+    )
+    numbers = ("same_resolution_ms", "patched_ms", "same_resolution_graphs_ms", "patched_graphs_ms")
+    cells = [
+        [
+            row["label"],
+            row["patched_bound"],
+            row["patched_graphs_bound"],
+            *(f"{row[name]:.1f}" for name in numbers),
+        ]
+        for row in rows
+    ]
+    return Table(title, columns, cells, 3, "Predicted, not measured. A request has two rows, as with guidance.")
+
+
+class _Listed(TorchDispatchMode):
+    """Lists the operators that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        found = func(*args, **given)
+        inputs, outputs = (
+            [each for each in tree_leaves(values) if isinstance(each, Tensor)] for values in ((args, given), found)
+        )
+        name = func._schema.name
+        if _is_view(func, inputs, outputs) or name.startswith(("aten::empty", "aten::new_empty")):
+            return found
+        count = flop_registry.get(func._overloadpacket)
+        flops = 0 if count is None else count(*args, **given, out_val=found)
+        kind: Kind = "convolution" if "convolution" in name else "product" if flops else "other"
+        self.ops.append(Op(kind, flops, sum(each.nbytes for each in (*inputs, *outputs))))
+        return found
+
+
+def _is_view(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    if func.is_view:
+        return True
+    places = {each.untyped_storage()._cdata for each in inputs}
+    return not func._schema.is_mutable and any(each.untyped_storage()._cdata in places for each in outputs)
+
+
+class _WholeAttention(TorchFunctionMode):
+    """Lists attention as one operator, as fused kernels run it; on the meta device torch runs it in parts."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        super().__init__()
+        self._ops = ops
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **given)
+        query, key, value = (*args, *(given[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+        flops = 4 * query.numel() * key.shape[-2]
+        self._ops.append(Op("attention", flops, 2 * query.nbytes + key.nbytes + value.nbytes))
+        return torch.empty_like(query)
