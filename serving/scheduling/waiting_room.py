@@ -88,6 +88,16 @@ class WaitingRoom:
             return list(self.queue)
         return sorted((*self.queue, *self.held.values()), key=lambda view: (view.arrival_s, view.request_id))
 
+    @property
+    def owners(self) -> list[str]:
+        """Owners of waiting requests, in the order in which each came to have one."""
+        return list(self._classes)
+
+    def queue_of(self, owner: str) -> WaitingQueue:
+        """Return the requests of one owner that the policy may choose from."""
+        found = (view for views in self._classes[owner].values() for view in views.values())
+        return WaitingQueue([view for view in found if view.request_id not in self.held])
+
     def _release(self, request_ids: Iterable[int]) -> None:
         for request_id in request_ids:
             if (view := self.held.pop(request_id, None)) is not None:
