@@ -360,9 +360,18 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
             ticket = await front_end.generate(ask, arrival_s=time.monotonic())
             await front_end.wait(ticket)
             assert ticket.status == "completed"
+            goes_on = threading.Event()
+            backend._fleet.post(lambda now_s: goes_on.wait(60))
+            while backend.health is not Health.STALLED:
+                await asyncio.sleep(0.01)
+            assert backend.trouble == "the dispatcher has hung for 2 s"
+            goes_on.set()
+            while backend.health is not Health.READY:
+                await asyncio.sleep(0.01)
         finally:
             await backend.stop()
 
+    monkeypatch.setattr(processes, "STUCK_S", 2.0)
     monkeypatch.setattr(processes, "SILENT_S", 5.0)
     monkeypatch.setattr(processes, "STALLED_S", 1.0)
     asyncio.run(asyncio.wait_for(work(), 240))
