@@ -30,6 +30,10 @@ ONE_IN = 8
 """Beside other requests, those that yield get one place of the batch in this many, and at least one. They thus make
 progress even if other requests are always present; a policy that looks ahead may still refuse them.
 """
+_MOST_REFUSALS = 4
+"""Number of owners in a decision none of whose requests the policy admits, after which it decides about all together:
+the time that a decision takes must not grow with the number of owners.
+"""
 
 
 class Scheduler:
@@ -282,7 +286,10 @@ class Scheduler:
         """Offer the free places to one owner after the other, while several have requests waiting."""
         room, refused = self._waiting, set[str]()
         num_free = 0 if self._policy.requires_one_resolution else self._max_batch_size - self._num_admitted
-        while num_free > 0 and len(owners := [owner for owner in room.owners if owner not in refused]) > 1:
+        while num_free > 0 and len(refused) < _MOST_REFUSALS:
+            owners = [owner for owner in room.owners if owner not in refused]
+            if len(owners) < 2:
+                break
             owner = min(owners, key=self._shares.start_of)
             # Requests to drop wait for the decision about all: an idle engine never drops every one of them.
             if admit := self._decision(room.queue_of(owner), now_s, self._max_batch_size).admit:

@@ -114,7 +114,7 @@ def test_random_event_orders_keep_the_scheduler_consistent(name: str, seed: int)
     assert len(kept) >= 4
     assert not any(kept)
     for room in (scheduler._waiting, scheduler._yielding):
-        assert (len(room), room.untouched, room.num_ahead, room._classes) == (0, {}, 0, {})
+        assert (len(room), room.untouched, room.num_ahead, room._classes, room._by_owner) == (0, {}, 0, {}, {})
 
 
 DAMAGE: dict[str, Callable[[Scheduler], object]] = {
