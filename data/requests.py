@@ -20,6 +20,8 @@ MAX_SEED = 2**63 - 1
 
 MAX_PRIORITY = 2**31 - 1
 """Largest priority; the smallest is its negative."""
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+"""Range of weights of owners."""
 
 
 def steps_taken(num_inference_steps: int, strength: float) -> int:
@@ -79,6 +81,8 @@ class Request:
         owner: name of the client that sent it.
         priority: rank among the waiting requests of its owner, from `-MAX_PRIORITY` to `MAX_PRIORITY`; lower ones are
             admitted earlier.
+        weight: part of its owner in the batch while several owners have requests waiting, relative to the others; from
+            `MIN_WEIGHT` to `MAX_WEIGHT`.
 
     Raises:
         UsageError: a field is out of its range.
@@ -101,6 +105,7 @@ class Request:
     yields: bool = False
     owner: str = ""
     priority: int = 0
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         _require_int("request_id", self.request_id, 0)
@@ -129,6 +134,9 @@ class Request:
             raise UsageError(f"cache is {self.cache!r}, but it must be true or false")
         require_text("owner", self.owner)
         _require_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        _require_number("weight", self.weight)
+        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
+            raise UsageError(f"weight is {self.weight:g}, but it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
         if self.edit is not None and self.edit.resolution != self.resolution:
             raise UsageError(
                 f"resolution is {self.resolution}, but the image to edit has {self.edit.resolution} pixels"

@@ -45,7 +45,7 @@ class TraceLine(TypedDict, total=False):
     as "128x192"). num_frames must be 1, because only images are served. image, mask, mask_ratio and strength belong to
     edits. lora names adapters (`read_adapters`). cache is whether steps may reuse the results of earlier ones,
     yields whether a request takes no steps while others wait. priority ranks the waiting requests of one owner; lower
-    ones are admitted earlier.
+    ones are admitted earlier. weight is the part of its owner in the batch, relative to other owners.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues]
@@ -73,10 +73,11 @@ class TraceLine(TypedDict, total=False):
     yields: Flag
     owner: Text
     priority: Whole
+    weight: Number
 
 
 TRACE_FIELDS = tuple(TraceLine.__annotations__)
-_USUAL = {"fallback": "light", "cache": True, "yields": False, "owner": "", "priority": 0}
+_USUAL = {"fallback": "light", "cache": True, "yields": False, "owner": "", "priority": 0, "weight": 1.0}
 """Defaults of fields that a line omits."""
 _OF_EDITS = ("image", "mask", "mask_ratio", "strength")
 _ALLOWED = f"allowed are {', '.join(TRACE_FIELDS)}"

@@ -74,10 +74,12 @@ class CascadeBackend:
     @property
     def health(self) -> Health:
         """Health of the cascade: while it serves, `restarting` if no worker is running, and `stalled` if none of those
-        that are sends anything. Requests that arrive meanwhile wait.
+        that are sends anything, or if the dispatcher hangs. Requests that arrive meanwhile wait.
         """
         if self._health is not Health.READY:
             return self._health
+        if self._fleet.is_stuck:
+            return Health.STALLED
         running = {slot.index for slot in self._dispatcher.slots if slot.worker is not None}
         if not running:
             return Health.RESTARTING
@@ -89,6 +91,8 @@ class CascadeBackend:
         match self.health:
             case Health.RESTARTING:
                 return "no worker is running"
+            case Health.STALLED if self._fleet.is_stuck:
+                return f"the dispatcher has hung for {processes.STUCK_S:g} s"
             case Health.STALLED:
                 return f"no worker has sent anything for {processes.STALLED_S:g} s"
         return self._trouble
@@ -239,7 +243,8 @@ class CascadeBackend:
         except Exception as error:  # noqa: BLE001  the client must get an answer whatever fails
             record.status, record.reason = "failed", f"its image cannot be read: {error}"
         for leg in LEGS:
-            image_file(self._settings, record.request_id, leg).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the client must get an answer; `stop` deletes the folder
+                image_file(self._settings, record.request_id, leg).unlink(missing_ok=True)
         return image
 
     def _note_rate(self, record: RequestRecord) -> None:

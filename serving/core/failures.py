@@ -1,5 +1,6 @@
 """Counts of failures that do not end a run, and of those in a row that do."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ MAX_FAILURES = 8
 such as one of CUDA, fails every try, and each failure is an error for a client. That this many requests in a row fail
 for reasons of their own is possible but rare.
 """
+_MEMORY_ERRORS = ("out of memory", "can't allocate memory", "not enough memory")
+"""Parts of messages of torch's errors about memory, of which only some have a class of their own."""
+_RETRY_AFTER = 500
 
 
 @dataclass(slots=True)
@@ -24,6 +28,31 @@ class Failures:
         """Count one more failure."""
         self.count += 1
         self.first = self.first or reason
+
+
+class MemoryBound:
+    """Work from which on batches have not fitted into memory, so that these are divided before they fail again.
+
+    Memory that other processes have taken may be free later: after `_RETRY_AFTER` divided batches one is tried whole.
+    """
+
+    def __init__(self) -> None:
+        self._failed_from, self._num_divided = math.inf, 0
+
+    def note(self, error: Exception, work: float) -> None:
+        """Record that a batch of this work has failed; only a lack of memory counts."""
+        is_memory = isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _MEMORY_ERRORS)
+        if is_memory:
+            self._failed_from, self._num_divided = min(self._failed_from, work), 0
+
+    def excludes(self, work: float) -> bool:
+        """Return whether a batch of this work is to be divided."""
+        if work < self._failed_from:
+            return False
+        self._num_divided += 1
+        if self._num_divided > _RETRY_AFTER:
+            self._failed_from, self._num_divided = math.inf, 0
+        return work >= self._failed_from
 
 
 class FailureStreaks:

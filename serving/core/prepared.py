@@ -108,6 +108,11 @@ class PreparedRequest:
         return 2 if self.is_guided else 1
 
 
+def work_of(requests: Sequence[PreparedRequest]) -> int:
+    """Return the pixels of all rows of requests, by which the memory of their pass grows."""
+    return sum(each.request.resolution.pixels * each.num_rows for each in requests)
+
+
 def describe(stage: str, error: Exception) -> str:
     """Return a one-line message with the stage that failed and the reason."""
     lines = str(error).strip().splitlines()

@@ -31,7 +31,7 @@ from .recorder import TemplateRecorder
 from .reports import Reports
 from .run_result import RunResult
 from .side_stages import ImagePath, OnImage, Postprocessing, Preparing
-from .stages import InlineStage, is_stalled
+from .stages import InlineStage, UsualDuration
 from .watch import Watch
 
 _CTRL_C_S = 0.5
@@ -117,8 +117,8 @@ class Engine:
         self._is_closed = self._is_aborted = False
         self._cancelled: list[tuple[RequestState, str]] = []
         self._zero: float | None = None
-        # Time at which the last step ended or the batch was last empty, and the seconds that the last step took.
-        self._progress_s, self._last_step_s = time.monotonic(), 0.0
+        # Time at which the last step ended or the batch was last empty, and the seconds that steps take.
+        self._progress_s, self._usual_step = time.monotonic(), UsualDuration()
 
     @property
     def callback_failures(self) -> Failures:
@@ -155,10 +155,10 @@ class Engine:
     @property
     def is_stalled(self) -> bool:
         """Whether the current step of the batch, preparing or decoding one request, or a callback takes far longer than
-        the previous one (`stages.STALLED_S`). Thread-safe.
+        recent ones (`stages.STALLED_S`). Thread-safe.
         """
         is_stage_stalled = any(stage.pulse.is_stalled for stage in self._stages)
-        return is_stage_stalled or (self.num_active > 0 and is_stalled(self._progress_s, self._last_step_s))
+        return is_stage_stalled or (self.num_active > 0 and self._usual_step.is_exceeded(self._progress_s))
 
     def start(self) -> None:
         """Start the stage threads and set the engine's clock to 0. `run` calls this if it has not been called.
@@ -363,7 +363,8 @@ class Engine:
         start_s = self.now_s()
         failures = self._model.stepper.step(prepared)
         end_s = self.now_s()
-        self._progress_s, self._last_step_s = time.monotonic(), end_s - start_s
+        self._progress_s = time.monotonic()
+        self._usual_step.note(end_s - start_s)
         self._failures.count("denoising", next(iter(failures.values())) if len(failures) == len(batch) else None)
         decided_s, self._decided_s = self._decided_s, 0.0
         scheduler = self._scheduler

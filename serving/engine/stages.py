@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import queue
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,33 +24,51 @@ def _stream_of(name: str, device: torch.device) -> torch.cuda.Stream:
 
 
 STALLED_S, STALLED_TIMES = 30.0, 20.0
-"""Work is stalled if it takes longer than this many seconds and this many times its previous duration."""
+"""Work is stalled if it takes longer than this many seconds and this many times its usual duration."""
+_RECENT = 3
+
+
+class UsualDuration:
+    """Median of the last three durations of repeated work, with which the current one is compared.
+
+    A single duration would not do: after a pause of a minute, which is no fault of the work, it would take 20 minutes
+    until the next stall is noticed.
+    """
+
+    def __init__(self) -> None:
+        self._recent_s: deque[float] = deque(maxlen=_RECENT)
+        self._usual_s = 0.0
+
+    def note(self, duration_s: float) -> None:
+        """Record a duration. Only one thread at a time may call this."""
+        self._recent_s.append(duration_s)
+        self._usual_s = statistics.median_low(self._recent_s)
+
+    def is_exceeded(self, since_s: float) -> bool:
+        """Return whether work that began at `since_s`, by `time.monotonic`, is stalled. Thread-safe."""
+        return time.monotonic() - since_s > max(STALLED_S, STALLED_TIMES * self._usual_s)
 
 
 class Pulse:
-    """Progress of a stage: how long the current item takes, compared with the previous one. Thread-safe to read."""
+    """Progress of a stage: how long the current item takes, compared with recent ones. Thread-safe to read."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
-        self._last_s = 0.0
+        self._usual = UsualDuration()
 
     def __enter__(self) -> None:
         self._since_s = time.monotonic()
 
     def __exit__(self, *exception: object) -> None:
         assert self._since_s is not None
-        self._last_s, self._since_s = time.monotonic() - self._since_s, None
+        self._usual.note(time.monotonic() - self._since_s)
+        self._since_s = None
 
     @property
     def is_stalled(self) -> bool:
         """Whether work on the current item is stalled."""
         since_s = self._since_s
-        return since_s is not None and is_stalled(since_s, self._last_s)
-
-
-def is_stalled(since_s: float, last_s: float) -> bool:
-    """Return whether work that began at `since_s`, by `time.monotonic`, is stalled, given its previous duration."""
-    return time.monotonic() - since_s > max(STALLED_S, STALLED_TIMES * last_s)
+        return since_s is not None and self._usual.is_exceeded(since_s)
 
 
 class Stage(Protocol[QueuedItem]):

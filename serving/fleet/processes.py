@@ -7,6 +7,7 @@ unless it died too often (`core.retries`).
 
 import contextlib
 import math
+import os
 import queue
 import threading
 import time
@@ -27,6 +28,10 @@ SILENT_S = 15.0
 """A worker that has sent nothing for this time is killed; it sends a heartbeat every `worker.ALIVE_EVERY_S`."""
 STALLED_S = 5.0
 """After this time without an event, a worker counts as stalled."""
+STUCK_S = 30.0
+"""After this time without a turn of its loop, the thread that serves counts as stuck. Waiting for a worker that dies
+takes at most 20 s.
+"""
 _LOAD_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
 _MAX_WAIT_S = 0.5
@@ -153,6 +158,9 @@ class ProcessFleet:
         self._restarts = [Restarts() for _ in range(num_workers)]
         self._calls: deque[Callable[[float], None]] = deque()
         self._wake_reader, self._wake_writer = Pipe(duplex=False)
+        os.set_blocking(self._wake_writer.fileno(), False)
+        # Start of the current turn of the serving loop; None outside of it.
+        self._turn_s: float | None = None
         self._zero_s = 0.0
         self._is_ended = self.was_interrupted = False
 
@@ -166,6 +174,12 @@ class ProcessFleet:
         """Numbers of the workers that have sent nothing for `STALLED_S`. Thread-safe."""
         workers = sorted(self._workers.items())
         return {index for index, worker in workers if worker.is_ready and worker.silent_s > STALLED_S}
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the thread that serves has hung for `STUCK_S`, so that no request is assigned. Thread-safe."""
+        turn_s = self._turn_s
+        return turn_s is not None and time.monotonic() - turn_s > STUCK_S
 
     def now_s(self) -> float:
         """Return the time since the workers began, from which all times of requests count."""
@@ -197,9 +211,10 @@ class ProcessFleet:
             self._stop()
 
     def post(self, call: Callable[[float], None]) -> None:
-        """Call a function with the time in the thread of `run`. Thread-safe."""
+        """Call a function with the time in the thread of `run`. Thread-safe, and never blocks."""
         self._calls.append(call)
-        self._wake_writer.send_bytes(b"1")
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
+            self._wake_writer.send_bytes(b"1")
 
     def end(self) -> None:
         """Make `run` return soon. Thread-safe."""
@@ -227,7 +242,7 @@ class ProcessFleet:
     def _serve(self, arriving: deque[Request], *, is_endless: bool) -> None:
         director, next_tick_s, looked_s = self._director, self._tick_s, time.monotonic()
         while is_endless or arriving or director.num_open:
-            now_s = self.now_s()
+            now_s, self._turn_s = self.now_s(), time.monotonic()
             while arriving and arriving[0].arrival_s <= now_s:
                 director.arrive(arriving.popleft(), now_s)
             while self._calls:
@@ -299,6 +314,7 @@ class ProcessFleet:
                 worker.process.join()
 
     def _stop(self) -> None:
+        self._turn_s = None
         for worker in self._workers.values():
             worker.send(Stop())
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -31,8 +32,12 @@ _ENTRY = f"{__package__}.stage:run"
 _END_S, _DEAD_S = 5.0, 1.0
 """Times that a process may take to end: after we have closed its channel, and after it has closed the channel."""
 CALL_S, CALL_TIMES = 60.0, 40.0
-"""Time limits of a call: in seconds, and as a multiple of the slowest earlier call, scaled by size. The longer one
+"""Time limits of a call: in seconds, and as a multiple of the slowest recent call, scaled by size. The longer one
 applies. Both are twice those of a stalled server (`engine.stages.STALLED_S`), so that its probes report it before.
+"""
+_RECENT, _LONGEST = 32, 5.0
+"""Number of recent calls; each counts as at most this many times the slowest before it. Otherwise a single call during
+which the process was stopped would extend the limit of all later calls.
 """
 _FIRST_CALL_S = 600.0
 """Time limit of the first call of each function, whose duration is not known yet."""
@@ -81,8 +86,8 @@ class StageProcess:
         self._settings = settings
         self._lock = threading.Lock()
         self._is_over = False
-        # Seconds per element of the largest tensor, by function.
-        self._slowest_s: dict[str, float] = {}
+        # Seconds per element of the largest tensor in recent calls, by function.
+        self._recent_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._start()
 
     @property
@@ -137,17 +142,18 @@ class StageProcess:
         """Send a call and receive its answer. Raises TimeoutError; OSError or EOFError: the process has died."""
         assert self._channel is not None
         size = max((each.numel() for each in arguments if isinstance(each, torch.Tensor)), default=1)
-        slowest_s = self._slowest_s.get(name)
+        recent_s = self._recent_s[name]
         # The first load of a model has no limit, because its user waits for it.
         limit_s = None if name == "ready" else _FIRST_CALL_S
-        if slowest_s is not None:
-            limit_s = max(CALL_S, CALL_TIMES * slowest_s * size)
+        if recent_s:
+            limit_s = max(CALL_S, CALL_TIMES * max(recent_s) * size)
         self._channel.limit(limit_s)
         start_s = self._started_s if name == "ready" else time.monotonic()
         self._channel.send((name, arguments))
         answer = self._channel.receive()
         if not isinstance(answer, _Failed):
-            self._slowest_s[name] = max(slowest_s or 0.0, (time.monotonic() - start_s) / size)
+            took_s = (time.monotonic() - start_s) / size
+            recent_s.append(min(took_s, _LONGEST * max(recent_s, default=took_s)))
         return answer
 
     def _replaced(self, what: str) -> RunError:

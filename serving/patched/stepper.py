@@ -18,8 +18,8 @@ from ..cache.patch_batch import CachedRequest
 from ..core.adapters import adapters_of
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
-from ..core.failures import Failures
-from ..core.prepared import PreparedRequest, describe
+from ..core.failures import Failures, MemoryBound
+from ..core.prepared import PreparedRequest, describe, work_of
 from ..core.stepper import Tuning
 from ..core.timing import finish_stream
 from ..layout.bucket import batches_by_bucket
@@ -221,21 +221,29 @@ class _Lane:
         stepper: PatchedStepper,
         make: "Callable[[Sequence[PreparedRequest], bool], AnyBatch]",
     ) -> None:
-        self._stepper, self._make = stepper, make
+        self._stepper, self._make, self._memory = stepper, make, MemoryBound()
         self.batch: AnyBatch | None = None
 
     def step(self, active: Sequence[PreparedRequest], *, may_be_plain: bool = True) -> dict[int, str]:
-        """Take one step of these requests, in halves if the batch fails; return failures as `PatchedStepper.step`."""
+        """Take one step of these requests, in halves if the batch fails or does not fit into memory; return failures as
+        `PatchedStepper.step`.
+        """
+        failures: dict[int, str] = {}
+        halves = active[: len(active) // 2], active[len(active) // 2 :]
+        if len(active) > 1 and self._memory.excludes(work_of(active)):
+            for half in halves:
+                failures |= self.step(half, may_be_plain=may_be_plain)
+            return failures
         try:
             return self._step_together(active, may_be_plain)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             reason = describe("denoising", error)
+            self._memory.note(error, work_of(active))
         self.dissolve(has_failed=True)
         if len(active) == 1:
             return {active[0].request.request_id: reason}
         self._stepper.batch_failures.note(reason)
-        failures: dict[int, str] = {}
-        for half in (active[: len(active) // 2], active[len(active) // 2 :]):
+        for half in halves:
             # Not with the plain model, which would hide failures of every batch with patches.
             failures |= self.step(half, may_be_plain=False)
             self.dissolve(has_failed=True)

@@ -8,8 +8,8 @@ from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ..core.denoise_batch import DenoiseBatch, join_conditioning
 from ..core.denoiser import Conditions
-from ..core.failures import Failures
-from ..core.prepared import PreparedRequest, describe
+from ..core.failures import Failures, MemoryBound
+from ..core.prepared import PreparedRequest, describe, work_of
 from ..core.stepper import Tuning
 from ..core.timing import finish_stream
 from ..samplers.batched import BatchedSampler
@@ -44,7 +44,7 @@ class PlainStepper:
     ) -> None:
         self.models = models
         self.conditions, self.sampler, self.alone = conditions, sampler, alone
-        self.batch_failures = Failures()
+        self.batch_failures, self._memory = Failures(), MemoryBound()
         self._batches: list[DenoiseBatch] = []
         self._stepped: list[DenoiseBatch] = []
 
@@ -109,7 +109,12 @@ class PlainStepper:
         return None if batch is None else batch.x0_of(prepared)
 
     def _step_or_halves(self, group: Sequence[PreparedRequest], failures: dict[int, str]) -> None:
-        """Step a group of one resolution together; if this fails, step it in halves."""
+        """Step a group of one resolution together; if this fails, or does not fit into memory, step it in halves."""
+        halves = group[: len(group) // 2], group[len(group) // 2 :]
+        if len(group) > 1 and self._memory.excludes(work_of(group)):
+            for half in halves:
+                self._step_or_halves(half, failures)
+            return
         batch = next((batch for batch in self._batches if batch.holds(group)), None)
         try:
             if batch is None:
@@ -119,14 +124,14 @@ class PlainStepper:
             return
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             reason = describe("denoising", error)
+            self._memory.note(error, work_of(group))
         if batch is not None:
             self._dissolve([batch])
         if len(group) == 1:
             failures[group[0].request.request_id] = reason
             return
         self.batch_failures.note(reason)
-        middle = len(group) // 2
-        for half in (group[:middle], group[middle:]):
+        for half in halves:
             self._step_or_halves(half, failures)
 
     def groups_of(self, active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:

@@ -11,12 +11,15 @@ from ...data.work import Work, resolution_of
 from ..core.request_state import ActiveViews, RequestState, RequestView, Status
 from .decoder_queue import DecoderQueue
 from .ends import AttainmentTracker
+from .fair_shares import FairShares
 from .policies import (
+    Decision,
     EndPredictor,
     LearningPredictor,
     Policy,
     Snapshot,
     StepLatencyPredictor,
+    WaitingQueue,
     admit_one_when_idle,
     check_decision,
     require_predictor,
@@ -26,6 +29,10 @@ from .waiting_room import WaitingRoom
 ONE_IN = 8
 """Beside other requests, those that yield get one place of the batch in this many, and at least one. They thus make
 progress even if other requests are always present; a policy that looks ahead may still refuse them.
+"""
+_MOST_REFUSALS = 4
+"""Number of owners in a decision none of whose requests the policy admits, after which it decides about all together:
+the time that a decision takes must not grow with the number of owners.
 """
 
 
@@ -45,7 +52,11 @@ class Scheduler:
     few places for them (`ONE_IN`) unless they are alone.
 
     The policy considers only the most urgent waiting requests of each owner (`WaitingRoom`), so that `Request.priority`
-    orders the requests of one owner and never those of different ones.
+    orders the requests of one owner and never those of different ones. While several owners have requests waiting, free
+    places are offered to one owner at a time, by the work that each has received over its `Request.weight`
+    (`FairShares`): the policy decides which of this owner's requests joins, if any. Places that all owners leave free
+    so, and requests to drop, are decided for all owners together, as is everything by policies that require one
+    resolution.
 
     The contract. The driver reports events, and the scheduler decides what follows:
 
@@ -104,6 +115,7 @@ class Scheduler:
         self._on_decision = on_decision
         self._open: dict[int, RequestState] = {}
         self._waiting, self._yielding = WaitingRoom(), WaitingRoom()
+        self._shares = FairShares()
         self._joining: dict[int, RequestState] = {}
         # Joining requests that have been prepared since the last decision.
         self._ready: list[RequestState] = []
@@ -261,28 +273,56 @@ class Scheduler:
         dropped: list[RequestState] = []
         if self._waiting:
             self._return_yielding()
+            self._waiting.release_overdue(now_s)
+            self._admit_in_turns(now_s)
+        if self._waiting:
             dropped += self._ask_policy(self._waiting, now_s)
         if self._yielding and not self._waiting:
+            self._yielding.release_overdue(now_s)
             dropped += self._ask_policy(self._yielding, now_s)
         return dropped
 
+    def _admit_in_turns(self, now_s: float) -> None:
+        """Offer the free places to one owner after the other, while several have requests waiting."""
+        room, refused = self._waiting, set[str]()
+        num_free = 0 if self._policy.requires_one_resolution else self._max_batch_size - self._num_admitted
+        while num_free > 0 and len(refused) < _MOST_REFUSALS:
+            owners = [owner for owner in room.owners if owner not in refused]
+            if len(owners) < 2:
+                break
+            owner = min(owners, key=self._shares.start_of)
+            # Requests to drop wait for the decision about all: an idle engine never drops every one of them.
+            if admit := self._decision(room.queue_of(owner), now_s, self._max_batch_size).admit:
+                self._admit(self._open[admit[0]], now_s)
+                num_free -= 1
+            else:
+                refused.add(owner)
+
     def _ask_policy(self, room: WaitingRoom, now_s: float) -> Sequence[RequestState]:
         """Ask the policy about the requests in a waiting room and carry out its decision; return the dropped ones."""
-        room.release_overdue(now_s)
-        policy, queue = self._policy, room.queue
-        admitted = [*self._active, *self._joining.values()] if self._joining else self._active
+        admitted = [*self._active, *self._joining.values()]
         max_batch_size = self._max_batch_size
         if room is self._yielding and (num_others := sum(not state.request.yields for state in admitted)):
             max_batch_size = min(max_batch_size, num_others + max(1, max_batch_size // ONE_IN))
         # If the limit has been lowered meanwhile, admitted requests stay.
-        max_batch_size = max(max_batch_size, len(admitted))
+        decision = self._decision(room.queue, now_s, max(max_batch_size, len(admitted)), is_last=True)
+        for request_id in decision.admit:
+            self._admit(self._open[request_id], now_s)
+        dropped = [self._open[request_id] for request_id, _ in decision.drop]
+        for request_id, reason in decision.drop:
+            self.end(request_id, "discarded", now_s, reason)
+        return dropped
+
+    def _decision(self, queue: WaitingQueue, now_s: float, max_batch_size: int, *, is_last: bool = False) -> Decision:
+        """Return the policy's decision about a queue; the last one before a step admits a request if all are idle."""
+        policy, admitted = self._policy, [*self._active, *self._joining.values()] if self._joining else self._active
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
         snapshot = Snapshot(
             now_s, queue, views, max_batch_size, self._predictor, self._decoding.free_s(), self._attainment.attainment
         )
         decision = policy.decide(snapshot)
-        if not admitted and not self._decoding:
+        if is_last and not admitted and not self._decoding:
             decision = admit_one_when_idle(decision, snapshot)
         if self._on_decision is not None:
             self._on_decision(time.perf_counter() - start)
@@ -292,18 +332,20 @@ class Scheduler:
             requires_one_resolution=policy.requires_one_resolution,
             is_decoding=bool(self._decoding),
         )
-        for request_id in decision.admit:
-            state = self._open[request_id]
-            room.remove(state.request)
-            if state.is_prepared:
-                self._activate(state, now_s)
-            else:
-                state.stage = "joining"
-                self._joining[request_id] = state
-        dropped = [self._open[request_id] for request_id, _ in decision.drop]
-        for request_id, reason in decision.drop:
-            self.end(request_id, "discarded", now_s, reason)
-        return dropped
+        return decision
+
+    def _admit(self, state: RequestState, now_s: float) -> None:
+        """Give a waiting request a place in the batch."""
+        request = state.request
+        self._room_of(state).remove(request)
+        if not request.yields:
+            work = request.resolution.pixels * state.num_iterations
+            self._shares.serve(self._shares.add(request.owner, work, request.weight))
+        if state.is_prepared:
+            self._activate(state, now_s)
+        else:
+            state.stage = "joining"
+            self._joining[request.request_id] = state
 
     def stepped(self, end_s: float, step_s: float, failures: Mapping[int, str] | None = None) -> Sequence[RequestState]:
         """Report that a step of all active requests has ended.
@@ -389,6 +431,10 @@ class Scheduler:
         self._batch_pixels += state.request.resolution.pixels
         insort(self.works, state.view.work)
         self.changed.add(state.request.resolution)
+
+    @property
+    def _num_admitted(self) -> int:
+        return len(self._active) + len(self._joining)
 
     @property
     def _has_others(self) -> bool:

@@ -1,7 +1,5 @@
 """Requests that wait for the batch, and the progress of their preparation. No torch."""
 
-from collections.abc import Iterable
-
 from ...data.requests import Request
 from ..core.request_state import RequestView
 from .policies import WaitingQueue
@@ -21,7 +19,7 @@ class WaitingRoom:
         num_ahead: number of other requests: those that are prepared or being prepared.
     """
 
-    __slots__ = ("_classes", "held", "num_ahead", "queue", "untouched")
+    __slots__ = ("_by_owner", "_classes", "held", "num_ahead", "queue", "untouched")
 
     def __init__(self) -> None:
         self.queue = WaitingQueue()
@@ -30,6 +28,8 @@ class WaitingRoom:
         self.num_ahead = 0
         # Views of all requests: by owner, priority and id.
         self._classes: dict[str, dict[int, dict[int, RequestView]]] = {}
+        # Parts of `queue` that `queue_of` has returned.
+        self._by_owner: dict[str, WaitingQueue] = {}
 
     def add(self, request: Request, view: RequestView, *, is_ahead: bool = False) -> None:
         """Add a request that is not waiting yet."""
@@ -38,10 +38,10 @@ class WaitingRoom:
         if request.priority > lowest:
             self.held[view.request_id] = view
         else:
-            self.queue.add(view)
+            self._offer(request.owner, view)
             if request.priority < lowest:
                 for request_id in classes[lowest].keys() - self.held.keys():
-                    self.held[request_id] = self.queue.remove(request_id)
+                    self.held[request_id] = self._withhold(request.owner, request_id)
         classes.setdefault(request.priority, {})[view.request_id] = view
         if is_ahead:
             self.num_ahead += 1
@@ -52,14 +52,17 @@ class WaitingRoom:
         """Remove a request. Raises KeyError if it is not waiting."""
         request_id, classes = request.request_id, self._classes[request.owner]
         if self.held.pop(request_id, None) is None:
-            self.queue.remove(request_id)
+            self._withhold(request.owner, request_id)
         del classes[request.priority][request_id]
         if not classes[request.priority]:
             del classes[request.priority]
             if classes:
-                self._release(classes[min(classes)])
+                for each in classes[min(classes)]:
+                    if (view := self.held.pop(each, None)) is not None:
+                        self._offer(request.owner, view)
             else:
                 del self._classes[request.owner]
+                self._by_owner.pop(request.owner, None)
         if request_id in self.untouched:
             del self.untouched[request_id]
         else:
@@ -69,7 +72,9 @@ class WaitingRoom:
         """Let the policy see the requests that are held back although their deadline has passed."""
         if self.held:
             due = ((each, view.deadline_s) for each, view in self.held.items())
-            self._release([each for each, deadline_s in due if deadline_s is not None and deadline_s < now_s])
+            for request_id in [each for each, deadline_s in due if deadline_s is not None and deadline_s < now_s]:
+                self.queue.add(self.held.pop(request_id))
+                self._by_owner.clear()
 
     def next_ahead(self, max_ahead: int) -> int | None:
         """Return the request to prepare next and count it as ahead; None if there is none, or enough are ahead."""
@@ -88,10 +93,27 @@ class WaitingRoom:
             return list(self.queue)
         return sorted((*self.queue, *self.held.values()), key=lambda view: (view.arrival_s, view.request_id))
 
-    def _release(self, request_ids: Iterable[int]) -> None:
-        for request_id in request_ids:
-            if (view := self.held.pop(request_id, None)) is not None:
-                self.queue.add(view)
+    @property
+    def owners(self) -> list[str]:
+        """Owners of waiting requests, in the order in which each came to have one."""
+        return list(self._classes)
+
+    def queue_of(self, owner: str) -> WaitingQueue:
+        """Return the requests of one owner that the policy may choose from."""
+        if owner not in self._by_owner:
+            found = (view for views in self._classes[owner].values() for view in views.values())
+            self._by_owner[owner] = WaitingQueue([view for view in found if view.request_id not in self.held])
+        return self._by_owner[owner]
+
+    def _offer(self, owner: str, view: RequestView) -> None:
+        self.queue.add(view)
+        if (own := self._by_owner.get(owner)) is not None:
+            own.add(view)
+
+    def _withhold(self, owner: str, request_id: int) -> RequestView:
+        if (own := self._by_owner.get(owner)) is not None:
+            own.remove(request_id)
+        return self.queue.remove(request_id)
 
     def __len__(self) -> int:
         return len(self.queue) + len(self.held)

@@ -191,6 +191,7 @@ class FrontEnd:
                     yields=is_batch,
                     owner=ticket.key,
                     priority=generation.priority,
+                    weight=self.limits.of(ticket.key).weight,
                 )
                 if request.slo_s is None and not is_batch:
                     request = replace(request, slo_s=self.pricing.slo_s(request))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.errors import UsageError
+from ...data.requests import MAX_WEIGHT, MIN_WEIGHT
 from .body import shown
 from .errors import ApiError
 from .limits import KeyLimits
@@ -161,6 +162,9 @@ def _limits_in(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if not is_right or not 0 < value < math.inf:
             kind = "whole number" if is_whole else "finite number"
             raise UsageError(f"{name} of {where} is {shown(value)}, but it must be a {kind} above 0")
+        if name == "weight" and not MIN_WEIGHT <= value <= MAX_WEIGHT:
+            allowed = f"from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+            raise UsageError(f"{name} of {where} is {shown(value)}, but it must be {allowed}")
     return dict(given)
 
 

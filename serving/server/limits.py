@@ -14,7 +14,8 @@ class KeyLimits:
         pixel_steps_per_second: their pixels times steps per second, on average over a minute.
         max_batches: largest number of batches that have not ended.
         max_disk_mb: size of uploaded files and of outputs of batches, in megabytes (10^6 bytes).
-        weight: part in what owners share (the queue, and the places for lines of batches), relative to other owners.
+        weight: part in what owners share (the queue, the batch, and the places for lines of batches), relative to other
+            owners.
     """
 
     max_open: int | None = None

@@ -26,6 +26,7 @@ from ..core.threads import compute_alone
 from ..engine.collectors import Collector
 from ..engine.engine import Engine
 from ..engine.preview import Preview
+from ..engine.stages import Pulse
 from ..engine.watch import Watch
 from ..scheduling.policies import StepLatencyPredictor, get_policy
 from ..scheduling.systems import System
@@ -113,6 +114,7 @@ class LocalBackend:
         self._num_failed, self._failed_s = 0, -math.inf
         # `check_request` may run torch, which must not block the event loop.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=compute_alone)
+        self._submitting = Pulse()
         self._has_started = threading.Event()
         self._followers: dict[int, Follower] = {}
         # Filled by the engine's thread, emptied by the event loop in `_poll`.
@@ -126,7 +128,7 @@ class LocalBackend:
         engine = self._engine
         if self._health is not Health.READY or engine is None:
             return self._health
-        return Health.STALLED if engine.is_stalled else Health.READY
+        return Health.STALLED if engine.is_stalled or self._submitting.is_stalled else Health.READY
 
     @property
     def trouble(self) -> str:
@@ -200,7 +202,7 @@ class LocalBackend:
             may_lag=not follows_steps,
             on_partial=partial(self._post, follower.on_partial, number),
         )
-        submitting = self._pool.submit(self._submit_to_engine, request, watch)
+        submitting = self._pool.submit(self._check_and_submit, request, watch)
         try:
             await asyncio.wrap_future(submitting)
         except BaseException as error:
@@ -209,6 +211,10 @@ class LocalBackend:
                 # The thread continues, and the engine can cancel only a request that was submitted.
                 submitting.add_done_callback(lambda _: self.cancel(number, "its client has left"))
             raise
+
+    def _check_and_submit(self, request: Request, watch: Watch | None) -> None:
+        with self._submitting:
+            self._submit_to_engine(request, watch)
 
     def _submit_to_engine(self, request: Request, watch: Watch | None) -> None:
         engine, setup = self._engine, self._setup

@@ -58,6 +58,9 @@ def test_request_is_immutable() -> None:
         {"slo_s": 0},
         {"slo_s": -1.0},
         {"slo_s": math.inf},
+        {"weight": 0},
+        {"weight": 1e9},
+        {"weight": math.nan},
     ],
 )
 def test_bad_fields_are_named(change: dict[str, Any]) -> None:

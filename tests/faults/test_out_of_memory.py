@@ -4,8 +4,8 @@ A step that fails is repeated in parts, so that only requests that fail alone ar
 """
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ import torch
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.failures import MemoryBound
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 
 from ..support.engine_runs import serve_in_memory
 from ..support.http_server import small_model
@@ -31,9 +33,13 @@ ERRORS: tuple[BaseException, ...] = (torch.OutOfMemoryError("CUDA out of memory"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    folder: Path = small_model(tmp_path_factory.mktemp("model") / "tiny")
-    return load_model(str(folder), "cpu", "float32")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(small_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> ServedModel:
+    return load_model(folder, "cpu", "float32")
 
 
 class Failing:
@@ -75,3 +81,43 @@ def test_requests_end_once_and_the_engine_continues(part: str, model: ServedMode
                 assert np.abs(ours - theirs).max() <= 1
     again = serve_in_memory(model, REQUESTS)
     assert {record.status for record in again.records} == {"completed"}
+
+
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_batches_that_do_not_fit_are_not_tried_at_each_step(engine: Literal["patched", "plain"], folder: str) -> None:
+    model = load_model(folder, "cpu", "float32", EngineOptions(engine=engine))
+    requests = [replace(each, num_inference_steps=12) for each in REQUESTS]
+    whole = serve_in_memory(model, requests)
+    kind, most, num_failed = type(model.denoiser), 0, 0
+    forward = kind.forward
+
+    def forward_in_little_memory(module: Any, sample: torch.Tensor, *given: Any, **named: Any) -> Any:
+        nonlocal most, num_failed
+        if is_measuring:
+            most = max(most, sample.numel())
+        elif sample.numel() > most:
+            num_failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(module, sample, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", forward_in_little_memory)
+        is_measuring = True
+        serve_in_memory(model, REQUESTS[1:2])  # the larger size alone
+        is_measuring = False
+        found = serve_in_memory(model, requests)
+    assert {record.status for record in found.records} == {"completed"}
+    assert 0 < num_failed <= 6, "about one for each size of the batch, not for each of 12 steps"
+    for number, image in whole.images.items():
+        assert np.abs(np.asarray(image, int) - np.asarray(found.images[number], int)).max() <= 1
+
+
+def test_batches_are_tried_whole_again_later() -> None:
+    bound = MemoryBound()
+    bound.note(RuntimeError("an illegal memory access"), 10.0)
+    assert not bound.excludes(1e9)
+    bound.note(RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), 10.0)
+    assert (bound.excludes(9.0), bound.excludes(10.0)) == (False, True)
+    tries = [bound.excludes(20.0) for _ in range(1000)]
+    assert tries.index(False) > 100
+    assert not any(tries[tries.index(False) :])

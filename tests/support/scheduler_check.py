@@ -22,6 +22,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert is_lowest <= offered
         # Beyond these, only overdue requests are offered.
         assert all(requests[i].slo_s is not None for i in offered - is_lowest)
+        for owner, own in room._by_owner.items():
+            assert [view.request_id for view in own] == [
+                view.request_id for view in room.queue if requests[view.request_id].owner == owner
+            ]
         ahead = {i for i, one in waiting.items() if one.is_prepared or one is scheduler._preparing}
         assert set(room.untouched) == set(waiting) - ahead
         # A whole batch of requests that yield may be waiting again.

@@ -5,6 +5,7 @@ import os
 import secrets
 import shutil
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -42,13 +43,19 @@ class ClientFiles:
         self.remove_expired()
 
     def remove_expired(self) -> None:
-        """Delete expired files, except inputs of batches that have not ended."""
+        """Delete expired files, except inputs of batches that have not ended. Those that cannot be deleted are kept
+        until the next call, with a warning.
+        """
         now_s = time.time()
         if expired := [file_id for file_id, at_s in list(self._expires_s.items()) if at_s <= now_s]:
             in_use = {batch["input_file_id"] for batch in self._disk.unfinished()}
             for file_id in expired:
-                if file_id not in in_use:
+                if file_id in in_use:
+                    continue
+                try:
                     self._remove(file_id)
+                except OSError as error:
+                    warnings.warn(f"expired file {file_id} cannot be deleted: {error}", stacklevel=2)
 
     def add(
         self, name: str, content: IO[bytes], purpose: str, key: str, lifetime_s: int = MOST_FILE_S

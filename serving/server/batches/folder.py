@@ -1,11 +1,13 @@
 """Folder of files and batches: paths, metadata and owners. Only the server's user can read it. No torch."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import threading
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,7 +82,8 @@ class BatchFolder:
         unknown = {"filename": path.name, "purpose": "batch", "created_at": int(path.stat().st_mtime)}
         found = _read(path.with_suffix(".json"), _FIELDS_OF_FILE) or {}
         if self._rename_owner(found):
-            self.write_file(file_id, found)
+            with contextlib.suppress(OSError):  # a full disk; it is renamed again when it is read again
+                self.write_file(file_id, found)
         return unknown | found
 
     def write_file(self, file_id: str, about: Mapping[str, Any]) -> None:
@@ -97,7 +100,8 @@ class BatchFolder:
         """Return what is stored about a batch; None if there is no such batch."""
         found = _read(self.batch(batch_id) / "batch.json", _FIELDS_OF_BATCH, batch_id)
         if found is not None and self._rename_owner(found):
-            self.write_batch(found)
+            with contextlib.suppress(OSError):  # as above
+                self.write_batch(found)
         return found
 
     def owned_batch(self, batch_id: str, owner: str) -> dict[str, Any]:
@@ -108,8 +112,8 @@ class BatchFolder:
         return batch
 
     def unfinished(self) -> list[dict[str, Any]]:
-        """Return all batches that have not ended, the oldest first."""
-        found = map(self.read_batch, self.batches_of())
+        """Return all batches that have not ended, the oldest first. One that cannot be read is left out."""
+        found = (_unless_unreadable(self.read_batch, each) for each in self.batches_of())
         return [batch for batch in found if batch is not None and batch["status"] not in ENDED]
 
     def write_batch(self, batch: Mapping[str, Any]) -> None:
@@ -210,8 +214,8 @@ class _ByOwner:
         owners = set[str]()
         try:
             for each in list(self._unread):
-                content = read(each)
-                if content is not None:  # else it is not complete yet, or damaged
+                content = _unless_unreadable(read, each)
+                if content is not None:  # else it is not complete yet, damaged or unreadable
                     created, owner = self._entries[each] = content["created_at"], content.get(OWNER, "")
                     self._ids_by_owner.setdefault(owner, []).append((created, each))
                     self._unread.discard(each)
@@ -219,6 +223,15 @@ class _ByOwner:
         finally:
             for owner in owners:
                 self._ids_by_owner[owner].sort()
+
+
+def _unless_unreadable(read: _Reader, known_id: str) -> dict[str, Any] | None:
+    """Read metadata; None, with a warning, if the disk does not allow it, so that one file cannot hide all others."""
+    try:
+        return read(known_id)
+    except OSError as error:
+        warnings.warn(f"{known_id} cannot be read: {error}", stacklevel=2)
+        return None
 
 
 def _read(path: Path, kinds: Mapping[str, type], known_id: str | None = None) -> dict[str, Any] | None:

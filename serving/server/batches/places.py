@@ -4,13 +4,13 @@ import asyncio
 import heapq
 import itertools
 
+from ...scheduling.fair_shares import FairShares
+
 
 class FairPlaces:
     """Assigns places by the work that each owner has received, so that an owner with many lines does not block others.
 
-    This is start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a line starts, in units of work, where its
-    owner's last line ends, or where the newest line that has a place starts, whichever is later. The line with the
-    smallest start receives the next place. The work of a line counts divided by its owner's weight.
+    Among the waiting lines, the one that starts first by `FairShares` receives the next place.
 
     Args:
         num_places: number of lines that are drawn together.
@@ -19,13 +19,11 @@ class FairPlaces:
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._ends: dict[str, float] = {}
-        self._start, self._order, self._is_assigning = 0.0, itertools.count(), False
+        self._shares, self._order, self._is_assigning = FairShares(), itertools.count(), False
 
     async def acquire(self, owner: str, work: float, weight: float = 1.0) -> None:
         """Wait for a place for a line of the given work, whose owner has this weight."""
-        start = max(self._start, self._ends.get(owner, 0.0))
-        self._ends[owner] = start + work / weight
+        start = self._shares.add(owner, work, weight)
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (start, next(self._order), turn))
         self._assign_soon()
@@ -52,7 +50,8 @@ class FairPlaces:
         while self._num_free and self._waiting:
             start, _, turn = heapq.heappop(self._waiting)
             if not turn.done():
-                self._start, self._num_free = start, self._num_free - 1
+                self._shares.serve(start)
+                self._num_free -= 1
                 turn.set_result(None)
                 self._assign_soon()
                 return

@@ -87,7 +87,10 @@ class Batches:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            await run_in_threadpool(self.files.remove_expired)
+            try:
+                await run_in_threadpool(self.files.remove_expired)
+            except OSError as error:
+                warnings.warn(f"expired files are deleted later: {error}", stacklevel=2)
 
     def create(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Create and start a batch.

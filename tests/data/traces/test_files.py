@@ -43,6 +43,7 @@ def random_request(rng: random.Random, request_id: int, arrival_s: float) -> Req
         adapters=rng.choice([(), (("ink", rng.uniform(-9, 9)), ("toy-2.1", 1.0))]),
         cache=rng.choice([True, False]),
         owner=rng.choice(["", text()]),
+        weight=rng.choice([1.0, 0.25, 3.0]),
         priority=rng.choice([0, rng.randint(-MAX_PRIORITY, MAX_PRIORITY)]),
     )
 

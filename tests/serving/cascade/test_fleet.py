@@ -139,7 +139,8 @@ def check(result: CascadeResult, requests: list[Request], confidences: dict[int,
         assert record.arrival_s == requests[record.request_id].arrival_s
     for row in result.legs:
         if row.confidence is not None:
-            assert row.confidence == pytest.approx(confidences[row.request_id], abs=1e-4)
+            # Images of other batches may differ by one level.
+            assert row.confidence == pytest.approx(confidences[row.request_id], abs=1e-3)
             assert row.is_deferred == (row.confidence < (row.threshold or 0.0))
 
 
@@ -360,9 +361,18 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
             ticket = await front_end.generate(ask, arrival_s=time.monotonic())
             await front_end.wait(ticket)
             assert ticket.status == "completed"
+            goes_on = threading.Event()
+            backend._fleet.post(lambda now_s: goes_on.wait(60))
+            while backend.health is not Health.STALLED:
+                await asyncio.sleep(0.01)
+            assert backend.trouble == "the dispatcher has hung for 2 s"
+            goes_on.set()
+            while backend.health is not Health.READY:
+                await asyncio.sleep(0.01)
         finally:
             await backend.stop()
 
+    monkeypatch.setattr(processes, "STUCK_S", 2.0)
     monkeypatch.setattr(processes, "SILENT_S", 5.0)
     monkeypatch.setattr(processes, "STALLED_S", 1.0)
     asyncio.run(asyncio.wait_for(work(), 240))

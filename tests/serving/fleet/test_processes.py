@@ -18,6 +18,7 @@ from patchedserve.serving.fleet.messages import Cancel, Draw
 from patchedserve.serving.fleet.processes import ProcessFleet, ProcessWorker
 
 from ...support.fleet_worker import EXIT_CODE
+from ...support.waits import until
 
 pytestmark = pytest.mark.slow
 
@@ -134,6 +135,41 @@ def test_clients_are_served_until_the_end() -> None:
     assert fleet.was_interrupted
     assert [record.request_id for record in director.records] == [0, 1, 2]
     assert director.num_open == 0
+
+
+def test_hanging_dispatcher_is_reported_and_blocks_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STUCK_S", 2.0)
+    director, goes_on = OneByOne(), threading.Event()
+    fleet = ProcessFleet(worker, director, 1, tick_s=1.0)
+    running = threading.Thread(target=fleet.run, daemon=True)
+    running.start()
+    fleet.post(lambda now_s: director.arrive(request(0), now_s))
+    until(lambda: bool(director.records), 60)
+    assert not fleet.is_stuck
+    num_calls = 0
+
+    def hang(now_s: float) -> None:
+        assert goes_on.wait(120)
+
+    def count(now_s: float) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    def post_many() -> None:
+        for _ in range(20_000):
+            fleet.post(count)
+
+    fleet.post(hang)
+    until(lambda: fleet.is_stuck)
+    posting = threading.Thread(target=post_many, daemon=True)
+    posting.start()
+    posting.join(60)
+    assert not posting.is_alive(), "it waits for a thread that reads nothing"
+    goes_on.set()
+    until(lambda: num_calls == 20_000 and not fleet.is_stuck, 60)
+    fleet.end()
+    running.join(60)
+    assert not running.is_alive()
 
 
 def test_worker_that_cannot_load_ends_the_run() -> None:

@@ -216,6 +216,28 @@ def test_timeout_grows_with_the_size_of_a_call(folder: Path, monkeypatch: pytest
     assert large_s >= 4 * small_s > 0
 
 
+def test_stopped_call_does_not_extend_later_timeouts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    set_limit = Channel.limit
+    monkeypatch.setattr(stage_process, "CALL_S", 20.0)
+    monkeypatch.setattr(
+        Channel, "limit", lambda channel, seconds: (limits.append(seconds), set_limit(channel, seconds))
+    )
+    process = StageProcess(StageSettings(str(folder), "cpu", "float32", "postprocess"))
+    latents = torch.zeros(1, 4, 4, 4)
+    with closing(process):
+        process.wait()
+        for _ in range(2):  # a first call takes longer
+            process.call("decode", latents)
+        before_s = limits[-1]
+        os.kill(process.process_id, signal.SIGSTOP)
+        threading.Timer(4.0, os.kill, (process.process_id, signal.SIGCONT)).start()
+        process.call("decode", latents)
+        process.call("decode", latents)
+        assert limits[-1] <= 5 * before_s
+        assert limits[-1] < stage_process.CALL_TIMES * 4.0, "as long as it was stopped, times 40"
+
+
 def test_errors_are_reported_and_the_process_continues(model: ServedModel) -> None:
     assert model.stages is not None
     process = model.stages.of["prepare"]

@@ -12,7 +12,7 @@ from patchedserve.serving.scheduling.policies import Decision, get_policy
 from patchedserve.serving.scheduling.scheduler import Scheduler
 
 from ...support.function_policy import FunctionPolicy
-from ...support.scheduler_cases import Learning, S, admitting, ids, prepare, request, whole_scheduler
+from ...support.scheduler_cases import L, Learning, S, admitting, ids, prepare, request, whole_scheduler
 from ...support.scheduler_check import check_scheduler
 
 
@@ -330,15 +330,63 @@ def test_yielding_requests_pause_for_others_and_resume() -> None:
 
 
 def test_priorities_order_the_requests_of_one_owner() -> None:
-    scheduler = Scheduler(get_policy("continuous"), max_batch_size=1, max_prepared_ahead=1)
+    scheduler = Scheduler(get_policy("continuous"), max_batch_size=1, max_prepared_ahead=6)
     for number, (owner, priority) in enumerate((("a", 0), ("a", 5), ("a", 5), ("b", 9), ("a", -1), ("b", 9))):
         scheduler.add(request(number, 1, owner=owner, priority=priority))
         scheduler.decide(0.0)
         check_scheduler(scheduler)
     assert [view.request_id for view in scheduler.views] == [0, 1, 2, 3, 4, 5]
     assert scheduler.num_waiting == 6
-    assert [drive(scheduler, 1.0 + number) for number in range(6)] == [[0], [3], [4], [1], [2], [5]]
+    # The owners take turns.
+    assert [drive(scheduler, 1.0 + number) for number in range(6)] == [[0], [3], [4], [5], [1], [2]]
     assert scheduler.is_idle
+
+
+@pytest.mark.parametrize("policy", ["continuous", "edf", "edf-drop", "slack", "edf-fitting", "fair-fitting"])
+def test_owner_with_many_requests_does_not_delay_others(policy: str) -> None:
+    scheduler = Scheduler(get_policy(policy), Learning(), max_batch_size=2, max_prepared_ahead=30)
+    for number in range(20):
+        scheduler.add(request(number, 2, slo_s=200.0, owner="a"))
+    drive(scheduler, 1.0)
+    late = scheduler.add(request(20, 2, arrival_s=1.0, slo_s=300.0, owner="b")).record
+    assert [20 in drive(scheduler, 2.0 + number) for number in range(3)] == [False, True, True]
+    assert late.status == "completed"
+
+
+def test_owners_share_the_batch_by_weight() -> None:
+    scheduler = Scheduler(get_policy("continuous"), max_batch_size=2, max_prepared_ahead=120)
+    for number in range(120):
+        owner, weight = ("a", 1.0) if number < 60 else ("b", 3.0)
+        scheduler.add(request(number, 1, L if number % 2 else S, owner=owner, weight=weight))
+    first = [number for time_s in range(30) for number in drive(scheduler, 1.0 + time_s)]
+    pixels = {owner: sum((L if n % 2 else S).pixels for n in first if (n < 60) == (owner == "a")) for owner in "ab"}
+    assert abs(pixels["b"] / pixels["a"] - 3) < 0.3
+    check_scheduler(scheduler)
+    for time_s in range(30, 60):
+        drive(scheduler, 1.0 + time_s)
+    assert scheduler.is_idle
+
+
+def test_places_that_one_owner_leaves_free_are_used_by_others() -> None:
+    def even_ones(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
+        found = [view.request_id for view in waiting if view.request_id % 2 == 0]
+        return Decision(tuple(found[: 3 - len(active)] or ([] if active else [waiting[0].request_id])))
+
+    scheduler = Scheduler(FunctionPolicy(even_ones), max_batch_size=3)
+    for number, owner in enumerate("aababbb"):
+        scheduler.add(request(number, 3, owner=owner))
+    assert drive(scheduler, 1.0) == [0, 2, 4], "then it is the turn of a, whose other requests are refused"
+
+
+def test_idle_engine_serves_a_hopeless_request_of_one_of_several_owners() -> None:
+    scheduler = Scheduler(get_policy("slack"), Learning(), max_batch_size=2)
+    for number, owner in enumerate("ab"):
+        scheduler.add(request(number, 10, slo_s=5.0 + number, owner=owner))
+    dropped = scheduler.decide(0.0)
+    assert (ids(dropped), scheduler.num_waiting) == ([0], 1)
+    assert prepare(scheduler) == 1
+    scheduler.decide(0.0)
+    assert ids(scheduler.active) == [1]
 
 
 def test_more_urgent_arrivals_are_prepared_first() -> None:

@@ -12,6 +12,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Coroutine
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ from patchedserve.serving.server.batches.store import Batches
 from patchedserve.serving.server.errors import ApiError, invalid
 from patchedserve.serving.server.guards import Guards
 from patchedserve.serving.server.keys import Keys
-from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.limits import KeyLimits, Limits
 from patchedserve.serving.server.protocol import ModelFacts
 
 from ...support.random_engine import MachineState
@@ -329,11 +330,11 @@ def process_over(folder: Path, work: Callable[[Process], Coroutine[Any, Any, Non
     asyncio.run(asyncio.wait_for(whole(), 60))
 
 
-def create_batch(process: Process, *lines: str) -> str:
+def create_batch(process: Process, *lines: str, key: str = "") -> str:
     """Create a batch of these lines and return its id."""
-    file = process.batches.files.add("batch.jsonl", io.BytesIO("\n".join(lines).encode()), "batch", "")
+    file = process.batches.files.add("batch.jsonl", io.BytesIO("\n".join(lines).encode()), "batch", key)
     body = {"input_file_id": file["id"], "endpoint": "/v1/images/generations", "completion_window": "24h"}
-    return process.batches.create(body, "")["id"]
+    return process.batches.create(body, key)["id"]
 
 
 def progress_of(process: Process, batch_id: str) -> tuple[str, int]:
@@ -385,6 +386,67 @@ def test_batch_cancelled_before_its_turn_reports_completed_lines(tmp_path: Path)
 
     process_over(tmp_path, begin)
     process_over(tmp_path, cancel, has_turns=False)
+
+
+def test_lines_of_several_keys_share_places_by_weight(tmp_path: Path) -> None:
+    weights = {"a": KeyLimits(weight=3.0), "b": KeyLimits()}
+
+    async def use(process: Process) -> None:
+        process.front_end.limits = replace(process.front_end.limits, keys=weights)
+        drawn: list[str] = []
+        process.ends.on_accepted = lambda ticket: drawn.append(ticket.key)  # type: ignore[method-assign]
+        lines = [line(str(number)) for number in range(24)]
+        for key in weights:
+            create_batch(process, *lines, key=key)
+        while len(drawn) < 20:
+            await asyncio.sleep(0.01)
+        assert abs(drawn[:20].count("a") - 15) <= 3
+
+    process_over(tmp_path, use)
+
+
+def test_unreadable_batch_hides_no_other(tmp_path: Path) -> None:
+    known: list[str] = []
+
+    async def begin(process: Process) -> None:
+        for name in "ab":
+            known.append(create_batch(process, line(name)))
+            await wait_for_status(process, known[-1], "completed")
+
+    async def go_on(process: Process) -> None:
+        assert process.batches.batch_page("", None, 10) == ([known[1]], False)
+        known.append(create_batch(process, line("c")))
+        await wait_for_status(process, known[-1], "completed")
+
+    process_over(tmp_path, begin)
+    about = tmp_path / "batches" / known[0] / "batch.json"
+    about.unlink()
+    about.mkdir()
+    with pytest.warns(UserWarning, match=f"{known[0]} cannot be read: "):
+        process_over(tmp_path, go_on)
+
+
+def test_expired_files_are_deleted_despite_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_SWEEP_S", 0.05)
+    unlink, num_failed = os.unlink, 0
+
+    def fails(path: Any, **options: Any) -> None:
+        nonlocal num_failed
+        if Path(path).name.startswith("file-") and num_failed < 3:
+            num_failed += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path, **options)
+
+    async def use(process: Process) -> None:
+        for name in "ab":
+            process.batches.files.add(f"{name}.jsonl", io.BytesIO(b"{}"), "batch", "", lifetime_s=1)
+        monkeypatch.setattr(os, "unlink", fails)
+        while any((tmp_path / "files").iterdir()):
+            await asyncio.sleep(0.01)
+        assert num_failed == 3
+
+    with pytest.warns(UserWarning, match="cannot be deleted: "):
+        process_over(tmp_path, use)
 
 
 def test_unsavable_batch_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

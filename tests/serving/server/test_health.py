@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
+from patchedserve.data.requests import Request
 from patchedserve.serving.core.failures import MAX_FAILURES
 from patchedserve.serving.core.retries import MAX_RESTARTS
 from patchedserve.serving.engine import stages
@@ -207,6 +208,30 @@ def test_hanging_stage_is_a_stall(part: Part, folder: str, monkeypatch: pytest.M
         assert backend.health is Health.READY
 
     run(work, model)
+
+
+def test_hanging_submission_is_a_stall(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_held, goes_on = threading.Event(), threading.Event()
+
+    def wait(_: Request) -> None:
+        is_held.set()
+        assert goes_on.wait(30)
+
+    async def whole() -> None:
+        backend = LocalBackend(LocalSetup(model, get_system("patched-fcfs"), standalone_s=wait))
+        await backend.start()
+        monkeypatch.setattr(stages, "STALLED_S", 0.0)
+        ending = EndFollower()
+        submitting = asyncio.ensure_future(backend.submit(request(0), ending))
+        await asyncio.to_thread(is_held.wait, 30)
+        assert backend.health is Health.STALLED
+        goes_on.set()
+        await submitting
+        assert (await ending.ended)[0].status == "completed"
+        assert backend.health is Health.READY
+        await backend.stop()
+
+    asyncio.run(whole())
 
 
 def test_idling_is_not_a_stall(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ def test_limits_apply_to_a_name_or_to_all(tmp_path: Path) -> None:
             '[red]\nkeys = ["sesame"]\nmax_disk_mb = "9"',
             "max_disk_mb of red is '9', but it must be a finite number above 0",
         ),
+        ('[red]\nkeys = ["sesame"]\nweight = 0', "weight of red is 0, but it must be a finite number above 0"),
+        ('[red]\nkeys = ["sesame"]\nweight = 1e-9', "weight of red is 1e-09, but it must be from 0.001 to 1000"),
         ('[red]\nkeys = ["sesame"]\nmax_disk_mb = inf', "max_disk_mb of red is inf, but it must be a finite number"),
     ],
 )
