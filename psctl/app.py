@@ -51,6 +51,7 @@ from .commands.train_predictor import train_predictor_cache, train_predictor_lat
 from .commands.train_schedule import train_predictor_schedule
 from .errors import describe_error
 from .flags import expanded
+from .long_help import FIRST_OPTIONS, HelpAll, LongCommand
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
 # modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before
@@ -232,7 +233,9 @@ def _register() -> None:
             groups[group].callback()(run)
             app.add_typer(groups[group], name=group, rich_help_panel=panels[group])
         panel, about = None if group else panels[name], _help_of(function.__doc__)
-        groups[group].command(command, rich_help_panel=panel, help=about)(expanded(function))
+        first = FIRST_OPTIONS.get(name)
+        kind, added = (None, {}) if first is None else (LongCommand.showing(first), {"help_all": HelpAll})
+        groups[group].command(command, cls=kind, rich_help_panel=panel, help=about)(expanded(function, **added))
 
 
 def _help_of(docstring: str | None) -> str:

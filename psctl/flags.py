@@ -6,6 +6,7 @@ lines, in the `Flags` that annotate the command's parameter. Types and defaults 
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -25,7 +26,8 @@ def flag(names: str, about: str, *, is_shared: bool = False, **settings: Any) ->
     """
     first, *others = names.split()
     envvar = f"PSCTL_{_parameter_name(first).upper()}" if is_shared else None
-    return typer.Option(first, *others, help=about, envvar=envvar, **settings)
+    # The others follow one rule, which the help gives once.
+    return typer.Option(first, *others, help=about, envvar=envvar, show_envvar=is_shared, **settings)
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,13 @@ class Flags:
         kind: the dataclass.
         options: option of each field, or flags of a field that is a dataclass itself, by name.
         fixed: values of fields without an option, set by the command. All other fields keep their defaults.
+        panel: title of their part of the help.
     """
 
     kind: type[Any]
     options: "Mapping[str, OptionInfo | Flags]"
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    panel: str | None = None
 
     def __post_init__(self) -> None:
         unknown = {*self.options, *self.fixed} - {each.name for each in fields(self.kind)}
@@ -48,7 +52,7 @@ class Flags:
 
     @classmethod
     def of(cls, kind: type[Any]) -> "Flags":
-        """Return the flags of a dataclass whose fields have their options in their types."""
+        """Return the flags of a dataclass whose fields have their options in their types, and its `PANEL` as panel."""
         return cls(
             kind,
             {
@@ -57,6 +61,7 @@ class Flags:
                 for option in get_args(hint)[1:]
                 if isinstance(option, OptionInfo | Flags)
             },
+            panel=getattr(kind, "PANEL", None),
         )
 
     def only(self, *names: str) -> "Flags":
@@ -92,6 +97,8 @@ class Flags:
                 yield from option.parameters()
             elif option is not None:
                 default = each.default_factory() if each.default_factory is not MISSING else each.default
+                option = copy(option)
+                option.rich_help_panel = option.rich_help_panel or self.panel
                 yield inspect.Parameter(
                     _name_of(option),
                     inspect.Parameter.KEYWORD_ONLY,
@@ -113,13 +120,19 @@ class Flags:
         return self.kind(**values)
 
 
-def expanded(command: Callable[..., None]) -> Callable[..., None]:
+def expanded(command: Callable[..., None], **added: Any) -> Callable[..., None]:
     """Return the command in the form for typer, with single options for each parameter that is a dataclass.
 
     A leading `~` in a path becomes the home folder.
+
+    Args:
+        command: function of the command.
+        added: annotations of options, by parameter name, that the command has besides its own and does not receive; by
+            default they have the value None.
     """
     groups: dict[str, Flags] = {}
-    parameters: list[inspect.Parameter] = []
+    own = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(name, own, default=None, annotation=each) for name, each in added.items()]
     for parameter in inspect.signature(command).parameters.values():
         flags = _flags_of(parameter.annotation)
         if flags is None:
@@ -129,7 +142,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
             parameters += flags.parameters()
 
     def run(**given: Any) -> None:
-        given = {name: _without_tilde(value) for name, value in given.items()}
+        given = {name: _without_tilde(value) for name, value in given.items() if name not in added}
         command(**{name: flags.build(given) for name, flags in groups.items()}, **given)
 
     # Not functools.wraps: typer follows `__wrapped__` for annotations and would see the dataclasses again.

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from ..flags import flag
 
@@ -19,6 +19,8 @@ _HTTP = "With --http: "
 @dataclass(frozen=True, slots=True)
 class HttpFlags:
     """Address, access and limits of a server."""
+
+    PANEL: ClassVar = "Server (--http)"
 
     host: Annotated[str, flag("--host", f"{_HTTP}address to listen on; other hosts than loopback need a key.")] = (
         "127.0.0.1"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Target:
     """The model, its device and number format, and the folder through which commands share results."""
+
+    PANEL: ClassVar = "Model and workspace"
 
     base: Annotated[
         str,
