@@ -4,8 +4,8 @@ from copy import copy
 from typing import Annotated, Any, ClassVar
 
 import typer
-from typer.core import TyperCommand
 
+from .command import Command
 from .flags import flag
 
 _MODEL = "--model --device --dtype"
@@ -37,7 +37,7 @@ FIRST_OPTIONS = {
 _ALL = f"{__name__}.all"
 
 
-class LongCommand(TyperCommand):
+class LongCommand(Command):
     """Command whose `--help` shows its arguments and the options named in `first`, in this order."""
 
     first: ClassVar[tuple[str, ...]] = ()
