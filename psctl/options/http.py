@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from ...serving.runs.step_latencies import CALIBRATE_S, Calibrate
 from ..flags import flag
 
 if TYPE_CHECKING:
@@ -71,6 +72,22 @@ class HttpFlags:
             metavar="SECONDS",
         ),
     ] = 90.0
+    calibrate: Annotated[
+        Calibrate,
+        flag(
+            "--calibrate",
+            f"{_HTTP}latencies measured at the start: what the workspace lacks (auto), nothing (off), or all (force).",
+        ),
+    ] = "auto"
+    calibrate_time: Annotated[
+        float,
+        flag(
+            "--calibrate-time",
+            f"{_HTTP}time after which no further measurement begins; the next start continues.",
+            min=0.0,
+            metavar="SECONDS",
+        ),
+    ] = CALIBRATE_S
     log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}also log prompts.")] = False
 
     def limits(self, largest_pixels: int, keys: "Keys") -> "Limits":

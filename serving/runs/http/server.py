@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ...server.live import Live
     from ...server.metrics import Metrics
     from ...server.protocol import ModelFacts
+    from ...server.start_up import OnProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def make_server(
     plan: "ReplicaPlan | None" = None,
     book: "LoadBook | None" = None,
     load: "Callable[[], ServedModel] | None" = None,
+    on_progress: "OnProgress" = lambda what, done, total: None,
     on_note: Notify = ignore,
     on_warning: Notify = ignore,
 ) -> ServerParts:
@@ -89,6 +91,7 @@ def make_server(
         plan: plan of the replicas; None for an engine in this process.
         book: load book that chooses the replica of each request; None for the default router.
         load: loads the model of an engine in this process, in the thread that will draw.
+        on_progress: called with the progress of each phase of the start.
         on_note: called with a line about each slow operation.
         on_warning: called with a line about possible inaccuracies.
 
@@ -104,7 +107,11 @@ def make_server(
         from ...server.local import LocalBackend, engine_thread
 
         def build() -> BuiltEngine:
-            return build_engine(recipe, measure, model=load and load(), on_note=on_note, on_warning=on_warning)
+            on_progress("loading", 0, 0)
+            model = load and load()
+            return build_engine(
+                recipe, measure, model=model, on_progress=on_progress, on_note=on_note, on_warning=on_warning
+            )
 
         thread = engine_thread()
         engine = thread.submit(build).result()
@@ -112,6 +119,7 @@ def make_server(
     else:
         from ...fleet.backend import ReplicaBackend
 
+        on_progress("starting replicas", 0, 0)
         on_note(f"Starting {plan.least} replicas ...")
         backend = ReplicaBackend(plan, partial(build_for_replica, recipe, measure), book=book)
         facts = backend.deploy()
