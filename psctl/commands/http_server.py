@@ -165,7 +165,7 @@ def _serve(
         limits = web.limits(max(size.pixels for size in sizes), address.keys)
         names = tuple(web.served_model_name or ())
         slo_scale, fixed_s = slos
-        settings = HttpSettings(slo_scale, limits, names, web.log_prompts, fixed_s=fixed_s)
+        settings = HttpSettings(slo_scale, limits, names, web.log(), fixed_s=fixed_s)
         start_up = StartUp()
         made: list[tuple[ServerParts, Path]] = []
 

@@ -2,15 +2,17 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from ...serving.runs.step_latencies import CALIBRATE_S, Calibrate
+from ...serving.options import CALIBRATE_S, Calibrate
 from ..flags import flag
 
 if TYPE_CHECKING:
     from ...serving.server.keys import Keys
     from ...serving.server.limits import Limits
+    from ...serving.server.request_log import RequestLog
     from ...serving.server.run import Address
 
 KEY_VARIABLE = "PSCTL_API_KEY"
@@ -88,6 +90,34 @@ class HttpFlags:
             metavar="SECONDS",
         ),
     ] = CALIBRATE_S
+    root_path: Annotated[
+        str,
+        flag("--root-path", f"{_HTTP}path under which a proxy serves it, such as /images.", metavar="PATH"),
+    ] = ""
+    trusted_proxy: Annotated[
+        list[str] | None,
+        flag(
+            "--trusted-proxy",
+            f"{_HTTP}proxy whose X-Forwarded-Proto and X-Forwarded-For count, so that addresses of images begin with "
+            "https; may be repeated.",
+            metavar="ADDRESS|NETWORK",
+        ),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        flag(
+            "--cors-origin",
+            f"{_HTTP}other site whose pages may send requests, such as https://app.example; may be repeated.",
+            metavar="ORIGIN",
+        ),
+    ] = None
+    log_level: Annotated[
+        Literal["info", "warning", "error"],
+        flag("--log-level", f"{_HTTP}requests that are logged: all, those refused or failed, or those failed."),
+    ] = "info"
+    log_format: Annotated[Literal["json", "text"], flag("--log-format", f"{_HTTP}format of the log of requests.")] = (
+        "json"
+    )
     log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}also log prompts.")] = False
 
     def limits(self, largest_pixels: int, keys: "Keys") -> "Limits":
@@ -106,12 +136,21 @@ class HttpFlags:
             request_timeout_s=self.request_timeout,
         )
 
+    def log(self) -> "RequestLog":
+        """Return the log of requests."""
+        from ...serving.server.request_log import RequestLog
+
+        return RequestLog(with_prompts=self.log_prompts, level=self.log_level, form=self.log_format)
+
     def address(self) -> "Address":
-        """Return the address to listen on. Raises UsageError: the keys cannot be read, or a required key is missing."""
+        """Return the address to listen on. Raises UsageError: the keys cannot be read, a required key is missing, or
+        what a proxy or other sites need is not valid.
+        """
         from ...serving.server.keys import read_keys
         from ...serving.server.run import Address
 
-        keys = read_keys(self.api_key_file, os.environ.get(KEY_VARIABLE, "").strip() or None)
+        read = partial(read_keys, self.api_key_file, os.environ.get(KEY_VARIABLE, "").strip() or None)
+        keys = read()
         address = Address(
             self.host,
             self.port,
@@ -120,6 +159,10 @@ class HttpFlags:
             self.drain_timeout,
             self.insecure,
             self.keep_alive,
+            tuple(self.cors_origin or ()),
+            self.root_path,
+            tuple(self.trusted_proxy or ()),
+            read_keys=None if self.api_key_file is None else read,
         )
         address.check()
         return address

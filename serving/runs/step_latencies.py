@@ -7,7 +7,7 @@ not need it.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ...data.errors import UsageError
 from ...data.files import quarantine
@@ -19,6 +19,7 @@ from ...data.tables.published import published_table
 from ...data.workspace import ModelWorkspace, Workspace
 from ...training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 from ..editing.profile import PATTERN
+from ..options import Calibrate
 from ..scheduling.policies import StepLatencyPredictor
 from ..scheduling.step_latency import TableLatency
 from ..scheduling.systems import System
@@ -28,10 +29,6 @@ from .step_file import step_sources
 if TYPE_CHECKING:
     from ..models.served import ServedModel
 
-Calibrate = Literal["auto", "off", "force"]
-"""Whether latencies are measured at the start: those that the workspace lacks, none, or all of them again."""
-CALIBRATE_S = 60.0
-"""Seconds after which no further measurement at the start of a server begins."""
 COARSE_COMBINATIONS = 16
 """Maximum number of combinations of requests in a coarse table."""
 COARSE_BUDGET_S = 20.0

@@ -5,17 +5,20 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from ...data.errors import RunError, UsageError
 from .app import make_app
@@ -41,6 +44,8 @@ KEEP_ALIVE_S = 90.0
 request on its way would be answered with 502.
 """
 _LAST_ANSWERS_S = 5
+_ORIGIN = re.compile(r"https?://[\w.-]+(:\d+)?|https?://\[[\da-f:]+\](:\d+)?", re.ASCII)
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _INTERRUPTED = 130
 
 
@@ -57,6 +62,10 @@ class Address:
         drain_timeout_s: seconds that open requests may still take after a signal.
         is_open: whether it may listen on other hosts than loopback without keys.
         keep_alive_s: seconds after which an idle connection is closed.
+        origins: origins of other sites whose pages may send requests.
+        root_path: path under which a proxy serves it, such as `/images`; "" for none.
+        proxies: addresses and networks of proxies whose `X-Forwarded-Proto` and `X-Forwarded-For` count.
+        read_keys: reads the keys again, on SIGHUP; raises UsageError.
     """
 
     host: str = "127.0.0.1"
@@ -66,6 +75,10 @@ class Address:
     drain_timeout_s: float = 30.0
     is_open: bool = False
     keep_alive_s: float = KEEP_ALIVE_S
+    origins: Sequence[str] = ()
+    root_path: str = ""
+    proxies: Sequence[str] = ()
+    read_keys: Callable[[], Keys] | None = None
 
     @property
     def is_loopback(self) -> bool:
@@ -73,7 +86,18 @@ class Address:
         return self.host in ("localhost", "127.0.0.1", "::1")
 
     def check(self) -> None:
-        """Raise UsageError if anyone on the network could send requests, unless `is_open` allows it."""
+        """Raise UsageError if anyone on the network could send requests, unless `is_open` allows it, or if an origin,
+        the path or a proxy is not valid.
+        """
+        if wrong := [origin for origin in self.origins if not _ORIGIN.fullmatch(origin)]:
+            raise UsageError(f"--cors-origin is {wrong[0]!r}, but it must be like https://app.example, with no path")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise UsageError(f"--root-path is {self.root_path!r}, but it must be like /images, with no / at its end")
+        for proxy in self.proxies:
+            try:
+                ip_network(proxy)
+            except ValueError as error:
+                raise UsageError(f"--trusted-proxy: {error}; give addresses or networks like 10.0.0.0/8") from None
         if not self.is_loopback and not self.keys and not self.is_open:
             raise UsageError(
                 f"--host is {self.host}, where others can ask: set PSCTL_API_KEY or --api-key-file, or say --insecure"
@@ -148,19 +172,30 @@ async def serve_forever(
         gate,
         keys=address.keys,
         hosts=address.hosts,
+        origins=address.origins,
+        root_path=address.root_path,
         max_body=limits.max_body_bytes,
         large_paths={FILES: LargeBodies(MAX_FILE_BYTES, 300.0), EDITS: LargeBodies(MAX_EDIT_BYTES, 30.0)},
         on_answer=gate.on_answer,
     )
+    # Outside the guards, so that pages can also read what these refuse.
+    app = CORSMiddleware(
+        guarded,  # type: ignore[arg-type]
+        allow_origins=address.origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "X-Generation-Id", "Retry-After"],
+    )
     config = uvicorn.Config(
-        guarded,
+        app if address.origins else guarded,
         http=TimedConnection,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=bool(address.proxies),
+        forwarded_allow_ips=list(address.proxies),
         backlog=_BACKLOG,
         timeout_keep_alive=address.keep_alive_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=_LAST_ANSWERS_S,
@@ -185,7 +220,13 @@ async def serve_forever(
         start_up.end()
         on_ready(f"http://{host}:{port}/v1")
 
+    def read_keys() -> None:
+        _read_keys_again(address)
+        if gate.served is not None:
+            gate.served.metrics.operator = address.keys.operator
+
     with lossy_stderr(gate.on_line_lost):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_keys)
         starting = asyncio.ensure_future(start())
         starting.add_done_callback(server.on_backend_started)
         await server.serve(sockets=[listening])
@@ -201,6 +242,18 @@ async def serve_forever(
             await gate.served.front_end.backend.stop()
     if server.failure is not None:
         raise server.failure
+
+
+def _read_keys_again(address: Address) -> None:
+    """Replace the keys by those that the file has now, or keep them and say why."""
+    try:
+        if address.read_keys is None:
+            raise UsageError("there is no --api-key-file")
+        address.keys.become(address.read_keys())
+    except UsageError as error:
+        sys.stderr.write(f"SIGHUP: the keys are as before: {error}\n")
+    else:
+        sys.stderr.write(f"SIGHUP: read the keys again, of {len(address.keys.limits)} owners\n")
 
 
 class _Gate:
@@ -232,7 +285,7 @@ class _Gate:
         if self.served is None:
             return
         found = scope.get("route")
-        route = getattr(found, "path", "other") if found is not None else _route_of(scope["path"], self._paths)
+        route = getattr(found, "path", "other") if found is not None else _route_of(scope, self._paths)
         for watcher in self.served.front_end.watchers:
             watcher.on_answer(route, status, request_id)
 
@@ -307,6 +360,7 @@ def _end_at_once(why: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _route_of(path: str, paths: set[str]) -> str:
+def _route_of(scope: Scope, paths: set[str]) -> str:
     """Return the route of a response that was sent before the request was routed."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
     return path if path in paths or path == GENERATIONS else "other"

@@ -108,6 +108,7 @@ def test_help_lists_commands_in_order_of_use(spawn_psctl: RunPsctl) -> None:
         "eval",
         "gate",
         "models",
+        "config",
         "doctor",
     ]
     commands = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2].isalpha()]

@@ -12,13 +12,13 @@ from ....data.requests import Request
 from ....data.resolution import Resolution
 from ....data.workspace import ModelWorkspace
 from ...models.identity import ModelIdentity
-from ...options import EngineOptions, TemplateOptions
+from ...options import CALIBRATE_S, Calibrate, EngineOptions, TemplateOptions
 from ...scheduling.policies import get_policy
 from ...scheduling.systems import System
 from ..corrections import correction_of, keep_correction
 from ..notes import Notify, ignore
 from ..standalone import RequestShape, shape_of, standalone_latencies
-from ..step_latencies import CALIBRATE_S, COARSE_BUDGET_S, Calibrate, MeasureLatencies, latencies_for_serving
+from ..step_latencies import COARSE_BUDGET_S, MeasureLatencies, latencies_for_serving
 
 if TYPE_CHECKING:
     from ....training.latency.online_correction import OnlineCorrection

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ...server.live import Live
     from ...server.metrics import Metrics
     from ...server.protocol import ModelFacts
+    from ...server.request_log import RequestLog
     from ...server.start_up import OnProgress
 
 
@@ -51,16 +52,14 @@ class HttpSettings:
         slo_scale: SLO of a request that names none, as a multiple of its standalone latency; None for no SLO.
         limits: limits beyond which requests are refused.
         aliases: other names of the model.
-        log_prompts: whether the log includes prompts.
-        is_quiet: whether the server has no log, metrics or live view, as when it draws files of requests.
+        log: log of requests; None if the server has no log, metrics or live view, as when it draws files of requests.
         fixed_s: returns the SLO in seconds of a resolution, which replaces the multiple; None where there is none.
     """
 
     slo_scale: float | None = None
     limits: Limits = field(default_factory=Limits)
     aliases: Sequence[str] = ()
-    log_prompts: bool = False
-    is_quiet: bool = False
+    log: "RequestLog | None" = None
     fixed_s: Callable[[Resolution], float | None] = lambda _: None
 
 
@@ -145,13 +144,12 @@ def assemble(
     from ...server.front_end import FrontEnd, Pricing
     from ...server.live import Live
     from ...server.metrics import Metrics
-    from ...server.request_log import RequestLog
 
     pricing = Pricing(settings.slo_scale, standalone_s, settings.fixed_s)
     front_end = FrontEnd(replace(model, aliases=tuple(settings.aliases)), settings.limits, backend, pricing)
     metrics, live = Metrics(model.defaults.resolutions, backend), Live(front_end)
-    if not settings.is_quiet:
-        front_end.watchers += [metrics, live, RequestLog(with_prompts=settings.log_prompts)]
+    if settings.log is not None:
+        front_end.watchers += [metrics, live, settings.log]
 
         def on_row(row: StepRow) -> None:
             metrics.on_row(row)
