@@ -158,14 +158,14 @@ def _serve(
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "http") from error
 
-    address = web.address()
+    address, traces = web.address(), web.traces()
     require_places(target.workspace)
     listening = address.listen()
     try:
         limits = web.limits(max(size.pixels for size in sizes), address.keys)
         names = tuple(web.served_model_name or ())
         slo_scale, fixed_s = slos
-        settings = HttpSettings(slo_scale, limits, names, web.log(), fixed_s=fixed_s)
+        settings = HttpSettings(slo_scale, limits, names, web.log(), traces, fixed_s=fixed_s)
         start_up = StartUp()
         made: list[tuple[ServerParts, Path]] = []
 
@@ -187,6 +187,8 @@ def _serve(
         return made[0]
     finally:
         listening.close()
+        if traces is not None:
+            traces.close()
 
 
 def recipe_of(

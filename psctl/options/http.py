@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from ...data.errors import UsageError
 from ...serving.options import CALIBRATE_S, Calibrate
 from ..flags import flag
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ...serving.server.limits import Limits
     from ...serving.server.request_log import RequestLog
     from ...serving.server.run import Address
+    from ...serving.server.traces import Traces
 
 KEY_VARIABLE = "PSCTL_API_KEY"
 _HTTP = "With --http: "
@@ -111,6 +113,14 @@ class HttpFlags:
             metavar="ORIGIN",
         ),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        flag(
+            "--otlp-traces-endpoint",
+            f"{_HTTP}collector of OpenTelemetry traces (OTLP over HTTP), such as http://localhost:4318/v1/traces.",
+            metavar="URL",
+        ),
+    ] = None
     log_level: Annotated[
         Literal["info", "warning", "error"],
         flag("--log-level", f"{_HTTP}requests that are logged: all, those refused or failed, or those failed."),
@@ -141,6 +151,24 @@ class HttpFlags:
         from ...serving.server.request_log import RequestLog
 
         return RequestLog(with_prompts=self.log_prompts, level=self.log_level, form=self.log_format)
+
+    def traces(self) -> "Traces | None":
+        """Return what exports traces, if there is a collector.
+
+        Raises:
+            UsageError: its address is not valid.
+            MissingExtraError: a package of the extra `otel` is missing.
+        """
+        if self.otlp_traces_endpoint is None:
+            return None
+        if not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}, but it must be like "
+                "http://localhost:4318/v1/traces"
+            )
+        from ...serving.server.traces import otlp_traces
+
+        return otlp_traces(self.otlp_traces_endpoint)
 
     def address(self) -> "Address":
         """Return the address to listen on. Raises UsageError: the keys cannot be read, a required key is missing, or

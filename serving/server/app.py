@@ -31,6 +31,7 @@ from .protocol import GENERATIONS, Generation, parse_generation
 from .sse import events_of, usage_of
 from .start_up import StartUp
 from .tickets import Ticket, facts_of, metrics_of
+from .traces import trace_context_of
 
 _CREATED = int(time.time())
 _IMAGE_ERRORS = errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)
@@ -109,7 +110,12 @@ def make_app(
 
         async def draw() -> Ticket:
             ticket = await front_end.generate(
-                generation, key=caller.key, request_id=caller.request_id, arrival_s=arrival_s, streams=generation.stream
+                generation,
+                key=caller.key,
+                request_id=caller.request_id,
+                arrival_s=arrival_s,
+                streams=generation.stream,
+                trace_context=trace_context_of(request.headers),
             )
             if not generation.stream:
                 try:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ...server.protocol import ModelFacts
     from ...server.request_log import RequestLog
     from ...server.start_up import OnProgress
+    from ...server.traces import Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class HttpSettings:
         limits: limits beyond which requests are refused.
         aliases: other names of the model.
         log: log of requests; None if the server has no log, metrics or live view, as when it draws files of requests.
+        traces: exports traces; None for none.
         fixed_s: returns the SLO in seconds of a resolution, which replaces the multiple; None where there is none.
     """
 
@@ -60,6 +62,7 @@ class HttpSettings:
     limits: Limits = field(default_factory=Limits)
     aliases: Sequence[str] = ()
     log: "RequestLog | None" = None
+    traces: "Traces | None" = None
     fixed_s: Callable[[Resolution], float | None] = lambda _: None
 
 
@@ -149,13 +152,18 @@ def assemble(
     front_end = FrontEnd(replace(model, aliases=tuple(settings.aliases)), settings.limits, backend, pricing)
     metrics, live = Metrics(model.defaults.resolutions, backend), Live(front_end)
     if settings.log is not None:
-        front_end.watchers += [metrics, live, settings.log]
+        traces = settings.traces
+        front_end.watchers += [metrics, live, settings.log, *([] if traces is None else [traces])]
 
         def on_row(row: StepRow) -> None:
             metrics.on_row(row)
             live.on_row(row)
+            if traces is not None:
+                traces.on_row(row)
 
         backend.on_row = on_row
+        if traces is not None:
+            traces.has_batches = lambda: len(backend.replicas) == 1
     if engine is not None:
         _follow(engine, metrics)
     return ServerParts(front_end, metrics, live, engine)
