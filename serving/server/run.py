@@ -226,7 +226,8 @@ async def serve_forever(
             gate.served.metrics.operator = address.keys.operator
 
     with lossy_stderr(gate.on_line_lost):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_keys)
+        if hasattr(signal, "SIGHUP"):  # not on Windows
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_keys)
         starting = asyncio.ensure_future(start())
         starting.add_done_callback(server.on_backend_started)
         await server.serve(sockets=[listening])

@@ -36,9 +36,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[HttpServer]:
     (folder / "keys.toml").write_text(KEYS)
-    options = ["--root-path", "/images", "--trusted-proxy", "127.0.0.0/8", "--cors-origin", APP, "--api-key-file"]
-    options += [str(folder / "keys.toml"), "--allowed-host", "images.example", "--log-format", "text"]
-    with HttpServer(small_model(folder / "tiny"), folder / "workspace", *options, "--log-level", "warning") as found:
+    (folder / "psctl.toml").write_text(f"""
+[serve]
+root-path = "/images"
+trusted-proxy = ["127.0.0.0/8", "10.0.0.1"]
+cors-origin = "{APP}"
+api-key-file = "{folder}/keys.toml"
+allowed-host = "images.example"
+log-format = "text"
+log-level = "info"
+""")
+    options = ["--config", str(folder / "psctl.toml")]
+    warnings_only = {"PSCTL_SERVE_LOG_LEVEL": "warning"}
+    with HttpServer(small_model(folder / "tiny"), folder / "workspace", *options, env=warnings_only) as found:
         yield found
 
 

@@ -54,6 +54,20 @@ def test_template_options_control_reading_and_recording(templates: TemplateOptio
 SIZES = (Resolution(32, 32), Resolution(64, 32))
 
 
+def test_tuning_reports_its_progress(tmp_path: Path) -> None:
+    model, place = str(small_model(tmp_path / "tiny")), ModelWorkspace(tmp_path / "workspace")
+    fcfs = get_system("patched-fcfs")
+    recipe = EngineRecipe("tiny", model, "cpu", "float32", EngineOptions(), place, fcfs, SIZES, needs_standalone=False)
+
+    def steps() -> list[tuple[str, int, int]]:
+        found: list[tuple[str, int, int]] = []
+        build_engine(recipe, measure_latencies, on_progress=lambda *step: found.append(step)).model.close()
+        return found
+
+    assert steps() == [("tuning", number, 3) for number in range(3)]
+    assert steps() == [], "kept in the workspace"
+
+
 def test_calibration_is_bounded_or_left_out_or_repeated(tmp_path: Path) -> None:
     place = ModelWorkspace(tmp_path / "workspace")
     options = EngineOptions(strategy="regroup")
