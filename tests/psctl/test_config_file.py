@@ -152,6 +152,13 @@ def test_unreadable_files_are_usage_errors(
         assert message in done.stderr
 
 
+def test_file_may_choose_a_cascade(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[serve]\nhttp = true\ncascade = 'emoji-xl:4,emoji-xl:50'\nslo-scale = 4\n")
+    assert "no profile of the cascade" in run_psctl("serve", "--config", "a.toml").stderr
+    refused = run_psctl("serve", "--config", "a.toml", "--max-batch-size", "4").stderr
+    assert "a.toml line 3: --max-batch-size is for a single model, but --cascade is given" in refused
+
+
 def test_group_that_runs_passes_the_file_to_its_commands(run_psctl: RunPsctl, tmp_path: Path) -> None:
     # The group's own options are those of the commands that it runs, so their lines are checked there.
     (tmp_path / "a.toml").write_text("[profile.latency]\nmodel = 'nowhere'\n")
