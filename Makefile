@@ -29,7 +29,7 @@ PYTEST_ARGS ?=
 CHECK_SINCE ?= HEAD
 SOAK_ARGS ?=
 # All that pyproject.toml has, but for `gpu`.
-EXTRAS := dev,docs,eval,http,lora,quantize,ray,single-file,train
+EXTRAS := dev,docs,eval,http,lora,otel,quantize,ray,single-file,train
 # A worker keeps to tests that lie together, and so builds what a file's tests share once, until it has none left.
 XDIST := -n auto --maxprocesses 8 --dist worksteal
 

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..data.errors import UsageError
 from ..serving.core.quiet import quiet_imports
+from .command import Command
 from .commands.batch import batch_run
 from .commands.bench_cache import bench_cache
 from .commands.bench_cascade import bench_cascade
@@ -27,6 +28,7 @@ from .commands.bench_parallel import bench_parallel
 from .commands.bench_serve import bench_serve
 from .commands.bench_slo import bench_slo
 from .commands.bench_steps import bench_steps
+from .commands.config import config_check
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.edit import edit
@@ -49,8 +51,10 @@ from .commands.templates import templates_add, templates_check, templates_list, 
 from .commands.train_discriminator import train_predictor_discriminator
 from .commands.train_predictor import train_predictor_cache, train_predictor_latency
 from .commands.train_schedule import train_predictor_schedule
+from .config_file import Config
 from .errors import describe_error
 from .flags import expanded
+from .long_help import FIRST_OPTIONS, HelpAll, LongCommand
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
 # modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before
@@ -98,6 +102,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("models list", models_list),
     ("models card", models_card),
     ("models train", models_train),
+    ("config check", config_check),
     ("doctor", doctor),
 )
 _PANELS = {
@@ -105,7 +110,7 @@ _PANELS = {
     "Measure the machine, and learn from it": ("profile", "train-predictor"),
     "Plan and compare": ("simulate", "bench", "reproduce"),
     "Quality": ("eval", "gate"),
-    "Models and set-up": ("models", "doctor"),
+    "Models and set-up": ("models", "config", "doctor"),
 }
 """Groups of commands in the help, in the order of a user's workflow."""
 _GROUPS = {
@@ -121,6 +126,13 @@ _GROUPS = {
 
         psctl bench steps --model emoji-3
         psctl bench slo --systems bucketed,patched-fcfs,patchedserve --rates 2,4,6
+    """,
+    "config": """Options from a file.
+
+    Examples:
+
+        psctl config check psctl.toml
+        psctl serve --config psctl.toml
     """,
     "eval": """Measure how good images are.
 
@@ -226,13 +238,17 @@ def _register() -> None:
     for name, function in COMMANDS:
         group, _, command = name.rpartition(" ")
         if group not in groups:
-            run = expanded(_GROUPS_THAT_RUN.get(group, _show_help_without_command))
+            runs = _GROUPS_THAT_RUN.get(group)
+            run = expanded(_show_help_without_command) if runs is None else expanded(runs, config=Config)
             about = _help_of(_GROUPS.get(group, run.__doc__))
             groups[group] = typer.Typer(help=about, invoke_without_command=True)
             groups[group].callback()(run)
             app.add_typer(groups[group], name=group, rich_help_panel=panels[group])
         panel, about = None if group else panels[name], _help_of(function.__doc__)
-        groups[group].command(command, rich_help_panel=panel, help=about)(expanded(function))
+        kind, added = Command, {"config": Config}
+        if first := FIRST_OPTIONS.get(name):
+            kind, added = LongCommand.showing(first), added | {"help_all": HelpAll}
+        groups[group].command(command, cls=kind, rich_help_panel=panel, help=about)(expanded(function, **added))
 
 
 def _help_of(docstring: str | None) -> str:

@@ -17,7 +17,7 @@ def describe_error(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
         hint = f" (see '{context.command_path} --help')" if context is not None else ""
-        return _with_given_value(error) + hint, error.exit_code
+        return message_of(error) + hint, error.exit_code
     if isinstance(error, typer.Abort):
         return "aborted", 1
     # torch.OutOfMemoryError is matched by its name, because torch must not be imported for it; on a CPU torch raises a
@@ -30,8 +30,12 @@ def describe_error(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
-def _with_given_value(error: typer.TyperException) -> str:
-    """Return the message for an invalid option with its value, which typer omits if pydantic has validated it."""
+def message_of(error: typer.TyperException | PsctlError) -> str:
+    """Return the message of an error; for an invalid option with its value, which typer omits if pydantic has validated
+    it.
+    """
+    if isinstance(error, PsctlError):
+        return str(error)
     message, cause = error.format_message(), error.__context__
     judged = getattr(cause, "errors", list)()
     if not judged:

@@ -5,7 +5,8 @@ lines, in the `Flags` that annotate the command's parameter. Types and defaults 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -25,7 +26,8 @@ def flag(names: str, about: str, *, is_shared: bool = False, **settings: Any) ->
     """
     first, *others = names.split()
     envvar = f"PSCTL_{_parameter_name(first).upper()}" if is_shared else None
-    return typer.Option(first, *others, help=about, envvar=envvar, **settings)
+    # The others follow one rule, which the help gives once.
+    return typer.Option(first, *others, help=about, envvar=envvar, show_envvar=is_shared, **settings)
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,13 @@ class Flags:
         kind: the dataclass.
         options: option of each field, or flags of a field that is a dataclass itself, by name.
         fixed: values of fields without an option, set by the command. All other fields keep their defaults.
+        panel: title of their part of the help.
     """
 
     kind: type[Any]
     options: "Mapping[str, OptionInfo | Flags]"
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    panel: str | None = None
 
     def __post_init__(self) -> None:
         unknown = {*self.options, *self.fixed} - {each.name for each in fields(self.kind)}
@@ -48,7 +52,7 @@ class Flags:
 
     @classmethod
     def of(cls, kind: type[Any]) -> "Flags":
-        """Return the flags of a dataclass whose fields have their options in their types."""
+        """Return the flags of a dataclass whose fields have their options in their types, and its `PANEL` as panel."""
         return cls(
             kind,
             {
@@ -57,6 +61,7 @@ class Flags:
                 for option in get_args(hint)[1:]
                 if isinstance(option, OptionInfo | Flags)
             },
+            panel=getattr(kind, "PANEL", None),
         )
 
     def only(self, *names: str) -> "Flags":
@@ -92,6 +97,8 @@ class Flags:
                 yield from option.parameters()
             elif option is not None:
                 default = each.default_factory() if each.default_factory is not MISSING else each.default
+                option = copy(option)
+                option.rich_help_panel = option.rich_help_panel or self.panel
                 yield inspect.Parameter(
                     _name_of(option),
                     inspect.Parameter.KEYWORD_ONLY,
@@ -113,14 +120,24 @@ class Flags:
         return self.kind(**values)
 
 
-def expanded(command: Callable[..., None]) -> Callable[..., None]:
+def expanded(command: Callable[..., None], **added: Any) -> Callable[..., None]:
     """Return the command in the form for typer, with single options for each parameter that is a dataclass.
 
     A leading `~` in a path becomes the home folder.
+
+    Args:
+        command: function of the command.
+        added: annotations of options, by parameter name, that the command has besides its own and does not receive,
+            unless it has a parameter of this name. Their default is None.
     """
     groups: dict[str, Flags] = {}
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
+    own = inspect.signature(command).parameters
+    added = {name: each for name, each in added.items() if name not in own}
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=each)
+        for name, each in added.items()
+    ]
+    for parameter in own.values():
         flags = _flags_of(parameter.annotation)
         if flags is None:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
@@ -129,9 +146,10 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
             parameters += flags.parameters()
 
     def run(**given: Any) -> None:
-        given = {name: _without_tilde(value) for name, value in given.items()}
+        given = {name: _without_tilde(value) for name, value in given.items() if name not in added}
         command(**{name: flags.build(given) for name, flags in groups.items()}, **given)
 
+    run.groups = groups  # type: ignore[attr-defined]
     # Not functools.wraps: typer follows `__wrapped__` for annotations and would see the dataclasses again.
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -139,12 +157,20 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def built(command: Any, context: Any) -> dict[str, Any]:
+    """Return the dataclasses of a command, built from the options of a context. Raises UsageError as they do."""
+    given = {name: _without_tilde(value) for name, value in context.params.items()}
+    return {name: flags.build(given) for name, flags in getattr(command.callback, "groups", {}).items()}
+
+
 def given_flags(context: typer.Context) -> dict[str, Any]:
-    """Return the values of the options given on the command line, by flag."""
+    """Return the values of the options given on the command line, or in the command's own table of a file, by flag."""
+    chosen = _from_file(context).chosen
     return {
         param.opts[0]: context.params[param.name]
         for param in context.command.params
-        if param.name is not None and context.get_parameter_source(param.name).name == "COMMANDLINE"  # type: ignore[union-attr]
+        if param.name is not None
+        and (context.get_parameter_source(param.name).name == "COMMANDLINE" or param.opts[0] in chosen)  # type: ignore[union-attr]
     }
 
 
@@ -161,8 +187,38 @@ def preset_flag(names: str, about: str, **values: Any) -> OptionInfo:
 
 
 def preset(context: typer.Context, values: Mapping[str, Any]) -> None:
-    """Set other defaults of options, by parameter name; for callbacks of eager options."""
-    context.default_map = {**(context.default_map or {}), **values}
+    """Set other defaults of options, by parameter name, except those from a file; for callbacks of eager options."""
+    context.default_map = {**(context.default_map or {}), **values, **_from_file(context).values}
+
+
+@dataclass(frozen=True, slots=True)
+class _FromFile:
+    """Options from a file, by parameter name; those of `chosen`, by flag, count as given to the command."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    chosen: Collection[str] = ()
+
+
+def set_from_file(context: Any, values: Mapping[str, Any], chosen: Collection[str]) -> None:
+    """Set options from a file, by parameter name.
+
+    Args:
+        context: context of the command.
+        values: the options, which have precedence over presets and defaults.
+        chosen: flags of those that count as given to the command.
+    """
+    # Contexts share `meta` with those of their groups.
+    is_command = not hasattr(context.command, "commands")
+    context.meta[_key_of(context)] = _FromFile(values, chosen if is_command else ())
+    preset(context, {})
+
+
+def _from_file(context: Any) -> _FromFile:
+    return context.meta.get(_key_of(context), _FromFile())
+
+
+def _key_of(context: Any) -> str:
+    return f"{__name__}.{context.command_path}"
 
 
 def _flags_of(annotation: Any) -> Flags | None:

@@ -11,7 +11,7 @@ from datetime import date
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from ..data.checks import writes_all_text
 from ..data.files import write_json
@@ -40,6 +40,7 @@ class Output:
         quiet: print no notes and no progress; results, warnings and errors are still shown.
     """
 
+    PANEL: ClassVar = "Output"
     json: Json = False
     quiet: Quiet = False
 

@@ -25,6 +25,10 @@ KernelsName = Literal["auto", "torch", "triton"]
 OffloadName = Literal["none", "text"]
 QuantizeName = Literal["int8", "fp8"]
 StagesName = Literal["auto", "threads", "processes", "inline"]
+Calibrate = Literal["auto", "off", "force"]
+"""Whether latencies are measured at the start: those that the workspace lacks, none, or all of them again."""
+CALIBRATE_S = 60.0
+"""Seconds after which no further measurement at the start of a server begins."""
 RecordTemplates = Literal["first", "never"]
 """Whether a server records the template of an edit that finds no record, or only reads existing records."""
 _FEW_CORES = 4

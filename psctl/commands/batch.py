@@ -73,7 +73,7 @@ def batch_run(
             sizes = target.defaults().resolutions if resolutions is None else tuple(parse_list(resolutions))
             limits = Limits(max_pixels=MAX_TIMES_PIXELS * max(size.pixels for size in sizes), max_steps=1000)
             recipe = recipe_of(system, sizes, max_batch_size, engine, target, needs_standalone=False)
-            settings, at_once = HttpSettings(None, limits, is_quiet=True), 2 * max_batch_size
+            settings, at_once = HttpSettings(None, limits), 2 * max_batch_size
             front_end = make_parts(recipe, settings, replicas, at_once, limits.request_timeout_s, target, out).front_end
             with out.phases() as start:
                 phase = start("lines", len(lines), done=len(lines) - num_left)

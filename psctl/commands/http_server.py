@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...data.errors import MissingExtraError
 from ...data.files import require_places
 from ...data.resolution import Resolution, parse, parse_list
+from ...data.workspace import ModelWorkspace
 from ..options.cascade import CascadePlan
 from ..options.http import HttpFlags
 from ..options.replicas import ReplicaFlags, RouterFlags
@@ -16,6 +17,7 @@ from ..options.target import Target
 from ..output import Output
 from .serve_cascade import find_cascade_launch
 
+_DURATIONS_FILE = "start.json"
 SloOf = Callable[[Resolution], float | None]
 """SLO in seconds of requests that set none, by resolution; None for resolutions without an `--slo`."""
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from ...serving.runs.http.engine import EngineRecipe
     from ...serving.runs.http.server import HttpSettings, ServerParts
     from ...serving.scheduling.systems import System
+    from ...serving.server.start_up import OnProgress, StartUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +63,42 @@ def serve_http(plan: ServerPlan, target: Target, out: Output) -> None:
         MissingExtraError: a package of the extra `http` or `ray` is missing.
         UsageError, RunError: as `make_server` and `serve_forever`.
     """
-    from ...serving.runs.http.routing import load_book
-
-    recipe = recipe_of(plan.system, plan.sizes, plan.max_batch_size, plan.engine, target, templates=plan.templates)
     replicas, book = plan.replicas, None
     if replicas.is_any:
-        book = load_book(recipe, plan.routing.router, plan.routing.edit_profile, on_note=out.note)
+        from ...serving.runs.http.routing import load_book
 
-    def make(settings: "HttpSettings") -> "ServerParts":
-        limits = settings.limits
+        book = load_book(_recipe(plan, target), plan.routing.router, plan.routing.edit_profile, on_note=out.note)
+
+    def make(settings: "HttpSettings", start_up: "StartUp") -> "tuple[ServerParts, Path]":
+        recipe, limits = _recipe(plan, target), settings.limits
+        folder = recipe.workspace.root
+        start_up.remember_in(folder / _DURATIONS_FILE)
         max_open = limits.max_queue + plan.max_batch_size
-        parts = make_parts(recipe, settings, replicas, max_open, limits.request_timeout_s, target, out, book=book)
+        parts = make_parts(
+            recipe,
+            settings,
+            replicas,
+            max_open,
+            limits.request_timeout_s,
+            target,
+            out,
+            book=book,
+            on_progress=start_up,
+        )
         if parts.engine is not None:
             out.note("Warming up ...")
-        return parts
+        return parts, folder
 
     most = plan.max_batch_size * replicas.most
     slos = plan.slo_scale, plan.fixed_s
-    parts = _serve(make, plan.web, plan.sizes, slos, recipe.workspace.root, most, target, out)
+    parts, folder = _serve(make, plan.web, plan.sizes, slos, most, target, out)
     if parts.engine is not None:
-        parts.engine.keep_correction(recipe.workspace, on_note=out.note)
+        parts.engine.keep_correction(ModelWorkspace(folder), on_note=out.note)
+
+
+def _recipe(plan: ServerPlan, target: Target) -> "EngineRecipe":
+    recipe = recipe_of(plan.system, plan.sizes, plan.max_batch_size, plan.engine, target, templates=plan.templates)
+    return replace(recipe, calibrate=plan.web.calibrate, calibrate_s=plan.web.calibrate_time)
 
 
 def serve_cascade_http(plan: CascadePlan, web: HttpFlags, target: Target, out: Output) -> None:
@@ -98,7 +117,7 @@ def serve_cascade_http(plan: CascadePlan, web: HttpFlags, target: Target, out: O
         for leg in profiled.values():
             leg.require(list(map(str, sizes)))
 
-    def make(settings: "HttpSettings") -> "ServerParts":
+    def make(settings: "HttpSettings", start_up: "StartUp") -> "tuple[ServerParts, Path]":
         from ...serving.runs.http.cascade import make_cascade_server
 
         parts = make_cascade_server(
@@ -109,54 +128,67 @@ def serve_cascade_http(plan: CascadePlan, web: HttpFlags, target: Target, out: O
             sizes,
             on_note=out.note,
         )
+        start_up.remember_in(served.place.root / _DURATIONS_FILE)
         out.note(f"Starting {plan.num_workers} workers with both models ...")
-        return parts
+        return parts, served.place.root
 
     most = max(deployment.profile.legs["light"].batch_sizes) * plan.num_workers
-    _serve(make, web, sizes, slos, served.place.root, most, target, out)
+    _serve(make, web, sizes, slos, most, target, out)
 
 
 def _serve(
-    make: "Callable[[HttpSettings], ServerParts]",
+    make: "Callable[[HttpSettings, StartUp], tuple[ServerParts, Path]]",
     web: HttpFlags,
     sizes: Sequence[Resolution],
     slos: tuple[float, SloOf],
-    folder: Path,
     max_at_once: int,
     target: Target,
     out: Output,
-) -> "ServerParts":
-    """Build the server's parts once its port is open, and serve. Raises what `serve_http` raises."""
+) -> "tuple[ServerParts, Path]":
+    """Build the server's parts while its port answers, and serve.
+
+    Returns the parts and the folder of the workspace. Raises what `serve_http` raises.
+    """
     from ...serving.runs.http.server import HttpSettings
 
     try:
         from ...serving.server.batches.store import Batches
-        from ...serving.server.run import serve_forever
+        from ...serving.server.run import Served, serve_forever
+        from ...serving.server.start_up import StartUp
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "http") from error
 
-    address = web.address()
+    address, traces = web.address(), web.traces()
     require_places(target.workspace)
     listening = address.listen()
     try:
         limits = web.limits(max(size.pixels for size in sizes), address.keys)
         names = tuple(web.served_model_name or ())
         slo_scale, fixed_s = slos
-        parts = make(HttpSettings(slo_scale, limits, names, web.log_prompts, fixed_s=fixed_s))
-        asyncio.run(
-            serve_forever(
-                parts.front_end,
-                parts.metrics,
-                parts.live,
-                Batches(folder / "batches", parts.front_end, max_at_once, address.keys),
-                address,
-                listening,
-                on_ready=lambda url: out.note(f"Serving at {url}"),
-            )
+        settings = HttpSettings(slo_scale, limits, names, web.log(), traces, fixed_s=fixed_s)
+        start_up = StartUp()
+        made: list[tuple[ServerParts, Path]] = []
+
+        def make_served() -> Served:
+            parts, folder = make(settings, start_up)
+            made.append((parts, folder))
+            batches = Batches(folder / "batches", parts.front_end, max_at_once, address.keys)
+            return Served(parts.front_end, parts.metrics, parts.live, batches)
+
+        serving = serve_forever(
+            make_served,
+            limits,
+            address,
+            listening,
+            start_up,
+            on_ready=lambda url: out.note(f"Serving at {url}"),
         )
-        return parts
+        asyncio.run(serving)
+        return made[0]
     finally:
         listening.close()
+        if traces is not None:
+            traces.close()
 
 
 def recipe_of(
@@ -202,6 +234,7 @@ def make_parts(
     out: Output,
     *,
     book: "LoadBook | None" = None,
+    on_progress: "OnProgress" = lambda what, done, total: None,
 ) -> "ServerParts":
     """Return the server's parts: an engine in this process, or replicas. Raises what `make_server` raises."""
     from ...profiling.measure.for_serving import measure_latencies
@@ -216,9 +249,19 @@ def make_parts(
             settings,
             measure_latencies,
             load=lambda: target.load(out, recipe.options)[0],
+            on_progress=on_progress,
             on_note=out.note,
             on_warning=out.warn,
         )
     if not takes_gpu:
         recipe = replace(recipe, threads=1)
-    return make_server(recipe, settings, measure_latencies, plan=plan, book=book, on_note=out.note, on_warning=out.warn)
+    return make_server(
+        recipe,
+        settings,
+        measure_latencies,
+        plan=plan,
+        book=book,
+        on_progress=on_progress,
+        on_note=out.note,
+        on_warning=out.warn,
+    )

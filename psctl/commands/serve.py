@@ -42,7 +42,14 @@ def serve(
     context: typer.Context,
     cascade: ServedCascade = None,
     workers: Annotated[
-        int, flag("--workers", "Cascade: number of worker processes, each on one processor or GPU.", min=1, max=256)
+        int,
+        flag(
+            "--workers",
+            "Cascade: number of worker processes, each on one processor or GPU.",
+            min=1,
+            max=256,
+            rich_help_panel=CascadeOptions.PANEL,
+        ),
     ] = 2,
     http: Annotated[
         bool, flag("--http", "Serve clients over HTTP with OpenAI's images API, until a signal arrives.")
@@ -81,16 +88,12 @@ def serve(
 
     Examples:
 
-        psctl serve --trace poisson --request-rate 2 --num-prompts 60
-        psctl serve --trace gamma --cv 3 --duration 60 --resolutions 128,256 --mix 3,1 --system diffusers
-        psctl serve --trace requests.jsonl --json --output-file summary.json
-        psctl serve --edits 0.5 --mask-ratios public --templates 8 --request-rate 2
-        psctl serve --cascade emoji-xl-turbo:1,emoji-xl:50 --workers 2 --request-rate 0.5 --slo-scale 4
         psctl serve --http --port 8000
         psctl serve --http --num-replicas 4 --device cuda
         psctl serve --http --num-replicas 4 --reuse-templates --router mask-aware
-        psctl serve --http --reuse-templates
-        psctl serve --http --cascade emoji-xl-turbo:1,emoji-xl:50 --workers 2 --slo-scale 4
+        psctl serve --trace poisson --request-rate 2 --num-prompts 60
+        psctl serve --trace requests.jsonl --json --output-file summary.json
+        psctl serve --cascade emoji-xl-turbo:1,emoji-xl:50 --workers 2 --slo-scale 4
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ...serving.runs.serve import ServePlan

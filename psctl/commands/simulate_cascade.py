@@ -35,8 +35,8 @@ _SHARED = {
     "--cascade", "--workers", "--system", "--gpus", "--slo-scale", "--prompts", "--output-file", "--workspace",
     "--device", "--dtype", "--json", "--quiet", "--seed", "--trace", "--request-rate", "--cv", "--amplitude",
     "--period", "--arrivals", "--num-prompts", "--duration", "--resolutions", "--mix", "--from-zero", "--curve",
-    "--rate-range", "--http", "--slo",
-} | Flags.of(HttpFlags).names()  # fmt: skip
+    "--rate-range", "--http", "--slo", "--config",
+} | Flags.of(HttpFlags).without("calibrate", "calibrate_time").names()  # fmt: skip
 
 
 def check_cascade_flags(context: typer.Context, cascade: str | None, system: str) -> None:

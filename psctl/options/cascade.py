@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
@@ -11,6 +11,7 @@ from ...serving.cascade.legs import Leg, LegSpec, cascade_name
 from ...serving.runs.trace_settings import TraceSettings
 from ..flags import Flags, flag, preset
 
+PANEL = "Cascade (--cascade)"
 _HELP = "A light and a heavy model, each with :STEPS behind it where it does not take its own number of steps."
 Cascade = Annotated[str, flag("--cascade", _HELP, metavar="LIGHT,HEAVY")]
 PROFILE_FILE = "cascade.json"
@@ -39,6 +40,8 @@ ServedCascade = Annotated[
 @dataclass(frozen=True, slots=True)
 class CascadeOptions:
     """Options of a cascade; all but the first two configure its systems."""
+
+    PANEL: ClassVar = PANEL
 
     cascade_profile: Annotated[
         Path | None,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, get_args
 
 import typer
 
@@ -79,6 +79,7 @@ CACHE = Flags(
         ),
         "memory_mb": flag("--cache-memory", "Maximum memory of the cache.", is_shared=True, metavar="MB"),
     },
+    panel="Cache",
 )
 
 
@@ -174,6 +175,7 @@ PARALLEL = Flags(
             min=1,
         ),
     },
+    panel="Several devices for an image (--parallel)",
 )
 MODEL = Flags(
     ModelOptions,
@@ -195,6 +197,7 @@ MODEL = Flags(
             "but not equal.",
         ),
     },
+    panel="Changes of the model",
 )
 _PROMPT_CACHE = flag(
     "--prompt-cache", "Maximum memory for embeddings of earlier texts; 0 keeps none.", metavar="MB", min=0
@@ -247,6 +250,7 @@ ENGINE = Flags(
         ),
         "cache": CACHE,
     },
+    panel="Engine",
 )
 TRACE = Flags(
     TraceSettings,
@@ -287,6 +291,7 @@ TRACE = Flags(
             metavar="SECONDS|WxH=SECONDS,...",
         ),
     },
+    panel="Trace",
 )
 EDITS = Flags(
     TraceEditSettings,
@@ -306,6 +311,7 @@ EDITS = Flags(
         ),
         "strength": flag("--edit-strength", "Edits: share of the steps that are taken. Default: 1."),
     },
+    panel="Edits of the trace (--edits)",
 )
 EDITED_TRACE = TRACE.using(edits=EDITS)
 DRAW = Flags(
@@ -326,6 +332,7 @@ DRAW = Flags(
         "max_bad": flag("--max-bad", "Number of images that may be missing, damaged or fail.", min=0),
         "seed": _SEED,
     },
+    panel="Images to draw",
 )
 
 TraceFlags = Annotated[TraceSettings, EDITED_TRACE]
@@ -338,6 +345,8 @@ PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]
 @dataclass(frozen=True, slots=True)
 class JudgeFlags:
     """Options for the networks that judge images."""
+
+    PANEL: ClassVar = "Judges of images"
 
     clip_model: Annotated[
         str,

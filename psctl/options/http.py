@@ -2,15 +2,20 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from ...data.errors import UsageError
+from ...serving.options import CALIBRATE_S, Calibrate
 from ..flags import flag
 
 if TYPE_CHECKING:
     from ...serving.server.keys import Keys
     from ...serving.server.limits import Limits
+    from ...serving.server.request_log import RequestLog
     from ...serving.server.run import Address
+    from ...serving.server.traces import Traces
 
 KEY_VARIABLE = "PSCTL_API_KEY"
 _HTTP = "With --http: "
@@ -19,6 +24,8 @@ _HTTP = "With --http: "
 @dataclass(frozen=True, slots=True)
 class HttpFlags:
     """Address, access and limits of a server."""
+
+    PANEL: ClassVar = "Server (--http)"
 
     host: Annotated[str, flag("--host", f"{_HTTP}address to listen on; other hosts than loopback need a key.")] = (
         "127.0.0.1"
@@ -69,6 +76,58 @@ class HttpFlags:
             metavar="SECONDS",
         ),
     ] = 90.0
+    calibrate: Annotated[
+        Calibrate,
+        flag(
+            "--calibrate",
+            f"{_HTTP}latencies measured at the start: what the workspace lacks (auto), nothing (off), or all (force).",
+        ),
+    ] = "auto"
+    calibrate_time: Annotated[
+        float,
+        flag(
+            "--calibrate-time",
+            f"{_HTTP}time after which no further measurement begins; the next start continues.",
+            min=0.0,
+            metavar="SECONDS",
+        ),
+    ] = CALIBRATE_S
+    root_path: Annotated[
+        str,
+        flag("--root-path", f"{_HTTP}path under which a proxy serves it, such as /images.", metavar="PATH"),
+    ] = ""
+    trusted_proxy: Annotated[
+        list[str] | None,
+        flag(
+            "--trusted-proxy",
+            f"{_HTTP}proxy whose X-Forwarded-Proto and X-Forwarded-For count, so that addresses of images begin with "
+            "https; may be repeated.",
+            metavar="ADDRESS|NETWORK",
+        ),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        flag(
+            "--cors-origin",
+            f"{_HTTP}other site whose pages may send requests, such as https://app.example; may be repeated.",
+            metavar="ORIGIN",
+        ),
+    ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        flag(
+            "--otlp-traces-endpoint",
+            f"{_HTTP}collector of OpenTelemetry traces (OTLP over HTTP), such as http://localhost:4318/v1/traces.",
+            metavar="URL",
+        ),
+    ] = None
+    log_level: Annotated[
+        Literal["info", "warning", "error"],
+        flag("--log-level", f"{_HTTP}requests that are logged: all, those refused or failed, or those failed."),
+    ] = "info"
+    log_format: Annotated[Literal["json", "text"], flag("--log-format", f"{_HTTP}format of the log of requests.")] = (
+        "json"
+    )
     log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}also log prompts.")] = False
 
     def limits(self, largest_pixels: int, keys: "Keys") -> "Limits":
@@ -87,12 +146,39 @@ class HttpFlags:
             request_timeout_s=self.request_timeout,
         )
 
+    def log(self) -> "RequestLog":
+        """Return the log of requests."""
+        from ...serving.server.request_log import RequestLog
+
+        return RequestLog(with_prompts=self.log_prompts, level=self.log_level, form=self.log_format)
+
+    def traces(self) -> "Traces | None":
+        """Return what exports traces, if there is a collector.
+
+        Raises:
+            UsageError: its address is not valid.
+            MissingExtraError: a package of the extra `otel` is missing.
+        """
+        if self.otlp_traces_endpoint is None:
+            return None
+        if not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}, but it must be like "
+                "http://localhost:4318/v1/traces"
+            )
+        from ...serving.server.traces import otlp_traces
+
+        return otlp_traces(self.otlp_traces_endpoint)
+
     def address(self) -> "Address":
-        """Return the address to listen on. Raises UsageError: the keys cannot be read, or a required key is missing."""
+        """Return the address to listen on. Raises UsageError: the keys cannot be read, a required key is missing, or
+        what a proxy or other sites need is not valid.
+        """
         from ...serving.server.keys import read_keys
         from ...serving.server.run import Address
 
-        keys = read_keys(self.api_key_file, os.environ.get(KEY_VARIABLE, "").strip() or None)
+        read = partial(read_keys, self.api_key_file, os.environ.get(KEY_VARIABLE, "").strip() or None)
+        keys = read()
         address = Address(
             self.host,
             self.port,
@@ -101,6 +187,10 @@ class HttpFlags:
             self.drain_timeout,
             self.insecure,
             self.keep_alive,
+            tuple(self.cors_origin or ()),
+            self.root_path,
+            tuple(self.trusted_proxy or ()),
+            read_keys=None if self.api_key_file is None else read,
         )
         address.check()
         return address

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from ...data.errors import UsageError
 from ...serving.scheduling.routers import DEFAULT_ROUTER, ROUTERS
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ReplicaFlags:
     """Number of engines, each in its own process placed by Ray; without this option, this process draws."""
+
+    PANEL: ClassVar = "Replicas (--num-replicas)"
 
     num_replicas: Annotated[
         int | None,
@@ -87,6 +89,8 @@ class ReplicaFlags:
 @dataclass(frozen=True, slots=True)
 class RouterFlags:
     """Options for the router, which sends a server's requests to its replicas."""
+
+    PANEL: ClassVar = ReplicaFlags.PANEL
 
     router: Annotated[
         str,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class Target:
     """The model, its device and number format, and the folder through which commands share results."""
 
+    PANEL: ClassVar = "Model and workspace"
+
     base: Annotated[
         str,
         flag(
@@ -38,7 +40,7 @@ class Target:
     config: Annotated[
         str | None,
         flag(
-            "--config",
+            "--model-config",
             "Single file: diffusers folder or hub id of its architecture. Default: detected from the file.",
             metavar="DIR|ID",
         ),
@@ -62,7 +64,9 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.config is not None and not Path(self.base).expanduser().is_file():
-            raise UsageError(f"--config {self.config} is of single files (.safetensors), and --model is {self.base}")
+            raise UsageError(
+                f"--model-config {self.config} is of single files (.safetensors), and --model is {self.base}"
+            )
         if self.revision is not None and ("/" not in self.base or Path(self.base.split("@")[0]).expanduser().exists()):
             raise UsageError(f"--revision {self.revision} is of hub ids (org/name), and --model is {self.base}")
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
@@ -11,6 +11,8 @@ from ...data.templates import Keep, LoadPlan, TemplateKind
 from ...serving.conflicts import refuse_conflicts
 from ...serving.options import EngineOptions, LoadOptions, RecordTemplates, TemplateOptions, TemplateTiers
 from ..flags import Flags, flag
+
+_PANEL = "Records of images (--reuse-templates)"
 
 TemplatePrompt = Annotated[
     str,
@@ -70,12 +72,15 @@ TIERS = Flags(
         ),
         "disk_mb": flag("--template-disk-mb", "Disk space for records in the workspace, in megabytes."),
     },
+    panel=_PANEL,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateFlags:
     """Options for records that a server's edits read."""
+
+    PANEL: ClassVar = _PANEL
 
     reuse_templates: Annotated[
         bool,

@@ -6,7 +6,7 @@ the plain pipeline with the same prompt, size, steps, guidance scale and `torch.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -224,17 +224,26 @@ class ServedModel:
             state.skip(schedule.plan_of(state.first + state.num_steps, state.first))
         return state
 
-    def tune(self, resolutions: Iterable[Resolution], folder: Path, max_batch_size: int = 0) -> None:
+    def tune(
+        self,
+        resolutions: Iterable[Resolution],
+        folder: Path,
+        max_batch_size: int = 0,
+        on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    ) -> None:
         """Measure the faster choices of the engine for these resolutions; `folder` keeps the results.
 
-        If passes are recorded, those of batches of up to `max_batch_size` requests are recorded now.
+        If passes are recorded, those of batches of up to `max_batch_size` requests are recorded now. `on_progress` is
+        that of `Tuning`.
 
         Raises:
             UsageError: the engine's options do not fit the resolutions.
             RunError: the compiled model fails.
         """
         distinct = list(dict.fromkeys(resolutions))
-        self.stepper.tune(replace(self.tuning(distinct, folder), max_batch_size=max_batch_size))
+        self.stepper.tune(
+            replace(self.tuning(distinct, folder), max_batch_size=max_batch_size, on_progress=on_progress)
+        )
         if self.options.compile:
             # Compile a graph for batches of one resolution, of two, and so on; otherwise later requests wait for it.
             for count in range(1, len(distinct) + 1):

@@ -38,8 +38,8 @@ def configuration_of(file: Path) -> Path:
         return fetch_configuration(hub_id, None)
     except (RunError, UsageError) as error:
         raise RunError(
-            f"{file} has the tensors of {hub_id}, whose configuration cannot be fetched from the hub: give --config "
-            "DIR, a diffusers directory of the same architecture (weights may be missing there)"
+            f"{file} has the tensors of {hub_id}, whose configuration cannot be fetched from the hub: give "
+            "--model-config DIR, a diffusers directory of the same architecture (weights may be missing there)"
         ) from error
 
 
@@ -91,7 +91,7 @@ def load_file(
 def _refusal(pipeline: Any, file: Path, config: Path) -> RunError:
     return RunError(
         f"{file} lacks tensors of the {pipeline.__name__} that {config} describes: the file is incomplete, or of "
-        "another architecture, for which --config names the directory"
+        "another architecture, for which --model-config names the directory"
     )
 
 

@@ -71,7 +71,7 @@ def locate_model(spec: str) -> ModelSource:
         _checkpoint(path)
         config = locate_model(found[2])
         if config.file is not None:
-            raise UsageError(f"--config {found[2]} is a file; a diffusers directory or a hub id is expected")
+            raise UsageError(f"--model-config {found[2]} is a file; a diffusers directory or a hub id is expected")
         return ModelSource(config.folder, file=path)
     if found := _HUB_ID.fullmatch(spec):
         return ModelSource(fetch_configuration(*found.groups()), (found[1], found[2]))

@@ -131,10 +131,12 @@ class PatchedStepper:
         examples = sorted(target.examples(), key=lambda prepared: by_size(prepared.size))
         layout = model.pack([prepared.size for prepared in examples]).layout
         patches = [height * width // layout.patch_size**2 for height, width in layout.resolutions]
-        for counts in batches_by_bucket(patches, examples[0].num_rows, target.max_batch_size).values():
+        buckets = batches_by_bucket(patches, examples[0].num_rows, target.max_batch_size)
+        for number, counts in enumerate(buckets.values()):
+            target.on_progress("recording", number, len(buckets))
             if captured.failure or captured.is_full or time.perf_counter() - start_s > _START_S:
                 break
-            batch = [copy(example) for example, number in zip(examples, counts, strict=True) for _ in range(number)]
+            batch = [copy(example) for example, count in zip(examples, counts, strict=True) for _ in range(count)]
             for prepared in batch:
                 prepared.key = next(self._keys)
             with captured.at_once():

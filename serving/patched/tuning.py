@@ -1,6 +1,6 @@
 """Measurement of both convolution strategies at the start, for every shape (channels, stride, side of a patch)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -30,28 +30,39 @@ def strategy_table(model: PatchedModel, target: Tuning) -> StrategyTable:
     }
     return StrategyTable(
         load_or_measure(
-            target.folder, "convolutions", circumstances, StrategyTiming, lambda: measure(model, target.sizes)
+            target.folder,
+            "convolutions",
+            circumstances,
+            StrategyTiming,
+            lambda: measure(model, target.sizes, target.on_progress),
         )
     )
 
 
 @torch.inference_mode()
-def measure(model: PatchedModel, sizes: Sequence[tuple[int, int]]) -> list[StrategyTiming]:
-    """Time both strategies of every convolution shape on batches of all these latent sizes together."""
+def measure(
+    model: PatchedModel,
+    sizes: Sequence[tuple[int, int]],
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[StrategyTiming]:
+    """Time both strategies of every convolution shape on batches of all these latent sizes together; `on_progress` is
+    that of `Tuning`.
+    """
     distinct = sorted(set(sizes), key=by_size)
     if len(distinct) < 2:
         return []  # one resolution needs no patches
     points: dict[tuple[str, int, int], StrategyTiming] = {}
     choices = [distinct] if len(distinct) == 2 else [distinct, [distinct[0], distinct[-1]]]
-    for chosen in choices:
-        for rows in MEASURED_ROWS:
-            packing = model.pack([size for size in chosen for _ in range(rows)])
-            model.begin(packing)
-            for conv, index in model.convolutions:
-                level, out_level = packing.levels[index], packing.levels[index + conv.stride - 1]
-                key = conv.shape_key(level.side), len(out_level.groups), out_level.num_tokens
-                if key not in points:
-                    points[key] = StrategyTiming(*key, **_time_both(model, conv, level, out_level))
+    batches = [(chosen, rows) for chosen in choices for rows in MEASURED_ROWS]
+    for number, (chosen, rows) in enumerate(batches):
+        on_progress("tuning", number, len(batches))
+        packing = model.pack([size for size in chosen for _ in range(rows)])
+        model.begin(packing)
+        for conv, index in model.convolutions:
+            level, out_level = packing.levels[index], packing.levels[index + conv.stride - 1]
+            key = conv.shape_key(level.side), len(out_level.groups), out_level.num_tokens
+            if key not in points:
+                points[key] = StrategyTiming(*key, **_time_both(model, conv, level, out_level))
     return list(points.values())
 
 

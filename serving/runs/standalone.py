@@ -14,6 +14,7 @@ holds for a latency much longer than the time in which a run has served the requ
 """
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -111,6 +112,7 @@ def standalone_latencies(
     *,
     remeasure: bool = False,
     num_repeats: int = 3,
+    budget_s: float | None = None,
     on_measure: Callable[[RequestShape], None] | None = None,
     on_doubt: Callable[[str], None] = lambda doubt: None,
 ) -> dict[RequestShape, float]:
@@ -123,6 +125,8 @@ def standalone_latencies(
         requests: trace, whose first request of each shape is measured.
         remeasure: whether known shapes are measured again.
         num_repeats: minimum number of measurements per shape, after a warm-up, unless they take longer than `BUDGET_S`.
+        budget_s: seconds after which no further shape is measured, and no further sample begins: shapes that are not
+            known then are missing from the result. None measures all, 0 none.
         on_measure: called before each shape that is measured.
         on_doubt: called with a line that names a latency that may be too long, and the reason.
 
@@ -143,20 +147,26 @@ def standalone_latencies(
     known, context = read_standalone(path), context_key(model)
     latencies: dict[RequestShape, float] = {}
     is_quiet: bool | None = None
+    start_s = time.monotonic()
     for shape in sorted(
         examples, key=lambda shape: (shape.resolution.pixels, shape.resolution, shape.num_inference_steps)
     ):
         key = _key_of(context, shape)
         if key in known and known[key].doubt is not None and is_quiet is None:
             is_quiet = (contention_now() or 0.0) <= MAX_WAITED
-        if remeasure or key not in known or (known[key].doubt is not None and is_quiet):
+        left_s = math.inf if budget_s is None else start_s + budget_s - time.monotonic()
+        if left_s <= 0 and key not in known:
+            continue
+        if left_s > 0 and (remeasure or key not in known or (known[key].doubt is not None and is_quiet)):
             if on_measure is not None:
                 on_measure(shape)
             model.tune([example.resolution for example in examples], tables)
             _serve_alone(model, examples[shape], min(_WARMUP_STEPS, shape.num_inference_steps))
             was_doubted = key in known and known[key].doubted != "no"
             alone = partial(_serve_alone, model, examples[shape], shape.num_inference_steps)
-            known[key] = replace(_measure(alone, num_repeats), doubted="before" if was_doubted else "no")
+            known[key] = replace(
+                _measure(alone, num_repeats, min(BUDGET_S, left_s)), doubted="before" if was_doubted else "no"
+            )
             _write(path, known)
         latencies[shape] = known[key].latency_s
         if (doubt := known[key].doubt) is not None:
@@ -164,12 +174,12 @@ def standalone_latencies(
     return latencies
 
 
-def _measure(serve_alone: Callable[[], float], least: int) -> StandaloneMeasurement:
+def _measure(serve_alone: Callable[[], float], least: int, within_s: float) -> StandaloneMeasurement:
     """Take samples until they agree, there are `MAX_SAMPLES`, or the time is over."""
     samples_s: list[float] = []
     waited: list[float] = []
     start_s = time.monotonic()
-    while not samples_s or (len(samples_s) < MAX_SAMPLES and time.monotonic() - start_s < BUDGET_S):
+    while not samples_s or (len(samples_s) < MAX_SAMPLES and time.monotonic() - start_s < within_s):
         with Contention() as contention:
             samples_s.append(serve_alone())
         waited += [] if contention.share is None else [contention.share]

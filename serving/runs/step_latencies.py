@@ -19,6 +19,7 @@ from ...data.tables.published import published_table
 from ...data.workspace import ModelWorkspace, Workspace
 from ...training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 from ..editing.profile import PATTERN
+from ..options import Calibrate
 from ..scheduling.policies import StepLatencyPredictor
 from ..scheduling.step_latency import TableLatency
 from ..scheduling.systems import System
@@ -34,10 +35,10 @@ COARSE_BUDGET_S = 20.0
 """Seconds after which no further combination of a coarse table is measured."""
 
 
-MeasureLatencies = Callable[["ServedModel", ModelWorkspace, tuple[Resolution, ...], int], LatencyTable]
+MeasureLatencies = Callable[..., LatencyTable]
 """Function that measures the coarse table of a model without a cache, given the resolutions and the largest batch, and
-keeps it in the workspace: `profiling.measure.for_serving.measure_latencies`. Raises RunError, OSError, and
-KeyboardInterrupt on Ctrl-C.
+keeps it in the workspace: `profiling.measure.for_serving.measure_latencies`, with its arguments. Raises RunError,
+OSError, and KeyboardInterrupt on Ctrl-C.
 """
 
 
@@ -48,6 +49,7 @@ def latencies_for_serving(
     max_batch_size: int,
     *,
     measure: MeasureLatencies,
+    calibrate: Calibrate = "auto",
     on_note: Notify,
     on_warning: Notify,
 ) -> StepLatencyPredictor:
@@ -63,10 +65,12 @@ def latencies_for_serving(
         resolutions: resolutions of the requests that will be served.
         max_batch_size: maximum size of a batch that will be served.
         measure: measures the coarse table.
+        calibrate: whether it is measured only if the workspace has no latencies, or never, or always.
         on_note: called with a line about the latencies in use.
         on_warning: called with a line about possible inaccuracies.
 
     Raises:
+        UsageError: nothing may be measured, and the workspace has no latencies.
         RunError, KeyboardInterrupt, OSError: as `MeasureLatencies`.
     """
     from ..models.build import without_cache
@@ -74,7 +78,7 @@ def latencies_for_serving(
     from .machine import run_facts
 
     about, wanted = run_facts(model), tuple(sorted(set(resolutions)))
-    fitted = workspace.find_predictor(PREDICTOR_FILE)
+    fitted = None if calibrate == "force" else workspace.find_predictor(PREDICTOR_FILE)
     if fitted is not None:
         try:
             predictor = LatencyPredictor.load(fitted, expect=about, on_warning=on_warning)
@@ -84,13 +88,20 @@ def latencies_for_serving(
             on_note(f"The workspace's latency predictor is not used: {error}")
         else:
             return predictor
-    for path, table in tables_measured_under(about, workspace.root / "tables"):
+    tables = [] if calibrate == "force" else tables_measured_under(about, workspace.root / "tables")
+    for path, table in tables:
         if set(wanted) <= measured_alone(table):
             on_note(f"Step latencies: {path}")
             return step_sources(table)[0]
+    if calibrate == "off":
+        raise UsageError(
+            f"--calibrate off measures nothing, and no step latencies of this model, machine and engine are in "
+            f"{workspace.root}: psctl profile latency measures them, and --system patched-fcfs needs none"
+        )
+    missing = f"No step latencies of this model, machine and engine are in {workspace.root}"
     on_note(
-        f"No step latencies of this model, machine and engine are in {workspace.root}: measuring a coarse table, at "
-        f"most {COARSE_BUDGET_S:.0f} s (psctl profile && psctl train-predictor make a better one) ..."
+        f"{'--calibrate force' if calibrate == 'force' else missing}: measuring a coarse table, at most "
+        f"{COARSE_BUDGET_S:.0f} s (psctl profile && psctl train-predictor make a better one) ..."
     )
     # The savings of the cache depend on the requests; a correction learns them while serving.
     with Contention() as contention:

@@ -72,11 +72,10 @@ class Admission:
     num_images: int = 0
     clock: Callable[[], float] = time.monotonic
     _of_key: Counter[str] = field(default_factory=Counter)
-    _buckets: dict[str, tuple[TokenBucket | None, TokenBucket | None]] = field(default_factory=dict)
-    _total_weight: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._total_weight = math.fsum(each.weight for each in self.limits.keys.values())
+    # By key and its rates, which change when keys are read again.
+    _buckets: dict[tuple[str, float | None, float | None], tuple[TokenBucket | None, TokenBucket | None]] = field(
+        default_factory=dict
+    )
 
     def reserve(self, num_images: int, key: str, pixel_steps: float = 0.0) -> Place:
         """Reserve places for a request, and charge it to the rate limits of its key.
@@ -117,12 +116,12 @@ class Admission:
     def _charge(self, key: str, of_key: KeyLimits, pixel_steps: float) -> None:
         now_s = self.clock()
         requests, work = of_key.requests_per_minute, of_key.pixel_steps_per_second
-        if key not in self._buckets:
-            self._buckets[key] = (
+        if (key, requests, work) not in self._buckets:
+            self._buckets[key, requests, work] = (
                 None if requests is None else TokenBucket.full(requests / 60, now_s),
                 None if work is None else TokenBucket.full(work, now_s),
             )
-        buckets = list(zip(self._buckets[key], (1.0, pixel_steps), strict=True))
+        buckets = list(zip(self._buckets[key, requests, work], (1.0, pixel_steps), strict=True))
         units = f"{requests or 0:g} requests per minute", f"{work or 0:g} pixels times steps per second"
         for (bucket, needed), what in zip(buckets, units, strict=True):
             if bucket is not None and (wait_s := bucket.wait_s(needed, now_s)):
@@ -148,7 +147,7 @@ class Admission:
     def _part_of(self, key: str, half_of: float) -> float:
         """Return a key's part, by weight, in half of an amount; 0 if there is no other owner."""
         weight = self.limits.of(key).weight if len(self.limits.keys) > 1 else 0.0
-        return weight and half_of * weight / (2 * self._total_weight)
+        return weight and half_of * weight / (2 * math.fsum(each.weight for each in self.limits.keys.values()))
 
     def _share_of(self, key: str) -> int:
         part = self._part_of(key, self.limits.max_queue)

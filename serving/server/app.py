@@ -29,15 +29,26 @@ from .openapi import body_of, edit_form, errors
 from .page import page_response
 from .protocol import GENERATIONS, Generation, parse_generation
 from .sse import events_of, usage_of
+from .start_up import StartUp
 from .tickets import Ticket, facts_of, metrics_of
+from .traces import trace_context_of
 
 _CREATED = int(time.time())
 _IMAGE_ERRORS = errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)
 Result = TypeVar("Result")
 
 
-def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches, edits: EditProcesses) -> FastAPI:
-    """Return the application that serves a front end over HTTP."""
+def make_app(
+    front_end: FrontEnd,
+    metrics: Metrics,
+    live: Live,
+    batches: Batches,
+    edits: EditProcesses,
+    start_up: StartUp | None = None,
+) -> FastAPI:
+    """Return the application that serves a front end over HTTP; until it is ready, `/readyz` has `start_up`'s
+    progress.
+    """
     app = FastAPI(title="psctl", summary="OpenAI's images API over the patch engine", docs_url=None, redoc_url=None)
 
     @app.exception_handler(ApiError)
@@ -99,7 +110,12 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
 
         async def draw() -> Ticket:
             ticket = await front_end.generate(
-                generation, key=caller.key, request_id=caller.request_id, arrival_s=arrival_s, streams=generation.stream
+                generation,
+                key=caller.key,
+                request_id=caller.request_id,
+                arrival_s=arrival_s,
+                streams=generation.stream,
+                trace_context=trace_context_of(request.headers),
             )
             if not generation.stream:
                 try:
@@ -157,6 +173,8 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     @app.get("/ready")
     async def ready() -> Response:
         state = "draining" if front_end.is_draining else front_end.backend.health.value
+        if start_up is not None and state == Health.STARTING.value:
+            return start_up.answer("/readyz")
         return JSONResponse(probe_body(state), 200 if front_end.is_ready else 503)
 
     def probe_body(status: str) -> dict[str, Any]:

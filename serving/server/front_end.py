@@ -6,7 +6,7 @@ All of it runs on the event loop. No torch.
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -106,6 +106,7 @@ class FrontEnd:
         arrival_s: float,
         streams: bool = False,
         is_batch: bool = False,
+        trace_context: Mapping[str, str] | None = None,
     ) -> Ticket:
         """Admit a request and submit it to the backend.
 
@@ -116,6 +117,7 @@ class FrontEnd:
             arrival_s: time of its arrival, on the event loop's clock.
             streams: whether its events are queued for a stream.
             is_batch: whether it is a line of a batch, which reserves no place and has no deadline.
+            trace_context: headers that name the trace which it belongs to.
 
         Returns:
             The ticket of the request, which ends without further calls.
@@ -130,6 +132,7 @@ class FrontEnd:
             for watcher in self.watchers:
                 watcher.on_rejected(error, request_id, key)
             raise
+        ticket.trace_context = trace_context or {}
         if streams:
             ticket.events = asyncio.Queue()
         for watcher in self.watchers:

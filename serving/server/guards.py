@@ -64,6 +64,8 @@ class Guards:
         keys: keys that are accepted.
         hosts: host names, without ports, and numeric addresses under which the server accepts requests; any other name
             is DNS rebinding. None accepts all.
+        origins: origins of other sites whose pages may send requests, such as `https://app.example`.
+        root_path: path under which a proxy serves this server, without a slash at its end. Requests may have it or not.
         max_body: largest size of a JSON body in bytes.
         large_paths: limits of large bodies by path, for paths to which they may be posted.
         on_answer: called with the scope, status and request id of every response.
@@ -75,12 +77,15 @@ class Guards:
         *,
         keys: Keys,
         hosts: Sequence[str] | None,
+        origins: Sequence[str] = (),
+        root_path: str = "",
         max_body: int,
         large_paths: MutableMapping[str, LargeBodies] | None = None,
         on_answer: Callable[[Scope, int, str], None] = lambda scope, status, request_id: None,
     ) -> None:
         self._app, self._keys = app, keys
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
+        self._origins, self._root_path = frozenset(origins), root_path
         self._max_body, self._large_paths, self._on_answer = max_body, large_paths or {}, on_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,6 +95,12 @@ class Guards:
         # The API handles HEAD as GET; uvicorn leaves out the body.
         if is_head := scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
+        path = scope["path"]
+        if root := self._root_path:
+            if path.startswith(f"{root}/"):
+                path = path.removeprefix(root)
+            # As ASGI defines it, whether or not the proxy has removed it.
+            scope = {**scope, "path": root + path, "root_path": root}
         headers = _Headers(scope["headers"])
         given_id = headers.get("x-request-id")
         request_id = given_id if given_id and _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(8)
@@ -113,12 +124,12 @@ class Guards:
             self._check_host(headers)
             owner = (
                 ""
-                if scope["path"] in OPEN_PATHS or _IMAGE_PATH.fullmatch(scope["path"])
+                if path in OPEN_PATHS or _IMAGE_PATH.fullmatch(path)
                 else self._keys.owner(headers.get("authorization"))
             )
             async with contextlib.AsyncExitStack() as room:
                 scope.setdefault("state", {})[_STATE_KEY] = Caller(request_id, owner, room.aclose)
-                body = await self._read(scope, headers, receive, owner, room)
+                body = await self._read(scope["method"], path, headers, receive, owner, room)
                 await self._app(scope, _Replay(body, receive), guarded_send)
         except ApiError as error:
             if has_begun:
@@ -133,7 +144,7 @@ class Guards:
         if self._hosts is not None and (host is None or not self._is_accepted_host(_without_port(host).lower())):
             raise ApiError(403, "the server is not asked by this name (--allowed-host)", code="host_not_allowed")
         origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        if origin is not None and origin.partition("://")[2] != host and origin not in self._origins:
             raise ApiError(403, "pages of other sites may not ask", code="origin_not_allowed")
 
     def _is_accepted_host(self, name: str) -> bool:
@@ -146,7 +157,7 @@ class Guards:
             return False
 
     async def _read(
-        self, scope: Scope, headers: "_Headers", receive: Receive, owner: str, room: contextlib.AsyncExitStack
+        self, method: str, path: str, headers: "_Headers", receive: Receive, owner: str, room: contextlib.AsyncExitStack
     ) -> bytes:
         """Return the whole body; for a large one, `room` holds a place among the large bodies until it is closed.
 
@@ -155,7 +166,7 @@ class Guards:
         encoding = headers.get("content-encoding")
         if encoding is not None and encoding.lower() != "identity":
             raise ApiError(415, "the body must not be compressed", code="unsupported_content_encoding")
-        large = self._large_paths.get(scope["path"]) if scope["method"] == "POST" else None
+        large = self._large_paths.get(path) if method == "POST" else None
         most, within_s = (self._max_body, BODY_WITHIN_S) if large is None else (large.most_bytes, large.within_s)
         too_large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
         length = headers.get("content-length")

@@ -173,7 +173,7 @@
       if (shown.has(name)) continue;
       const button = element("button");
       const picture = element("img");
-      picture.src = `/v1/images/${encodeURIComponent(name)}/content`;
+      picture.src = `v1/images/${encodeURIComponent(name)}/content`;
       picture.alt = `an image of ${image.size}`;
       button.type = "button";
       button.title = "use its seed and size";
@@ -204,7 +204,7 @@
   async function follow() {
     for (;;) {
       try {
-        const response = await fetch("/v1/state/stream", { headers: headers() });
+        const response = await fetch("v1/state/stream", { headers: headers() });
         at("key-line").hidden = response.status !== 401;
         if (response.ok) for await (const state of eventsOf(response)) show(state);
         else at("status").textContent = response.status === 401 ? "needs a key" : `error ${response.status}`;
@@ -217,7 +217,7 @@
   }
 
   async function loadDefaults() {
-    const response = await fetch("/v1/models", { headers: headers() });
+    const response = await fetch("v1/models", { headers: headers() });
     if (!response.ok) return;
     const card = (await response.json()).data[0];
     at("size").replaceChildren(...card.sizes.map((size) => element("option", size)));
@@ -255,13 +255,13 @@
   async function requestOf(body) {
     if (!brush.image) {
       const options = { headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ ...body, size: at("size").value }) };
-      return ["/v1/images/generations", options];
+      return ["v1/images/generations", options];
     }
     const form = new FormData();
     for (const [name, value] of Object.entries({ ...body, strength: Number(at("strength").value) })) form.append(name, String(value));
     form.append("image", brush.image, "image");
     form.append("mask", await brush.maskFile(), "mask.png");
-    return ["/v1/images/edits", { headers: headers(), body: form }];
+    return ["v1/images/edits", { headers: headers(), body: form }];
   }
 
   async function draw(submitted) {

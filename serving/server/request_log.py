@@ -1,10 +1,10 @@
-"""Request log: one JSON line on stderr for every request that has ended or was refused. No torch."""
+"""Request log: one line on stderr for every request that has ended or was refused, as JSON or text. No torch."""
 
 import hashlib
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ...data.checks import writes_all_text
 from .errors import ApiError
@@ -16,11 +16,24 @@ _SHOWN = 12
 """Number of characters shown of the SHA-256 digest of an id."""
 
 
-class RequestLog(Watcher):
-    """Watcher that writes the lines. They contain prompts only if `with_prompts` is set."""
+LogLevel = Literal["info", "warning", "error"]
+"""Least level of the lines: `error` for failed requests, `warning` also for refused ones, `info` for all."""
+LogFormat = Literal["json", "text"]
+_LEVELS = get_args(LogLevel)
+_LEVEL_OF: dict[str, LogLevel] = {"failed": "error", "rejected": "warning", "refused": "warning"}
 
-    def __init__(self, *, with_prompts: bool = False) -> None:
-        self._with_prompts = with_prompts
+
+class RequestLog(Watcher):
+    """Watcher that writes the lines.
+
+    Args:
+        with_prompts: whether they contain prompts.
+        level: least level of the lines.
+        form: `json`, or `text`: time, level and event, then the fields as `name=value`.
+    """
+
+    def __init__(self, *, with_prompts: bool = False, level: LogLevel = "info", form: LogFormat = "json") -> None:
+        self._with_prompts, self._level, self._form = with_prompts, level, form
 
     def on_accepted(self, ticket: Ticket) -> None:
         """Do nothing: a request is logged when it ends."""
@@ -59,10 +72,18 @@ class RequestLog(Watcher):
         self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
+        level = _LEVEL_OF.get(line["event"], "info")
+        if _LEVELS.index(level) < _LEVELS.index(self._level):
+            return
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
         # The current stderr: while the server runs, it is that of `log_stream`, which does not block.
         is_ascii = not writes_all_text(sys.stderr)
-        sys.stderr.write(json.dumps({"time": f"{at}Z", **line}, ensure_ascii=is_ascii) + "\n")
+        if self._form == "json":
+            sys.stderr.write(json.dumps({"time": f"{at}Z", "level": level, **line}, ensure_ascii=is_ascii) + "\n")
+            return
+        event = line.pop("event")
+        values = (f"{name}={json.dumps(value, ensure_ascii=is_ascii)}" for name, value in line.items())
+        sys.stderr.write(" ".join([f"{at}Z", level.upper(), event, *values]) + "\n")
 
 
 def _owner(key: str) -> dict[str, str]:

@@ -5,16 +5,20 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from ...data.errors import RunError, UsageError
 from .app import make_app
@@ -24,13 +28,15 @@ from .connections import TimedConnection
 from .edit_processes import EditProcesses
 from .edits import EDITS, MAX_EDIT_BYTES
 from .front_end import FrontEnd
-from .guards import ANY_ADDRESS, LOOPBACK, Guards, Scope
+from .guards import ANY_ADDRESS, LOOPBACK, Guards, Receive, Scope, Send
 from .keys import Keys
 from .large_bodies import LargeBodies
+from .limits import Limits
 from .live import Live
 from .log_stream import lossy_stderr
 from .metrics import Metrics
 from .protocol import GENERATIONS
+from .start_up import StartUp
 
 _BACKLOG = 256
 KEEP_ALIVE_S = 90.0
@@ -38,6 +44,8 @@ KEEP_ALIVE_S = 90.0
 request on its way would be answered with 502.
 """
 _LAST_ANSWERS_S = 5
+_ORIGIN = re.compile(r"https?://[\w.-]+(:\d+)?|https?://\[[\da-f:]+\](:\d+)?", re.ASCII)
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _INTERRUPTED = 130
 
 
@@ -54,6 +62,10 @@ class Address:
         drain_timeout_s: seconds that open requests may still take after a signal.
         is_open: whether it may listen on other hosts than loopback without keys.
         keep_alive_s: seconds after which an idle connection is closed.
+        origins: origins of other sites whose pages may send requests.
+        root_path: path under which a proxy serves it, such as `/images`; "" for none.
+        proxies: addresses and networks of proxies whose `X-Forwarded-Proto` and `X-Forwarded-For` count.
+        read_keys: reads the keys again, on SIGHUP; raises UsageError.
     """
 
     host: str = "127.0.0.1"
@@ -63,6 +75,10 @@ class Address:
     drain_timeout_s: float = 30.0
     is_open: bool = False
     keep_alive_s: float = KEEP_ALIVE_S
+    origins: Sequence[str] = ()
+    root_path: str = ""
+    proxies: Sequence[str] = ()
+    read_keys: Callable[[], Keys] | None = None
 
     @property
     def is_loopback(self) -> bool:
@@ -70,7 +86,18 @@ class Address:
         return self.host in ("localhost", "127.0.0.1", "::1")
 
     def check(self) -> None:
-        """Raise UsageError if anyone on the network could send requests, unless `is_open` allows it."""
+        """Raise UsageError if anyone on the network could send requests, unless `is_open` allows it, or if an origin,
+        the path or a proxy is not valid.
+        """
+        if wrong := [origin for origin in self.origins if not _ORIGIN.fullmatch(origin)]:
+            raise UsageError(f"--cors-origin is {wrong[0]!r}, but it must be like https://app.example, with no path")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise UsageError(f"--root-path is {self.root_path!r}, but it must be like /images, with no / at its end")
+        for proxy in self.proxies:
+            try:
+                ip_network(proxy)
+            except ValueError as error:
+                raise UsageError(f"--trusted-proxy: {error}; give addresses or networks like 10.0.0.0/8") from None
         if not self.is_loopback and not self.keys and not self.is_open:
             raise UsageError(
                 f"--host is {self.host}, where others can ask: set PSCTL_API_KEY or --api-key-file, or say --insecure"
@@ -97,107 +124,205 @@ class Address:
         return None if self.keys else (*LOOPBACK, self.host, socket.gethostname(), socket.getfqdn(), ANY_ADDRESS)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Parts of a server, once its model is loaded.
+
+    Attributes:
+        front_end: front end that handles the requests.
+        metrics: metrics that `/metrics` returns.
+        live: state of the live page.
+        batches: files and batches of the workspace.
+    """
+
+    front_end: FrontEnd
+    metrics: Metrics
+    live: Live
+    batches: Batches
+
+
 async def serve_forever(
-    front_end: FrontEnd,
-    metrics: Metrics,
-    live: Live,
-    batches: Batches,
+    make: Callable[[], Served],
+    limits: Limits,
     address: Address,
     listening: socket.socket,
+    start_up: StartUp,
     *,
     on_ready: Callable[[str], None],
 ) -> None:
     """Serve until a signal arrives, then drain; a second signal ends the process at once, with exit code 130.
 
+    The port answers while `make` runs: probes with the progress of the start, everything else with 503. A signal ends
+    the process then at once, as nothing is open.
+
     Args:
-        front_end: front end that handles the requests.
-        metrics: metrics that `/metrics` returns.
-        live: state of the live page.
-        batches: files and batches of the workspace.
+        make: loads the model and returns the server's parts; called in a thread.
+        limits: limits of requests.
         address: the requests that are accepted, and the time limit of draining.
         listening: the bound socket.
+        start_up: progress of the start, which `make` reports to.
         on_ready: called with the base URL when the backend is ready.
 
     Raises:
         RunError: the backend could not start, or has stopped for good.
+        Exception: as `make`.
     """
-    edits = EditProcesses(front_end.model, front_end.limits)
-    metrics.operator = address.keys.operator
-    app = make_app(front_end, metrics, live, batches, edits)
-    paths = {route.path for route in app.routes if hasattr(route, "path")}  # type: ignore[attr-defined]
-
-    def on_answer(scope: Scope, status: int, request_id: str) -> None:
-        found = scope.get("route")
-        route = getattr(found, "path", "other") if found is not None else _route_of(scope["path"], paths)
-        for watcher in front_end.watchers:
-            watcher.on_answer(route, status, request_id)
-
+    gate = _Gate(start_up)
     guarded = Guards(
-        app,
+        gate,
         keys=address.keys,
         hosts=address.hosts,
-        max_body=front_end.limits.max_body_bytes,
+        origins=address.origins,
+        root_path=address.root_path,
+        max_body=limits.max_body_bytes,
         large_paths={FILES: LargeBodies(MAX_FILE_BYTES, 300.0), EDITS: LargeBodies(MAX_EDIT_BYTES, 30.0)},
-        on_answer=on_answer,
+        on_answer=gate.on_answer,
+    )
+    # Outside the guards, so that pages can also read what these refuse.
+    app = CORSMiddleware(
+        guarded,  # type: ignore[arg-type]
+        allow_origins=address.origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "X-Generation-Id", "Retry-After"],
     )
     config = uvicorn.Config(
-        guarded,
+        app if address.origins else guarded,
         http=TimedConnection,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=bool(address.proxies),
+        forwarded_allow_ips=list(address.proxies),
         backlog=_BACKLOG,
         timeout_keep_alive=address.keep_alive_s,  # type: ignore[arg-type]
         timeout_graceful_shutdown=_LAST_ANSWERS_S,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    server = _DrainingServer(config, front_end, address.drain_timeout_s)
+    server = _DrainingServer(config, address.drain_timeout_s)
     port = listening.getsockname()[1]
     host = f"[{address.host}]" if ":" in address.host else address.host
 
     async def start() -> None:
+        served = await asyncio.get_running_loop().run_in_executor(None, make)
+        # Ray has replaced the handlers with its own, which abort the process.
+        for sig in uvicorn.server.HANDLED_SIGNALS:
+            signal.signal(sig, server.handle_exit)
+        front_end = server.front_end = served.front_end
+        front_end.backend.on_stopped = server.on_backend_stopped
+        served.metrics.operator = address.keys.operator
+        edits = EditProcesses(front_end.model, front_end.limits)
+        gate.open(served, make_app(front_end, served.metrics, served.live, served.batches, edits, start_up))
+        start_up("warming up")
         # A cascade takes no edits.
         others = [] if front_end.model.cascade else [edits.start()]
         await asyncio.gather(front_end.backend.start(), *others)
-        await batches.start()
+        await served.batches.start()
+        start_up.end()
         on_ready(f"http://{host}:{port}/v1")
 
-    front_end.backend.on_stopped = server.on_backend_stopped
-    with lossy_stderr(metrics.log_lines_lost.inc):
+    def read_keys() -> None:
+        _read_keys_again(address)
+        if gate.served is not None:
+            gate.served.metrics.operator = address.keys.operator
+
+    with lossy_stderr(gate.on_line_lost):
+        if hasattr(signal, "SIGHUP"):  # not on Windows
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_keys)
         starting = asyncio.ensure_future(start())
         starting.add_done_callback(server.on_backend_started)
         await server.serve(sockets=[listening])
-        if front_end.is_draining:
+        if server.front_end is not None and server.front_end.is_draining:
             # Until the process has ended: the awaited ends of batches and the backend may never come.
             for sig in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(sig, _end_at_once)
+                signal.signal(sig, _end_at_second_signal)
         if not starting.done():
             starting.cancel()
-        await batches.stop()
-        # Also if nothing was drained: the process must not end while a thread computes.
-        await front_end.backend.stop()
+        if gate.served is not None:
+            await gate.served.batches.stop()
+            # Also if nothing was drained: the process must not end while a thread computes.
+            await gate.served.front_end.backend.stop()
     if server.failure is not None:
         raise server.failure
 
 
-class _DrainingServer(uvicorn.Server):
-    """uvicorn server that drains before it stops listening: meanwhile `/ready` returns 503, and new work is refused."""
+def _read_keys_again(address: Address) -> None:
+    """Replace the keys by those that the file has now, or keep them and say why."""
+    try:
+        if address.read_keys is None:
+            raise UsageError("there is no --api-key-file")
+        address.keys.become(address.read_keys())
+    except UsageError as error:
+        sys.stderr.write(f"SIGHUP: the keys are as before: {error}\n")
+    else:
+        sys.stderr.write(f"SIGHUP: read the keys again, of {len(address.keys.limits)} owners\n")
 
-    def __init__(self, config: uvicorn.Config, front_end: FrontEnd, drain_timeout_s: float) -> None:
+
+class _Gate:
+    """Application that answers with the progress of the start until the real one is there.
+
+    Attributes:
+        served: parts of the server; None until they are there.
+    """
+
+    def __init__(self, start_up: StartUp) -> None:
+        self._start_up = start_up
+        self._app: FastAPI | None = None
+        self._paths: set[str] = set()
+        self.served: Served | None = None
+
+    def open(self, served: Served, app: FastAPI) -> None:
+        """Pass all requests to this application from now on."""
+        self.served, self._app = served, app
+        self._paths = {route.path for route in app.routes if hasattr(route, "path")}  # type: ignore[attr-defined]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._start_up.answer(scope["path"])(scope, receive, send)
+
+    def on_answer(self, scope: Scope, status: int, request_id: str) -> None:
+        """Report a response to the watchers."""
+        if self.served is None:
+            return
+        found = scope.get("route")
+        route = getattr(found, "path", "other") if found is not None else _route_of(scope, self._paths)
+        for watcher in self.served.front_end.watchers:
+            watcher.on_answer(route, status, request_id)
+
+    def on_line_lost(self) -> None:
+        """Count a line of the log that is lost."""
+        if self.served is not None:
+            self.served.metrics.log_lines_lost.inc()
+
+
+class _DrainingServer(uvicorn.Server):
+    """uvicorn server that drains before it stops listening: meanwhile `/ready` returns 503, and new work is refused.
+
+    Attributes:
+        front_end: front end that drains; None while the model is being loaded.
+        failure: the error with which the server ends.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain_timeout_s: float) -> None:
         super().__init__(config)
         self.failure: BaseException | None = None
-        self._front_end, self._drain_timeout_s = front_end, drain_timeout_s
+        self.front_end: FrontEnd | None = None
+        self._drain_timeout_s = drain_timeout_s
         self._draining: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: the first one drains, a second one ends the process at once."""
-        if self._front_end.is_draining:
-            _end_at_once()
-        self._front_end.is_draining = True
+        if self.front_end is None:
+            # The thread that loads the model cannot be stopped, and nothing is open.
+            _end_at_once("Ended before the server was ready", _INTERRUPTED if sig == signal.SIGINT else 0)
+        if self.front_end.is_draining:
+            _end_at_second_signal()
+        self.front_end.is_draining = True
         self._loop.call_soon_threadsafe(self._begin_draining)
 
     def on_backend_stopped(self, reason: str) -> None:
@@ -208,7 +333,7 @@ class _DrainingServer(uvicorn.Server):
     def on_backend_started(self, starting: "asyncio.Future[Any]") -> None:
         """End with the error of a backend that could not start."""
         error = None if starting.cancelled() else starting.exception()
-        if error is not None and not self._front_end.is_draining:
+        if error is not None and not (self.front_end is not None and self.front_end.is_draining):
             self.failure = error
             self.should_exit = True
 
@@ -216,24 +341,30 @@ class _DrainingServer(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
+        assert self.front_end is not None
         try:
-            await self._front_end.drain(self._drain_timeout_s)
+            await self.front_end.drain(self._drain_timeout_s)
         finally:
             self.should_exit = True
 
 
-def _end_at_once(*_: object) -> None:
+def _end_at_second_signal(*_: object) -> None:
+    _end_at_once("Ended at once by a second signal; what was open is lost", _INTERRUPTED)
+
+
+def _end_at_once(why: str, code: int) -> NoReturn:
     """End the process and its child processes at once."""
     stderr = 2
     with contextlib.suppress(OSError):
         # Without waiting for the reader of stderr.
         if sys.__stderr__ is not None and select.select([], [stderr], [], 0)[1]:
-            os.write(stderr, b"Ended at once by a second signal; what was open is lost\n")
+            os.write(stderr, f"{why}\n".encode())
     for process in multiprocessing.active_children():
         process.kill()
-    os._exit(_INTERRUPTED)
+    os._exit(code)
 
 
-def _route_of(path: str, paths: set[str]) -> str:
+def _route_of(scope: Scope, paths: set[str]) -> str:
     """Return the route of a response that was sent before the request was routed."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
     return path if path in paths or path == GENERATIONS else "other"

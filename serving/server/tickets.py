@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,6 +79,7 @@ class Ticket(Follower):
         is_cancelled: whether its client has cancelled it.
         over: set when the ticket has ended.
         events: events for the stream; None if it does not stream.
+        trace_context: headers that name the trace which the request belongs to.
     """
 
     generation: Generation
@@ -101,6 +102,7 @@ class Ticket(Follower):
     is_cancelled: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
     events: "asyncio.Queue[Event] | None" = None
+    trace_context: Mapping[str, str] = field(default_factory=dict)
     _num_ended: int = 0
     _cancel_timer: asyncio.TimerHandle | None = None
     _tail: "asyncio.Future[None] | None" = None

@@ -321,6 +321,7 @@ def test_bundled_cascade_is_simulated(run_psctl: RunPsctl) -> None:
         (("serve", "--http", "--cascade", CASCADE), "no profile of the cascade"),
         (("serve", "--http", "--cascade", CASCADE, "--request-rate", "2"), "--request-rate belongs to traces"),
         (("serve", "--http", "--cascade", CASCADE, "--num-replicas", "2"), "--num-replicas is for a single model"),
+        (("serve", "--http", "--cascade", CASCADE, "--calibrate", "off"), "--calibrate is for a single model"),
         (("serve", "--cascade", CASCADE, "--port", "80"), "--port is for servers: add --http"),
         (("simulate", "--cascade", CASCADE, "--cascade-profile", "none.json"), "none.json"),
         (("bench", "cascade", "--cascade", CASCADE, "--systems", "diffserve,other"), "no profile of the cascade"),

@@ -10,7 +10,8 @@ import pytest
 
 import patchedserve
 from patchedserve.data.errors import UsageError
-from patchedserve.psctl.app import COMMANDS, apply_thread_settings
+from patchedserve.psctl.app import COMMANDS, apply_thread_settings, command_tree
+from patchedserve.psctl.long_help import FIRST_OPTIONS
 
 from ..conftest import RunPsctl
 
@@ -46,7 +47,7 @@ def test_version(spawn_psctl: RunPsctl) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
 def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, name: str) -> None:
-    done = run_psctl(*name.split(), "--help", COLUMNS="200")
+    done = run_psctl(*name.split(), "--help-all" if name in FIRST_OPTIONS else "--help", COLUMNS="200")
     assert done.returncode == 0
     assert "Examples:" in done.stdout
     assert f"  psctl {name}" in done.stdout
@@ -55,6 +56,39 @@ def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, 
     about = done.stdout.partition("Examples:")[0]
     paragraphs = [text.split("\n") for text in re.split(r"\n\s*\n", about.strip()) if "Usage:" not in text]
     assert all(len(text) == 1 or len(text[0].strip()) > 150 for text in paragraphs), "broken by the terminal only"
+
+
+@pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
+def test_help_of_many_options_is_short_and_the_whole_help_is_by_topic(run_psctl: RunPsctl, name: str) -> None:
+    command = command_tree()
+    for word in name.split():
+        command = command.commands[word]
+    params = [param.opts[0] for param in command.params if param.param_type_name == "option"]
+    if name not in FIRST_OPTIONS:
+        assert len(params) <= 32
+        return
+    first = FIRST_OPTIONS[name].split()
+    short, whole = (run_psctl(*name.split(), option, COLUMNS="120").stdout for option in ("--help", "--help-all"))
+    assert options_in(short) == [*first, "--help-all", "--help"]
+    assert short.count("╭") - short.count("╭─ Arguments") == 1
+    assert f"{len(params) - len(first) - 1} more options: psctl {name} --help-all" in short
+    assert sorted(options_in(whole)) == sorted([*params, "--help"])
+    assert "more options" not in whole
+    titles = re.findall(r"╭─ (.+?) ─", whole)
+    assert len(titles) == len({*titles})
+    assert {"Options", "Output"} <= {*titles}
+    if "--compile" in params:
+        assert (
+            whole.index("╭─ Engine")
+            < whole.index("--compile")
+            < whole.index("╭─ Cache")
+            < whole.index("--warmup-steps")
+        )
+
+
+def options_in(shown: str) -> list[str]:
+    """Return the first name of each option in a help, in order."""
+    return re.findall(r"^│ [* ]{0,6}(--[a-z-]+)", shown, re.MULTILINE)
 
 
 def test_help_lists_commands_in_order_of_use(spawn_psctl: RunPsctl) -> None:
@@ -74,6 +108,7 @@ def test_help_lists_commands_in_order_of_use(spawn_psctl: RunPsctl) -> None:
         "eval",
         "gate",
         "models",
+        "config",
         "doctor",
     ]
     commands = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2].isalpha()]

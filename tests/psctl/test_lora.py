@@ -69,7 +69,7 @@ def test_unbatched_sampler_is_reported(psctl: Any, model_dir: Path, tmp_path: Pa
         (("--lora", "style.bin:0.5"), "only .safetensors files are loaded"),
         (("--lora", "style.bin:strong"), "'strong' is not a number; give PATH or PATH:SCALE"),
         (("--sampler", "plms"), "unipc"),
-        (("--config", "sdxl"), "--config sdxl is of single files (.safetensors), and --model is "),
+        (("--model-config", "sdxl"), "--model-config sdxl is of single files (.safetensors), and --model is "),
         (("--revision", "v2"), "--revision v2 is of hub ids (org/name), and --model is "),
         (
             ("--revision", "v2", "--model", "emoji-xl"),
@@ -111,7 +111,7 @@ def test_single_file_checkpoint_is_drawn(psctl: Any, tmp_path: Path) -> None:
     for weights in config.rglob("*.safetensors"):
         weights.unlink()
     file = save_original(pipe, tmp_path / "model.safetensors")
-    done = psctl(*DRAW, "--model", file, "--config", config, "--quiet")
+    done = psctl(*DRAW, "--model", file, "--model-config", config, "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
     assert np.abs(pixels(Image.open(tmp_path / "hat.png")) - pixels(plain_image(pipe, REQUEST))).max() <= 1
 

@@ -53,7 +53,7 @@ _OTHERS = {
     "--edit-link-mbps": "--reuse --edit-link-mbps 9",
     "--keep outputs": "--reuse --keep outputs",
     "--breakdown": "--breakdown",
-    "a single file": "--model style.safetensors --config StableDiffusionPipeline",
+    "a single file": "--model style.safetensors --model-config StableDiffusionPipeline",
     "a model that predicts a flow": "--model flow",
 } | {name: f"--model {name}" for name in FAMILIES}
 """The same for features of a command or of a model."""

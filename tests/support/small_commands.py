@@ -58,6 +58,7 @@ TINY: dict[str, dict[str, str]] = {
     "gate": {},
     "demo": {"--duration": "0.5", "--num-inference-steps": "2"},
     "doctor": {},
+    "config check": {},
     "models card": {"--num-pairs": "15"},
     "models train": {"--steps": "2"},
 }  # fmt: skip

@@ -1,8 +1,10 @@
 """Engine of the batch server: the loaded model, its standalone latencies, and its warm-up."""
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ....data.prompts.captions import load_prompts
@@ -10,19 +12,20 @@ from ....data.requests import Request
 from ....data.resolution import Resolution
 from ....data.workspace import ModelWorkspace
 from ...models.identity import ModelIdentity
-from ...options import EngineOptions, TemplateOptions
+from ...options import CALIBRATE_S, Calibrate, EngineOptions, TemplateOptions
 from ...scheduling.policies import get_policy
 from ...scheduling.systems import System
 from ..corrections import correction_of, keep_correction
 from ..notes import Notify, ignore
-from ..standalone import shape_of, standalone_latencies
-from ..step_latencies import MeasureLatencies, latencies_for_serving
+from ..standalone import RequestShape, shape_of, standalone_latencies
+from ..step_latencies import COARSE_BUDGET_S, MeasureLatencies, latencies_for_serving
 
 if TYPE_CHECKING:
     from ....training.latency.online_correction import OnlineCorrection
     from ...models.served import ServedModel
     from ...server.local import LocalSetup
     from ...server.protocol import ModelFacts
+    from ...server.start_up import OnProgress
 
 _WARM_UP_STEPS = 4
 _LOCK_FILE = "server.lock"
@@ -44,6 +47,8 @@ class EngineRecipe:
         needs_standalone: whether requests get SLOs, which need standalone latencies.
         templates: how edits record and read templates in the workspace; None if they read none.
         threads: number of torch's threads; None for torch's own choice.
+        calibrate: which latencies are measured at the start.
+        calibrate_s: seconds after which no further measurement begins.
     """
 
     name: str
@@ -58,6 +63,8 @@ class EngineRecipe:
     needs_standalone: bool = True
     templates: TemplateOptions | None = None
     threads: int | None = None
+    calibrate: Calibrate = "auto"
+    calibrate_s: float = CALIBRATE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +103,22 @@ def build_engine(
     measure: MeasureLatencies,
     *,
     model: "ServedModel | None" = None,
+    on_progress: "OnProgress" = lambda what, done, total: None,
     on_note: Notify = ignore,
     on_warning: Notify = ignore,
 ) -> BuiltEngine:
-    """Load the model, unless it is given, and take the measurements that its workspace lacks.
+    """Load the model, unless it is given, and take the measurements of `recipe.calibrate`.
 
     Args:
         recipe: recipe of the engine.
         measure: measures step latencies, if the policy needs them and the workspace has none.
         model: the loaded model.
+        on_progress: called with the progress of each phase.
         on_note: called with a line about each slow operation.
         on_warning: called with a line about possible inaccuracies.
 
     Raises:
-        UsageError: the model cannot serve a size.
+        UsageError: the model cannot serve a size, or lacks step latencies that may not be measured.
         RunError: the model is damaged, or a measurement fails.
     """
     from ...server.local import LocalSetup
@@ -120,18 +129,31 @@ def build_engine(
     examples = next(one_of_each)
     for request in examples:
         model.check_request(system.adapt(request))
-    model.tune(recipe.sizes, place.tables, recipe.max_batch_size)
+    model.tune(recipe.sizes, place.tables, recipe.max_batch_size, on_progress)
     if recipe.templates is not None and recipe.templates.loads is not None:
         model.reuse.plan_loads(recipe.templates.loads, model.tuning(recipe.sizes, place.tables))
     correction = None
+    end_s = time.monotonic() + recipe.calibrate_s
     if get_policy(system.policy).requires_predictor:
         sizes, largest = recipe.sizes, recipe.max_batch_size
         latency = latencies_for_serving(
-            model, place, sizes, largest, measure=measure, on_note=on_note, on_warning=on_warning
+            model,
+            place,
+            sizes,
+            largest,
+            measure=partial(
+                measure,
+                budget_s=min(COARSE_BUDGET_S, recipe.calibrate_s),
+                remeasure=recipe.calibrate == "force",
+                on_progress=partial(on_progress, "measuring step latencies"),
+            ),
+            calibrate=recipe.calibrate,
+            on_note=on_note,
+            on_warning=on_warning,
         )
         first = [system.adapt(each) for each in (*examples, *next(one_of_each), *next(one_of_each))]
         correction = correction_of(model, place, latency, first=first[:largest], on_note=on_note)
-    alone = _standalone(recipe, model, examples, on_note, on_warning)
+    alone = _standalone(recipe, model, examples, end_s - time.monotonic(), on_progress, on_note, on_warning)
     steps = min(_WARM_UP_STEPS, model.defaults.num_inference_steps)
     alone_first, together = (
         [replace(each, num_inference_steps=steps) for each in chosen] for chosen in (examples, next(one_of_each))
@@ -176,19 +198,42 @@ def _one_of_each(recipe: EngineRecipe, model: "ServedModel") -> Iterator[list[Re
 
 
 def _standalone(
-    recipe: EngineRecipe, model: "ServedModel", examples: Sequence[Request], on_note: Notify, on_warning: Notify
+    recipe: EngineRecipe,
+    model: "ServedModel",
+    examples: Sequence[Request],
+    budget_s: float,
+    on_progress: "OnProgress",
+    on_note: Notify,
+    on_warning: Notify,
 ) -> "StandaloneLatencies":
-    """Return the standalone latencies of a request of each size, empty if SLOs do not need them."""
+    """Return the standalone latencies of a request of each size that is known or measured in time; empty if SLOs do not
+    need them.
+    """
     measured: dict[Resolution, float] = {}
     if recipe.needs_standalone:
+        begun = itertools.count()
+
+        def on_measure(shape: RequestShape) -> None:
+            on_progress("measuring standalone latencies", next(begun), len(examples))
+            on_note(f"Measuring {shape.resolution} alone on plain diffusers ...")
+
         of_shape = standalone_latencies(
             model,
             examples,
             recipe.workspace.tables,
-            on_measure=lambda shape: on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+            remeasure=recipe.calibrate == "force",
+            budget_s=0.0 if recipe.calibrate == "off" else budget_s,
+            on_measure=on_measure,
             on_doubt=on_warning,
         )
-        measured = {request.resolution: of_shape[shape_of(model, request)] for request in examples}
+        shapes = {request.resolution: shape_of(model, request) for request in examples}
+        measured = {size: of_shape[shape] for size, shape in shapes.items() if shape in of_shape}
+        if missing := [str(size) for size in shapes if size not in measured]:
+            how = "are derived from other sizes" if measured else "do not exist unless requests or --slo set them"
+            on_warning(
+                f"the standalone latency of {', '.join(missing)} is not measured (--calibrate {recipe.calibrate}, "
+                f"--calibrate-time {recipe.calibrate_s:g}): SLOs {how}"
+            )
     return StandaloneLatencies(measured, model.defaults.num_inference_steps)
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ...server.live import Live
     from ...server.metrics import Metrics
     from ...server.protocol import ModelFacts
+    from ...server.request_log import RequestLog
+    from ...server.start_up import OnProgress
+    from ...server.traces import Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +53,16 @@ class HttpSettings:
         slo_scale: SLO of a request that names none, as a multiple of its standalone latency; None for no SLO.
         limits: limits beyond which requests are refused.
         aliases: other names of the model.
-        log_prompts: whether the log includes prompts.
-        is_quiet: whether the server has no log, metrics or live view, as when it draws files of requests.
+        log: log of requests; None if the server has no log, metrics or live view, as when it draws files of requests.
+        traces: exports traces; None for none.
         fixed_s: returns the SLO in seconds of a resolution, which replaces the multiple; None where there is none.
     """
 
     slo_scale: float | None = None
     limits: Limits = field(default_factory=Limits)
     aliases: Sequence[str] = ()
-    log_prompts: bool = False
-    is_quiet: bool = False
+    log: "RequestLog | None" = None
+    traces: "Traces | None" = None
     fixed_s: Callable[[Resolution], float | None] = lambda _: None
 
 
@@ -77,6 +80,7 @@ def make_server(
     plan: "ReplicaPlan | None" = None,
     book: "LoadBook | None" = None,
     load: "Callable[[], ServedModel] | None" = None,
+    on_progress: "OnProgress" = lambda what, done, total: None,
     on_note: Notify = ignore,
     on_warning: Notify = ignore,
 ) -> ServerParts:
@@ -89,6 +93,7 @@ def make_server(
         plan: plan of the replicas; None for an engine in this process.
         book: load book that chooses the replica of each request; None for the default router.
         load: loads the model of an engine in this process, in the thread that will draw.
+        on_progress: called with the progress of each phase of the start.
         on_note: called with a line about each slow operation.
         on_warning: called with a line about possible inaccuracies.
 
@@ -104,7 +109,11 @@ def make_server(
         from ...server.local import LocalBackend, engine_thread
 
         def build() -> BuiltEngine:
-            return build_engine(recipe, measure, model=load and load(), on_note=on_note, on_warning=on_warning)
+            on_progress("loading", 0, 0)
+            model = load and load()
+            return build_engine(
+                recipe, measure, model=model, on_progress=on_progress, on_note=on_note, on_warning=on_warning
+            )
 
         thread = engine_thread()
         engine = thread.submit(build).result()
@@ -112,6 +121,7 @@ def make_server(
     else:
         from ...fleet.backend import ReplicaBackend
 
+        on_progress("starting replicas", 0, 0)
         on_note(f"Starting {plan.least} replicas ...")
         backend = ReplicaBackend(plan, partial(build_for_replica, recipe, measure), book=book)
         facts = backend.deploy()
@@ -137,19 +147,23 @@ def assemble(
     from ...server.front_end import FrontEnd, Pricing
     from ...server.live import Live
     from ...server.metrics import Metrics
-    from ...server.request_log import RequestLog
 
     pricing = Pricing(settings.slo_scale, standalone_s, settings.fixed_s)
     front_end = FrontEnd(replace(model, aliases=tuple(settings.aliases)), settings.limits, backend, pricing)
     metrics, live = Metrics(model.defaults.resolutions, backend), Live(front_end)
-    if not settings.is_quiet:
-        front_end.watchers += [metrics, live, RequestLog(with_prompts=settings.log_prompts)]
+    if settings.log is not None:
+        traces = settings.traces
+        front_end.watchers += [metrics, live, settings.log, *([] if traces is None else [traces])]
 
         def on_row(row: StepRow) -> None:
             metrics.on_row(row)
             live.on_row(row)
+            if traces is not None:
+                traces.on_row(row)
 
         backend.on_row = on_row
+        if traces is not None:
+            traces.has_batches = lambda: len(backend.replicas) == 1
     if engine is not None:
         _follow(engine, metrics)
     return ServerParts(front_end, metrics, live, engine)

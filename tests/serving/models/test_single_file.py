@@ -123,7 +123,9 @@ def test_other_architecture_and_truncated_file_are_refused(tmp_path: Path) -> No
 def test_invalid_uses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, config, _ = saved(tiny_sd, tmp_path)
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    with pytest.raises(RunError, match=r"tensors of stable-diffusion-v1-5/.*cannot be fetched.*: give --config DIR"):
+    with pytest.raises(
+        RunError, match=r"tensors of stable-diffusion-v1-5/.*cannot be fetched.*: give --model-config DIR"
+    ):
         model_defaults(str(file))
     with pytest.raises(UsageError, match=r"unknown model '.*nowhere.safetensors@"):
         load_model(f"{tmp_path}/nowhere.safetensors@{config}")

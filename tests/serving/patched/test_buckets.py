@@ -225,7 +225,9 @@ def test_passes_are_recorded_at_the_start(cache: CacheOptions, tmp_path: Path) -
     pipe, options = tiny_sdxl(), EngineOptions(order="patch", cache=cache)
     model, tape = served(pipe, options, **short_texts(pipe)), Tape()
     patched_stepper(model).model.use_graphs(tape)
-    model.tune([SMALL, LARGE], tmp_path, max_batch_size=2)
+    progress: list[tuple[str, int, int]] = []
+    model.tune([SMALL, LARGE], tmp_path, 2, lambda *each: progress.append(each))
+    assert progress == [("recording", number, len(progress)) for number in range(len(progress))] != []
     assert patched_stepper(model).recording_failure is None
     recorded, tape.played = tape.recorded, 0
     assert recorded > 3
