@@ -64,9 +64,10 @@ class Keys:
     def become(self, other: "Keys") -> None:
         """Replace all keys, names and limits by those of `other`, also for those who hold `limits` or `renamed`."""
         self._owners, self.operator = other._owners, other.operator
-        for mine, theirs in ((self.limits, other.limits), (self.renamed, other.renamed)):
-            mine.clear()
-            mine.update(theirs)
+        self.limits.clear()
+        self.limits.update(other.limits)
+        self.renamed.clear()
+        self.renamed.update(other.renamed)
 
     def limits_of(self, owner: str) -> KeyLimits:
         """Return the limits of an owner; an unknown owner, and "" if there are no keys, has none."""

@@ -208,7 +208,7 @@ async def serve_forever(
     async def start() -> None:
         served = await asyncio.get_running_loop().run_in_executor(None, make)
         # Ray has replaced the handlers with its own, which abort the process.
-        for sig in uvicorn.server.HANDLED_SIGNALS:
+        for sig in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sig, server.handle_exit)
         front_end = server.front_end = served.front_end
         front_end.backend.on_stopped = server.on_backend_stopped

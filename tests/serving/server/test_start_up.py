@@ -46,8 +46,13 @@ class Loading:
     """
 
     def __init__(self) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen([sys.executable, "-c", LOADS_UNTIL_TOLD], text=True, **pipes)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LOADS_UNTIL_TOLD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stdout is not None
         self.url = f"http://127.0.0.1:{self.process.stdout.readline().strip()}"
 

@@ -56,6 +56,7 @@ def test_spans_have_stages_times_and_batches() -> None:
 
     spans = {span.name: span for span in exporter.get_finished_spans()}
     root = spans.pop("generate")
+    assert root.context is not None
     assert f"{root.context.trace_id:032x}" == TRACE
     assert root.parent is not None
     assert f"{root.parent.span_id:016x}" == PARENT
