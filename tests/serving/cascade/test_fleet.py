@@ -362,7 +362,11 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
             await front_end.wait(ticket)
             assert ticket.status == "completed"
             goes_on = threading.Event()
-            backend._fleet.post(lambda now_s: None if goes_on.wait(60) else None)
+
+            def hang(now_s: float) -> None:
+                goes_on.wait(60)
+
+            backend._fleet.post(hang)
             while backend.health is not Health.STALLED:
                 await asyncio.sleep(0.01)
             assert backend.trouble == "the dispatcher has hung for 2 s"
