@@ -3,7 +3,7 @@
 A key is a path: `rows[].latency_s`, or `models.*.dtype` where `*` stands for names that are data. `FILE` has the keys
 that all results of a command have; where a value is null or empty, the keys below it do not count. To rewrite it:
 
-    PSCTL_TEST_RESULTS=FOLDER python -m pytest tests/docs/test_commands.py && python tests/support/json_keys.py FOLDER
+    RESULTS_FOLDER=FOLDER python -m pytest tests/docs/test_commands.py && python tests/support/json_keys.py FOLDER
 """
 
 import json
@@ -20,7 +20,7 @@ from patchedserve.data.files import write_json
 from patchedserve.psctl.output import plain
 
 FILE = Path(__file__).parents[1] / "psctl" / "json_keys.json"
-RESULTS = "PSCTL_TEST_RESULTS"
+RESULTS = "RESULTS_FOLDER"
 """Variable of the environment: a folder for results, which are then not compared."""
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
 """Names of fields. Other names are data: sizes, models, files, policies with hyphens."""
