@@ -10,7 +10,7 @@ Normalization (2019); Su et al., RoFormer (2021), section 3.2.2.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,13 +23,27 @@ _TILE = 2048
 """Elements of one program."""
 
 
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class QkNorms(NamedTuple):
+    """RMSNorms of queries and keys: their weights (width,) in the dtype of the values, and what they share.
+
+    `eps` is added to the mean square. `rounds_twice`: whether they round before the weight and after it, as diffusers'
+    do; torch's round after it only.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+    rounds_twice: bool
+
+
 def qk_norm_rotary(
     qkv: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    norms: QkNorms | None,
+    rotary: Rotary | None,
     *,
-    rounds_twice: bool = True,
     kernels: str = "auto",
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys in place; return the tensor that was given.
@@ -37,10 +51,8 @@ def qk_norm_rotary(
     Args:
         qkv: (tokens, 3, heads, width) queries, keys and values in float32, float16 or bfloat16; the values stay as they
             are. Tokens may have any stride, but each must be contiguous.
-        weights: (width,) weights of the norms of queries and of keys in the dtype of `qkv`; None for no norm.
-        eps: added to the mean square.
+        norms: norms of queries and keys; None for none.
         rotary: cosines and sines, (tokens, width) float32, of pairs of neighbouring elements; None for no rotation.
-        rounds_twice: whether norms round before the weight and after it, as diffusers' do; torch's round after it only.
         kernels: one of `KERNELS`.
 
     Raises:
@@ -53,7 +65,7 @@ def qk_norm_rotary(
             "of an even width and contiguous for each token"
         )
     for name, given, shape, dtype in (
-        ("a weight", weights or (), qkv.shape[3:], qkv.dtype),
+        ("a weight", norms[:2] if norms else (), qkv.shape[3:], qkv.dtype),
         ("rotary", rotary or (), (qkv.shape[0], qkv.shape[3]), torch.float32),
     ):
         for each in given:
@@ -63,9 +75,9 @@ def qk_norm_rotary(
                     f"but it must be {tuple(shape)} {dtype} on {qkv.device}"
                 )
     if use_triton(kernels, qkv.device):
-        _qk_norm_rotary_triton(qkv, weights, eps, rotary, rounds_twice)
+        _qk_norm_rotary_triton(qkv, norms, rotary)
     else:
-        qk_norm_rotary_torch(qkv, weights, eps, rotary, rounds_twice)
+        qk_norm_rotary_torch(qkv, norms, rotary)
     return qkv
 
 
@@ -74,19 +86,13 @@ def _is_contiguous(qkv: torch.Tensor) -> bool:
     return len(qkv) == 0 or qkv[0].is_contiguous()
 
 
-def qk_norm_rotary_torch(
-    qkv: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
-    rounds_twice: bool = True,
-) -> None:
+def qk_norm_rotary_torch(qkv: torch.Tensor, norms: QkNorms | None, rotary: Rotary | None) -> None:
     """Torch reference of `qk_norm_rotary`; arguments are not checked."""
     for place in range(2):
         x = qkv[:, place]
-        if weights is not None:
-            x = x * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-            x = x.to(qkv.dtype) * weights[place] if rounds_twice else (x * weights[place]).to(qkv.dtype)
+        if norms is not None:
+            x = x * (x.float().square().mean(-1, keepdim=True) + norms.eps).rsqrt()
+            x = x.to(qkv.dtype) * norms[place] if norms.rounds_twice else (x * norms[place]).to(qkv.dtype)
         if rotary is not None:
             cosines, sines = (each[:, None] for each in rotary)
             first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -149,27 +155,22 @@ def qk_norm_rotary_kernel(
     tl.store(qkv + place, x.to(qkv.dtype.element_ty), mask=mask)
 
 
-def _qk_norm_rotary_triton(
-    qkv: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
-    rounds_twice: bool,
-) -> None:
+def _qk_norm_rotary_triton(qkv: torch.Tensor, norms: QkNorms | None, rotary: Rotary | None) -> None:
     num_tokens, _, heads, width = qkv.shape
     block_pairs = power_of_two(width // 2)
     block_tokens = max(1, _TILE // (2 * block_pairs))
     # What is not used may be any tensor.
-    of_norms, of_angles = (
-        (qkv, qkv) if given is None else tuple(each.contiguous() for each in given) for given in (weights, rotary)
+    none = QkNorms(qkv, qkv, 0.0, rounds_twice=True)
+    weights, angles = (
+        tuple(each.contiguous() for each in given) for given in ((norms or none)[:2], rotary or none[:2])
     )
     qk_norm_rotary_kernel.launch(
         (ceil_div(num_tokens, block_tokens), heads, 2),
         qkv.device,
-        *(qkv, *of_norms, *of_angles, num_tokens, qkv.stride(0), heads, eps),
+        *(qkv, *weights, *angles, num_tokens, qkv.stride(0), heads, (norms or none).eps),
         width=width,
-        has_norm=weights is not None,
-        rounds_twice=rounds_twice,
+        has_norm=norms is not None,
+        rounds_twice=(norms or none).rounds_twice,
         has_rotary=rotary is not None,
         block_tokens=block_tokens,
         block_pairs=block_pairs,

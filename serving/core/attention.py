@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from ...kernels.launch import use_triton
-from ...kernels.qk_norm_rotary import qk_norm_rotary
+from ...kernels.qk_norm_rotary import QkNorms, qk_norm_rotary
 from .adapters import adapted_of
 from .derived import Derived
 
@@ -82,9 +82,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale).transpose(1, 2)
 
 
-_WIDEST = 96
-_FEW_TOKENS = 160
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_FLASH_WIDTHS = {*range(8, 97, 8), 160}
+"""Widths of heads for which Flash attention within a recording is faster than an interruption of it."""
 
 
 def takes_sequences(query: Tensor, bias: Tensor | None) -> bool:
@@ -100,9 +100,8 @@ def takes_sequences(query: Tensor, bias: Tensor | None) -> bool:
       it is faster by two thirds (609 against 368), and tokens are many. Heads of 160 are those of the deepest levels
       of Stable Diffusion 1.x: with 256 tokens for an image of 512 px, launches count and kernels do not.
     """
-    width = query.shape[-1]
     is_allowed = query.device.type != "cuda" or query.dtype in _FLASH_DTYPES
-    return bias is None and is_allowed and width % 8 == 0 and (width <= _WIDEST or width == _FEW_TOKENS)
+    return bias is None and is_allowed and query.shape[-1] in _FLASH_WIDTHS
 
 
 def attend_sequences(
@@ -176,21 +175,16 @@ def normed(
     """Normalise queries and keys [..., 3, heads, width] if the model has norms for them.
 
     With `rotary`, also rotate each token's queries and keys by its angles, for [tokens, 3, heads, width]. With Triton's
-    kernels, this changes `qkv` in place.
+    kernels, this may change `qkv` in place.
     """
     if norm_q is None and norm_k is None and rotary is None:
         return qkv
-    if not torch.compiler.is_compiling() and use_triton(kernels, qkv.device) and _is_fused(qkv, norm_q, norm_k, rotary):
-        norms: Any = None if norm_q is None else (norm_q, norm_k)
-        qk_norm_rotary(
-            qkv.flatten(0, -4) if qkv.dim() > 4 else qkv,
-            None if norms is None else tuple(norm.weight for norm in norms),
-            0.0 if norms is None else _eps(norms[0], qkv.dtype),
-            rotary,
-            rounds_twice=isinstance(norm_q, RMSNorm),
-            kernels=kernels,
-        )
-        return qkv
+    if not torch.compiler.is_compiling() and use_triton(kernels, qkv.device):
+        norms = None if norm_q is None and norm_k is None else _qk_norms(qkv, norm_q, norm_k)
+        is_float32 = rotary is None or all(each.dtype == torch.float32 for each in rotary)
+        if is_float32 and (norms is not None or norm_q is norm_k is None):
+            tokens = qkv.flatten(0, -4)  # a copy, if the tokens of each row are a part of a stream
+            return qk_norm_rotary(tokens, norms, rotary, kernels=kernels).view(qkv.shape)
     query, key, value = qkv.unbind(-3)
     query = query if norm_q is None else norm_q(query)
     key = key if norm_k is None else norm_k(key)
@@ -200,25 +194,15 @@ def normed(
     return torch.stack([query, key, value], -3)
 
 
-def _is_fused(qkv: Tensor, norm_q: Any, norm_k: Any, rotary: Any) -> bool:
-    """Return whether `qk_norm_rotary` does the same as these norms and the rotation."""
-
-    def is_plain(norm: Any) -> bool:
-        weight = getattr(norm, "weight", None)
-        is_known = isinstance(norm, RMSNorm | nn.RMSNorm) and getattr(norm, "bias", None) is None
-        return is_known and weight is not None and weight.shape == qkv.shape[-1:] and weight.dtype == qkv.dtype
-
-    if (norm_q is None) != (norm_k is None):
-        return False
-    if norm_q is not None and not (is_plain(norm_q) and is_plain(norm_k) and type(norm_q) is type(norm_k)):
-        return False
-    if norm_q is not None and _eps(norm_q, qkv.dtype) != _eps(norm_k, qkv.dtype):
-        return False
-    return rotary is None or all(each.dtype == torch.float32 for each in rotary)
-
-
-def _eps(norm: Any, dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).eps if norm.eps is None else norm.eps)
+def _qk_norms(qkv: Tensor, norm_q: Any, norm_k: Any) -> QkNorms | None:
+    """Return two norms as `qk_norm_rotary` computes them; None if it does not."""
+    kinds, norms = {type(norm_q), type(norm_k)}, (norm_q, norm_k)
+    if kinds not in ({RMSNorm}, {nn.RMSNorm}) or any(getattr(norm, "bias", None) is not None for norm in norms):
+        return None
+    weights = [norm.weight for norm in norms]
+    epsilons = {torch.finfo(qkv.dtype).eps if norm.eps is None else norm.eps for norm in norms}
+    fits = [each is not None and (each.shape, each.dtype) == (qkv.shape[-1:], qkv.dtype) for each in weights]
+    return QkNorms(*weights, epsilons.pop(), kinds == {RMSNorm}) if all(fits) and len(epsilons) == 1 else None
 
 
 def check_unused(arguments: dict[str, object]) -> None:
