@@ -9,7 +9,7 @@ The shares of a GPU's peaks that kernels reach were fitted to steps of SDXL on a
 out. `tests/benchmarks/results/gpu-h200` has both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, Literal
@@ -23,13 +23,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...data.resolution import RESOLUTION_MULTIPLE, Resolution
+from ...serving.models.placement import quiet_libraries
 from ...serving.parallel.cost import Call
 from ..report.table import Table
 from .cards import Card
 from .combinations import Combination
-from .counting import run_meta
+from .counting import meta_model, run_meta
+from .model_config import TEXT_LENGTH
 
-PREDICTION_KIND = "psctl-step-prediction"
+RUN_KIND = "psctl-step-prediction"
 Kind = Literal["product", "convolution", "attention", "other"]
 Bound = Literal["products", "convolutions", "attention", "memory", "kernels", "launches"]
 _BOUNDS: Mapping[Kind, Bound] = {
@@ -101,11 +103,10 @@ class StepModel:
         model: denoising model on the meta device, in a 16-bit dtype.
         text_length: number of text tokens.
         card: the GPU.
-        launch_s: seconds in which the host launches an operator.
     """
 
-    def __init__(self, model: Any, text_length: int, card: Card, *, launch_s: float = LAUNCH_S) -> None:
-        self._model, self._text_length, self.card, self._launch_s = model, text_length, card, launch_s
+    def __init__(self, model: Any, text_length: int, card: Card) -> None:
+        self._model, self._text_length, self.card = model, text_length, card
         self._ops: dict[tuple[Resolution, int], list[Op]] = {}
 
     def row(self, combination: Combination) -> dict[str, Any]:
@@ -117,9 +118,9 @@ class StepModel:
         num_attention = sum(op.kind == "attention" for op in batches[0])
         num_launches = len(batches[0]) + (len(batches) - 1) * ATTENTION_LAUNCHES * num_attention
         alone_s = [device_time(ops, self.card)[0] for ops in batches]
-        eager_s = max(mixed_s, num_launches * self._launch_s)
+        eager_s = max(mixed_s, num_launches * LAUNCH_S)
         return combination.columns | {
-            "same_resolution_ms": 1e3 * sum(max(each, len(batches[0]) * self._launch_s) for each in alone_s),
+            "same_resolution_ms": 1e3 * sum(max(each, len(batches[0]) * LAUNCH_S) for each in alone_s),
             "patched_ms": 1e3 * eager_s,
             "patched_bound": "launches" if eager_s > mixed_s else bound,
             "same_resolution_graphs_ms": 1e3 * sum(alone_s),
@@ -134,8 +135,36 @@ class StepModel:
         return self._ops[place]
 
 
-def prediction_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+def predicted(
+    spec: str,
+    config: Mapping[str, Any],
+    card: Card,
+    combinations: Sequence[Combination],
+    on_row: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Return the predicted steps of mixed batches on a GPU, as `--json` prints them.
+
+    Args:
+        spec: name of the model.
+        config: configuration of its denoising model, see `read_config`.
+        card: the GPU.
+        combinations: the batches.
+        on_row: called after each of them.
+
+    Raises UsageError: the model is neither a U-Net nor Stable Diffusion 3.
+    """
+    quiet_libraries()
+    model = meta_model(config, spec, "--model").half()
+    steps, rows = StepModel(model, TEXT_LENGTH[config["_class_name"]], card), []
+    for combination in combinations:
+        rows.append(steps.row(combination))
+        on_row()
+    return {"kind": RUN_KIND, "version": 1, "model": spec, "gpu": card.name, "rows": rows}
+
+
+def prediction_table(found: Mapping[str, Any]) -> Table:
     """Return the table of predicted steps."""
+    title = f"Predicted step of {found['model']} on {found['gpu']}, float16"
     columns = (
         *("batch", "patched is bound by", "recorded: bound by"),
         *("by resolution, eager (ms)", "patched, eager (ms)", "by resolution, recorded (ms)", "patched, recorded (ms)"),
@@ -148,7 +177,7 @@ def prediction_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
             row["patched_graphs_bound"],
             *(f"{row[name]:.1f}" for name in numbers),
         ]
-        for row in rows
+        for row in found["rows"]
     ]
     return Table(title, columns, cells, 3, "Predicted, not measured. A request has two rows, as with guidance.")
 

@@ -1,23 +1,19 @@
 """`psctl bench steps`: times a denoising step, and breaks the time down by part."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.models.published import PUBLISHED
 from ...data.resolution import parse_list
+from ...profiling.steps.cards import CARDS, card_of
 from ...serving.conflicts import refuse_conflicts
 from ..flags import flag
 from ..options.common import OutputFile, Resolutions, Seed
 from ..options.groups import PatchFlags
 from ..options.target import Target
 from ..output import Output
-
-if TYPE_CHECKING:
-    from ...profiling.steps.combinations import Combination
 
 
 def bench_steps(
@@ -43,7 +39,7 @@ def bench_steps(
         flag(
             "--predict",
             "Predict the times on this GPU in 16 bits instead of measuring them; needs neither the GPU nor weights. "
-            "One of l4, a10, l40s, rtx4090, a100, h100, h200, b200.",
+            f"One of {', '.join(CARDS)}.",
             metavar="GPU",
         ),
     ] = None,
@@ -84,6 +80,7 @@ def bench_steps(
         parse_combinations,
         random_combinations,
     )
+    from ...profiling.steps.model_config import read_config
 
     if predict is not None and breakdown:
         raise UsageError("--predict does not work with --breakdown: it predicts whole steps")
@@ -102,7 +99,12 @@ def bench_steps(
         chosen = (Combination(sizes, (2,) * len(sizes)),) if breakdown else default_combinations(sizes)
     if predict is not None:
         require_places(file=output_file)
-        _predict(predict, target.base, chosen, output_file, out)
+        card, config = card_of(predict), read_config(target.base, "--model")
+        from ...profiling.steps.predict import predicted, prediction_table
+
+        with out.phases() as start:
+            found = predicted(target.base, config, card, chosen, start("combinations", len(chosen)))
+        out.data(found, table=lambda: prediction_table(found).to_rich(), file=output_file)
         return
     require_places(target.workspace, file=output_file)
 
@@ -116,25 +118,3 @@ def bench_steps(
     efforts = (EAGER,) if breakdown else efforts_of(compiled=patched.compile, recorded=is_recorded)
     kind, settings = BREAKDOWN if breakdown else STEPS, BenchSettings(repeats, warmup, seed)
     out.experiment(step_experiment(kind, served, chosen, place, settings, efforts=efforts), place, output_file)
-
-
-def _predict(gpu: str, spec: str, combinations: "Sequence[Combination]", output_file: Path | None, out: Output) -> None:
-    from ...profiling.steps.cards import card_of
-    from ...profiling.steps.model_config import TEXT_LENGTH, read_config
-
-    card, config = card_of(gpu), read_config(spec, "--model")
-    from ...profiling.steps.counting import meta_model
-    from ...profiling.steps.predict import PREDICTION_KIND, StepModel, prediction_table
-    from ...serving.models.placement import quiet_libraries
-
-    quiet_libraries()
-    model = meta_model(config, spec, "--model").half()
-    steps, rows = StepModel(model, TEXT_LENGTH[config["_class_name"]], card), []
-    with out.phases() as start:
-        advance = start("combinations", len(combinations))
-        for combination in combinations:
-            rows.append(steps.row(combination))
-            advance()
-    payload = {"kind": PREDICTION_KIND, "version": 1, "model": spec, "gpu": gpu, "rows": rows}
-    title = f"Predicted step of {spec} on {gpu}, float16"
-    out.data(payload, table=lambda: prediction_table(rows, title).to_rich(), file=output_file)

@@ -25,9 +25,12 @@ def config_check(
 
         psctl config check psctl.toml
     """
-    for name in [name for name in os.environ if name.startswith("PSCTL_")]:
-        del os.environ[name]
-    found = check(ConfigFile.read(file.expanduser()), context.find_root())
+    config = ConfigFile.read(file.expanduser())
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("PSCTL_")}
+    try:
+        found = check(config, context.find_root())
+    finally:
+        os.environ.update(hidden)
     out.data(
         {"file": file, "commands": found.commands, "problems": found.problems},
         table="\n".join(f"psctl {name}: {', '.join(keys)}" for name, keys in found.commands.items()),

@@ -10,6 +10,7 @@ from ...data.errors import MissingExtraError
 from ...data.files import require_places
 from ...data.resolution import Resolution, parse, parse_list
 from ...data.workspace import ModelWorkspace
+from ...serving.core.progress import OnProgress, no_progress
 from ..options.cascade import CascadePlan
 from ..options.http import HttpFlags
 from ..options.replicas import ReplicaFlags, RouterFlags
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ...serving.runs.http.engine import EngineRecipe
     from ...serving.runs.http.server import HttpSettings, ServerParts
     from ...serving.scheduling.systems import System
-    from ...serving.server.start_up import OnProgress, StartUp
+    from ...serving.server.start_up import StartUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,7 @@ def make_parts(
     out: Output,
     *,
     book: "LoadBook | None" = None,
-    on_progress: "OnProgress" = lambda what, done, total: None,
+    on_progress: OnProgress = no_progress,
 ) -> "ServerParts":
     """Return the server's parts: an engine in this process, or replicas. Raises what `make_server` raises."""
     from ...profiling.measure.for_serving import measure_latencies

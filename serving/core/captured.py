@@ -106,6 +106,11 @@ class CudaRecorder:
         return replay, result
 
 
+def run_now(run: Callable[..., Results], inputs: Sequence[Tensor]) -> Results:
+    """Run work at once: the `Pause` of a pass that is not being recorded."""
+    return run(*inputs)
+
+
 @contextmanager
 def _no_collections() -> Iterator[None]:
     """Collect garbage now and not meanwhile: freeing memory of the device would invalidate a recording."""

@@ -10,6 +10,7 @@ import torch
 from ..samplers.single import SamplerState
 from .failures import Failures
 from .prepared import PreparedRequest
+from .progress import OnProgress, no_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Tuning:
         fingerprint: fingerprint of the model's files.
         examples: prepares a request of each size.
         max_batch_size: largest batch whose passes are recorded in advance, if passes are recorded; 0 for none.
-        on_progress: called with what is done, the number of measurements or recordings so far, and that of all.
+        on_progress: called with the progress of measurements and recordings.
     """
 
     sizes: Sequence[tuple[int, int]]
@@ -30,7 +31,7 @@ class Tuning:
     fingerprint: str
     examples: Callable[[], Sequence[PreparedRequest]]
     max_batch_size: int = 0
-    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None
+    on_progress: OnProgress = no_progress
 
     def circumstances(self, model: Any) -> dict[str, Any]:
         """Return the facts on which the times of the denoising model depend."""

@@ -6,7 +6,7 @@ the plain pipeline with the same prompt, size, steps, guidance scale and `torch.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..cache.stats import CacheStats
 from ..core.checked_request import CheckedRequest
 from ..core.denoiser import denoiser_of
 from ..core.prepared import PreparedRequest
+from ..core.progress import OnProgress, no_progress
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.start import begin_edit
@@ -229,7 +230,7 @@ class ServedModel:
         resolutions: Iterable[Resolution],
         folder: Path,
         max_batch_size: int = 0,
-        on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+        on_progress: OnProgress = no_progress,
     ) -> None:
         """Measure the faster choices of the engine for these resolutions; `folder` keeps the results.
 

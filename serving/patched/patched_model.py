@@ -19,7 +19,7 @@ from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
 from ..core.adapters import AdaptedLayers
-from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Pause, Recorder
+from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Pause, Recorder, run_now
 from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
@@ -268,6 +268,8 @@ class PatchedModel:
             batch.is_complete = True
         inputs: dict[str, Any] = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
         is_padded = packing.bucket is not None
+        # Compiled blocks are cut in two where a recording pauses, so that no other graphs are compiled within it.
+        eager_pause = run_now if self.is_compiled else None
         if is_padded:
             inputs["tables"] = packing.tables
         return self.captured.run(
@@ -275,16 +277,11 @@ class PatchedModel:
             (packing.bucket or packing.sizes, context.batch_values.key),
             context.batch_values,
             lambda inputs, values, pause: self.forward(
-                **inputs, batch_values=values, pause=(pause or self._pause_of_eager_passes) if is_padded else None
+                **inputs, batch_values=values, pause=pause or eager_pause if is_padded else None
             ),
             inputs,
             kept_alive=None if is_padded else packing,
         )
-
-    @property
-    def _pause_of_eager_passes(self) -> Pause | None:
-        """Compiled blocks are cut in two where a recording pauses, so that no other graphs are compiled within it."""
-        return (lambda run, inputs: run(*inputs)) if self.is_compiled else None
 
     def compute_values(self, conditions: dict[str, Any]) -> None:
         """Compute the values of the context's batch that its passes read, unless they are known."""

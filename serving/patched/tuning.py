@@ -1,12 +1,13 @@
 """Measurement of both convolution strategies at the start, for every shape (channels, stride, side of a patch)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from ...kernels.launch import use_triton
 from ..core.kept import load_or_measure
+from ..core.progress import OnProgress, no_progress
 from ..core.stepper import Tuning
 from ..core.timing import medians_us
 from ..layout.packing import Level
@@ -43,11 +44,9 @@ def strategy_table(model: PatchedModel, target: Tuning) -> StrategyTable:
 def measure(
     model: PatchedModel,
     sizes: Sequence[tuple[int, int]],
-    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    on_progress: OnProgress = no_progress,
 ) -> list[StrategyTiming]:
-    """Time both strategies of every convolution shape on batches of all these latent sizes together; `on_progress` is
-    that of `Tuning`.
-    """
+    """Time both strategies of every convolution shape on batches of all these latent sizes together."""
     distinct = sorted(set(sizes), key=by_size)
     if len(distinct) < 2:
         return []  # one resolution needs no patches

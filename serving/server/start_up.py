@@ -14,8 +14,6 @@ from .errors import not_ready
 
 _RETRY_S = 5.0
 """Seconds until clients try again, where the length of the start is unknown."""
-OnProgress = Callable[[str, int, int], None]
-"""Called with a phase of the start, the number of its units that are done, and the number of all; 0 if unknown."""
 
 
 class StartUp:

@@ -11,6 +11,7 @@ from ....data.prompts.captions import load_prompts
 from ....data.requests import Request
 from ....data.resolution import Resolution
 from ....data.workspace import ModelWorkspace
+from ...core.progress import OnProgress, no_progress
 from ...models.identity import ModelIdentity
 from ...options import CALIBRATE_S, Calibrate, EngineOptions, TemplateOptions
 from ...scheduling.policies import get_policy
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ...models.served import ServedModel
     from ...server.local import LocalSetup
     from ...server.protocol import ModelFacts
-    from ...server.start_up import OnProgress
 
 _WARM_UP_STEPS = 4
 _LOCK_FILE = "server.lock"
@@ -103,7 +103,7 @@ def build_engine(
     measure: MeasureLatencies,
     *,
     model: "ServedModel | None" = None,
-    on_progress: "OnProgress" = lambda what, done, total: None,
+    on_progress: OnProgress = no_progress,
     on_note: Notify = ignore,
     on_warning: Notify = ignore,
 ) -> BuiltEngine:
@@ -202,7 +202,7 @@ def _standalone(
     model: "ServedModel",
     examples: Sequence[Request],
     budget_s: float,
-    on_progress: "OnProgress",
+    on_progress: OnProgress,
     on_note: Notify,
     on_warning: Notify,
 ) -> "StandaloneLatencies":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ....data.errors import MissingExtraError
 from ....data.requests import Request
 from ....data.resolution import Resolution
+from ...core.progress import OnProgress, no_progress
 from ...core.step_row import StepRow
 from ...server.limits import Limits
 from ..notes import Notify, ignore
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ...server.metrics import Metrics
     from ...server.protocol import ModelFacts
     from ...server.request_log import RequestLog
-    from ...server.start_up import OnProgress
     from ...server.traces import Traces
 
 
@@ -80,7 +80,7 @@ def make_server(
     plan: "ReplicaPlan | None" = None,
     book: "LoadBook | None" = None,
     load: "Callable[[], ServedModel] | None" = None,
-    on_progress: "OnProgress" = lambda what, done, total: None,
+    on_progress: OnProgress = no_progress,
     on_note: Notify = ignore,
     on_warning: Notify = ignore,
 ) -> ServerParts:
