@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,17 +61,12 @@ _SIZE = re.compile(r"\b\d{3,4}x\d{3,4}\b")
 
 @dataclass
 class PageRun:
-    """The folder in which all pages run, and the commands that have run there.
-
-    Attributes:
-        checks_results: whether the keys of results are compared with the known ones.
-    """
+    """The folder in which all pages run, and the commands that have run there."""
 
     folder: Path
     models: dict[str, str]
     done: set[tuple[str, ...]] = field(default_factory=set)
     server: HttpServer | None = None
-    checks_results: bool = False
 
     def start_server(self, options: list[str]) -> None:
         """Start a server that runs during the rest of a page, as for its readers."""
@@ -195,7 +190,7 @@ def run_psctl(page_run: PageRun, words: list[str]) -> int:
         os.environ["PSCTL_TRAIN_PREDICTOR_CACHE_THRESHOLD"] = threshold
         if name in THRESHOLDS:
             own[THRESHOLDS[name]] = threshold
-    with results_checked(name) if page_run.checks_results else nullcontext():
+    with results_checked(name):
         return main([*words, *(part for option in own.items() for part in option)])
 
 
@@ -292,7 +287,6 @@ def run_block(page_run: PageRun, block: Block) -> None:
     ],
 )
 def test_every_command_of_the_page_runs(page_run: PageRun, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page_run.checks_results = page.stem == "README"
     try:
         for block in blocks_of(page.read_text()):
             try:

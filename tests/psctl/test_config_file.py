@@ -1,12 +1,14 @@
 """Options from a file: what overrides them, what they override, and the errors that name their lines."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import typer
 
+from patchedserve.psctl.app import main
 from patchedserve.psctl.command import Command
 from patchedserve.psctl.config_file import Config
 from patchedserve.psctl.flags import expanded, flag, given_flags, preset_flag
@@ -130,6 +132,13 @@ def test_check_lists_what_commands_get_and_all_errors(run_psctl: RunPsctl, tmp_p
     assert found["commands"]["serve"] == ["model", "port"]
     assert found["commands"]["eval fid"] == ["model", "seed", "num-prompts", "max-bad"]
     assert [problem.partition(":")[0] for problem in found["problems"]] == ["a.toml line 6", "a.toml line 8"]
+
+
+def test_check_leaves_the_environment_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.toml").write_text("[serve]\nport = 1\n")
+    monkeypatch.setenv("PSCTL_SEED", "x")
+    assert main(["config", "check", str(tmp_path / "a.toml")]) == 0
+    assert os.environ["PSCTL_SEED"] == "x"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the comparison of results with known keys finds. README's commands compare their results."""
+"""What the comparison of results with known keys finds. Pages of the documentation compare every command's result."""
 
 import pytest
 

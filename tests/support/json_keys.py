@@ -1,9 +1,9 @@
-"""Keys of the JSON that README's commands print, compared with those in `FILE`, so that no key disappears unnoticed.
+"""Keys of the JSON that commands print, compared with those in `FILE`, so that no key disappears unnoticed.
 
 A key is a path: `rows[].latency_s`, or `models.*.dtype` where `*` stands for names that are data. `FILE` has the keys
 that all results of a command have; where a value is null or empty, the keys below it do not count. To rewrite it:
 
-    RESULTS_FOLDER=FOLDER python -m pytest tests/docs/test_commands.py -k README
+    RESULTS_FOLDER=FOLDER python -m pytest tests/docs/test_commands.py
     python tests/support/json_keys.py FOLDER
 """
 
