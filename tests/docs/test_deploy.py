@@ -13,11 +13,10 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,10 @@ import yaml
 from patchedserve.psctl.app import command_tree
 from patchedserve.serving.server.guards import OPEN_PATHS
 
+from ..support.checkout import tree_files
 from ..support.docs_pages import REPOSITORY
 from ..support.http_server import HttpServer, small_model
+from ..support.waits import until
 
 DEPLOY = REPOSITORY / "docs" / "deploy"
 KEY = "sk-deploy"
@@ -101,17 +102,10 @@ def test_image_runs_as_a_numeric_user_with_a_health_check(target: str) -> None:
 @pytest.mark.slow
 def test_wheel_is_built_from_what_the_ignore_file_leaves(tmp_path: Path) -> None:
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
     source, wheels = tmp_path / "src", tmp_path / "wheels"
-    for name in listed:
-        parts = [name, *map(str, Path(name).parents)]
-        if (REPOSITORY / name).is_file() and not any(fnmatch(part, rule) for part in parts for rule in ignored):
+    for name in tree_files(REPOSITORY):
+        parts = [str(name), *map(str, name.parents)]
+        if not any(fnmatch(part, rule) for part in parts for rule in ignored):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, source / name)
     (step,) = [rest for word, rest in instructions("wheel") if word == "RUN"]
@@ -166,6 +160,15 @@ def container(model: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
         assert server.wait(60) == 0
 
 
+def answers(ask: Callable[[], object]) -> bool:
+    """Return whether a request gets a response without an error."""
+    try:
+        ask()
+    except OSError:
+        return False
+    return True
+
+
 def call(url: str, body: dict[str, Any] | None = None, key: str = KEY, **options: Any) -> bytes:
     """Return the body of a response. Raises HTTPError for an error."""
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"} if key else {}
@@ -182,14 +185,7 @@ def test_image_command_serves_on_a_read_only_root(container: tuple[str, Path]) -
     deployment = manifests()["Deployment"]["spec"]["template"]["spec"]
     (pod,) = deployment["containers"]
     probes = {kind: pod[kind]["httpGet"]["path"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
-    until = time.monotonic() + 120
-    while True:
-        try:
-            call(url + probes["startupProbe"], key="")
-            break
-        except OSError:
-            assert time.monotonic() < until
-            time.sleep(0.2)
+    until(lambda: answers(lambda: call(url + probes["startupProbe"], key="")), 120)
     assert subprocess.run(check, capture_output=True, check=False).returncode == 0
     for path in probes.values():
         assert path in OPEN_PATHS
@@ -377,15 +373,7 @@ def behind_nginx(model: Path, tmp_path: Path) -> Iterator[tuple[str, ssl.SSLCont
 def test_nginx_serves_images_and_streams_over_tls(behind_nginx: tuple[str, ssl.SSLContext]) -> None:
     url, trust = behind_nginx
     request = urllib.request.Request(f"{url}/readyz", headers={"host": "images.example.com"})
-    until = time.monotonic() + 30
-    while True:
-        try:
-            with urllib.request.urlopen(request, timeout=10, context=trust) as ready:
-                assert ready.status == 200
-                break
-        except urllib.error.URLError:
-            assert time.monotonic() < until
-            time.sleep(0.1)
+    until(lambda: answers(lambda: urllib.request.urlopen(request, timeout=10, context=trust).close()))
     for stream in (False, True):
         body = {"prompt": "a cat", "stream": stream} | ({"partial_images": 1} if stream else {})
         answered = urllib.request.Request(

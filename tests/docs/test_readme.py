@@ -1,13 +1,14 @@
 """README is short and its map equals the tree; the tables of systems and policies equal the code."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from patchedserve.serving.scheduling.policies import POLICY_NAMES
 from patchedserve.serving.scheduling.systems import SYSTEMS
+
+from ..support.checkout import tree_files
 
 MAX_LINES = 150
 _ROW = re.compile(r"^\| `(?P<folder>\w+)/` \| (?P<about>[^|]+) \| (?P<rooms>[^|]*)\|$", re.M)
@@ -21,16 +22,7 @@ def readme(repository: Path) -> str:
 @pytest.fixture(scope="module")
 def tree(repository: Path) -> dict[str, set[str]]:
     """Top-level folders of the checkout, each with the packages directly below it."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if listed.returncode:
-        pytest.skip("the tree is not a git checkout")
-    files = [Path(line) for line in listed.stdout.splitlines() if (repository / line).is_file()]
+    files = tree_files(repository)
     folders: dict[str, set[str]] = {}
     for file in files:
         if len(file.parts) > 1 and not file.parts[0].startswith("."):
