@@ -21,7 +21,7 @@ import numpy as np
 from ...data.resolution import Resolution
 from ...data.statistics import Estimate, ratios_of
 from ...data.workspace import ModelWorkspace
-from ...serving.core.captured import CudaRecorder
+from ...serving.core.cuda_graphs import CudaRecorder
 from ...serving.models.build import check_graphs
 from ...serving.models.served import ServedModel
 from ...serving.plain.formats import Format

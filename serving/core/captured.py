@@ -11,10 +11,9 @@ recorded passes are dropped than replayed; the memory of recorded passes is boun
 pass must give the result of the same pass run eagerly.
 """
 
-import gc
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -38,8 +37,6 @@ MEMORY_BYTES = 4_000_000_000
 """Largest size of the inputs, text keys and values, and results of all recorded passes, which share working memory,
 unless the recorder knows its device's own bound.
 """
-_MEMORY_SHARE = 0.1
-"""Share of a GPU's memory for these."""
 _NUM_COUNTED = 4096
 """Number of keys whose passes are counted."""
 _NUM_RECENT = 256
@@ -52,84 +49,9 @@ error. Kernels may differ by rounding; a recording that reads other memory than 
 """
 
 
-class CudaRecorder:
-    """Records CUDA graphs on a device; they share one pool of memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        # High priority: torch takes such streams from another pool than those of the stages, which run meanwhile.
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self.memory_bytes = int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
-
-    def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Record work in graphs; return its replay function, and the tensor that then holds the result."""
-        parts: list[Callable[[], object]] = []
-        graph = torch.cuda.CUDAGraph()
-
-        def begin() -> None:
-            nonlocal graph
-            graph = torch.cuda.CUDAGraph()
-            # Other threads encode prompts and decode images meanwhile; their allocations do not belong to the graph.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-        def end() -> None:
-            graph.capture_end()
-            parts.append(graph.replay)
-
-        def pause(run: Callable[..., Results], inputs: Sequence[Tensor]) -> Results:
-            end()
-            shapes = run(*inputs)
-            begin()
-            # In the memory of the graphs, so that passes share it.
-            results = tuple(torch.empty_like(each) for each in shapes)
-            own, targets = (tuple(map(_borrowed, each)) for each in (inputs, results))
-            parts.append(lambda: _copy(run(*own), targets))
-            return results
-
-        torch.cuda.synchronize(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), _no_collections():
-            begin()
-            try:
-                result = work(pause)
-            except BaseException:
-                with suppress(RuntimeError):  # the failure has ended the recording
-                    graph.capture_end()
-                raise
-            end()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-        def replay() -> None:
-            for part in parts:
-                part()
-
-        return replay, result
-
-
 def run_now(run: Callable[..., Results], inputs: Sequence[Tensor]) -> Results:
     """Run work at once: the `Pause` of a pass that is not being recorded."""
     return run(*inputs)
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Collect garbage now and not meanwhile: freeing memory of the device would invalidate a recording."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _borrowed(tensor: Tensor) -> Tensor:
-    """Return the same tensor on the device without keeping its memory, which later segments may use."""
-    whole = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -386,7 +308,7 @@ def _fill(
         if buffer.filled_by is not batch:
             pairs.append((tensor, buffer.tensor))
             buffer.filled_by = batch
-    _copy(*zip(*pairs, strict=True))
+    copy_all(*zip(*pairs, strict=True))
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
@@ -422,7 +344,7 @@ def _replaced(value: Any, buffers: Mapping[Path, _Buffer], path: Path = ()) -> A
     return tuple(found.values()) if isinstance(value, tuple) else type(value)(**found)
 
 
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy tensors into others, with a call for each dtype: one for several dtypes would launch for each tensor."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in sources):
         chosen = [index for index, tensor in enumerate(sources) if tensor.dtype == dtype]

@@ -16,7 +16,8 @@ from ...training.cache.schedule import CacheSchedule
 from ..cache.options import CacheOptions
 from ..cache.rules import load_rule
 from ..conflicts import refuse_conflicts
-from ..core.captured import CapturedPasses, CudaRecorder
+from ..core.captured import CapturedPasses
+from ..core.cuda_graphs import CudaRecorder
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
 from ..families import Family, build_family

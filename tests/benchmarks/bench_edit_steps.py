@@ -26,7 +26,7 @@ from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.steps.sides import patched_stepper
-from patchedserve.serving.core.captured import CudaRecorder
+from patchedserve.serving.core.cuda_graphs import CudaRecorder
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.core.timing import synchronize
 from patchedserve.serving.editing.templates import TemplateStore

@@ -91,7 +91,7 @@ class Context:
             from patchedserve.tests.support.tape import Tape
 
             return Tape()
-        from patchedserve.serving.core.captured import CudaRecorder
+        from patchedserve.serving.core.cuda_graphs import CudaRecorder
 
         return CudaRecorder(device)
 

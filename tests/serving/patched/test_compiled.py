@@ -18,7 +18,8 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.core.captured import CapturedPasses, CudaRecorder, PassBatch, Pause, Recorder
+from patchedserve.serving.core.captured import CapturedPasses, PassBatch, Pause, Recorder
+from patchedserve.serving.core.cuda_graphs import CudaRecorder
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
