@@ -148,7 +148,7 @@ def run_overload(simulated: Simulated, minutes: float) -> dict[str, Any]:
     result = simulated.serve(requests, keep_steps=True, on_finish=memory.on_finish)
     return outcome_of(result.records, memory) | {
         "request_rate": len(requests) / (60 * minutes),
-        "most_waiting": max(row.waiting for row in result.steps),
+        "most_waiting": max((row.waiting for row in result.steps), default=0),
         "most_prepared": result.max_prepared,
     }
 
@@ -189,7 +189,7 @@ def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: in
         result = replay(engine, [model.checked(request, alone_s(request)) for request in requests])
         return outcome_of(result.records, memory) | {
             "request_rate": rate,
-            "most_waiting": max(row.waiting for row in result.steps),
+            "most_waiting": max((row.waiting for row in result.steps), default=0),
             "most_prepared": result.max_prepared,
             "predictor_scale": correction.scale,
         }
