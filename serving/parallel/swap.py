@@ -50,7 +50,8 @@ class StripSwap(Swap):
             elif kind == "GroupNorm":
                 self.put(parent, attribute, StripGroupNorm(module, context, factor))  # type: ignore[arg-type]
             elif kind == "Attention" and attribute == "attn2" and module.is_cross_attention:
-                self.text_readers.append(leaf := StripCrossAttention(module, context))
+                leaf = StripCrossAttention(module, context, len(self.text_readers))
+                self.text_readers.append(leaf)
                 self.put(parent, attribute, leaf)
             elif kind == "Attention":
                 self.put(parent, attribute, StripSelfAttention(module, context, factor))
@@ -77,7 +78,8 @@ class StripSwap(Swap):
         """Return the leaf for an attention of a transformer's blocks, whose tokens may be those of image and text."""
         context = self._context
         if attends_to_text_only(attention):
-            self.text_readers.append(reader := StripCrossAttention(attention, context))
+            reader = StripCrossAttention(attention, context, len(self.text_readers))
+            self.text_readers.append(reader)
             return reader
         self.num_exchanges += 1
         if hasattr(attention, "to_qkv_mlp_proj"):
