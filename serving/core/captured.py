@@ -347,6 +347,15 @@ def _replaced(value: Any, buffers: Mapping[Path, _Buffer], path: Path = ()) -> A
     return tuple(found.values()) if isinstance(value, tuple) else type(value)(**found)
 
 
+def constants_of(value: Any) -> Hashable:
+    """Return the part of conditions that a recorded pass cannot read anew: shapes and dtypes in place of tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Mapping):
+        return tuple((name, constants_of(part)) for name, part in value.items())
+    return tuple(map(constants_of, value)) if isinstance(value, list | tuple) else value
+
+
 def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy tensors into others, with a call for each dtype: one for several dtypes would launch for each tensor."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in sources):

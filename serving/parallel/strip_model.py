@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...data.resolution import RESOLUTION_MULTIPLE
-from ..core.captured import CapturedPasses, PassBatch, Pause, Recorder
+from ..core.captured import CapturedPasses, PassBatch, Pause, Recorder, constants_of
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of
 from ..families.transformer import Transformer
+from ..families.z_image import own_texts
 from ..patched.attention import text_bias_of
 from ..plain.formats import channels_last_copy
 from .context import CallText, Pass, StripContext
@@ -36,13 +37,11 @@ class _Joined:
     Attributes:
         conditions: keyword arguments of the forward of the model that runs.
         text: text of the rows for the leaves.
-        shapes: shape of each condition.
         batch: the rows, for recorded passes.
     """
 
     conditions: dict[str, Any]
     text: CallText
-    shapes: Hashable
     batch: PassBatch = field(default_factory=PassBatch)
 
 
@@ -191,7 +190,7 @@ class StripModel:
         inputs, kept = {"latents": latents, "timesteps": timesteps}, (joined.conditions, joined.text)
         if captured is None:
             return forward(inputs, kept, None)
-        key = call.key, joined.shapes, joined.text.length, joined.text.bias is None, joined.text.biased is None
+        key = call.key, constants_of(joined.conditions), joined.text.length
         return captured.run(joined.batch, key, kept, forward, inputs)
 
     @torch.inference_mode()
@@ -222,11 +221,10 @@ class StripModel:
                 text = self._text_of(self._transformer, joined, slice(*part) if part else slice(None))
             if len(self._joined) == _MAX_JOINED:
                 self._joined.clear()
-            shapes = tuple((name, tensor.shape) for name, tensor in joined.items())
-            self._joined[key] = _Joined(nested(joined), text, shapes)
+            self._joined[key] = _Joined(nested(joined), text)
         return self._joined[key]
 
-    def _text_of(self, transformer: Transformer, conditions: dict[str, Tensor], part: slice) -> CallText:
+    def _text_of(self, transformer: Transformer, conditions: dict[str, Any], part: slice) -> CallText:
         """Return the text of a call, and leave in the conditions what a strip's forward needs of it."""
         text, name = conditions["encoder_hidden_states"], transformer.mask
         mask = None if name is None else conditions[name]
@@ -234,11 +232,16 @@ class StripModel:
         biased = mask[:, part].to(text.dtype) if mask is not None and transformer.adds_mask else None
         if name is not None and transformer.layout == "joint":
             del conditions[name]
-        # Keys and values of cross attention are known.
-        conditions["encoder_hidden_states"] = text[:, :0] if self._readers else text[:, part]
+        if transformer.layout == "padded":
+            assert mask is not None, "pads are marked"
+            # Once for all calls, because it waits for the device.
+            conditions["encoder_hidden_states"] = own_texts(text, mask)
+        else:
+            # Keys and values of cross attention are known.
+            conditions["encoder_hidden_states"] = text[:, :0] if self._readers else text[:, part]
         return CallText(text.shape[1], mask, bias, biased)
 
-    def _joined_of(self, rows: Sequence[RowName]) -> dict[str, Tensor]:
+    def _joined_of(self, rows: Sequence[RowName]) -> dict[str, Any]:
         known = [self._conditions[row] for row in rows]
         return {name: _stacked([each[name] for each in known]) for name in known[0]}
 
@@ -259,7 +262,7 @@ def flat(conditions: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Invert `flat`."""
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():

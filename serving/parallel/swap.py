@@ -19,7 +19,7 @@ from .attention import (
 from .context import StripContext
 from .leaves import StripConv, StripGroupNorm, feed_convolutions
 from .model_levels import attends_to_text_only, attentions_of, unit_of
-from .tokens import StripPads, StripPatchEmbed, StripRotary, StripStreamTokens, with_pads
+from .tokens import StripConstant, StripPads, StripPatchEmbed, StripRotary, StripStreamTokens, with_pads
 
 
 class StripSwap(Swap):
@@ -73,6 +73,9 @@ class StripSwap(Swap):
             self.wrap(model, "pos_embed", StripRotary, transformer, context, factor)
         else:
             self.wrap(model, "pos_embed", StripPatchEmbed, context, transformer.positions)
+        for name, kind in transformer.leaves.items():
+            if kind == "constant":
+                self.wrap(model, name, StripConstant, context, name)
 
     def _leaf_of(self, attention: Any, factor: int, *, is_stream: bool) -> nn.Module:
         """Return the leaf for an attention of a transformer's blocks, whose tokens may be those of image and text."""
