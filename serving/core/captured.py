@@ -143,6 +143,7 @@ class CapturedPasses:
         recorder: records the passes.
         failure: why a pass could not be recorded the last time this failed: the device or a kernel does not allow it,
             or a replay differs from an eager pass.
+        is_due: whether the pass that runs eagerly now is recorded next, with the same inputs, and replayed once.
     """
 
     def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int | None = None) -> None:
@@ -155,6 +156,7 @@ class CapturedPasses:
         self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
         self._rest = self._num_resting = 0
         self.failure: str | None = None
+        self.is_due = False
 
     def for_others(self) -> "CapturedPasses":
         """Return recorded passes of their own, none yet, with the same recorder, patience and bound."""
@@ -213,9 +215,10 @@ class CapturedPasses:
             recorded.play()
             return recorded.result.clone()
         self._recent.append(0)
-        is_due = recorded is None and self._is_due(place)
+        # Passes of incomplete batches count, too.
+        self.is_due = recorded is None and self._has_recurred(place) and batch.is_complete
         found = forward(inputs, batch_values, None)
-        if batch.is_complete and is_due:
+        if self.is_due:
             recorded = self._record(batch, forward, inputs, batch_values, found, kept_alive)
             if recorded is not None:
                 self._store(place, recorded)
@@ -265,7 +268,7 @@ class CapturedPasses:
         results = sum(recorded.result.nbytes for recorded in self._recorded.values())
         return results + sum(buffer.tensor.nbytes for buffer in self._buffers.values())
 
-    def _is_due(self, place: Hashable) -> bool:
+    def _has_recurred(self, place: Hashable) -> bool:
         """Count one more eager pass of a key; return whether it is to be recorded."""
         count = self._num_eager.pop(place, 0)
         self._num_eager[place] = count + 1
@@ -342,6 +345,15 @@ def _replaced(value: Any, buffers: Mapping[Path, _Buffer], path: Path = ()) -> A
     if isinstance(value, dict):
         return found
     return tuple(found.values()) if isinstance(value, tuple) else type(value)(**found)
+
+
+def constants_of(value: Any) -> Hashable:
+    """Return the part of conditions that a recorded pass cannot read anew: shapes and dtypes in place of tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Mapping):
+        return tuple((name, constants_of(part)) for name, part in value.items())
+    return tuple(map(constants_of, value)) if isinstance(value, list | tuple) else value
 
 
 def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -20,11 +20,16 @@ from .transformer import PAD, Blocks, Transformer
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """Call the model, as a `transformer.Call`."""
-    texts = zip(conditions["encoder_hidden_states"], conditions["text_mask"], strict=True)
-    own = [text[mask == 1] for text, mask in texts]
-    predicted = model(list(latents[:, :, None]), (1000 - timesteps) / 1000, own, return_dict=False)[0]
+    """Call the model, as a `transformer.Call`. The text may also be that of `own_texts`."""
+    texts = conditions["encoder_hidden_states"]
+    own = own_texts(texts, conditions["text_mask"]) if isinstance(texts, Tensor) else texts
+    predicted = model(list(latents[:, :, None]), (1000 - timesteps) / 1000, list(own), return_dict=False)[0]
     return -torch.stack(predicted)[:, :, 0]
+
+
+def own_texts(texts: Tensor, masks: Tensor) -> tuple[Tensor, ...]:
+    """Return the text of each row without pads, (length, width), given all of them and their masks."""
+    return tuple(text[mask == 1] for text, mask in zip(texts, masks, strict=True))
 
 
 def call_packed(model: Any, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:

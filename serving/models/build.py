@@ -16,7 +16,7 @@ from ...training.cache.schedule import CacheSchedule
 from ..cache.options import CacheOptions
 from ..cache.rules import load_rule
 from ..conflicts import refuse_conflicts
-from ..core.captured import CapturedPasses
+from ..core.captured import CapturedPasses, Recorder
 from ..core.cuda_graphs import CudaRecorder
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
@@ -165,8 +165,9 @@ def build_stepper(
         plain = PlainModels(denoiser, is_compiled=options.compile, adapters=layers, captured=captured)
         return build_plain(pipe, family, plain, skips=skips)
     if options.engine == "parallel":
-        plain = build_plain(pipe, family, PlainModels(denoiser), skips=skips)
-        return parallel_stepper(pipe, plain, options, fingerprint)
+        captured = None if recorder is None else CapturedPasses(recorder)
+        plain = build_plain(pipe, family, PlainModels(denoiser, captured=captured), skips=skips)
+        return parallel_stepper(pipe, plain, options, fingerprint, recorder)
     check_kernels(options.kernels, device)
     order = order_on(device.type, options.kernels) if options.order == "auto" else options.order
     patched = PatchedModel(
@@ -190,7 +191,9 @@ def build_stepper(
     return PatchedStepper(patched, plain, family.conditions, sampler)
 
 
-def parallel_stepper(pipe: Any, plain: PlainStepper, engine: EngineOptions, fingerprint: str) -> ParallelStepper:
+def parallel_stepper(
+    pipe: Any, plain: PlainStepper, engine: EngineOptions, fingerprint: str, recorder: Recorder | None = None
+) -> ParallelStepper:
     """Return the denoise stage on ranks: virtual ones, or processes that load the same files and change them alike.
 
     Raises UsageError: the model has no folder; or as `ProcessRanks`.
@@ -198,12 +201,12 @@ def parallel_stepper(pipe: Any, plain: PlainStepper, engine: EngineOptions, fing
     options, changes = engine.parallel, asdict(engine.model.from_anywhere())
     denoiser, autoencoder = denoiser_of(pipe), pipe.vae if options.decode == "strips" else None
     if options.is_virtual:
-        group: RankGroup = VirtualRanks(denoiser, options, autoencoder)
+        group: RankGroup = VirtualRanks(denoiser, options, autoencoder, recorder)
     else:
         folder = pipe.name_or_path
         if folder is None or not Path(folder).is_dir():
             raise UsageError("the ranks of --parallel load the model from its folder, and this one has none")
-        group = ProcessRanks(denoiser, fingerprint, str(folder), options, autoencoder, changes)
+        group = ProcessRanks(denoiser, fingerprint, str(folder), options, autoencoder, changes, recorder)
     return ParallelStepper(group, options, plain.models, plain.conditions, plain.sampler, plain.alone)
 
 

@@ -43,14 +43,16 @@ class StripSelfAttention(nn.Module):
 
 
 class StripCrossAttention(nn.Module):
-    """Attention of image tokens to the text of their row, whose keys and values are computed once per request."""
+    """Attention of image tokens to the text of their row, whose keys and values are computed once per request.
 
-    def __init__(self, attention: Any, context: StripContext) -> None:
+    `number` distinguishes the leaves of a model.
+    """
+
+    def __init__(self, attention: Any, context: StripContext, number: int) -> None:
         super().__init__()
-        self.attention, self.context = attention, context
+        self.attention, self.context, self._number = attention, context, number
         self.keys_values = FusedLinear(attention.to_k, attention.to_v)
         self.text: dict[RowName, Tensor] = {}
-        self._joined: tuple[tuple[RowName, ...], Tensor] | None = None
 
     def learn(self, rows: tuple[RowName, ...], text: Tensor) -> None:
         """Compute keys and values of the text [rows, length, channels] of some rows."""
@@ -63,19 +65,19 @@ class StripCrossAttention(nn.Module):
     def retain(self, rows: set[RowName]) -> None:
         """Discard the text of all other rows."""
         self.text = {row: kept for row, kept in self.text.items() if row in rows}
-        self._joined = None
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> Tensor:
         """[rows, tokens, channels] -> the same. The keys and values from `learn` are used in place of the text."""
-        attention, rows = self.attention, self.context.now.rows
+        attention, context = self.attention, self.context
         check_unused(unused)
-        if self._joined is None or self._joined[0] != rows:
-            self._joined = rows, pad_sequence([self.text[row] for row in rows], batch_first=True)
+        text = context.kept(
+            "text", lambda: pad_sequence([self.text[row] for row in context.now.rows], batch_first=True), self._number
+        )
         query = heads_of(attention.to_q(hidden_states), 1, attention.heads)[:, :, 0]
         if attention.norm_q is not None:
             query = attention.norm_q(query)
-        key, value = self._joined[1].unbind(2)
-        bias = None if self.context.bias is None else self.context.bias[:, None, None]
+        key, value = text.unbind(2)
+        bias = None if context.bias is None else context.bias[:, None, None]
         return attention.to_out[0](attend(query, key, value, attention.scale, bias).flatten(2))
 
 

@@ -1,5 +1,6 @@
 """State that the leaves of one rank's model share during a call: the strips, and the exchange with other ranks."""
 
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.attention import Rotary
+from ..core.captured import Pause, Results
 from .exchange import Exchange, ExchangedTensors, RowName
 from .group import Communicator
 from .options import NormOptions
@@ -61,6 +63,11 @@ class Pass:
         self.is_last = self.is_last or (True,) * len(self.rows)
 
     @property
+    def key(self) -> Hashable:
+        """What determines, with the shapes of its tensors, which operators run."""
+        return self.strips, self.team.place, self.is_displaced, self.is_exact, self.text_starts, self.norms
+
+    @property
     def is_exact(self) -> bool:
         """Whether ranks wait for each other and keep nothing for a next call."""
         return not any(self.is_displaced) and all(self.is_last)
@@ -98,17 +105,17 @@ Turns = tuple[Rotary | None, Rotary | None]
 
 @dataclass(slots=True)
 class CallText:
-    """Text of the rows of a call, as far as the leaves of a transformer need it.
+    """Text of the rows of a call, as far as the leaves of a transformer need it, and what depends only on the rows.
 
     Attributes:
-        length: number of tokens, of which a rank may have a part only.
+        length: number of tokens, of which a rank may have a part only; 0 in a U-Net.
         mask: valid tokens of each row, (rows, length); None if all are.
         bias: bias of the scores of text keys, (rows, length); None for none.
         biased: share of the bias for the queries of this rank's text tokens, (rows, own length); None for all of it.
         values: values that depend on the text and the strips, see `StripContext.kept`.
     """
 
-    length: int
+    length: int = 0
     mask: Tensor | None = None
     bias: Tensor | None = None
     biased: Tensor | None = None
@@ -117,6 +124,10 @@ class CallText:
 
 class StripContext:
     """State that the leaves of one rank's model share during a call. Not thread-safe.
+
+    Where a pass is recorded, each exchange interrupts the recording. While it is recorded and replayed for the first
+    time, the tensors are those that were exchanged in the same pass before: the other ranks need not take part, so that
+    each rank records on its own.
 
     Attributes:
         turns: angles of the tokens of the present stream.
@@ -128,6 +139,10 @@ class StripContext:
         self._pass: Pass | None = None
         self._latents: Tensor | None = None
         self._text: CallText | None = None
+        self._pause: Pause | None = None
+        # Tensors exchanged in a pass that is recorded next; those that are exchanged no more.
+        self._collected: list[Results] | None = None
+        self._known: deque[Results] = deque()
         self.turns: Turns = (None, None)
         self.bias: Tensor | None = None
 
@@ -145,14 +160,31 @@ class StripContext:
 
     @property
     def text(self) -> CallText:
-        """Text of the rows, in a transformer."""
+        """Text of the rows."""
         assert self._text is not None
         return self._text
 
-    def begin(self, call: Pass, latents: Tensor | None = None, text: CallText | None = None) -> None:
-        """Start a call, for a transformer with the latents of the strip and its text."""
-        self._pass, self._latents, self._text = call, latents, text
-        self.turns, self.bias = (None, None), None if text is None else text.bias
+    def begin(self, call: Pass) -> None:
+        """Start a call."""
+        self._pass, self._collected = call, None
+        self._known.clear()
+
+    def begin_pass(
+        self, latents: Tensor, text: CallText, pause: Pause | None = None, *, collects: bool = False
+    ) -> None:
+        """Start to run the model, once for a call and once more where the pass is recorded.
+
+        Args:
+            latents: those of the strip.
+            text: text of the rows.
+            pause: interrupts the recording of this pass.
+            collects: whether the pass is recorded after this run.
+        """
+        self._latents, self._text, self._pause = latents, text, pause
+        if pause is not None and self._collected is not None:
+            self._known.extend([*self._collected, *self._collected])
+        self._collected = [] if collects else None
+        self.turns, self.bias = (None, None), text.bias
 
     def own_tokens(self, factor: int) -> int:
         """Return the number of tokens of this rank's strip, each of which represents a square of this side."""
@@ -163,9 +195,9 @@ class StripContext:
         """Index of this rank's strip."""
         return self.now.team.place
 
-    def kept(self, name: str, make: Callable[[], Kept]) -> Kept:
-        """Return a value that depends on the rows' text and on the strips only, made at first use."""
-        key = name, self.now.strips.starts, self.place, self.latents.shape[3]
+    def kept(self, name: str, make: Callable[[], Kept], of: Hashable = None) -> Kept:
+        """Return a value that depends on the rows' text, on the strips and on `of` only, made at first use."""
+        key = name, of, self.now.strips.starts, self.place, self.latents.shape[3]
         values = self.text.values
         if key not in values:
             values[key] = make()
@@ -252,10 +284,37 @@ class StripContext:
         *,
         at_once: bool = False,
     ) -> ExchangedTensors:
-        now = self.now
-        is_displaced = (False,) * len(now.rows) if at_once else now.is_displaced
-        is_last = (True,) * len(now.rows) if at_once else now.is_last
-        return self.exchange.swap(now.team.end, now.rows, is_displaced, is_last, key, own, sends, shapes)
+        is_recorded, keeps = self._pause is not None, not (at_once or self.now.is_exact)
+        tensors = list({id(each): each for each in (own, *sends.values())}.values())
+        places = [next(place for place, each in enumerate(tensors) if each is sent) for sent in sends.values()]
+
+        def run(*given: Tensor) -> Results:
+            """Exchange the tensors of the call that is now current; return those of others, and `before` if it may
+            differ from `own`.
+            """
+            if self._known:
+                return self._known.popleft()
+            if keeps and is_recorded:
+                # Other parts of the pass use their memory before these are sent or read.
+                given = tuple(each.clone() for each in given)
+            now = self.now
+            found = self.exchange.swap(
+                now.team.end,
+                now.rows,
+                now.is_displaced if keeps else (False,) * len(now.rows),
+                now.is_last if keeps else (True,) * len(now.rows),
+                key,
+                given[0],
+                {rank: given[place] for rank, place in zip(sends, places, strict=True)},
+                shapes,
+            )
+            results = tuple(found.others[rank] for rank in shapes)
+            return (*results, found.before) if keeps else results
+
+        results = run(*tensors) if self._pause is None else self._pause(run, tensors)
+        if self._collected is not None:
+            self._collected.append(results)
+        return ExchangedTensors(dict(zip(shapes, results, strict=False)), results[-1] if keeps else own)
 
 
 def _channels_last(x: Tensor) -> Tensor:

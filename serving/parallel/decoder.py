@@ -17,7 +17,7 @@ from ..core.attention import FusedLinear, attend, heads_of
 from ..core.denoiser import copy_modules
 from ..core.swap import parent_of
 from .attention import keys_values_of_all
-from .context import Pass, StripContext, Team
+from .context import CallText, Pass, StripContext, Team
 from .group import Communicator, GroupError, Message, VirtualEnd
 from .leaves import StripConv, StripGroupNorm, feed_convolutions
 from .processes import ProcessEnd
@@ -112,6 +112,7 @@ class StripDecoder:
         if call.strips.count == 1:
             return self.decode_whole(latents)
         self._context.begin(call)
+        self._context.begin_pass(latents, CallText())
         return self._strip.decode(latents, return_dict=False)[0]  # type: ignore[operator]
 
 

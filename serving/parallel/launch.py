@@ -19,6 +19,7 @@ from torch import nn
 
 from ...data.errors import RunError, UsageError
 from ...data.run_facts import usable_cores
+from ..core.captured import Recorder
 from ..core.processes import start_process
 from .decoder import SharedDecoder, StripDecoder
 from .group import GroupError, RankError, VirtualGroup
@@ -79,6 +80,7 @@ class ProcessRanks:
         options: options of all ranks.
         autoencoder: unmodified autoencoder of rank 0, if all ranks are to decode.
         changes: changes of the model, which the other ranks make, too; as in `RankSettings`.
+        recorder: records passes of rank 0; the other ranks then record theirs, too.
 
     Attributes:
         model: model of rank 0.
@@ -99,6 +101,7 @@ class ProcessRanks:
         options: ParallelOptions,
         autoencoder: nn.Module | None = None,
         changes: Mapping[str, Any] = MappingProxyType({}),
+        recorder: Recorder | None = None,
     ) -> None:
         self._options, self._number, self.losses = options, 0, list[str]()
         self.decoder = None if autoencoder is None else SharedDecoder(StripDecoder(autoencoder), options.weights)
@@ -120,6 +123,7 @@ class ProcessRanks:
             backend=options.backend,
             decoder=None if autoencoder is None else str(next(autoencoder.parameters()).dtype).removeprefix("torch."),
             changes=dict(changes),
+            is_recorded=recorder is not None,
         )
         self.processes: dict[int, Process] = {
             rank: self._launcher.start(replace(settings, rank=rank, device=devices[rank]))
@@ -129,7 +133,7 @@ class ProcessRanks:
         self._end_all = weakref.finalize(self, _end, self.processes)
         try:
             self._check_ranks(facts)
-            self.model = StripModel(model)
+            self.model = StripModel(model, recorder=recorder)
             self._form()
         except BaseException:
             self._end_all()

@@ -4,7 +4,6 @@ Each leaf holds the module that it replaces, with its weights. Source: DistriFus
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -117,21 +116,28 @@ class StripGroupNorm(nn.Module):
         options = now.norms
         # Rows are the first dimension, as in all tensors that ranks exchange.
         own = torch.stack(statistics(x, num_groups), 1)
+        shares = context.kept("shares", lambda: self._shares(x.device), self._factor)
         if self.feeds and now.is_exact:
             parts, above, below = context.gather_with_halos(self, own, x)
-            scale, shift = self._scale_shift(*combined(parts, now.strips.weights(self._factor)))
+            scale, shift = self._scale_shift(*combined(parts, shares))
             return _between(x, above, below, scale, shift)
         parts, before = context.gather(self, own, [own.shape] * now.strips.count, at_once=options.mode == "sync")
-        weights = now.strips.weights(self._factor)
         if any(now.is_displaced) and options.mode not in ("sync", "stale"):
-            found = displaced(own, parts, before, context.place, weights, options)
+            found = displaced(own, parts, before, context.place, shares, options)
             if not all(now.is_displaced):
-                rows = torch.tensor(now.is_displaced, device=x.device)[:, None]
-                found = tuple(torch.where(rows, *both) for both in zip(found, combined(parts, weights), strict=True))
+                rows = context.kept(
+                    "displaced", lambda: torch.tensor(now.is_displaced, device=x.device)[:, None], now.is_displaced
+                )
+                found = tuple(torch.where(rows, *both) for both in zip(found, combined(parts, shares), strict=True))
         else:
-            found = combined(parts, weights)
+            found = combined(parts, shares)
         scale, shift = self._scale_shift(*found)
         return torch.addcmul(shift, x, scale).to(x.dtype)
+
+    def _shares(self, device: torch.device) -> Tensor:
+        """Return the share of each strip in the pixels, (strips, 1, 1) in float64."""
+        weights = self.context.now.strips.weights(self._factor)
+        return torch.tensor(weights, dtype=torch.float64, device=device)[:, None, None]
 
     def _scale_shift(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and shift [rows, channels, 1, 1] in float32, from mean and variance [rows, groups]."""
@@ -181,12 +187,11 @@ def statistics(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return mean, rstd.pow(-2)
 
 
-def combined(parts: Sequence[Tensor], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Combine strips [rows, 2, groups] with these shares of the pixels to mean and variance [rows, groups] in float64:
-    m = sum w_j m_j, var = sum w_j (v_j + (m_j - m)^2).
+def combined(parts: Sequence[Tensor], shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine strips [rows, 2, groups] with these shares of the pixels (strips, 1, 1) to mean and variance
+    [rows, groups] in float64: m = sum w_j m_j, var = sum w_j (v_j + (m_j - m)^2).
     """
     means, variances = torch.stack(list(parts)).double().unbind(2)
-    shares = _shares(tuple(weights), means.device)
     mean = (shares * means).sum(0)
     return mean, (shares * (variances + (means - mean).square())).sum(0)
 
@@ -196,7 +201,7 @@ def displaced(
     parts: Sequence[Tensor],
     before: Tensor,
     place: int,
-    weights: Sequence[float],
+    shares: Tensor,
     options: NormOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return mean and variance [rows, groups] in float64 of rows that know the other strips from the previous call.
@@ -211,7 +216,7 @@ def displaced(
         parts: those of all strips, with the rank's own at its index.
         before: those of the rank's own strip in the call that the other parts come from.
         place: index of the rank's own strip.
-        weights: share of each strip in the pixels.
+        shares: share of each strip in the pixels, (strips, 1, 1).
         options: `mode` and `guard`.
     """
     own_mean, own_variance = own.double().unbind(1)
@@ -219,14 +224,8 @@ def displaced(
         return own_mean, own_variance
     primed = torch.stack([*parts[:place], before, *parts[place + 1 :]]).double()
     means, variances = primed.unbind(2)
-    shares = _shares(tuple(weights), means.device)
     squares = variances + means.square()
     mean = (shares * means).sum(0) + (own_mean - means[place])
     square = (shares * squares).sum(0) + (own_variance + own_mean.square() - squares[place])
     variance = square - mean.square()
     return mean, torch.where(variance < options.guard * own_variance, own_variance, variance)
-
-
-@lru_cache(256)
-def _shares(weights: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(weights, dtype=torch.float64, device=device)[:, None, None]

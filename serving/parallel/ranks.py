@@ -77,6 +77,11 @@ class Ranks:
         return self._end.size
 
     @property
+    def recording_failure(self) -> str | None:
+        """Why rank 0 could not record a pass the last time this failed; None if it did not."""
+        return self._model.recording_failure
+
+    @property
     def mode(self) -> str:
         """Mode of the calls."""
         return "sync" if self._options.mode == "auto" else self._options.mode

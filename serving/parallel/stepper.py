@@ -67,6 +67,11 @@ class ParallelStepper(PlainStepper):
         self._times: CallTimeTable | None = None
         self._whole: set[int] = set()
 
+    @property
+    def recording_failure(self) -> str | None:
+        """As in `PlainStepper`, also of strips."""
+        return self.group.ranks.recording_failure or super().recording_failure
+
     def tune(self, target: Tuning) -> None:
         """Tune as `PlainStepper` for images that one rank draws. In `auto` mode, also choose whether calls are
         displaced; with `--parallel-from auto`, measure how long images take whole and in strips.

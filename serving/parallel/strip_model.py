@@ -1,6 +1,7 @@
 """The denoising model of one rank: a diffusers model whose leaves compute a strip of rows, or whole images."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...data.resolution import RESOLUTION_MULTIPLE
+from ..core.captured import CapturedPasses, PassBatch, Pause, Recorder, constants_of
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of
 from ..families.transformer import Transformer
+from ..families.z_image import own_texts
 from ..patched.attention import text_bias_of
 from ..plain.formats import channels_last_copy
 from .context import CallText, Pass, StripContext
@@ -27,6 +30,21 @@ _MAX_JOINED = 8
 """Number of groups of rows whose joined conditions are kept, as each resolution of a step is a call of its own."""
 
 
+@dataclass(slots=True, eq=False)
+class _Joined:
+    """Conditions of the rows of a call, which are the same in all of their calls.
+
+    Attributes:
+        conditions: keyword arguments of the forward of the model that runs.
+        text: text of the rows for the leaves.
+        batch: the rows, for recorded passes.
+    """
+
+    conditions: dict[str, Any]
+    text: CallText
+    batch: PassBatch = field(default_factory=PassBatch)
+
+
 class StripModel:
     """Predicts for a strip of some rows, together with the other ranks of a team.
 
@@ -35,18 +53,21 @@ class StripModel:
     Args:
         model: unmodified model. It is not changed, and its weights are shared.
         like: another `StripModel` of the same model. Weights that strips need in another form are shared with it.
+        recorder: records passes, each as a sequence of segments between the exchanges; None to run them eagerly.
 
     Attributes:
         unit: number of rows of latents that must stay together.
         latent_factor: pixels on a side of one latent.
         num_exchanges: number of times that ranks exchange tensors in a call.
+        captured: recorded passes of strips; None without a recorder.
 
     Raises:
         UsageError: the model cannot run in strips, as in `StripSwap`.
     """
 
-    def __init__(self, model: nn.Module, like: "StripModel | None" = None) -> None:
+    def __init__(self, model: nn.Module, like: "StripModel | None" = None, *, recorder: Recorder | None = None) -> None:
         self._plain = model
+        self.captured = None if recorder is None else CapturedPasses(recorder)
         # Strips of a U-Net are channels-last, so that a row and a token are each contiguous in memory.
         self._is_unet = isinstance(model, UNet2DConditionModel)
         own = channels_last_copy if self._is_unet else copy_modules
@@ -59,12 +80,18 @@ class StripModel:
         kinds = {} if self._transformer is None else {kind: name for name, kind in self._transformer.leaves.items()}
         self._caption = self._strip.get_submodule(kinds["caption"]) if "caption" in kinds else nn.Identity()
         self._conditions: dict[RowName, dict[str, Tensor]] = {}
-        self._joined: dict[Hashable, tuple[dict[str, Any], CallText | None]] = {}
+        self._joined: dict[Hashable, _Joined] = {}
         # Created on first use, as it keeps a copy of some weights.
         self._whole: WholeModel | None = None
         self.unit = unit_of(model)
         entry = entry_of(type(model).__name__)
         self.latent_factor = RESOLUTION_MULTIPLE * (1 if entry is None else entry.folds)
+
+    @property
+    def recording_failure(self) -> str | None:
+        """Why a pass could not be recorded the last time this failed; None if it did not."""
+        found = (self.captured, None if self._whole is None else self._whole.captured)
+        return next((each.failure for each in found if each is not None and each.failure is not None), None)
 
     @property
     def reads_halo(self) -> bool:
@@ -146,13 +173,25 @@ class StripModel:
             latents: [rows, channels, height, width] of the strip; with the rows around it if `reads_halo`.
             timesteps: (rows,).
         """
-        conditions, text = self._conditions_of(call)
+        joined = self._conditions_of(call)
         if call.is_alone or call.strips.count == 1:
-            return denoise(self._plain, latents, timesteps, conditions)
-        self._context.begin(call, latents, text)
+            return denoise(self._plain, latents, timesteps, joined.conditions)
         if self._is_unet:
             latents = latents.contiguous(memory_format=torch.channels_last)
-        return denoise(self._strip, latents, timesteps, conditions)
+        context, captured = self._context, self.captured
+
+        def forward(inputs: dict[str, Any], kept: tuple[dict[str, Any], CallText], pause: Pause | None) -> Tensor:
+            conditions, text = kept
+            collects = captured is not None and captured.is_due and pause is None
+            context.begin_pass(inputs["latents"], text, pause, collects=collects)
+            return denoise(self._strip, inputs["latents"], inputs["timesteps"], conditions)
+
+        context.begin(call)
+        inputs, kept = {"latents": latents, "timesteps": timesteps}, (joined.conditions, joined.text)
+        if captured is None:
+            return forward(inputs, kept, None)
+        key = call.key, constants_of(joined.conditions), joined.text.length
+        return captured.run(joined.batch, key, kept, forward, inputs)
 
     @torch.inference_mode()
     def draw(self, rows: Sequence[RowName], images: Sequence[Tensor], timesteps: Tensor) -> list[Tensor]:
@@ -164,7 +203,7 @@ class StripModel:
             timesteps: (rows,).
         """
         if self._whole is None:
-            self._whole = WholeModel(self._plain)
+            self._whole = WholeModel(self._plain, None if self.captured is None else self.captured.recorder)
         return self._whole.predict(tuple(rows), images, timesteps, lambda rows: nested(self._joined_of(rows)))
 
     def clear(self) -> None:
@@ -172,22 +211,20 @@ class StripModel:
         self._context.exchange.clear()
         self.retain(())
 
-    def _conditions_of(self, call: Pass) -> tuple[dict[str, Any], CallText | None]:
-        """Return the conditions of all rows of a call, as keyword arguments of the forward of the model that runs, and
-        their text for the leaves of a transformer.
-        """
+    def _conditions_of(self, call: Pass) -> _Joined:
+        """Return the conditions of all rows of a call."""
         part, is_whole = call.text_starts[call.team.place :][:2], call.is_alone or call.strips.count == 1
         key = call.rows, part, is_whole
         if key not in self._joined:
-            joined, text = self._joined_of(call.rows), None
+            joined, text = self._joined_of(call.rows), CallText()
             if self._transformer is not None and not is_whole:
                 text = self._text_of(self._transformer, joined, slice(*part) if part else slice(None))
             if len(self._joined) == _MAX_JOINED:
                 self._joined.clear()
-            self._joined[key] = nested(joined), text
+            self._joined[key] = _Joined(nested(joined), text)
         return self._joined[key]
 
-    def _text_of(self, transformer: Transformer, conditions: dict[str, Tensor], part: slice) -> CallText:
+    def _text_of(self, transformer: Transformer, conditions: dict[str, Any], part: slice) -> CallText:
         """Return the text of a call, and leave in the conditions what a strip's forward needs of it."""
         text, name = conditions["encoder_hidden_states"], transformer.mask
         mask = None if name is None else conditions[name]
@@ -195,11 +232,16 @@ class StripModel:
         biased = mask[:, part].to(text.dtype) if mask is not None and transformer.adds_mask else None
         if name is not None and transformer.layout == "joint":
             del conditions[name]
-        # Keys and values of cross attention are known.
-        conditions["encoder_hidden_states"] = text[:, :0] if self._readers else text[:, part]
+        if transformer.layout == "padded":
+            assert mask is not None, "pads are marked"
+            # Once for all calls, because it waits for the device.
+            conditions["encoder_hidden_states"] = own_texts(text, mask)
+        else:
+            # Keys and values of cross attention are known.
+            conditions["encoder_hidden_states"] = text[:, :0] if self._readers else text[:, part]
         return CallText(text.shape[1], mask, bias, biased)
 
-    def _joined_of(self, rows: Sequence[RowName]) -> dict[str, Tensor]:
+    def _joined_of(self, rows: Sequence[RowName]) -> dict[str, Any]:
         known = [self._conditions[row] for row in rows]
         return {name: _stacked([each[name] for each in known]) for name in known[0]}
 
@@ -220,7 +262,7 @@ def flat(conditions: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Invert `flat`."""
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():

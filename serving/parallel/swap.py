@@ -19,7 +19,7 @@ from .attention import (
 from .context import StripContext
 from .leaves import StripConv, StripGroupNorm, feed_convolutions
 from .model_levels import attends_to_text_only, attentions_of, unit_of
-from .tokens import StripPads, StripPatchEmbed, StripRotary, StripStreamTokens, with_pads
+from .tokens import StripConstant, StripPads, StripPatchEmbed, StripRotary, StripStreamTokens, with_pads
 
 
 class StripSwap(Swap):
@@ -50,7 +50,8 @@ class StripSwap(Swap):
             elif kind == "GroupNorm":
                 self.put(parent, attribute, StripGroupNorm(module, context, factor))  # type: ignore[arg-type]
             elif kind == "Attention" and attribute == "attn2" and module.is_cross_attention:
-                self.text_readers.append(leaf := StripCrossAttention(module, context))
+                leaf = StripCrossAttention(module, context, len(self.text_readers))
+                self.text_readers.append(leaf)
                 self.put(parent, attribute, leaf)
             elif kind == "Attention":
                 self.put(parent, attribute, StripSelfAttention(module, context, factor))
@@ -72,12 +73,16 @@ class StripSwap(Swap):
             self.wrap(model, "pos_embed", StripRotary, transformer, context, factor)
         else:
             self.wrap(model, "pos_embed", StripPatchEmbed, context, transformer.positions)
+        for name, kind in transformer.leaves.items():
+            if kind == "constant":
+                self.wrap(model, name, StripConstant, context, name)
 
     def _leaf_of(self, attention: Any, factor: int, *, is_stream: bool) -> nn.Module:
         """Return the leaf for an attention of a transformer's blocks, whose tokens may be those of image and text."""
         context = self._context
         if attends_to_text_only(attention):
-            self.text_readers.append(reader := StripCrossAttention(attention, context))
+            reader = StripCrossAttention(attention, context, len(self.text_readers))
+            self.text_readers.append(reader)
             return reader
         self.num_exchanges += 1
         if hasattr(attention, "to_qkv_mlp_proj"):

@@ -6,6 +6,7 @@ from functools import partial
 
 from torch import nn
 
+from ..core.captured import Recorder
 from .decoder import SharedDecoder, StripDecoder, follow_decoding
 from .group import GroupError, RankError, VirtualEnd, VirtualGroup
 from .options import ParallelOptions
@@ -16,15 +17,23 @@ from .strip_model import StripModel
 class VirtualRanks:
     """A `RankGroup` of threads that share the weights of one model.
 
-    The caller holds the baton (`with ranks.end:`) during calls. Raises the errors of `StripModel`.
+    The caller holds the baton (`with ranks.end:`) during calls. `recorder` records the passes of all ranks. Raises the
+    errors of `StripModel`.
     """
 
     losses: tuple[()] = ()
 
-    def __init__(self, model: nn.Module, options: ParallelOptions, autoencoder: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: ParallelOptions,
+        autoencoder: nn.Module | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self._options = options
-        first = StripModel(model)
-        self._models = [first, *(StripModel(model, like=first) for _ in range(options.count - 1))]
+        first = StripModel(model, recorder=recorder)
+        others = (StripModel(model, like=first, recorder=recorder) for _ in range(options.count - 1))
+        self._models = [first, *others]
         self._decoders = [] if autoencoder is None else [StripDecoder(autoencoder) for _ in range(options.count)]
         self.decoder = SharedDecoder(self._decoders[0], options.weights) if self._decoders else None
         self._decoding: VirtualGroup | None = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.captured import CapturedPasses, Recorder
 from ..patched.patched_model import PatchedModel
 from ..patched.text import without_repeats
 from .exchange import RowName
@@ -17,12 +18,20 @@ class WholeModel:
 
     Args:
         model: unmodified model. It is not changed, and its weights are shared.
+        recorder: records passes, of each composition of sizes; None to run them eagerly.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
         # Patches of this order need not divide the images, whose sizes are arbitrary here.
         self._model = PatchedModel(model, order="image")
+        if recorder is not None:
+            self._model.use_graphs(recorder)
         self._now: tuple[tuple[RowName, ...], dict[str, Any]] | None = None
+
+    @property
+    def captured(self) -> CapturedPasses | None:
+        """Recorded passes; None without a recorder."""
+        return self._model.captured
 
     def predict(
         self,

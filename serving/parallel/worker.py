@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import __version__
+from ..core.cuda_graphs import CudaRecorder
 from .decoder import StripDecoder, follow_decoding
 from .group import GroupError
 from .nccl import Nccl
@@ -61,6 +62,7 @@ class RankSettings:
         backend: transport, as in `ParallelOptions`.
         decoder: data type of the autoencoder, if the rank is to decode.
         changes: changes of the model before it is served, as values of `ModelOptions` by name.
+        is_recorded: whether passes are recorded as CUDA graphs.
     """
 
     rank: int
@@ -74,6 +76,7 @@ class RankSettings:
     backend: Backend = "auto"
     decoder: str | None = None
     changes: dict[str, Any] = field(default_factory=dict)
+    is_recorded: bool = False
 
     def to_json(self) -> str:
         """Return the settings as JSON, for `from_json`."""
@@ -154,7 +157,8 @@ def serve_rank(
     store = connect()
     try:
         models = load()
-        ours = StripModel(models.denoiser)
+        recorder = CudaRecorder(next(models.denoiser.parameters()).device) if settings.is_recorded else None
+        ours = StripModel(models.denoiser, recorder=recorder)
         decoder = None if models.autoencoder is None else StripDecoder(models.autoencoder)
     except Exception as error:  # noqa: BLE001  sent to rank 0, which reports it to the user
         store.set(key_of("has", settings.rank), json.dumps({"error": f"{type(error).__name__}: {error}"}))

@@ -5,7 +5,7 @@ dtype and the machine, so it is measured, as are the strategies of convolutions.
 to this model as to the patch engine's, with the same code.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from ..core.adapters import AdaptedLayers, RowAdapters
-from ..core.captured import CapturedPasses, PassBatch
+from ..core.captured import CapturedPasses, PassBatch, constants_of
 from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import Conditions, copy_modules, denoise
 from ..core.kept import load_or_measure
@@ -123,7 +123,7 @@ class PlainModels:
         if captured is None:
             return forward(inputs, kept)
         names = () if adapters is None else tuple(adapters.scales)
-        return captured.run(batch, (form, _constants(conditions), names), kept, forward, inputs)
+        return captured.run(batch, (form, constants_of(conditions), names), kept, forward, inputs)
 
     def _format_for(self, latents: Tensor) -> Format:
         points = [point for point in self.points if point.size == latents.shape[2:]]
@@ -179,15 +179,6 @@ def _compiled_copy(model: nn.Module) -> nn.Module:
     copied = copy_modules(model)
     compile_blocks(copied)
     return copied
-
-
-def _constants(value: Any) -> Hashable:
-    """Return the part of conditions that a recorded pass cannot read anew: shapes and dtypes in place of tensors."""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    if isinstance(value, Mapping):
-        return tuple((name, _constants(part)) for name, part in value.items())
-    return tuple(map(_constants, value)) if isinstance(value, list | tuple) else value
 
 
 def channels_last_copy(model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> nn.Module:

@@ -1,11 +1,15 @@
 """Ranks that share a device draw the images of one rank."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.parallel.stepper import ParallelStepper
+from patchedserve.serving.parallel.virtual import VirtualRanks
 
 from ..support.family_kit import denoised
 from ..support.patched_models import relative_error
@@ -42,3 +46,27 @@ def test_approximate_modes_equal_those_on_a_cpu(mode: Any, device: str) -> None:
         found.append([latents.cpu() for latents in denoised(model, mixed())])
         model.close()
     assert relative_error(*found) <= 10 * EXACT
+
+
+@pytest.mark.parametrize("mode", ["sync", "displaced"])
+@pytest.mark.parametrize("name", BUNDLED)
+def test_replayed_strips_equal_eager_ones(name: str, mode: Any, cuda: str) -> None:
+    """Requests of one size leave one by one, and the last ones recur."""
+    sides = (256, 256, 128)
+    requests = [
+        Request(n, "a hedgehog and a candle", Resolution(side, side), 12, 4.0, seed=n) for n, side in enumerate(sides)
+    ]
+    parallel = ParallelOptions("virtual:2", mode=mode, cfg_split="off")
+    eager, recorded = (
+        served(name, cuda, EngineOptions("parallel", cuda_graphs=is_on, parallel=parallel)) for is_on in (False, True)
+    )
+    expected = denoised(eager, requests)
+    for _ in range(2):
+        assert relative_error(denoised(recorded, requests), expected) <= EXACT
+    stepper = cast(ParallelStepper, recorded.stepper)
+    assert stepper.recording_failure is None
+    for model in cast(VirtualRanks, stepper.group)._models:
+        assert model.captured is not None
+        assert model.captured._recorded
+    eager.close()
+    recorded.close()

@@ -180,7 +180,7 @@ class _Recording(DeviceMode):
     def pause(self, run: Callable[..., Results], inputs: Sequence[Tensor]) -> Results:
         """Run work now and whenever the tape is played back; see `captured.Pause`."""
         self.is_paused = True
-        results = tuple(torch.full_like(each, float("nan")) for each in run(*inputs))
+        results = tuple(map(_unset_like, run(*inputs)))
         self._own |= {storage_of(each) for each in results}
         self._log(run, tuple(inputs), {}, list(enumerate(results)))
         return results
@@ -211,6 +211,11 @@ class _Recording(DeviceMode):
 
 
 _LAUNCH = TritonKernel.launch
+
+
+def _unset_like(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same form, with values that no pass has computed."""
+    return torch.full_like(tensor, float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from patchedserve.serving.parallel.context import Pass, StripContext, Team
+from patchedserve.serving.parallel.context import CallText, Pass, StripContext, Team
 from patchedserve.serving.parallel.group import VirtualEnd, VirtualGroup
 from patchedserve.serving.parallel.options import NormOptions
 from patchedserve.serving.parallel.strips import Strips
@@ -64,7 +64,9 @@ def in_calls(
             team = Team(end, tuple(range(strips.count)))
             last = (is_last,) * len(rows)
             context.begin(Pass(team, strips, rows, tuple(flags), last, norms=NormOptions(**norms)))
-            found.append(leaf(whole[:, :, max(start - halo, 0) : stop + halo]))
+            own = whole[:, :, max(start - halo, 0) : stop + halo]
+            context.begin_pass(own, CallText())
+            found.append(leaf(own))
         return found
 
     by_rank = on_ranks(strips.count, run)
