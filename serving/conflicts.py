@@ -40,7 +40,6 @@ CONFLICTS = (
     Conflict("--cuda-graphs", "a cache of blocks", f"it records whole passes, {_OTHER_PATCHES}"),
     Conflict("--adapter", "--parallel", "ranks have the same weights for all rows"),
     Conflict("--adapter", "a cache of blocks", f"adapters are applied to whole batches, {_OTHER_PATCHES}"),
-    Conflict("--adapter", "--compile", "adapters differ from batch to batch, but graphs do not"),
     Conflict("--adapter", "--quantize", "adapters have not been tested with 8-bit weights"),
     *(Conflict("--stages processes", option, _STAGES_LOAD) for option in ("--lora", "--adapter")),
     Conflict("--stages processes", "--offload text", "its processes keep their text encoders"),

@@ -10,7 +10,7 @@ Calling a compiled block costs about a millisecond on an EPYC core: 0.3 ms for t
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch._dynamo
@@ -46,6 +46,17 @@ def compiler_settings() -> Iterator[None]:
     sizes: Any = torch.fx.experimental._config
     with graphs, sizes.patch(use_duck_shape=False):
         yield
+
+
+def running_blocks(*, is_compiled: bool, is_adapted: bool) -> AbstractContextManager[None]:
+    """Return the context in which the blocks of a model run.
+
+    Blocks whose rows have adapters run uncompiled: which layers do more, and for which entries, differs from batch to
+    batch, and so would their graphs.
+    """
+    if not is_compiled:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_adapted else compiler_settings()
 
 
 def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> int:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
 from ..core.adapters import AdaptedLayers
 from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Pause, Recorder, run_now
-from ..core.compiled import compile_blocks, compiler_settings
+from ..core.compiled import compile_blocks, running_blocks
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
@@ -329,7 +328,7 @@ class PatchedModel:
         timestep, call = timesteps[0] if self.is_unet else timesteps, denoise
         if self._transformer is not None and self._transformer.call_packed is not None:
             call = self._transformer.call_packed
-        with compiler_settings() if self.is_compiled else nullcontext():
+        with running_blocks(is_compiled=self.is_compiled, is_adapted=self.adapters.rows is not None):
             return call(self.model, patches, timestep, conditions)
 
     def _step_of_some(

@@ -6,7 +6,6 @@ to this model as to the patch engine's, with the same code.
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.adapters import AdaptedLayers, RowAdapters
 from ..core.captured import CapturedPasses, PassBatch, constants_of
-from ..core.compiled import compile_blocks, compiler_settings
+from ..core.compiled import compile_blocks, running_blocks
 from ..core.denoiser import Conditions, copy_modules, denoise
 from ..core.kept import load_or_measure
 from ..core.prepared import PreparedRequest
@@ -116,7 +115,9 @@ class PlainModels:
             latents = latents.contiguous(memory_format=torch.channels_last)
 
         def forward(inputs: dict[str, Any], kept: dict[str, Any], _: object = None) -> Tensor:
-            with self.adapters.on(kept["adapters"]), compiler_settings() if self._is_compiled else nullcontext():
+            adapted = kept["adapters"]
+            blocks = running_blocks(is_compiled=self._is_compiled, is_adapted=adapted is not None)
+            with self.adapters.on(adapted), blocks:
                 return denoise(model, inputs["latents"], inputs["timesteps"], kept["conditions"])
 
         inputs, kept = {"latents": latents, "timesteps": timesteps}, {"conditions": conditions, "adapters": adapters}

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
 
 from patchedserve.data.adapters import Adapters
 from patchedserve.data.errors import RunError, UsageError
@@ -23,6 +24,7 @@ from patchedserve.serving.plain.stepper import PlainStepper
 from ...support.family_kit import BUILDS, PASS, STEPS, denoised, mixed
 from ...support.patched_models import relative_error
 from ...support.tape import Tape
+from ...support.tools import need_tools
 
 pytest.importorskip("peft", reason="the extra lora is not installed")
 from ...support.adapters import EACH, adapted, saved, serving
@@ -92,6 +94,34 @@ def test_cached_requests_keep_their_adapters(name: str, tmp_path: Path) -> None:
             assert relative_error(found, expected) <= STEPS
             assert relative_error(found, exact) > 10 * STEPS, "nothing was reused"
         assert tape.played > 0
+
+
+@pytest.mark.product(most=1)
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", _FAST)
+def test_compiled_blocks_serve_batches_without_adapters_only(name: str, tmp_path: Path) -> None:
+    _, loras, folder = saved(name, tmp_path)
+    eager, compiled = serving(folder, loras), serving(folder, loras)
+    patched_stepper(compiled).model.compile(backend="eager")
+    graphs = []
+    for requests in (adapted([1] * 4), mixed([1] * 4), adapted([2] * 4), mixed([2] * 4)):
+        assert relative_error(denoised(compiled, requests), denoised(eager, requests)) <= PASS
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 == graphs[0] < graphs[1] == graphs[2] == graphs[3]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_models_with_compiled_blocks_load_adapters(engine: EngineName, tmp_path: Path) -> None:
+    need_tools("g++")
+    pipe, loras, folder = saved("sd3", tmp_path)
+    requests = adapted([1] * 4)
+    model = serving(folder, loras, engine=engine, compile=True)
+    assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= PASS
+    assert relative_error(denoised(model, mixed([1] * 4)), alone(pipe, {}, mixed([1] * 4))) <= PASS
 
 
 def test_adapters_are_added_to_fused_ones(tmp_path: Path) -> None:
@@ -191,7 +221,6 @@ def test_adapter_with_norms_is_refused(tmp_path: Path) -> None:
         (["a+b=c"], {}, r"adapter name 'a\+b' is not allowed"),
         (["a=b", "a=c"], {}, "--adapter a is given twice"),
         (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache patch: adapters"),
-        (["a=b"], {"compile": True}, "--adapter does not work with --compile: adapters"),
         (
             ["a=b"],
             {"engine": "parallel", "parallel": ParallelOptions("virtual:2")},
