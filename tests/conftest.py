@@ -44,17 +44,26 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option by which `make check` leaves out slow tests that a change does not affect."""
+    """Add the options by which `make check` leaves out slow tests that a change does not affect, and CI takes a part
+    of the exhaustive ones.
+    """
     parser.addoption("--changed-since", metavar="COMMIT", help="run slow tests only of what has changed since then")
+    parser.addoption("--part", metavar="K/N", default="1/1", help="run every N-th exhaustive test, from the K-th on")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark repetitions in products as exhaustive.
 
-    With `--changed-since`, keep the tests that are not marked slow and all tests of changed files.
+    With `--part`, keep a part of the exhaustive tests. With `--changed-since`, keep the tests that are not marked slow
+    and all tests of changed files.
     """
     mark_repetitions(items)
+    number, count = map(int, config.getoption("--part").split("/"))
+    exhaustive = [item for item in items if item.get_closest_marker("exhaustive") is not None]
+    left_out = set(exhaustive) - set(exhaustive[number - 1 :: count])
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
     commit = config.getoption("--changed-since")
     if commit is None:
         return
