@@ -21,8 +21,16 @@ from .curves import Curve
 from .draws import RequestDraws, TraceDefaults
 from .edits import EditDraws
 
-TraceKind = Literal["poisson", "gamma", "diurnal", "shape", "azure"]
-TRACE_KINDS: tuple[str, ...] = get_args(TraceKind)
+ArrivalProcess = Literal["poisson", "gamma", "diurnal", "shape", "recorded"]
+TRACE_KINDS: dict[str, ArrivalProcess] = {
+    "poisson": "poisson",
+    "gamma": "gamma",
+    "diurnal": "diurnal",
+    "shape": "shape",
+    "dataset-c": "poisson",
+    "azure": "recorded",
+}
+"""Arrival process of each kind of trace that users may name."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class TraceConfig:
     Attributes:
         kind: "poisson" (exponential gaps), "gamma" (gaps whose coefficient of variation is `cv`), "diurnal" (a Poisson
             process whose rate varies, see `arrivals.diurnal_arrivals`), "shape" (one whose rate follows a curve) or
-            "azure" (recorded arrivals, scaled).
+            "recorded" (recorded arrivals, scaled).
         request_rate: mean number of arrivals per second; with infinity all arrive at 0.
         num_prompts: number of requests, or None.
         duration_s: time after which no request arrives, or None. With both limits, the first one applies; one is
@@ -42,7 +50,7 @@ class TraceConfig:
             sizes have equal weights (PatchedServe section 8) and there are no SLOs (see `assign_slos`).
         amplitude: largest deviation of a diurnal trace's rate from its mean, as a share of the mean, up to 1.
         period_s: length of a diurnal trace's day in seconds.
-        arrivals_s: recorded arrivals of an azure trace in seconds, in order. The first `num_prompts` of them are scaled
+        arrivals_s: arrivals of a recorded trace in seconds, in order. The first `num_prompts` of them are scaled
             to the rate, with their shape kept.
         curve: rate of a shape trace over its whole duration, in requests a second; `request_rate` is ignored.
 
@@ -50,7 +58,7 @@ class TraceConfig:
         UsageError: a field is out of its range, or fields are incompatible.
     """
 
-    kind: TraceKind = "poisson"
+    kind: ArrivalProcess = "poisson"
     request_rate: float = 1.0
     num_prompts: int | None = 32
     duration_s: float | None = None
@@ -68,15 +76,16 @@ class TraceConfig:
     edits: EditDraws | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in TRACE_KINDS:
-            raise UsageError(f"trace kind is {self.kind!r}, but it must be one of {', '.join(TRACE_KINDS)}")
+        if self.kind not in get_args(ArrivalProcess):
+            allowed = ", ".join(get_args(ArrivalProcess))
+            raise UsageError(f"trace kind is {self.kind!r}, but it must be one of {allowed}")
         if not self.request_rate > 0:
             raise UsageError(f"request rate is {self.request_rate:g}, but it must be more than 0 requests a second")
         require_counts({"number of prompts": self.num_prompts})
         if self.duration_s is not None and not 0 < self.duration_s < math.inf:
             raise UsageError(f"duration is {self.duration_s:g} s, but it must be more than 0 and finite")
         is_endless = self.duration_s is None or math.isinf(self.request_rate)
-        if self.num_prompts is None and is_endless and self.kind not in ("azure", "shape"):
+        if self.num_prompts is None and is_endless and self.kind not in ("recorded", "shape"):
             raise UsageError("the trace never ends: give a number of prompts, or a duration and a finite rate")
         if not 0 < self.cv < math.inf:
             raise UsageError(f"cv is {self.cv:g}, but it must be more than 0 and finite")
@@ -89,8 +98,8 @@ class TraceConfig:
             raise UsageError(f"period is {self.period_s:g} s, but it must be more than 0 and finite")
         if self.kind == "diurnal" and math.isinf(self.request_rate):
             raise UsageError("request rate is inf, but a diurnal trace needs a finite one")
-        if self.kind == "azure" and not self.arrivals_s:
-            raise UsageError("an azure trace needs recorded arrivals, but there are none: name their file (CSV)")
+        if self.kind == "recorded" and not self.arrivals_s:
+            raise UsageError("a recorded trace needs arrivals, but there are none")
         if self.kind == "shape" and self.curve is None:
             raise UsageError("a shape trace needs a curve of rates, but there is none")
         self.draws(prompts=["checked only"])
@@ -122,7 +131,7 @@ def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]
 
 
 def _arrivals(config: TraceConfig) -> Iterable[float]:
-    if config.kind == "azure":
+    if config.kind == "recorded":
         return scaled_arrivals(config.arrivals_s[: config.num_prompts], config.request_rate)
     rng = np.random.default_rng(config.seed)
     if config.curve is not None:

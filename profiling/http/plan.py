@@ -13,6 +13,7 @@ import httpx
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution, parse, parse_list
+from ...data.traces.workloads import DATASET_C
 from ...serving.models.defaults import ModelDefaults
 from ...serving.runs.trace_settings import TraceSettings
 from .load import LoadSettings, send_load
@@ -82,12 +83,14 @@ def model_of(base_url: str, key: str | None, trace: TraceSettings) -> tuple[str,
         sizes = tuple(map(parse, card["sizes"]))
         known = card["defaults"]
         return name, ModelDefaults(known["num_inference_steps"], known["guidance_scale"], parse(known["size"]), sizes)
-    if trace.resolutions is None or trace.num_inference_steps is None:
+    steps = DATASET_C.steps[-1] if trace.trace == "dataset-c" else trace.num_inference_steps
+    if trace.resolutions is None or steps is None:
         raise UsageError(
             f"{base_url} does not tell the sizes and steps of its model: give --resolutions and --num-inference-steps"
         )
-    sizes = tuple(parse_list(trace.resolutions))
-    return name, ModelDefaults(trace.num_inference_steps, trace.guidance_scale or 5.0, sizes[0], sizes)
+    sizes = parse_list(trace.resolutions)
+    largest = max(sizes, key=lambda size: size.pixels)
+    return name, ModelDefaults(steps, trace.guidance_scale or 5.0, largest, sizes)
 
 
 def redrawn(requests: Sequence[Request], config: str, seed: int) -> list[Request]:

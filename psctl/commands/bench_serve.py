@@ -94,9 +94,7 @@ def bench_serve(
         seed=trace.seed,
     )
     name, defaults = model_of(settings.base_url, settings.key, trace)
-    num_prompts = trace.num_prompts
-    if num_prompts is None and trace.duration_s is None and trace.trace in ("poisson", "gamma", "diurnal"):
-        trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS)
+    trace = trace.with_length(_DEFAULT_NUM_PROMPTS)
     requests = draw_requests(trace, defaults)
     if random_request_config is not None:
         requests = redrawn(requests, random_request_config, trace.seed)

@@ -1,6 +1,5 @@
 """`psctl bench slo`: SLO attainment of systems over the request rate, on the engine or in the simulator."""
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -57,7 +56,7 @@ def bench_slo(
             trace=flag(
                 "--trace",
                 "Random or recorded arrivals, generated anew for each rate.",
-                metavar="poisson|gamma|diurnal|azure",
+                metavar="poisson|gamma|diurnal|dataset-c|azure",
             ),
             num_prompts=flag(
                 "--num-prompts", "Number of requests per run. Default: 60 (simulator: 1000), or all with --duration."
@@ -138,8 +137,7 @@ def bench_slo(
     _check_side(context, on)
     if trace.trace == "shape":
         raise UsageError("--trace shape has rates of its own, but bench slo asks for --rates: give another trace")
-    if trace.num_prompts is None and trace.duration_s is None and trace.trace != "azure":
-        trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS[on])
+    trace = trace.with_length(_DEFAULT_NUM_PROMPTS[on])
     settings = SweepSettings(
         systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
         rates=tuple(numbers_of("--rates", rates)),

@@ -257,8 +257,9 @@ TRACE = Flags(
     {
         "trace": flag(
             "--trace",
-            "Random or recorded arrivals, or a file (JSONL, CSV, Request(...) lines).",
-            metavar="poisson|gamma|diurnal|shape|azure|FILE",
+            "Random or recorded arrivals, the mix of sizes and steps of vllm-omni's Dataset C, or a file (JSONL, CSV, "
+            "Request(...) lines).",
+            metavar="poisson|gamma|diurnal|shape|dataset-c|azure|FILE",
         ),
         "request_rate": flag("--request-rate", "Mean arrivals per second of a random trace; inf: all at once."),
         "cv": flag("--cv", "Coefficient of variation of the gaps, with --trace gamma. Default: 2."),

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from ...data.traces.curves import Curve
     from ...data.traces.edits import EditDraws
-    from ...data.traces.traces import TraceKind
     from ..families.geometry import Geometry
 
 _DEFAULT_NUM_PROMPTS = 32
@@ -71,9 +70,10 @@ class TraceSettings:
         num_prompts: maximum number of requests.
         duration_s: time in seconds after which no request arrives.
         resolutions, mix: as text, such as "128,192" and "1,2"; used for random traces, and for lines of a file that
-            name no resolution.
+            name no resolution. Sizes of a published workload are fitted to the resolutions (`workloads.fit_sizes`).
         prompts: file of prompts; None for the bundled captions.
-        num_inference_steps, guidance_scale: for random traces, and for lines of a file that name none.
+        num_inference_steps, guidance_scale: for random traces, and for lines of a file that name none. The number of
+            steps replaces those of a published workload.
         seed: seed of all random draws.
         from_zero: whether a file's first request is moved to 0, for files stamped with clock time.
         amplitude, period_s: amplitude and period of a diurnal trace (`TraceConfig`).
@@ -109,6 +109,15 @@ class TraceSettings:
     def dataset(self) -> str:
         """Name of the requests in summaries and reports: the trace, and the file of its prompts."""
         return self.trace if self.prompts is None else f"{self.trace}, {self.prompts.name}"
+
+    def with_length(self, num_prompts: int) -> "TraceSettings":
+        """Return the settings with this number of requests, if neither a number, a duration nor a file limits them."""
+        from ...data.traces.traces import TRACE_KINDS
+
+        is_limited = self.num_prompts is not None or self.duration_s is not None
+        if is_limited or TRACE_KINDS.get(self.trace, "recorded") == "recorded":
+            return self
+        return replace(self, num_prompts=num_prompts)
 
     def to_config(self) -> dict[str, Any]:
         """Return the settings by the names of the options, as JSON, for summaries and reports."""
@@ -191,10 +200,11 @@ def _without_slos(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     from ...data.traces import files, traces
     from ...data.traces.arrivals import read_arrivals
     from ...data.traces.draws import TraceDefaults, parse_mix
+    from ...data.traces.workloads import DATASET_C, fit_sizes
 
     resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
     mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
-    steps = defaults.num_inference_steps if settings.num_inference_steps is None else settings.num_inference_steps
+    steps: int | tuple[int, ...] | None = settings.num_inference_steps
     scale = defaults.guidance_scale if settings.guidance_scale is None else settings.guidance_scale
     for option, value, wanted in (
         ("--cv", settings.cv, "gamma"),
@@ -206,6 +216,13 @@ def _without_slos(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     ):
         if value is not None and settings.trace != wanted:
             raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
+    if settings.trace == "dataset-c":
+        if mix is not None:
+            raise UsageError(f"--mix is {settings.mix}, but --trace dataset-c has its own: omit it")
+        fitted = fit_sizes(DATASET_C.sizes, resolutions, defaults.default_resolution, DATASET_C.native)
+        resolutions, mix = tuple(fitted[size] for size in DATASET_C.sizes), DATASET_C.weights
+        steps = DATASET_C.steps if steps is None else steps
+    steps = defaults.num_inference_steps if steps is None else steps
     prompts, edits = load_prompts(settings.prompts), settings.edits.to_draws()
     if settings.trace not in traces.TRACE_KINDS:
         file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed, edits=edits)
@@ -213,13 +230,14 @@ def _without_slos(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         if settings.from_zero:
             requests = traces.retime(requests, from_zero=True)
         return traces.limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
-    is_unlimited = settings.num_prompts is None and settings.duration_s is None
     swing = {"amplitude": settings.amplitude, "period_s": settings.period_s}
-    kind: TraceKind = settings.trace  # type: ignore[assignment]  it is one of them, and TraceConfig checks
+    kind = traces.TRACE_KINDS[settings.trace]
+    if kind == "recorded" and settings.arrivals is None:
+        raise UsageError(f"--trace {settings.trace} replays recorded arrivals: name their file with --arrivals")
     config = traces.TraceConfig(
         kind=kind,
         request_rate=settings.request_rate,
-        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited and kind != "azure" else settings.num_prompts,
+        num_prompts=settings.with_length(_DEFAULT_NUM_PROMPTS).num_prompts,
         duration_s=settings.duration_s,
         cv=1.0 if kind != "gamma" else _DEFAULT_GAMMA_CV if settings.cv is None else settings.cv,
         resolutions=resolutions,

@@ -167,10 +167,10 @@ def test_traces_of_both_kinds() -> None:
     assert 650 < len(requests) < 950
     assert all(one.arrival_s < other.arrival_s for one, other in pairwise(requests))
 
-    recorded = TraceConfig(kind="azure", request_rate=2.0, num_prompts=None, arrivals_s=(0.0, 0.5, 4.0, 4.0, 10.0))
+    recorded = TraceConfig(kind="recorded", request_rate=2.0, num_prompts=None, arrivals_s=(0.0, 0.5, 4.0, 4.0, 10.0))
     assert [one.arrival_s for one in generate_trace(recorded, ["a"])] == pytest.approx([0.0, 0.1, 0.8, 0.8, 2.0])
     # The first requests have the requested rate.
-    some = TraceConfig(kind="azure", request_rate=2.0, num_prompts=3, arrivals_s=(0.0, 0.5, 4.0, 4.0, 10.0))
+    some = TraceConfig(kind="recorded", request_rate=2.0, num_prompts=3, arrivals_s=(0.0, 0.5, 4.0, 4.0, 10.0))
     assert [one.arrival_s for one in generate_trace(some, ["a"])] == pytest.approx([0.0, 0.125, 1.0])
     # The contents of requests do not depend on their arrival times.
     poisson = generate_trace(TraceConfig(num_prompts=3), ["a", "b"])
@@ -184,9 +184,9 @@ def test_traces_of_both_kinds() -> None:
         ({"kind": "diurnal", "period_s": 0.0}, "period is 0 s"),
         ({"kind": "diurnal", "request_rate": math.inf}, "request rate is inf, but a diurnal trace needs a finite one"),
         ({"kind": "diurnal", "num_prompts": None}, "the trace never ends"),
-        ({"kind": "azure"}, "an azure trace needs recorded arrivals"),
-        ({"kind": "azure", "arrivals_s": (1.0,), "cv": 2.0}, "cv is 2, but a azure trace takes none: use gamma"),
-        ({"kind": "azure", "arrivals_s": (0.0, 1.0), "request_rate": 0.0}, "request rate is 0"),
+        ({"kind": "recorded"}, "a recorded trace needs arrivals"),
+        ({"kind": "recorded", "arrivals_s": (1.0,), "cv": 2.0}, "cv is 2, but a recorded trace takes none: use gamma"),
+        ({"kind": "recorded", "arrivals_s": (0.0, 1.0), "request_rate": 0.0}, "request rate is 0"),
     ],
 )
 def test_invalid_settings_are_refused(fields: dict, message: str) -> None:
