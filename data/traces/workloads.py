@@ -23,6 +23,13 @@ class Workload:
     weights: tuple[float, ...]
     native: Resolution
 
+    def sizes_on(self, served: Sequence[Resolution], own: Resolution) -> tuple[Resolution, ...]:
+        """Return the size to serve for each of `sizes`: the same if all are served, else as `fit_sizes` maps them."""
+        if {*self.sizes} <= {*served}:
+            return self.sizes
+        fitted = fit_sizes(self.sizes, served, own, self.native)
+        return tuple(fitted[size] for size in self.sizes)
+
 
 DATASET_C = Workload(
     tuple(Resolution(side, side) for side in (512, 768, 1024, 1536)),
@@ -32,15 +39,18 @@ DATASET_C = Workload(
 )
 """Dataset C of vllm-omni's benchmarks of diffusion models (`benchmarks/diffusion/performance_dashboard`)."""
 
+DIFFUSIONDB_NATIVE = Resolution(512, 512)
+"""Size that the models of DiffusionDB (Stable Diffusion 1.x) were trained for."""
+
 
 def fit_sizes(
     sizes: Iterable[Resolution], served: Sequence[Resolution], own: Resolution, native: Resolution
 ) -> dict[Resolution, Resolution]:
     """Map the sizes of a workload to served ones.
 
-    If all of them are served, they stay as they are. Otherwise each is scaled by the ratio of the sides of `own` and
-    `native`, and becomes the served size of the nearest aspect ratio and area: the one with the smallest sum of
-    |ln(aspect ratio / aspect ratio)| and |ln(area / area)|, the smaller one of two that are equally near.
+    Each is scaled by the ratio of the sides of `own` and `native`, and becomes the served size of the nearest aspect
+    ratio and area: the one with the smallest sum of |ln(aspect ratio / aspect ratio)| and |ln(area / area)|, the
+    smaller one of two that are equally near.
 
     Args:
         sizes: sizes of the workload.
@@ -51,9 +61,6 @@ def fit_sizes(
     Returns:
         The served size for each of `sizes`.
     """
-    sizes = dict.fromkeys(sizes)
-    if {*sizes} <= {*served}:
-        return {size: size for size in sizes}
     log_scale = math.log(own.pixels / native.pixels)
 
     def distance(size: Resolution, other: Resolution) -> float:

@@ -52,11 +52,12 @@ def bench_slo(
     seed: Seed = 0,
     trace: Annotated[
         TraceSettings,
-        TRACE.without("request_rate", "seed", "from_zero").using(
+        TRACE.without("request_rate", "seed", "from_zero", "speed").using(
             trace=flag(
                 "--trace",
-                "Random or recorded arrivals, generated anew for each rate.",
-                metavar="poisson|gamma|diurnal|dataset-c|azure",
+                "Random arrivals, the mix of vllm-omni's Dataset C, or a recorded trace (azure, diffusiondb, gentd26, "
+                "katz: --arrivals), anew for each rate.",
+                metavar="poisson|gamma|diurnal|dataset-c|RECORDED",
             ),
             num_prompts=flag(
                 "--num-prompts", "Number of requests per run. Default: 60 (simulator: 1000), or all with --duration."

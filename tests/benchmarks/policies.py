@@ -29,7 +29,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution, parse
 from patchedserve.data.tables.latency import read_latencies
 from patchedserve.data.tables.published import published_table
-from patchedserve.data.traces.arrivals import read_arrivals
+from patchedserve.data.traces.recordings import read_recording
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.data.traces.workloads import DATASET_C
 from patchedserve.serving.runs.simulated.calibration import Calibration
@@ -141,7 +141,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
     engine = SimulatedEngine.of(steps, calibration)
     if options.schedule is not None:
         engine = replace(engine, schedule=CacheSchedule.load(options.schedule))
-    arrivals_s = () if options.arrivals is None else read_arrivals(options.arrivals)
+    arrivals_s = () if options.arrivals is None else read_recording("azure", options.arrivals).arrivals_s
     machine = Machine(options.name or options.model, engine, sizes, options.steps, arrivals_s, {})
     for kind in options.kinds:
         requests = trace(machine, kind, 1.0, 0, 200)

@@ -108,6 +108,8 @@ class SimulationPlan:
 
     def trace_at(self, rate: float | None, defaults: ModelDefaults) -> list[Request]:
         """Draw or read the trace at a rate in requests per second; None as for `request_rate`. Raises UsageError."""
+        if rate is not None and self.trace.speed is not None:
+            raise UsageError(f"--speed is {self.trace.speed:g}, but a request rate of {rate:g} has another: omit one")
         trace = replace(self.trace, request_rate=1.0 if rate is None else rate)
         requests = draw_trace(trace.with_length(DEFAULT_NUM_PROMPTS), defaults)
         return at_rate(requests, rate) if self.is_file and rate is not None else requests

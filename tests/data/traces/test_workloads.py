@@ -7,7 +7,7 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import parse, parse_list
-from patchedserve.data.traces.workloads import fit_sizes
+from patchedserve.data.traces.workloads import DATASET_C, fit_sizes
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.runs.trace_settings import TraceSettings, draw_trace
 
@@ -22,8 +22,6 @@ def fitted(sizes: str, served: str, own: str, native: str = "1024") -> str:
 @pytest.mark.parametrize(
     ("sizes", "served", "own", "expected"),
     [
-        # All are served, whatever the model's own size.
-        ("512,768,1024,1536", "1536,1024,512,768,256", "512", "512x512,768x768,1024x1024,1536x1536"),
         # A model of the same size: only what it does not serve is mapped.
         ("512,768,1024,1536", "512,768,1024", "1024", "512x512,768x768,1024x1024,1024x1024"),
         # A quarter of the side.
@@ -68,6 +66,12 @@ def test_dataset_c_on_a_small_model() -> None:
     few = draw_trace(TraceSettings("dataset-c", num_prompts=400, num_inference_steps=2), SMALL)
     assert {request.num_inference_steps for request in few} == {2}
     assert [request.resolution for request in few] == [request.resolution for request in requests]
+
+
+def test_dataset_c_keeps_sizes_that_are_all_served() -> None:
+    served = parse_list("1536,1024,512,768,256")
+    assert DATASET_C.sizes_on(served, parse("512")) == DATASET_C.sizes
+    assert DATASET_C.sizes_on(served[1:], parse("512")) == parse_list("256,512") + parse_list("512,768")
 
 
 def test_dataset_c_has_a_mix_of_its_own() -> None:
