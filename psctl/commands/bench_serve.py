@@ -25,6 +25,15 @@ def bench_serve(
     served_model: Annotated[
         str | None, flag("--served-model", "Model name in the requests. Default: the one that the server reports.")
     ] = None,
+    server_profile: Annotated[
+        Path | None,
+        flag(
+            "--server-profile",
+            "Names of the parameters on the server (TOML), for those that it does not describe itself.",
+            metavar="FILE",
+            dir_okay=False,
+        ),
+    ] = None,
     trace: Annotated[TraceSettings, TRACE.without("slo")],
     random_request_config: Annotated[
         str | None,
@@ -72,6 +81,7 @@ def bench_serve(
     try:
         from ...profiling.http.load import LoadSettings, send_load
         from ...profiling.http.plan import model_of, redrawn, shapes_of, warm_up
+        from ...profiling.http.servers import ServerProfile
     except ImportError as error:
         raise MissingExtraError(error.name or "httpx", "http") from error
     from ...data.figures import write_figures
@@ -92,6 +102,7 @@ def bench_serve(
         disconnect_rate,
         save_dir=save_dir,
         seed=trace.seed,
+        profile=ServerProfile() if server_profile is None else ServerProfile.read(server_profile),
     )
     name, defaults = model_of(settings.base_url, settings.key, trace)
     trace = trace.with_length(_DEFAULT_NUM_PROMPTS)
@@ -100,6 +111,8 @@ def bench_serve(
         requests = redrawn(requests, random_request_config, trace.seed)
     if slo and not warmup_requests:
         raise UsageError("--slo needs --warmup-requests of 1 or more, which measure the latency alone")
+    example = [replace(each, slo_s=1.0) for each in requests] if slo else requests
+    settings = settings.discover(example, out.note)
     shapes = shapes_of(requests)
     with out.phases() as start:
         if warmup_requests:
