@@ -221,6 +221,96 @@ def test_our_server_takes_all_parameters(server: HttpServer, run_psctl: RunPsctl
     assert "openapi.json" not in done.stderr
 
 
+def test_two_servers_are_compared_on_the_same_traces(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    (tmp_path / "gates.toml").write_text(
+        '[[gate]]\nfile = "two.json"\nmetric = "second.failed_requests"\nmax = 0\n'
+        '[[gate]]\nfile = "two.json"\nmetric = "first.failed_requests"\nmax = 0\n'
+        '[[gate]]\nfile = "two.json"\nmetric = "ssim"\nmin = 0.9\n'
+        '[[gate]]\nfile = "two.json"\nmetric = "ssim"\nstatistic = "min"\nmin = 0.8\n'
+    )
+    script = "tests/support/images_server.py"
+    slow = ("--step-s", "0.5", "--noise", "1")
+    with started(script, "vllm-omni", "--step-s", "0.05") as one, started(script, "sglang", *slow) as other:
+        two = (
+            "--against",
+            f"{other}/v1",
+            "--num-seeds",
+            "2",
+            "--compare-images",
+            "--slo",
+            "--slo-scale",
+            "3",
+            "--json",
+        )
+        load = (*LOAD[:2], "--request-rate", "4", *LOAD[4:], "--warmup-requests", "1")
+        done = bench(run_psctl, one, *two, "--output-file", "two.json", load=load)
+        require_sent(done)
+        found = json.loads(done.stdout)
+        bodies = [received_by(url) for url in (one, other)]
+        gated = run_psctl("gate", "gates.toml")
+    assert found["servers"] == {"first": f"{one}/v1", "second": f"{other}/v1"}
+    assert [each["first"]["model"] for each in found["traces"]] == ["vllm-omni-model"] * 2
+    assert [each["second"]["completed_requests"] for each in found["traces"]] == [4, 4]
+
+    def asked(bodies: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
+        return sorted((each["prompt"], each["seed"], each["size"]) for each in bodies)
+
+    assert asked(bodies[0]) == asked(bodies[1]), "the same requests"
+    assert len(bodies[0]) == 2 * 4 + 2, "two traces, and a request of each size before"
+    figures = found["figures"]
+    for name in ("latency_mean", "latency_p95", "slo_attainment", "throughput", "goodput"):
+        one, other, off = (figures[key] for key in (f"first.{name}", f"second.{name}", f"{name}.difference"))
+        assert off["value"] == pytest.approx(other["value"] - one["value"])
+        assert off["n"] == 2
+        assert off["low"] <= off["value"] <= off["high"]
+    # Three steps take 1.5 s instead of 0.15 s.
+    assert figures["latency_mean.difference"]["value"] > 0.5
+    assert figures["slo_attainment.difference"]["value"] < 0, "SLOs are those of the first server"
+    assert len(found["per_image"]["ssim"]) == 8
+    assert 0.9 < figures["ssim"]["value"] < 1, "the noise of the second"
+    assert gated.returncode == 0, gated.stdout + gated.stderr
+
+
+def test_equal_images_are_equal(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    script = "tests/support/images_server.py"
+    with started(script, "vllm-omni") as one, started(script, "sglang") as other:
+        done = bench(
+            run_psctl, one, "--against", f"{other}/v1", "--compare-images", "--num-seeds", "1", "--save-dir", "kept"
+        )
+        require_sent(done)
+    assert re.search(r"SSIM of images\W+1\W+1 to 1", done.stdout), done.stdout
+    compared = run_psctl("eval", "compare", "kept/first", "kept/second", "--metrics", "psnr")
+    assert compared.returncode == 0, compared.stderr
+
+
+@pytest.mark.exhaustive
+def test_our_server_against_plain_diffusers(server: HttpServer, model: Path, run_psctl: RunPsctl) -> None:
+    with started("tests/benchmarks/plain_server.py", str(model), "--dtype", "float32") as url:
+        done = bench(run_psctl, server.url, "--against", f"{url}/v1", "--compare-images", "--num-seeds", "2", "--json")
+        require_sent(done)
+        found = json.loads(done.stdout)
+    assert [found["figures"][f"{side}.completed_requests"]["value"] for side in ("first", "second")] == [8, 8]
+    assert found["figures"]["ssim"]["value"] > 0.999, "exact in a mixed batch"
+
+
+def test_servers_that_cannot_be_compared(run_psctl: RunPsctl) -> None:
+    with started("tests/support/images_server.py", "vllm-omni") as one:
+        for options, code, message in (
+            (("--compare-images",), 2, "--compare-images is for two servers: name the second one with --against"),
+            (("--num-seeds", "2"), 2, "--num-seeds is for two servers"),
+            (("--against", "localhost:1"), 2, "must begin with http:// or https://"),
+            (("--against", "http://127.0.0.1:9/v1"), 1, "http://127.0.0.1:9/v1 does not answer"),
+        ):
+            done = bench(run_psctl, one, *options)
+            assert done.returncode == code, done.stderr
+            assert message in done.stderr
+            assert "Traceback" not in done.stderr
+        with started("tests/support/images_server.py", "other") as other:
+            done = bench(run_psctl, one, "--against", f"{other}/v1", "--compare-images")
+            assert done.returncode == 2
+            assert "takes no seed, so its images have no partners" in done.stderr
+
+
 def test_bad_usage_is_refused(run_psctl: RunPsctl, server: HttpServer) -> None:
     for options, code, message in (
         (("--base-url", "localhost:8000"), 2, "must begin with http:// or https://"),
