@@ -68,16 +68,15 @@ def send_by_turns(
     found: dict[tuple[int, int], LoadResult] = {}
     for turn, side in turns(range(len(sides)), len(traces), num_warmups=0):
         found[turn, side] = send_load(traces[turn], sides[side], on_finish=on_finish)
-    return [
-        LoadRound(
-            results := tuple(found[turn, side] for side in range(len(sides))),
-            tuple(
-                result.summary(slo_scale=slo_scale, model=model, dataset=dataset)
-                for result, model in zip(results, models, strict=True)
-            ),
+    rounds = []
+    for turn in range(len(traces)):
+        results = tuple(found[turn, side] for side in range(len(sides)))
+        summaries = tuple(
+            result.summary(slo_scale=slo_scale, model=model, dataset=dataset)
+            for result, model in zip(results, models, strict=True)
         )
-        for turn in range(len(traces))
-    ]
+        rounds.append(LoadRound(results, summaries))
+    return rounds
 
 
 def two_servers(rounds: Sequence[LoadRound], servers: tuple[str, str]) -> dict[str, Any]:

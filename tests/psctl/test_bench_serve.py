@@ -164,6 +164,16 @@ def test_parameters_that_a_server_lacks_are_not_sent(run_psctl: RunPsctl, tmp_pa
     assert len(list((tmp_path / "images").glob("*.png"))) == 4
 
 
+def test_dataset_c_needs_only_the_sizes_of_a_server(run_psctl: RunPsctl) -> None:
+    load = ("--trace", "dataset-c", "--num-prompts", "30", "--request-rate", "100", "--resolutions", "64,96,128,192")
+    with started("tests/support/images_server.py", "sglang") as url:
+        done = bench(run_psctl, url, "--warmup-requests", "0", load=load)
+        require_sent(done)
+        shapes = {(body["size"], body["num_inference_steps"]) for body in received_by(url)}
+    # The largest size counts as that of the model, which is 1024 in the published mix.
+    assert shapes == {("96x96", 20), ("128x128", 20), ("192x192", 25), ("192x192", 35)}
+
+
 def test_parameters_with_other_names_are_found(run_psctl: RunPsctl, tmp_path: Path) -> None:
     with started("tests/support/images_server.py", "other") as url:
         done = bench(run_psctl, url, "--json", "--save-dir", "images")

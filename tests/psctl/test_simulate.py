@@ -233,7 +233,7 @@ def test_extrapolation_gives_a_warning(folder: Path, capsys: pytest.CaptureFixtu
         (["--gpus", "9999"], "'--gpus': '9999', but it must be less than or equal to 4096"),
         (["--request-rate", "fast"], "'--request-rate': 'fast', but it must be a valid number"),
         (["--num-inference-steps", "99999999"], "it must be less than or equal to 1000"),
-        (["--trace", "posson"], "a trace is poisson, gamma, diurnal, shape, dataset-c, azure or a file"),
+        (["--trace", "posson"], "a trace is poisson, gamma, diurnal, shape, dataset-c, azure, diffusiondb"),
         (["--resolutions", "80000000"], "width is 80000000 in resolution 80000000x80000000, but must be at most 16384"),
         (["--output-file", "table.csv"], "--output-file table.csv exists and is not JSON"),
         (["--slo-scale", "0"], "SLO scale is 0"),
