@@ -58,7 +58,7 @@ def warm_up(
         records = [send_load([asked], plain, on_finish=lambda record: on_done()).records[0] for _ in range(repeats)]
         known = [record.latency_s for record in records if record.latency_s is not None]
         if not known:
-            raise RunError(f"the server draws no {shape[0]}: {records[-1].reason}")
+            raise RunError(f"{settings.url} draws no {shape[0]}: {records[-1].reason}")
         alone_s[shape] = min(known) * example.num_inference_steps / steps
     return alone_s
 
