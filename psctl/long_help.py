@@ -27,7 +27,7 @@ FIRST_OPTIONS = {
     ),
     "bench serve": (
         "--base-url --trace --request-rate --num-prompts --resolutions --num-inference-steps --slo --slo-scale "
-        "--stream --output-file"
+        "--stream --against --output-file"
     ),
     **{f"eval {name}": f"--images --generated --reference {_SETS}" for name in ("fid", "kid", "clip")},
     **{f"eval {name}": f"--generated --reference {_SETS}" for name in ("all", "lpips", "psnr", "ssim")},

@@ -21,6 +21,7 @@ from ..requests import Request, TracedEdit
 from ..resolution import Resolution
 from .draws import RequestDraws, TraceDefaults
 from .edits import traced_edit
+from .traces import TRACE_KINDS
 
 
 def not_bool(value: object) -> object:
@@ -112,7 +113,7 @@ def load_trace(path: str | Path, *, defaults: TraceDefaults | None = None) -> li
     prompts, resolutions = defaults.prompts or [""], defaults.resolutions or [Resolution(8, 8)]
     draws = RequestDraws(replace(defaults, prompts=prompts, resolutions=resolutions))
     above = 0
-    with open_text(path, "the trace", " (a trace is poisson, gamma, diurnal, azure or a file)") as file:
+    with open_text(path, "the trace", f" (a trace is {', '.join(TRACE_KINDS)} or a file)") as file:
         for number, values in _read_lines(path, file):
             try:
                 request = _request(values, draws.next(len(requests)), defaults, path.parent)

@@ -6,9 +6,9 @@ different rates can be compared request by request.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -20,9 +20,18 @@ from .arrivals import diurnal_arrivals, gamma_arrivals, scaled_arrivals
 from .curves import Curve
 from .draws import RequestDraws, TraceDefaults
 from .edits import EditDraws
+from .recordings import READERS
 
-TraceKind = Literal["poisson", "gamma", "diurnal", "shape", "azure"]
-TRACE_KINDS: tuple[str, ...] = get_args(TraceKind)
+ArrivalProcess = Literal["poisson", "gamma", "diurnal", "shape", "recorded"]
+TRACE_KINDS: dict[str, ArrivalProcess] = {
+    "poisson": "poisson",
+    "gamma": "gamma",
+    "diurnal": "diurnal",
+    "shape": "shape",
+    "dataset-c": "poisson",
+    **dict.fromkeys(READERS, "recorded"),
+}
+"""Arrival process of each kind of trace that users may name."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class TraceConfig:
     Attributes:
         kind: "poisson" (exponential gaps), "gamma" (gaps whose coefficient of variation is `cv`), "diurnal" (a Poisson
             process whose rate varies, see `arrivals.diurnal_arrivals`), "shape" (one whose rate follows a curve) or
-            "azure" (recorded arrivals, scaled).
+            "recorded" (recorded arrivals, scaled; see `recordings`).
         request_rate: mean number of arrivals per second; with infinity all arrive at 0.
         num_prompts: number of requests, or None.
         duration_s: time after which no request arrives, or None. With both limits, the first one applies; one is
@@ -42,15 +51,18 @@ class TraceConfig:
             sizes have equal weights (PatchedServe section 8) and there are no SLOs (see `assign_slos`).
         amplitude: largest deviation of a diurnal trace's rate from its mean, as a share of the mean, up to 1.
         period_s: length of a diurnal trace's day in seconds.
-        arrivals_s: recorded arrivals of an azure trace in seconds, in order. The first `num_prompts` of them are scaled
+        arrivals_s: arrivals of a recorded trace in seconds, in order. The first `num_prompts` of them are scaled
             to the rate, with their shape kept.
+        fields: fields of the requests of a recorded trace that replace drawn ones, for each of `arrivals_s`; empty for
+            none.
+        speed: speed of a recorded trace relative to that of its recording; None scales it to `request_rate`.
         curve: rate of a shape trace over its whole duration, in requests a second; `request_rate` is ignored.
 
     Raises:
         UsageError: a field is out of its range, or fields are incompatible.
     """
 
-    kind: TraceKind = "poisson"
+    kind: ArrivalProcess = "poisson"
     request_rate: float = 1.0
     num_prompts: int | None = 32
     duration_s: float | None = None
@@ -64,19 +76,22 @@ class TraceConfig:
     amplitude: float = 0.8
     period_s: float = 600.0
     arrivals_s: tuple[float, ...] = ()
+    fields: tuple[Mapping[str, Any], ...] = ()
+    speed: float | None = None
     curve: Curve | None = None
     edits: EditDraws | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in TRACE_KINDS:
-            raise UsageError(f"trace kind is {self.kind!r}, but it must be one of {', '.join(TRACE_KINDS)}")
+        if self.kind not in get_args(ArrivalProcess):
+            allowed = ", ".join(get_args(ArrivalProcess))
+            raise UsageError(f"trace kind is {self.kind!r}, but it must be one of {allowed}")
         if not self.request_rate > 0:
             raise UsageError(f"request rate is {self.request_rate:g}, but it must be more than 0 requests a second")
         require_counts({"number of prompts": self.num_prompts})
         if self.duration_s is not None and not 0 < self.duration_s < math.inf:
             raise UsageError(f"duration is {self.duration_s:g} s, but it must be more than 0 and finite")
         is_endless = self.duration_s is None or math.isinf(self.request_rate)
-        if self.num_prompts is None and is_endless and self.kind not in ("azure", "shape"):
+        if self.num_prompts is None and is_endless and self.kind not in ("recorded", "shape"):
             raise UsageError("the trace never ends: give a number of prompts, or a duration and a finite rate")
         if not 0 < self.cv < math.inf:
             raise UsageError(f"cv is {self.cv:g}, but it must be more than 0 and finite")
@@ -89,8 +104,10 @@ class TraceConfig:
             raise UsageError(f"period is {self.period_s:g} s, but it must be more than 0 and finite")
         if self.kind == "diurnal" and math.isinf(self.request_rate):
             raise UsageError("request rate is inf, but a diurnal trace needs a finite one")
-        if self.kind == "azure" and not self.arrivals_s:
-            raise UsageError("an azure trace needs recorded arrivals, but there are none: name their file (CSV)")
+        if self.kind == "recorded" and not self.arrivals_s:
+            raise UsageError("a recorded trace needs arrivals, but there are none")
+        if self.speed is not None:
+            check_speed(self.speed)
         if self.kind == "shape" and self.curve is None:
             raise UsageError("a shape trace needs a curve of rates, but there is none")
         self.draws(prompts=["checked only"])
@@ -112,7 +129,8 @@ def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]
     for arrival_s in _arrivals(config):
         if len(requests) == config.num_prompts or (config.duration_s is not None and arrival_s > config.duration_s):
             break
-        requests.append(replace(draws.next(len(requests)), arrival_s=arrival_s))
+        own = config.fields[len(requests)] if config.fields else {}
+        requests.append(replace(draws.next(len(requests)), arrival_s=arrival_s, **own))
     if not requests:
         raise UsageError(
             f"no request arrives within {config.duration_s:g} s at {config.request_rate:g} requests a second: "
@@ -122,7 +140,9 @@ def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]
 
 
 def _arrivals(config: TraceConfig) -> Iterable[float]:
-    if config.kind == "azure":
+    if config.kind == "recorded" and config.speed is not None:
+        return [arrival_s / config.speed for arrival_s in config.arrivals_s]
+    if config.kind == "recorded":
         return scaled_arrivals(config.arrivals_s[: config.num_prompts], config.request_rate)
     rng = np.random.default_rng(config.seed)
     if config.curve is not None:
@@ -154,10 +174,15 @@ def retime(requests: Sequence[Request], *, speed: float = 1.0, from_zero: bool =
     With `from_zero` the first request arrives at 0, for traces stamped with clock time. Raises UsageError if `speed` is
     not positive and finite.
     """
-    if not 0 < speed < math.inf:
-        raise UsageError(f"speed is {speed:g}, but it must be more than 0 and finite")
+    check_speed(speed)
     start_s = requests[0].arrival_s if from_zero and requests else 0.0
     return [replace(request, arrival_s=(request.arrival_s - start_s) / speed) for request in requests]
+
+
+def check_speed(speed: float) -> None:
+    """Raise UsageError unless the speed of a trace is more than 0 and finite."""
+    if not 0 < speed < math.inf:
+        raise UsageError(f"speed is {speed:g}, but it must be more than 0 and finite")
 
 
 def assign_slos(

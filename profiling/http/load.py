@@ -11,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ...data.files import atomic_write
 from ...data.requests import Request
 from ...serving.core.metrics import summarize
 from ...serving.core.request_state import RequestRecord, Status
+from .servers import ServerProfile
 
 MAX_SEND_LAG_S = 0.05
 ENDPOINT = "/images/generations"
@@ -45,6 +46,7 @@ class LoadSettings:
         timeout_s: seconds after which the client gives up on an answer.
         save_dir: folder for the images; None discards them.
         seed: seed that decides which clients disconnect, and when.
+        profile: what the server calls the parameters of a request.
     """
 
     base_url: str
@@ -57,6 +59,7 @@ class LoadSettings:
     timeout_s: float = 600.0
     save_dir: Path | None = None
     seed: int = 0
+    profile: ServerProfile = field(default_factory=ServerProfile)
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
@@ -70,6 +73,19 @@ class LoadSettings:
     def url(self) -> str:
         """URL to which requests are sent."""
         return self.base_url.rstrip("/") + "/" + self.endpoint.lstrip("/")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that carry the API key."""
+        return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+
+    def discover(self, requests: Sequence[Request], on_note: Callable[[str], None]) -> "LoadSettings":
+        """Return the settings with what the server says of its parameters (`ServerProfile.discover`). A server that
+        cannot stream is asked for whole images.
+        """
+        sent = {name for request in requests for name in our_body(request, self)}
+        profile = self.profile.discover(self.url, sent, self.key, on_note)
+        return replace(self, profile=profile, stream=self.stream and not profile.lacks("stream"))
 
 
 @dataclass(slots=True)
@@ -138,8 +154,7 @@ async def _send_all(
     places = asyncio.Semaphore(settings.max_concurrency or len(requests) or 1)
     leaves = [draws.uniform(*_LEAVE_AFTER_S) if draws.random() < settings.disconnect_rate else None for _ in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = {} if settings.key is None else {"Authorization": f"Bearer {settings.key}"}
-    async with httpx.AsyncClient(limits=limits, headers=headers, timeout=settings.timeout_s) as client:
+    async with httpx.AsyncClient(limits=limits, timeout=settings.timeout_s) as client:
         start_s = time.perf_counter()
 
         async def one(request: Request, leave_after_s: float | None) -> RequestRecord:
@@ -180,7 +195,7 @@ class _Sender:
         try:
             if self.settings.stream:
                 return await self._stream(body)
-            answer = await self.client.post(self.settings.url, json=body)
+            answer = await self.client.post(self.settings.url, json=body, headers=self.settings.headers)
         except httpx.HTTPError as error:
             self.result.codes[0] += 1
             return "failed", f"{type(error).__name__}: {error}"
@@ -188,14 +203,29 @@ class _Sender:
         if answer.status_code != 200:
             return self._refused(answer.content)
         try:
-            b64_json = answer.json()["data"][0].get("b64_json")
+            image = answer.json()["data"][0]
+            b64_json, url = image.get("b64_json"), image.get("url")
         except (ValueError, LookupError, TypeError, AttributeError):
             return "failed", f"the answer is not that of an images API: {answer.text[:80]!r}"
+        content = None if b64_json is None else base64.b64decode(b64_json)
+        if content is None and url is not None:
+            try:
+                content = await self._fetched(url)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                return "failed", f"the image at {url[:80]} cannot be read: {error}"
         self._shown()
-        return self._completed(b64_json)
+        return self._completed(content)
+
+    async def _fetched(self, url: str) -> bytes:
+        own = httpx.URL(self.settings.url)
+        place = own.join(url)
+        # Another host does not get the key.
+        headers = self.settings.headers if place.netloc == own.netloc else {}
+        return (await self.client.get(place, headers=headers)).raise_for_status().content
 
     async def _stream(self, body: dict[str, Any]) -> tuple[Status, str | None]:
-        async with self.client.stream("POST", self.settings.url, json=body) as answer:
+        headers = self.settings.headers
+        async with self.client.stream("POST", self.settings.url, json=body, headers=headers) as answer:
             self.result.codes[answer.status_code] += 1
             if answer.status_code != 200:
                 return self._refused(await answer.aread())
@@ -213,7 +243,7 @@ class _Sender:
                     is_first = False
                     self._shown()
                 if told.get("type") == "image_generation.completed":
-                    return self._completed(told["b64_json"])
+                    return self._completed(base64.b64decode(told["b64_json"]))
         return "failed", "the stream ended without an image"
 
     def _shown(self) -> None:
@@ -228,17 +258,22 @@ class _Sender:
         self.result.errors[code] += 1
         return "discarded" if code == "deadline_unreachable" else "failed", f"{code}: {message}"
 
-    def _completed(self, b64_json: str | None) -> tuple[Status, str | None]:
-        if b64_json is not None and self.settings.save_dir is not None:
+    def _completed(self, content: bytes | None) -> tuple[Status, str | None]:
+        if content is not None and self.settings.save_dir is not None:
             path = self.settings.save_dir / f"{self.record.request_id:05}.png"
             with atomic_write(path) as temporary:
-                temporary.write_bytes(base64.b64decode(b64_json))
+                temporary.write_bytes(content)
             self.record.image_path = str(path)
         return "completed", None
 
 
 def body_of(request: Request, settings: LoadSettings) -> dict[str, Any]:
-    """Return the body of a request to the API."""
+    """Return the body of a request, in the server's words."""
+    return settings.profile.translated(our_body(request, settings))
+
+
+def our_body(request: Request, settings: LoadSettings) -> dict[str, Any]:
+    """Return the body of a request to our own API."""
     body: dict[str, Any] = {
         "prompt": request.prompt,
         "size": str(request.resolution),

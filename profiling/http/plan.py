@@ -4,7 +4,7 @@ torch.
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,9 @@ import httpx
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution, parse, parse_list
+from ...data.traces.workloads import DATASET_C
 from ...serving.models.defaults import ModelDefaults
-from ...serving.runs.trace_settings import TraceSettings
+from ...serving.runs.trace_settings import TraceSettings, draw_requests
 from .load import LoadSettings, send_load
 
 Shape = tuple[Resolution, int]
@@ -57,9 +58,47 @@ def warm_up(
         records = [send_load([asked], plain, on_finish=lambda record: on_done()).records[0] for _ in range(repeats)]
         known = [record.latency_s for record in records if record.latency_s is not None]
         if not known:
-            raise RunError(f"the server draws no {shape[0]}: {records[-1].reason}")
+            raise RunError(f"{settings.url} draws no {shape[0]}: {records[-1].reason}")
         alone_s[shape] = min(known) * example.num_inference_steps / steps
     return alone_s
+
+
+def traces_of(trace: TraceSettings, defaults: ModelDefaults, config: str | None, num: int) -> list[list[Request]]:
+    """Return traces with seeds from that of the settings on; no two requests have the same number.
+
+    Args:
+        trace: settings of the traces.
+        defaults: defaults of the model.
+        config: as in `redrawn`; None for the sizes and steps of the trace.
+        num: number of traces.
+
+    Raises UsageError: as `draw_requests` and `redrawn`.
+    """
+    traces: list[list[Request]] = []
+    for seed in range(trace.seed, trace.seed + num):
+        requests = draw_requests(replace(trace, seed=seed), defaults)
+        if config is not None:
+            requests = redrawn(requests, config, seed)
+        begin = sum(map(len, traces))
+        traces.append([replace(each, request_id=begin + place) for place, each in enumerate(requests)])
+    return traces
+
+
+def with_slos(requests: Sequence[Request], alone_s: Mapping[Shape, float], slo_scale: float) -> list[Request]:
+    """Return the requests with SLOs of `slo_scale` times the latency of their shape alone."""
+    return [replace(each, slo_s=slo_scale * alone_s[each.resolution, each.num_inference_steps]) for each in requests]
+
+
+def card_of(base_url: str, key: str | None) -> dict[str, Any]:
+    """Return what a server says of its model; empty if it says nothing. Raises RunError: it does not answer."""
+    try:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        answer = httpx.get(base_url.rstrip("/") + "/models", headers=headers, timeout=30)
+        return dict(answer.json()["data"][0]) if answer.status_code == 200 else {}
+    except httpx.HTTPError as error:
+        raise RunError(f"{base_url} does not answer: {error}") from error
+    except (ValueError, KeyError, IndexError, TypeError):
+        return {}
 
 
 def model_of(base_url: str, key: str | None, trace: TraceSettings) -> tuple[str, ModelDefaults]:
@@ -69,25 +108,20 @@ def model_of(base_url: str, key: str | None, trace: TraceSettings) -> tuple[str,
         RunError: the server does not answer.
         UsageError: neither the server nor the trace provides sizes and steps.
     """
-    try:
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        answer = httpx.get(base_url.rstrip("/") + "/models", headers=headers, timeout=30)
-        card: dict[str, Any] = answer.json()["data"][0] if answer.status_code == 200 else {}
-    except httpx.HTTPError as error:
-        raise RunError(f"{base_url} does not answer: {error}") from error
-    except (ValueError, KeyError, IndexError, TypeError):
-        card = {}
+    card = card_of(base_url, key)
     name = str(card.get("id", "unknown"))
     if "sizes" in card and "defaults" in card:
         sizes = tuple(map(parse, card["sizes"]))
         known = card["defaults"]
         return name, ModelDefaults(known["num_inference_steps"], known["guidance_scale"], parse(known["size"]), sizes)
-    if trace.resolutions is None or trace.num_inference_steps is None:
+    steps = DATASET_C.steps[-1] if trace.trace == "dataset-c" else trace.num_inference_steps
+    if trace.resolutions is None or steps is None:
         raise UsageError(
             f"{base_url} does not tell the sizes and steps of its model: give --resolutions and --num-inference-steps"
         )
-    sizes = tuple(parse_list(trace.resolutions))
-    return name, ModelDefaults(trace.num_inference_steps, trace.guidance_scale or 5.0, sizes[0], sizes)
+    sizes = parse_list(trace.resolutions)
+    largest = max(sizes, key=lambda size: size.pixels)
+    return name, ModelDefaults(steps, trace.guidance_scale or 5.0, largest, sizes)
 
 
 def redrawn(requests: Sequence[Request], config: str, seed: int) -> list[Request]:

@@ -1,6 +1,5 @@
 """`psctl bench slo`: SLO attainment of systems over the request rate, on the engine or in the simulator."""
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -53,11 +52,12 @@ def bench_slo(
     seed: Seed = 0,
     trace: Annotated[
         TraceSettings,
-        TRACE.without("request_rate", "seed", "from_zero").using(
+        TRACE.without("request_rate", "seed", "from_zero", "speed").using(
             trace=flag(
                 "--trace",
-                "Random or recorded arrivals, generated anew for each rate.",
-                metavar="poisson|gamma|diurnal|azure",
+                "Random arrivals, the mix of vllm-omni's Dataset C, or a recorded trace (azure, diffusiondb, gentd26, "
+                "katz: --arrivals), anew for each rate.",
+                metavar="poisson|gamma|diurnal|dataset-c|RECORDED",
             ),
             num_prompts=flag(
                 "--num-prompts", "Number of requests per run. Default: 60 (simulator: 1000), or all with --duration."
@@ -138,8 +138,7 @@ def bench_slo(
     _check_side(context, on)
     if trace.trace == "shape":
         raise UsageError("--trace shape has rates of its own, but bench slo asks for --rates: give another trace")
-    if trace.num_prompts is None and trace.duration_s is None and trace.trace != "azure":
-        trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS[on])
+    trace = trace.with_length(_DEFAULT_NUM_PROMPTS[on])
     settings = SweepSettings(
         systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
         rates=tuple(numbers_of("--rates", rates)),

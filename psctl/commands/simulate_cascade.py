@@ -35,7 +35,7 @@ _SHARED = {
     "--cascade", "--workers", "--system", "--gpus", "--slo-scale", "--prompts", "--output-file", "--workspace",
     "--device", "--dtype", "--json", "--quiet", "--seed", "--trace", "--request-rate", "--cv", "--amplitude",
     "--period", "--arrivals", "--num-prompts", "--duration", "--resolutions", "--mix", "--from-zero", "--curve",
-    "--rate-range", "--http", "--slo", "--config",
+    "--rate-range", "--http", "--slo", "--config", "--owners", "--speed",
 } | Flags.of(HttpFlags).without("calibrate", "calibrate_time").names()  # fmt: skip
 
 

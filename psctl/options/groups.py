@@ -257,14 +257,27 @@ TRACE = Flags(
     {
         "trace": flag(
             "--trace",
-            "Random or recorded arrivals, or a file (JSONL, CSV, Request(...) lines).",
-            metavar="poisson|gamma|diurnal|shape|azure|FILE",
+            "Random arrivals, the mix of sizes and steps of vllm-omni's Dataset C, a recorded trace (azure, "
+            "diffusiondb, gentd26, katz: --arrivals), or a file (JSONL, CSV, Request(...) lines).",
+            metavar="poisson|gamma|diurnal|shape|dataset-c|RECORDED|FILE",
         ),
         "request_rate": flag("--request-rate", "Mean arrivals per second of a random trace; inf: all at once."),
         "cv": flag("--cv", "Coefficient of variation of the gaps, with --trace gamma. Default: 2."),
         "amplitude": flag("--amplitude", "Amplitude of the rate, with --trace diurnal, 0 to 1. Default: 0.8."),
         "period_s": flag("--period", "Length of a day, with --trace diurnal. Default: 600.", metavar="SECONDS"),
-        "arrivals": flag("--arrivals", "CSV of recorded arrivals, with --trace azure (arrived_at or TIMESTAMP)."),
+        "arrivals": flag(
+            "--arrivals",
+            "File of a recorded trace: CSV (azure: arrived_at or TIMESTAMP; gentd26), metadata.parquet (diffusiondb) "
+            "or JSON (katz).",
+        ),
+        "owners": flag(
+            "--owners",
+            "Recorded traces: users whose requests are replayed, or their number, drawn at random. Default: all.",
+            metavar="N|NAME,...",
+        ),
+        "speed": flag(
+            "--speed", "Recorded traces and files: replay X times as fast as recorded.", metavar="X", show_default=False
+        ),
         "curve": flag(
             "--curve", "CSV of the rate over time (time_s, rate), with --trace shape. Default: a bundled day."
         ),

@@ -11,11 +11,11 @@ from ...data.resolution import Resolution, parse, parse_list
 from ..models.defaults import ModelDefaults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ...data.traces.curves import Curve
     from ...data.traces.edits import EditDraws
-    from ...data.traces.traces import TraceKind
+    from ...data.traces.recordings import Recording
     from ..families.geometry import Geometry
 
 _DEFAULT_NUM_PROMPTS = 32
@@ -71,13 +71,17 @@ class TraceSettings:
         num_prompts: maximum number of requests.
         duration_s: time in seconds after which no request arrives.
         resolutions, mix: as text, such as "128,192" and "1,2"; used for random traces, and for lines of a file that
-            name no resolution.
+            name no resolution. Sizes of a published workload are fitted to the resolutions (`workloads.fit_sizes`).
         prompts: file of prompts; None for the bundled captions.
-        num_inference_steps, guidance_scale: for random traces, and for lines of a file that name none.
+        num_inference_steps, guidance_scale: for random traces, and for lines of a file that name none. Given
+            ones, and given prompts, replace those of a published workload or a recorded trace.
         seed: seed of all random draws.
         from_zero: whether a file's first request is moved to 0, for files stamped with clock time.
         amplitude, period_s: amplitude and period of a diurnal trace (`TraceConfig`).
-        arrivals: CSV file of the recorded arrivals of an azure trace.
+        arrivals: file of a recorded trace (`recordings.read_recording`).
+        owners: users whose requests a recorded trace has, as names or as a number of users to draw; None for all.
+        speed: speed of a recorded trace or a trace file relative to that of its recording. None for 1, and for
+            `request_rate` with a recorded trace.
         curve: CSV file of the rate of a shape trace over time; None for the bundled one.
         rate_range: minimum and maximum rate of a shape trace, as "1:8"; its length is `duration_s`.
         edits: edits among the requests.
@@ -104,11 +108,22 @@ class TraceSettings:
     rate_range: str | None = None
     edits: TraceEditSettings = field(default_factory=TraceEditSettings)
     slo: str | None = None
+    owners: str | None = None
+    speed: float | None = None
 
     @property
     def dataset(self) -> str:
         """Name of the requests in summaries and reports: the trace, and the file of its prompts."""
         return self.trace if self.prompts is None else f"{self.trace}, {self.prompts.name}"
+
+    def with_length(self, num_prompts: int) -> "TraceSettings":
+        """Return the settings with this number of requests, if neither a number, a duration nor a file limits them."""
+        from ...data.traces.traces import TRACE_KINDS
+
+        is_limited = self.num_prompts is not None or self.duration_s is not None
+        if is_limited or TRACE_KINDS.get(self.trace, "recorded") == "recorded":
+            return self
+        return replace(self, num_prompts=num_prompts)
 
     def to_config(self) -> dict[str, Any]:
         """Return the settings by the names of the options, as JSON, for summaries and reports."""
@@ -116,8 +131,9 @@ class TraceSettings:
         given |= {name: str(given[name]) for name in ("arrivals", "prompts", "curve") if given[name] is not None}
         if not self.edits.share:
             del given["edits"]
-        if self.slo is None:
-            del given["slo"]
+        for name in ("slo", "owners", "speed"):
+            if given[name] is None:
+                del given[name]
         # JSON has no infinity.
         return given | {"request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf"}
 
@@ -189,37 +205,49 @@ def _without_slos(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     # Imported here, because the command line reads the settings' defaults, and its help must not wait for numpy.
     from ...data.prompts.captions import load_prompts
     from ...data.traces import files, traces
-    from ...data.traces.arrivals import read_arrivals
     from ...data.traces.draws import TraceDefaults, parse_mix
+    from ...data.traces.workloads import DATASET_C
 
     resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
     mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
-    steps = defaults.num_inference_steps if settings.num_inference_steps is None else settings.num_inference_steps
+    steps: int | tuple[int, ...] | None = settings.num_inference_steps
     scale = defaults.guidance_scale if settings.guidance_scale is None else settings.guidance_scale
     for option, value, wanted in (
         ("--cv", settings.cv, "gamma"),
         ("--amplitude", settings.amplitude, "diurnal"),
         ("--period", settings.period_s, "diurnal"),
-        ("--arrivals", settings.arrivals, "azure"),
         ("--curve", settings.curve, "shape"),
         ("--rate-range", settings.rate_range, "shape"),
     ):
         if value is not None and settings.trace != wanted:
             raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
+    kind = traces.TRACE_KINDS.get(settings.trace)
+    for option, value in (("--arrivals", settings.arrivals), ("--owners", settings.owners)):
+        if value is not None and kind != "recorded":
+            raise UsageError(f"{option} is {value}, but it belongs to recorded traces, not to --trace {settings.trace}")
+    if settings.speed is not None and kind not in (None, "recorded"):
+        raise UsageError(f"--speed is {settings.speed:g}, but it belongs to recorded traces and trace files")
+    if settings.trace == "dataset-c":
+        if mix is not None:
+            raise UsageError(f"--mix is {settings.mix}, but --trace dataset-c has its own: omit it")
+        resolutions = DATASET_C.sizes_on(resolutions, defaults.default_resolution)
+        mix = DATASET_C.weights
+        steps = DATASET_C.steps if steps is None else steps
+    steps = defaults.num_inference_steps if steps is None else steps
     prompts, edits = load_prompts(settings.prompts), settings.edits.to_draws()
-    if settings.trace not in traces.TRACE_KINDS:
+    if kind is None:
         file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed, edits=edits)
         requests = files.load_trace(settings.trace, defaults=file_defaults)
-        if settings.from_zero:
-            requests = traces.retime(requests, from_zero=True)
+        if settings.from_zero or settings.speed is not None:
+            speed = 1.0 if settings.speed is None else settings.speed
+            requests = traces.retime(requests, speed=speed, from_zero=settings.from_zero)
         return traces.limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
-    is_unlimited = settings.num_prompts is None and settings.duration_s is None
     swing = {"amplitude": settings.amplitude, "period_s": settings.period_s}
-    kind: TraceKind = settings.trace  # type: ignore[assignment]  it is one of them, and TraceConfig checks
+    recording = _recording(settings, resolutions, defaults) if kind == "recorded" else None
     config = traces.TraceConfig(
         kind=kind,
         request_rate=settings.request_rate,
-        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited and kind != "azure" else settings.num_prompts,
+        num_prompts=settings.with_length(_DEFAULT_NUM_PROMPTS).num_prompts,
         duration_s=settings.duration_s,
         cv=1.0 if kind != "gamma" else _DEFAULT_GAMMA_CV if settings.cv is None else settings.cv,
         resolutions=resolutions,
@@ -227,12 +255,46 @@ def _without_slos(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         num_inference_steps=steps,
         guidance_scale=scale,
         seed=settings.seed,
-        arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
+        arrivals_s=() if recording is None else recording.arrivals_s,
+        fields=() if recording is None else recording.fields,
+        speed=settings.speed,
         curve=_curve(settings) if kind == "shape" else None,
         edits=edits,
         **{name: value for name, value in swing.items() if value is not None},
     )
     return traces.generate_trace(config, prompts)
+
+
+def _recording(settings: TraceSettings, served: "Sequence[Resolution]", defaults: ModelDefaults) -> "Recording":
+    """Read a recorded trace, with its sizes fitted to the served ones."""
+    from ...data.traces.recordings import Selection, read_recording
+    from ...data.traces.workloads import DIFFUSIONDB_NATIVE, fit_sizes
+
+    if settings.arrivals is None:
+        raise UsageError(f"--trace {settings.trace} replays recorded arrivals: name their file with --arrivals")
+    selection = Selection(settings.owners, settings.num_prompts, settings.seed)
+    recording = read_recording(settings.trace, settings.arrivals, selection)
+    given = {
+        "prompt": settings.prompts,
+        "num_inference_steps": settings.num_inference_steps,
+        "guidance_scale": settings.guidance_scale,
+    }
+    replaced = {name for name, value in given.items() if value is not None}
+    sizes = [each["resolution"] for each in recording.fields if "resolution" in each]
+    if sizes and settings.mix is not None:
+        raise UsageError(f"--mix is {settings.mix}, but --trace {settings.trace} has sizes of its own: omit it")
+    fitted = fit_sizes({*sizes}, served, defaults.default_resolution, DIFFUSIONDB_NATIVE)
+    return replace(
+        recording,
+        fields=tuple(
+            {
+                name: fitted[value] if name == "resolution" else value
+                for name, value in each.items()
+                if name not in replaced
+            }
+            for each in recording.fields
+        ),
+    )
 
 
 def _curve(settings: TraceSettings) -> "Curve":

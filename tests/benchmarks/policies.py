@@ -29,8 +29,9 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution, parse
 from patchedserve.data.tables.latency import read_latencies
 from patchedserve.data.tables.published import published_table
-from patchedserve.data.traces.arrivals import read_arrivals
+from patchedserve.data.traces.recordings import read_recording
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
+from patchedserve.data.traces.workloads import DATASET_C
 from patchedserve.serving.runs.simulated.calibration import Calibration
 from patchedserve.serving.runs.simulated.deployment import SimulatedDeployment, SimulatedEngine
 from patchedserve.serving.runs.simulated.files import calibration_of
@@ -43,7 +44,6 @@ from patchedserve.training.cache.schedule import CacheSchedule
 
 KINDS = ("poisson", "bursty", "diurnal", "recorded", "mixed-work")
 _PROMPT = "a hat on a green background"
-_MIXED_STEPS, _MIXED_SHARES = (20, 20, 25, 35), (0.15, 0.25, 0.45, 0.15)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def trace(machine: Machine, kind: str, rate: float, seed: int, count: int) -> li
             config = TraceConfig("diurnal", period_s=count / rate / 2, **given)
         case "recorded":
             first = seed * count % max(1, len(machine.arrivals_s) - count)
-            config = TraceConfig("azure", arrivals_s=machine.arrivals_s[first : first + count], **given)
+            config = TraceConfig("recorded", arrivals_s=machine.arrivals_s[first : first + count], **given)
         case _:
             config = TraceConfig("poisson", **given)
     requests = generate_trace(config, [_PROMPT])
@@ -93,9 +93,9 @@ def trace(machine: Machine, kind: str, rate: float, seed: int, count: int) -> li
         return requests
     rng = np.random.default_rng(seed)
     sizes = [*machine.resolutions, machine.resolutions[-1]]
-    drawn = rng.choice(len(sizes), len(requests), p=_MIXED_SHARES)
+    drawn = rng.choice(len(sizes), len(requests), p=DATASET_C.weights)
     return [
-        replace(request, resolution=sizes[which], num_inference_steps=_MIXED_STEPS[which])
+        replace(request, resolution=sizes[which], num_inference_steps=DATASET_C.steps[which])
         for request, which in zip(requests, drawn, strict=True)
     ]
 
@@ -141,7 +141,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
     engine = SimulatedEngine.of(steps, calibration)
     if options.schedule is not None:
         engine = replace(engine, schedule=CacheSchedule.load(options.schedule))
-    arrivals_s = () if options.arrivals is None else read_arrivals(options.arrivals)
+    arrivals_s = () if options.arrivals is None else read_recording("azure", options.arrivals).arrivals_s
     machine = Machine(options.name or options.model, engine, sizes, options.steps, arrivals_s, {})
     for kind in options.kinds:
         requests = trace(machine, kind, 1.0, 0, 200)

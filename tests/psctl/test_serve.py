@@ -260,7 +260,7 @@ def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> Non
         (["--policy", "magic"], "fcfs, static, continuous"),
         (["--system", "distrifusion-fcfs"], "only in the simulator"),
         (["--policy", "slack", "--predictor", "nowhere.csv"], "nowhere.csv: cannot read the latencies table"),
-        (["--trace", "azure"], "an azure trace needs recorded arrivals"),
+        (["--trace", "azure"], "--trace azure replays recorded arrivals: name their file with --arrivals"),
         (["--amplitude", "0.5"], "--amplitude is 0.5, but it belongs to --trace diurnal, not poisson"),
         (["--resolutions", "100"], "multiple of 8"),
         (["--mix", "1,2"], "mix has 2 weights"),

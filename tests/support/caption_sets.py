@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def write_coco(root: Path, content: Mapping[str, Any] | None = None, split: str 
 
 
 def diffusiondb_rows(part: int, num_images: int = 4) -> list[dict[str, Any]]:
-    """Return rows as in metadata.parquet: scores of image k are 0.1 k, the last image is blurred (2.0)."""
+    """Return rows as in metadata.parquet: scores of image k are 0.1 k, the last image is blurred (2.0), and the account
+    of every second one was deleted.
+    """
     return [
         {
             "image_name": f"{part:08x}-0000-4000-8000-{k:012x}.png",
@@ -68,8 +71,8 @@ def diffusiondb_rows(part: int, num_images: int = 4) -> list[dict[str, Any]]:
             "sampler": 8,
             "width": 32,
             "height": 24,
-            "user_name": "deleted_account",
-            "timestamp": None,
+            "user_name": "deleted_account" if k % 2 else "0123456789abcdef",
+            "timestamp": datetime(2022, 8, 11, 9, k, tzinfo=UTC),
             "image_nsfw": 2.0 if k == num_images - 1 else 0.1 * k,
             "prompt_nsfw": 0.01,
         }

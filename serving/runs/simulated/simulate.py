@@ -40,7 +40,6 @@ from .summary import simulation_summary
 DEFAULT_NUM_PROMPTS = 1000
 MAX_REPORTED = 20_000
 """Largest number of requests of a run that gets a report."""
-_UNLIMITED = ("poisson", "gamma", "diurnal")
 """Kinds of traces that have `DEFAULT_NUM_PROMPTS` requests unless something limits them."""
 
 
@@ -109,10 +108,10 @@ class SimulationPlan:
 
     def trace_at(self, rate: float | None, defaults: ModelDefaults) -> list[Request]:
         """Draw or read the trace at a rate in requests per second; None as for `request_rate`. Raises UsageError."""
+        if rate is not None and self.trace.speed is not None:
+            raise UsageError(f"--speed is {self.trace.speed:g}, but a request rate of {rate:g} has another: omit one")
         trace = replace(self.trace, request_rate=1.0 if rate is None else rate)
-        if trace.num_prompts is None and trace.duration_s is None and trace.trace in _UNLIMITED:
-            trace = replace(trace, num_prompts=DEFAULT_NUM_PROMPTS)
-        requests = draw_trace(trace, defaults)
+        requests = draw_trace(trace.with_length(DEFAULT_NUM_PROMPTS), defaults)
         return at_rate(requests, rate) if self.is_file and rate is not None else requests
 
     def ready(
