@@ -38,13 +38,16 @@ def add_images(summary: dict[str, Any], pairs: Sequence[tuple[RequestRecord, Req
         if None in own:
             raise RunError(f"{server} answers without images, so there are none to compare")
     items = tuple(
-        ImageItem(str(one.request_id), Path(str(path)).name, one.prompt, one.seed, *one.resolution)
+        ImageItem(
+            str(one.request_id), Path(str(path)).name, one.prompt, one.seed, one.resolution.width, one.resolution.height
+        )
         for (one, _), path in zip(pairs, paths[0], strict=True)
     )
     folders = [Path(str(own[0])).parent for own in paths]
     for server, folder in zip(servers, folders, strict=True):
         write_json(folder / MANIFEST_FILE, Manifest(items, {"server": server}).to_json())
-    found = compare(*folders, METRICS, Measurer(Judges(), max_bad=len(items)))
-    write_figures(summary, read_figures(summary, folders[0]) | found.figures())
+    first, second = folders
+    found = compare(first, second, METRICS, Measurer(Judges(), max_bad=len(items)))
+    write_figures(summary, read_figures(summary, first) | found.figures())
     summary["per_image"] = found.per_image
     return found.warnings

@@ -196,7 +196,7 @@ def run_psctl(page_run: PageRun, words: list[str]) -> int:
     if name.startswith("bench ") and tuple(words) in page_run.done:
         return 0
     page_run.done.add(tuple(words))
-    with results_checked(name):
+    with results_checked(f"{name} --against" if "--against" in words else name):
         return main(words)
 
 

@@ -154,8 +154,8 @@ def diffusiondb(folder: Path, rows: list[dict[str, Any]], schema: pa.Schema = ME
     return path
 
 
-def minute(number: float) -> pd.Timestamp:
-    return pd.Timestamp("2022-08-11 09:00", tz="UTC") + pd.Timedelta(minutes=number)
+def minute(number: float) -> Any:
+    return pd.Timestamp(1_660_208_400 + 60 * number, unit="s", tz="UTC")
 
 
 def test_diffusiondb_gives_times_sizes_steps_and_users(tmp_path: Path) -> None:

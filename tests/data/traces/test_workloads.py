@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,8 @@ def test_dataset_c_has_the_published_mix() -> None:
 
 
 def test_dataset_c_differs_from_a_poisson_trace_only_in_sizes_and_steps() -> None:
-    for settings in ({"request_rate": 3.0}, {"request_rate": 3.0, "duration_s": 20.0}):
+    every: list[dict[str, Any]] = [{"request_rate": 3.0}, {"request_rate": 3.0, "duration_s": 20.0}]
+    for settings in every:
         mix = draw_trace(TraceSettings("dataset-c", **settings), SMALL)
         poisson = draw_trace(TraceSettings("poisson", **settings), SMALL)
         assert [(r.arrival_s, r.prompt, r.seed) for r in mix] == [(r.arrival_s, r.prompt, r.seed) for r in poisson]
