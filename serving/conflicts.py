@@ -46,6 +46,7 @@ CONFLICTS = (
     *(Conflict("--stages processes", option, _STAGES_LOAD) for option in ("--lora", "--adapter")),
     Conflict("--stages processes", "--offload text", "its processes keep their text encoders"),
     Conflict("--stages processes", "--parallel-decode strips", "its processes decode whole images"),
+    Conflict("--decoder-dtype", "--parallel-decode strips", "ranks decode strips in the autoencoder's own format"),
     Conflict("--stages processes", "a single file", "its processes load a diffusers directory"),
     Conflict("--parallel", "a single file", "ranks load a diffusers directory"),
     *(Conflict("--offload text on a CPU", what, _ENCODERS_LOAD) for what in ("--lora", "--adapter")),

@@ -213,7 +213,27 @@ _STAGES = flag(
     "its steps; auto: inline on a CPU of up to 4 cores, else threads.",
     is_shared=True,
 )
-_OF_MODELS = {"model": MODEL, "prompt_cache_mb": _PROMPT_CACHE, "offload": _OFFLOAD, "stages": _STAGES}
+_DECODER_DTYPE = flag(
+    "--decoder-dtype",
+    "Number format in which images are decoded; auto: the autoencoder's own, or that of psctl.json.",
+    is_shared=True,
+)
+_DECODE_BATCH = flag(
+    "--decode-batch",
+    "Maximum number of images of one size that are decoded together. Default: as many as a tenth of a GPU's memory "
+    "holds; 1 on a CPU.",
+    is_shared=True,
+    min=1,
+    show_default=False,
+)
+_OF_MODELS = {
+    "model": MODEL,
+    "prompt_cache_mb": _PROMPT_CACHE,
+    "offload": _OFFLOAD,
+    "stages": _STAGES,
+    "decoder_dtype": _DECODER_DTYPE,
+    "decode_batch": _DECODE_BATCH,
+}
 ENGINE = Flags(
     EngineOptions,
     {

@@ -96,7 +96,9 @@ def load_model(
     stages = None
     if options.stages == "processes":
         # The processes load in parallel with this one.
-        stages = StageProcesses(StageSettings(str(model_dir), str(torch_device), name_of(torch_dtype)))
+        decoding = {"decoder_dtype": options.decoder_dtype, "compile": options.compile}
+        of_stages = StageSettings(str(model_dir), str(torch_device), name_of(torch_dtype), **decoding)
+        stages = StageProcesses(replace(of_stages, cuda_graphs=options.cuda_graphs))
     offload = None if options.offload == "none" else TextOffload(rereads=torch_device.type == "cpu")
     pipe = load_pipeline(model_dir, index, torch_dtype, source.file, inside, offload)
     pipe.set_progress_bar_config(disable=True)

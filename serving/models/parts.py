@@ -10,9 +10,11 @@ from ..options import ModelOptions
 from ..parallel.options import ParallelOptions
 from ..parallel.torchrun import TorchRun
 from ..parallel.worker import RankModels, RankSettings
+from .build import build_decoder
 from .changes import apply_changes, changed_fingerprint
 from .checkpoint import INDEX_FILE, check_directory, fingerprint, read_index, variants_for, weight_components
 from .components import hollow, load_component, load_pipeline, on_meta
+from .decoder import ImageDecoder
 from .defaults import read_defaults
 from .offload import TEXT_ENCODER
 from .placement import name_of, quiet_libraries, resolve_device, resolve_dtype
@@ -67,8 +69,8 @@ def load_rank(settings: RankSettings) -> RankModels:
     return RankModels(mark, denoiser.to(device), autoencoder)
 
 
-def load_stage(settings: StageSettings) -> tuple[Any, Family]:
-    """Load the pipeline and its family for a process that encodes or decodes for others.
+def load_stage(settings: StageSettings) -> tuple[Any, Family, ImageDecoder]:
+    """Load the pipeline, its family and its decoder for a process that encodes or decodes for others.
 
     The weights of the denoising model are not loaded, nor are those of text encoders if the process decodes images.
     Raises what `load_model` raises.
@@ -86,4 +88,6 @@ def load_stage(settings: StageSettings) -> tuple[Any, Family]:
         absent |= {name: None for name in components if name.startswith(TEXT_ENCODER)}
     pipe = load_pipeline(folder, index, dtype, None, set(), None, absent)
     pipe.to(device)
-    return pipe, build_family(pipe, max_sequence_length=read_defaults(folder).max_sequence_length)
+    defaults = read_defaults(folder)
+    family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
+    return pipe, family, build_decoder(pipe, settings.options, defaults)

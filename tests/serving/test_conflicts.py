@@ -43,6 +43,7 @@ _ENGINE = {
     "--quantize": "--quantize int8",
     "--stages processes": "--stages processes",
     "--offload text": "--offload text",
+    "--decoder-dtype": "--decoder-dtype bfloat16",
 }
 """Words on the command line that use a feature of the engine."""
 _OTHERS = {
