@@ -151,8 +151,9 @@ class ModelOptions:
         sampler: sampler in place of the model's own; None keeps it.
         lora: adapters that are fused into the weights, each as PATH or PATH:SCALE.
         adapter: adapters that requests may name, each as NAME=PATH; they leave the weights unchanged.
-        quantize: number format for the weights of the denoising model's linear layers, which still compute in the
-            model's dtype; None keeps the weights in it.
+        quantize: `int8`: the weights of the denoising model's linear layers are in 8 bits, and multiply in the model's
+            dtype. `fp8`: projections and feed-forward layers multiply in 8-bit floating point (`core.float8`). None:
+            neither.
 
     Raises:
         UsageError: if a value is not allowed.
@@ -286,6 +287,7 @@ class EngineOptions:
             "--lora": bool(self.model.lora),
             "--adapter": bool(self.model.adapter),
             "--quantize": self.model.quantize is not None,
+            f"--quantize {self.model.quantize}": True,
             f"--offload {self.offload}": True,
             f"--stages {self.stages}": True,
             "--decoder-dtype": self.decoder_dtype != "auto",

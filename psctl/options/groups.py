@@ -193,8 +193,8 @@ MODEL = Flags(
         ),
         "quantize": flag(
             "--quantize",
-            "Quantize the weights of the denoising model to 8 bits with torchao. Images are close to those without, "
-            "but not equal.",
+            "int8: keep the weights of the denoising model in 8 bits (torchao), which saves memory; fp8: multiply in "
+            "8-bit floating point, which is faster on GPUs that can. Images are close to those without, but not equal.",
         ),
     },
     panel="Changes of the model",
@@ -357,6 +357,8 @@ DRAW = Flags(
 
 TraceFlags = Annotated[TraceSettings, EDITED_TRACE]
 EngineFlags = Annotated[EngineOptions, ENGINE]
+DrawingEngineFlags = Annotated[EngineOptions, ENGINE.using(model=MODEL)]
+"""Without options that change no image."""
 ParallelEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL, **_OF_MODELS)]
 ServedEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True), **_OF_MODELS)]
 PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]

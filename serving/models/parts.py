@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.allocator import keep_freed_memory
+from ..core.float8 import check_float8, convert_to_float8
 from ..families import Family, build_family
 from ..options import ModelOptions
 from ..parallel.options import ParallelOptions
@@ -66,7 +67,11 @@ def load_rank(settings: RankSettings) -> RankModels:
         apply_changes(replace(changes, sampler=None), pipe)
     autoencoder = None if settings.decoder is None else load("vae", settings.decoder).to(device)
     mark = changed_fingerprint(changes, fingerprint(folder))
-    return RankModels(mark, denoiser.to(device), autoencoder)
+    denoiser = denoiser.to(device)
+    if changes.quantize == "fp8":
+        check_float8(device)
+        convert_to_float8(denoiser)
+    return RankModels(mark, denoiser, autoencoder)
 
 
 def load_stage(settings: StageSettings) -> tuple[Any, Family, ImageDecoder]:

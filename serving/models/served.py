@@ -130,6 +130,7 @@ class ServedModel:
             f"{self.stepper.name} engine",
             f"{self.stepper.model.order} order" if isinstance(self.stepper, PatchedStepper) else "",
             "compiled blocks" if options.compile else "",
+            f"{options.model.quantize} (inexact)" if options.model.quantize else "",
             "" if self.decoder.dtype == self.dtype else f"images decoded in {name_of(self.decoder.dtype)}",
             recorded,
             f"cache {options.cache.mode}" if options.cache.is_on else "",
