@@ -20,6 +20,7 @@ from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions, ModelOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 
+from ...support.fake_device import fake_device
 from ...support.family_kit import BUILDS, STEPS, denoised, mixed
 from ...support.patched_models import relative_error
 from ...support.tape import Tape
@@ -64,6 +65,25 @@ def test_queries_keys_and_values_are_one_product(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         torch.testing.assert_close(fused(x), expected)
     assert shapes == [(96, 64)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_device_multiplies_in_two_launches(dtype: torch.dtype) -> None:
+    layers = [Float8Linear.of(layer_of(64, 32, seed=seed).to(dtype)) for seed in range(3)]
+    x = torch.randn(2, 7, 64).to(dtype)
+    expected = torch.cat([layer(x) for layer in layers], -1)
+    fused = FusedLinear(*layers)  # type: ignore[arg-type]
+    with fake_device() as device, torch.inference_mode():
+        for layer in layers:
+            device.move(layer)
+        given = device.put(x)
+        fused(given)  # joins the weights
+        device.events.clear()
+        found = fused(given)
+        assert list(map(str, device.events)) == ["launch quantize_rows_kernel", "launch aten._scaled_mm.default"]
+        found = found.cpu()
+    assert found.dtype == dtype
+    assert relative_error([found.float()], [expected.float()]) <= 0.01
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDS if name != "pixart"])
