@@ -24,6 +24,7 @@ StrategyName = Literal["auto", "stitch", "regroup"]
 KernelsName = Literal["auto", "torch", "triton"]
 OffloadName = Literal["none", "text"]
 QuantizeName = Literal["int8", "fp8"]
+DecoderDtype = Literal["auto", "float32", "bfloat16", "float16"]
 StagesName = Literal["auto", "threads", "processes", "inline"]
 Calibrate = Literal["auto", "off", "force"]
 """Whether latencies are measured at the start: those that the workspace lacks, none, or all of them again."""
@@ -150,8 +151,9 @@ class ModelOptions:
         sampler: sampler in place of the model's own; None keeps it.
         lora: adapters that are fused into the weights, each as PATH or PATH:SCALE.
         adapter: adapters that requests may name, each as NAME=PATH; they leave the weights unchanged.
-        quantize: number format for the weights of the denoising model's linear layers, which still compute in the
-            model's dtype; None keeps the weights in it.
+        quantize: `int8`: the weights of the denoising model's linear layers are in 8 bits, and multiply in the model's
+            dtype. `fp8`: projections and feed-forward layers multiply in 8-bit floating point (`core.float8`). None:
+            neither.
 
     Raises:
         UsageError: if a value is not allowed.
@@ -219,6 +221,10 @@ class EngineOptions:
         stages: where texts are encoded and images decoded: in `threads` beside the denoise loop, in separate
             `processes`, or `inline`, between its steps, which is the baseline of InstGenIE's section 4.3; auto chooses
             by `stages_on`.
+        decoder_dtype: number format in which images are decoded; auto chooses by `models.build.build_decoder`.
+        decode_batch: largest number of images of one size that are decoded together, rounded down to 1, 2, 4 or 8; None
+            for what a tenth of a GPU's memory allows, and 1 on a CPU, where it delays the first of them and saves
+            little.
 
     Raises:
         UsageError: if a value is not allowed, or two options do not work together (`serving.conflicts`).
@@ -237,6 +243,8 @@ class EngineOptions:
     prompt_cache_mb: int = 0
     offload: OffloadName = "none"
     stages: StagesName = "auto"
+    decoder_dtype: DecoderDtype = "auto"
+    decode_batch: int | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -246,13 +254,14 @@ class EngineOptions:
             "kernels": KernelsName,
             "offload": OffloadName,
             "stages": StagesName,
+            "decoder_dtype": DecoderDtype,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
                 raise UsageError(
                     f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(get_args(allowed))}"
                 )
-        require_counts({"patch size": self.patch_size})
+        require_counts({"patch size": self.patch_size, "decode batch": self.decode_batch})
         if self.prompt_cache_mb < 0:
             raise UsageError(f"the prompt cache has {self.prompt_cache_mb} MB, but it must be 0 at the least")
         if self.engine == "parallel" and not self.parallel.is_on:
@@ -278,8 +287,10 @@ class EngineOptions:
             "--lora": bool(self.model.lora),
             "--adapter": bool(self.model.adapter),
             "--quantize": self.model.quantize is not None,
+            f"--quantize {self.model.quantize}": True,
             f"--offload {self.offload}": True,
             f"--stages {self.stages}": True,
+            "--decoder-dtype": self.decoder_dtype != "auto",
         }
         return {name: name for name, is_given in is_used.items() if is_given} | self.cache.features
 

@@ -130,7 +130,9 @@ def generation_settings(
 
     options = asdict(model.options) | {"cache": model.options.cache.identity()}
     # How long text embeddings are cached, where the encoders are kept and which process runs them affects no image.
-    del options["prompt_cache_mb"], options["offload"], options["stages"]
+    del options["prompt_cache_mb"], options["offload"], options["stages"], options["decode_batch"]
+    if options["decoder_dtype"] == "auto":
+        del options["decoder_dtype"]
     # Unchanged model options are left out, so that sets from before such an option existed can be continued.
     changes = {name: value for name, value in options.pop("model").items() if value is not None}
     del options["parallel"]

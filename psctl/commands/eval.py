@@ -13,7 +13,7 @@ from ...data.resolution import Resolution
 from ...eval.options import METRICS, EvalOptions, open_folders, plan_eval
 from ..flags import flag, given_flags
 from ..options.common import OutputFile
-from ..options.groups import DRAW, ENGINE, EngineFlags, JudgeFlags
+from ..options.groups import DRAW, ENGINE, MODEL, DrawingEngineFlags, JudgeFlags
 from ..options.replicas import REPLICAS, ReplicaFlags
 from ..options.target import Target
 from ..output import Output
@@ -42,7 +42,10 @@ _WHAT = {
 
 
 _DRAIN_S = 600.0
-_DRAWN_ONLY = {"--images", "--dtype", *ENGINE.names(), *REPLICAS.names(), *DRAW.without("max_bad", "seed").names()}
+_DRAWN_ONLY = {
+    *("--images", "--dtype"),
+    *(name for each in (ENGINE, MODEL, REPLICAS, DRAW.without("max_bad", "seed")) for name in each.names()),
+}
 """Options that determine which images are drawn, and how."""
 
 
@@ -64,7 +67,7 @@ def _command(metric: str) -> Callable[..., None]:
         reference: Annotated[Path | None, flag("--reference", "Folder of reference images for --generated.")] = None,
         judging: JudgeFlags,
         output_file: OutputFile = None,
-        engine: EngineFlags,
+        engine: DrawingEngineFlags,
         replicas: ReplicaFlags,
         target: Target,
         out: Output,

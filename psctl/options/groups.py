@@ -193,8 +193,8 @@ MODEL = Flags(
         ),
         "quantize": flag(
             "--quantize",
-            "Quantize the weights of the denoising model to 8 bits with torchao. Images are close to those without, "
-            "but not equal.",
+            "int8: keep the weights of the denoising model in 8 bits (torchao), which saves memory; fp8: multiply in "
+            "8-bit floating point, which is faster on GPUs that can. Images are close to those without, but not equal.",
         ),
     },
     panel="Changes of the model",
@@ -213,7 +213,27 @@ _STAGES = flag(
     "its steps; auto: inline on a CPU of up to 4 cores, else threads.",
     is_shared=True,
 )
-_OF_MODELS = {"model": MODEL, "prompt_cache_mb": _PROMPT_CACHE, "offload": _OFFLOAD, "stages": _STAGES}
+_DECODER_DTYPE = flag(
+    "--decoder-dtype",
+    "Number format in which images are decoded; auto: the autoencoder's own, or that of psctl.json.",
+    is_shared=True,
+)
+_DECODE_BATCH = flag(
+    "--decode-batch",
+    "Maximum number of images of one size that are decoded together. Default: as many as a tenth of a GPU's memory "
+    "holds; 1 on a CPU.",
+    is_shared=True,
+    min=1,
+    show_default=False,
+)
+_OF_MODELS = {
+    "model": MODEL,
+    "prompt_cache_mb": _PROMPT_CACHE,
+    "offload": _OFFLOAD,
+    "stages": _STAGES,
+    "decoder_dtype": _DECODER_DTYPE,
+    "decode_batch": _DECODE_BATCH,
+}
 ENGINE = Flags(
     EngineOptions,
     {
@@ -350,6 +370,8 @@ DRAW = Flags(
 
 TraceFlags = Annotated[TraceSettings, EDITED_TRACE]
 EngineFlags = Annotated[EngineOptions, ENGINE]
+DrawingEngineFlags = Annotated[EngineOptions, ENGINE.using(model=MODEL)]
+"""Without options that change no image."""
 ParallelEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL, **_OF_MODELS)]
 ServedEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True), **_OF_MODELS)]
 PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]

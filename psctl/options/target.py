@@ -124,10 +124,11 @@ class Target:
             what = "schedule" if served.schedule is not None else "predictor"
             out.note(f"The cache goes by the {what} of {whose}: {file}")
         if options is not None and options.model.quantize is not None:
-            out.note(
-                f"The denoising model's weights are kept in {options.model.quantize}: images are near the model's own, "
-                "not equal to them."
-            )
+            how = "weights are kept in int8"
+            if options.model.quantize == "fp8":
+                how = "projections and feed-forward layers multiply in fp8"
+                how += "" if served.device.type == "cuda" else ", which a CPU emulates slowly"
+            out.note(f"The denoising model's {how}: images are near the model's own, not equal to them.")
         if served.offload is not None:
             sizes = served.offload.to_json(served.pipe)
             here, without = (sizes[name] / 1e9 for name in ("weight_bytes", "weight_bytes_without_offload"))

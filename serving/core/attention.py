@@ -15,6 +15,7 @@ from ...kernels.launch import use_triton
 from ...kernels.qk_norm_rotary import QkNorms, qk_norm_rotary
 from .adapters import adapted_of
 from .derived import Derived
+from .float8 import Float8Linear
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, each (tokens, width of a head)."""
@@ -23,13 +24,14 @@ Rotary = tuple[Tensor, Tensor]
 class FusedLinear(nn.Module):
     """Several linear layers on the same input, run as one.
 
-    The weights are concatenated at first use, unless they are quantised: then each layer runs separately. Adapters
-    change each layer's part of the output.
+    The weights are concatenated at first use, unless they are tensors of torchao: then each layer runs separately.
+    Adapters change each layer's part of the output.
     """
 
     def __init__(self, *layers: nn.Linear) -> None:
         super().__init__()
         self._layers = layers
+        self._float8 = Derived(lambda: Float8Linear.joined(layers)) if isinstance(layers[0], Float8Linear) else None
         # A quantised weight is a tensor that is made of others.
         self._is_quantised = hasattr(layers[0].weight, "__tensor_flatten__")
         self._fused = Derived(self._fuse)
@@ -49,7 +51,7 @@ class FusedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._is_quantised:
             return torch.cat([layer(x) for layer in self._layers], -1)
-        out = F.linear(x, *self.fuse())
+        out = F.linear(x, *self.fuse()) if self._float8 is None else self._float8.of(self._layers[0].weight)(x)
         for adapted, start, end in self._adapted:
             adapted.add(x, out[..., start:end])
         return out

@@ -1,6 +1,7 @@
 """Recording of passes as CUDA graphs."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -12,6 +13,8 @@ from .captured import Pause, Results, copy_all
 
 _MEMORY_SHARE = 0.1
 """Share of a GPU's memory for what recorded passes keep, see `CapturedPasses`."""
+_ONE_RECORDING = threading.Lock()
+"""Held while a thread records: it waits for the device, which the recording of another thread would forbid."""
 
 
 class CudaRecorder:
@@ -25,7 +28,11 @@ class CudaRecorder:
         self.memory_bytes = int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
     def __call__(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Record work in graphs; return its replay function, and the tensor that then holds the result."""
+        """Record work in graphs; return its replay function, and the tensor that then holds the result. Thread-safe."""
+        with _ONE_RECORDING:
+            return self._recorded(work)
+
+    def _recorded(self, work: Callable[[Pause], Tensor]) -> tuple[Callable[[], object], Tensor]:
         parts: list[Callable[[], object]] = []
         graph = torch.cuda.CUDAGraph()
 

@@ -17,7 +17,18 @@ from ..families.transformer import Transformer
 
 # Classes whose forward treats tokens (or rows) one by one, or only calls its children; transformers name their own.
 _POINTWISE = {
-    *("Linear", "LoRACompatibleLinear", "LayerNorm", "RMSNorm", "FP32LayerNorm", "SiLU", "GELU", "GEGLU", "Dropout"),
+    *(
+        "Linear",
+        "Float8Linear",
+        "LoRACompatibleLinear",
+        "LayerNorm",
+        "RMSNorm",
+        "FP32LayerNorm",
+        "SiLU",
+        "GELU",
+        "GEGLU",
+        "Dropout",
+    ),
     *("Identity", "ModuleList", "Sequential", "Timesteps", "TimestepEmbedding", "PixArtAlphaTextProjection", "Tanh"),
     *("FeedForward", "BasicTransformerBlock", "Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Attention"),
     *("UNet2DConditionModel", "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),

@@ -4,8 +4,11 @@ They have a thread each or, with the option `stages` set to `inline`, run betwee
 request that fails in one of them ends as "failed" with its reason, and the others continue.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,8 +96,27 @@ class Preparing:
             self._reports.report(state)
 
 
+@dataclass(slots=True, eq=False)
+class _Denoised:
+    """A denoised request that waits for its image.
+
+    Attributes:
+        state: state of the request.
+        latents: its final latents.
+        image: its image, if it was decoded together with that of an earlier request.
+        is_alone: whether its image is decoded alone, as one of those decoded together has failed.
+    """
+
+    state: RequestState
+    latents: torch.Tensor
+    image: "Image | None" = None
+    is_alone: bool = False
+
+
 class Postprocessing:
-    """Decodes and saves images, one at a time, and partial images between them.
+    """Decodes and saves images in the order in which requests were denoised, and partial images between them.
+
+    When the turn of a request comes, later ones of the same size are decoded with it, as far as the model allows.
 
     Args:
         model, open_requests, reports, failures: as for `Preparing`.
@@ -119,6 +141,8 @@ class Postprocessing:
     ) -> None:
         self._model, self._open, self._reports, self._failures = model, open_requests, reports, failures
         self._recorder, self._image_path, self._on_image, self._preview = recorder, image_path, on_image, preview
+        # Appended to by the denoise loop; only the stage removes.
+        self._waiting: deque[_Denoised] = deque()
         self.stage = _stage_of(model, "psctl-postprocess", _call, open_requests.wake)
 
     def put(self, state: RequestState) -> None:
@@ -128,7 +152,9 @@ class Postprocessing:
         assert prepared.state.is_finished, "the stepper and the scheduler count steps differently"
         state.record.steps_reused = prepared.steps_reused
         # Decoding needs only the latents; anything else, mostly the encoded text, would stay in memory meanwhile.
-        self.stage.put(partial(self._postprocess, state, prepared.latents))
+        denoised = _Denoised(state, prepared.latents)
+        self._waiting.append(denoised)
+        self.stage.put(partial(self._postprocess, denoised))
 
     def show_progress(self, batch: Sequence[OpenRequest]) -> None:
         """Notify the watches of a batch that has taken a step, and queue their partial images."""
@@ -159,12 +185,47 @@ class Postprocessing:
             return
         self._reports.queue_callback(partial(watch.show, image))
 
-    def _postprocess(self, state: RequestState, latents: torch.Tensor) -> None:
+    def _decode(self, first: _Denoised) -> "Image":
+        """Return the image of the first waiting request; later ones of its size get theirs in the same pass."""
+        if first.image is not None:
+            return first.image
+        latents, together = first.latents, [first]
+        if not first.is_alone:
+            most = self._model.num_decoded(first.state.request.resolution)
+            others = (
+                each
+                for each in tuple(self._waiting)
+                if each is not first
+                and (each.latents.shape, each.latents.dtype) == (latents.shape, latents.dtype)
+                and each.state.record.status == "pending"
+                and each.image is None
+                and not each.is_alone
+            )
+            together += islice(others, most - 1)
+        if len(together) == 1:
+            return self._model.decode(latents)
+        try:
+            images = self._model.decode_together([each.latents for each in together])
+        except Exception:  # noqa: BLE001  alone, each gets its image or its own error
+            for each in together:
+                each.is_alone = True
+            return self._model.decode(latents)
+        for each, image in zip(together, images, strict=True):
+            each.image = image
+        return images[0]
+
+    def _postprocess(self, denoised: _Denoised) -> None:
+        self._decode_and_save(denoised)
+        # Not earlier: after Ctrl-C, a stage between steps serves the request again.
+        self._waiting.remove(denoised)
+
+    def _decode_and_save(self, denoised: _Denoised) -> None:
+        state, latents = denoised.state, denoised.latents
         if state.record.status != "pending":  # cancelled meanwhile
             return
         request, image, failure = state.request, None, None
         try:
-            image = self._model.decode(latents)
+            image = self._decode(denoised)
             self._failures.count("postprocessing", None)
             if self._preview is not None:
                 self._reports.call_safely(partial(self._preview.learn, latents, image))

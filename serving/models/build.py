@@ -20,7 +20,7 @@ from ..core.captured import CapturedPasses, Recorder
 from ..core.cuda_graphs import CudaRecorder
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
-from ..families import Family, build_family
+from ..families import Decode, Family, build_family
 from ..options import EngineOptions, StagesName, order_on, stages_on, why_not_recorded
 from ..parallel.launch import ProcessRanks
 from ..parallel.recovery import RankGroup
@@ -35,7 +35,9 @@ from ..samplers.batched import BatchedSampler
 from ..samplers.choice import choose_sampler
 from ..samplers.single import PerRequestSampler
 from .adapters import ModelAdapters
+from .decoder import ImageDecoder
 from .defaults import ModelDefaults
+from .placement import name_of
 from .served import ServedModel
 from .stage_process import StageProcesses
 
@@ -55,7 +57,8 @@ def build_model(
     `adapters` are those loaded into the pipeline, and `stages` the processes that encode and decode for it. Raises
     UsageError if an option does not work with the pipeline, and what `build_stepper` raises.
     """
-    defaults, options = defaults or ModelDefaults(), options or EngineOptions()
+    given = options or EngineOptions()
+    defaults, options = defaults or ModelDefaults(), given
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
     features = options.features | {type(pipe).__name__: f"a {type(pipe).__name__}"}
     refuse_conflicts(features)
@@ -70,7 +73,8 @@ def build_model(
         suited = facts(options.cache.patch_size).patch_size
         options = replace(options, cache=replace(options.cache, patch_size=suited))
     stepper = build_stepper(pipe, family, options, facts, fingerprint, adapters)
-    decode = stepper.group.decoder if isinstance(stepper, ParallelStepper) else None
+    shared = stepper.group.decoder if isinstance(stepper, ParallelStepper) else None
+    decoder = build_decoder(pipe, given, defaults, shared)
     if stages is not None:
         family = stages.use_processes(family, denoiser_of(pipe).device)
     return ServedModel(
@@ -81,10 +85,37 @@ def build_model(
         fingerprint=fingerprint,
         defaults=defaults,
         options=options,
-        decode=decode,
+        decoder=decoder,
         adapters=adapters,
         stages=stages,
         schedule=schedule,
+    )
+
+
+def build_decoder(
+    pipe: Any, options: EngineOptions, defaults: ModelDefaults, shared: Decode | None = None
+) -> ImageDecoder:
+    """Build the decoder of a pipeline; `shared` is that of the ranks, which decodes in its place.
+
+    Unless a format is chosen, images are decoded in the autoencoder's. Pipelines keep some autoencoders in float32,
+    beside a model of 16 bits, because they overflow in float16; such a one decodes in the format that its model's
+    `psctl.json` names. On CUDA, convolutions have channels last, the form in which tensor cores read them.
+    """
+    vae, dtype = pipe.vae, options.decoder_dtype
+    is_upcast = vae.dtype == torch.float32 != denoiser_of(pipe).dtype
+    if dtype == "auto":
+        dtype = (defaults.decoder_dtype if is_upcast else None) or name_of(vae.dtype)
+    is_cuda = vae.device.type == "cuda"
+    return ImageDecoder(
+        vae,
+        shared,
+        dtype=getattr(torch, dtype),
+        is_channels_last=is_cuda,
+        is_compiled=is_cuda and options.compile,
+        # With memory of their own: another thread replays them while a step is denoised. Options that exclude recorded
+        # steps do not matter here.
+        captured=CapturedPasses(CudaRecorder(vae.device)) if is_cuda and options.cuda_graphs is not False else None,
+        most_at_once=options.decode_batch,
     )
 
 
@@ -121,7 +152,14 @@ def as_plain(model: ServedModel, *, is_eager: bool = False) -> ServedModel:
     options = model.options
     is_compiled, is_recorded = options.compile and not is_eager, bool(options.cuda_graphs) and not is_eager
     stages: StagesName = "auto" if options.stages == "processes" else options.stages
-    wanted = EngineOptions("plain", compile=is_compiled, cuda_graphs=is_recorded, stages=stages)
+    wanted = EngineOptions(
+        "plain",
+        compile=is_compiled,
+        cuda_graphs=is_recorded,
+        stages=stages,
+        decoder_dtype=options.decoder_dtype,
+        decode_batch=options.decode_batch,
+    )
     has_others = options.prompt_cache_mb or stages != options.stages or options.cache.is_on
     has_efforts = (options.compile, options.cuda_graphs) == (is_compiled, is_recorded)
     return model if options.engine == "plain" and has_efforts and not has_others else with_engine(model, wanted)

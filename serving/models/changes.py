@@ -12,7 +12,7 @@ from typing import Any
 
 from ...data.errors import MissingExtraError, RunError, UsageError
 from ..conflicts import refuse_conflicts
-from ..options import Lora, ModelOptions, QuantizeName
+from ..options import Lora, ModelOptions
 from ..samplers.names import SCHEDULERS
 from .checkpoint import check_safetensors
 from .defaults import read_json
@@ -52,7 +52,7 @@ def check_changes(options: ModelOptions, model_dir: Path) -> None:
         importlib.util.find_spec(name) is None for name in ("peft", "accelerate")
     ):
         raise MissingExtraError("peft", "lora")
-    if options.quantize is not None and importlib.util.find_spec("torchao") is None:
+    if options.quantize == "int8" and importlib.util.find_spec("torchao") is None:
         raise MissingExtraError("torchao", "quantize")
     if options.sampler is not None:
         own = read_json(model_dir / "scheduler" / "scheduler_config.json").get("_class_name")
@@ -70,12 +70,15 @@ def changed_fingerprint(options: ModelOptions, fingerprint: str) -> str:
         with lora.path.open("rb") as file:
             digest.update(f"{lora.scale}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     if options.quantize is not None:
-        digest.update(options.quantize.encode())
+        digest.update(b"fp8 products" if options.quantize == "fp8" else options.quantize.encode())
     return digest.hexdigest()[:16]
 
 
 def apply_changes(options: ModelOptions, pipe: Any) -> None:
-    """Apply the changes to a loaded pipeline. Raises RunError if an adapter does not fit it."""
+    """Apply the changes to a loaded pipeline, except for `--quantize fp8` (`core.float8`), which is done on its device.
+
+    Raises RunError if an adapter does not fit it.
+    """
     import diffusers
 
     if options.sampler is not None:
@@ -83,8 +86,8 @@ def apply_changes(options: ModelOptions, pipe: Any) -> None:
         pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config, **given)
     if options.loras:
         _fuse(pipe, options.loras)
-    if options.quantize is not None:
-        _quantize(pipe, options.quantize)
+    if options.quantize == "int8":
+        _quantize(pipe)
 
 
 def _fuse(pipe: Any, loras: Sequence[Lora]) -> None:
@@ -136,10 +139,9 @@ def _num_loaded(pipe: Any, name: str) -> int:
     return sum(name in layer.lora_A or name in layer.lora_embedding_A for layer in layers)
 
 
-def _quantize(pipe: Any, name: QuantizeName) -> None:
+def _quantize(pipe: Any) -> None:
     """Quantise the weights of the denoising model's linear layers to 8 bits, as diffusers does with these settings."""
     from ..core.denoiser import denoiser_of
 
     torchao = importlib.import_module("torchao.quantization")
-    config = torchao.Int8WeightOnlyConfig if name == "int8" else torchao.Float8WeightOnlyConfig
-    torchao.quantize_(denoiser_of(pipe), config())
+    torchao.quantize_(denoiser_of(pipe), torchao.Int8WeightOnlyConfig())

@@ -75,12 +75,16 @@ def load_model(
     with imports_are_no_garbage():
         quiet_libraries()
         from ..core.allocator import keep_freed_memory
+        from ..core.denoiser import denoiser_of
+        from ..core.float8 import check_float8, convert_to_float8
         from .adapters import ModelAdapters
         from .build import build_model
         from .offload import TextOffload
         from .stage_process import StageProcesses, StageSettings
 
     torch_device = resolve_device(device)
+    if changes.quantize == "fp8":
+        check_float8(torch_device)
     if options.offload == "text" and torch_device.type == "cpu":
         on_cpu = "--offload text on a CPU"
         refuse_conflicts(used | {on_cpu: on_cpu})
@@ -96,7 +100,9 @@ def load_model(
     stages = None
     if options.stages == "processes":
         # The processes load in parallel with this one.
-        stages = StageProcesses(StageSettings(str(model_dir), str(torch_device), name_of(torch_dtype)))
+        decoding = {"decoder_dtype": options.decoder_dtype, "compile": options.compile}
+        of_stages = StageSettings(str(model_dir), str(torch_device), name_of(torch_dtype), **decoding)
+        stages = StageProcesses(replace(of_stages, cuda_graphs=options.cuda_graphs))
     offload = None if options.offload == "none" else TextOffload(rereads=torch_device.type == "cpu")
     pipe = load_pipeline(model_dir, index, torch_dtype, source.file, inside, offload)
     pipe.set_progress_bar_config(disable=True)
@@ -109,6 +115,8 @@ def load_model(
         raise RunError(f"model {spec} does not fit on {torch_device}: {first_line(error)}") from error
     mark = changed_fingerprint(changes, fingerprint(model_dir, source.file))
     adapters = ModelAdapters(pipe, changes.adapters) if changes.adapters else None
+    if changes.quantize == "fp8":
+        convert_to_float8(denoiser_of(pipe))  # after adapters, which diffusers puts around the layers that it knows
     model = build_model(
         pipe, name=spec, fingerprint=mark, defaults=defaults, options=options, adapters=adapters, stages=stages
     )

@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from ..core.allocator import keep_freed_memory
+from ..core.float8 import check_float8, convert_to_float8
 from ..families import Family, build_family
 from ..options import ModelOptions
 from ..parallel.options import ParallelOptions
 from ..parallel.torchrun import TorchRun
 from ..parallel.worker import RankModels, RankSettings
+from .build import build_decoder
 from .changes import apply_changes, changed_fingerprint
 from .checkpoint import INDEX_FILE, check_directory, fingerprint, read_index, variants_for, weight_components
 from .components import hollow, load_component, load_pipeline, on_meta
+from .decoder import ImageDecoder
 from .defaults import read_defaults
 from .offload import TEXT_ENCODER
 from .placement import name_of, quiet_libraries, resolve_device, resolve_dtype
@@ -64,11 +67,15 @@ def load_rank(settings: RankSettings) -> RankModels:
         apply_changes(replace(changes, sampler=None), pipe)
     autoencoder = None if settings.decoder is None else load("vae", settings.decoder).to(device)
     mark = changed_fingerprint(changes, fingerprint(folder))
-    return RankModels(mark, denoiser.to(device), autoencoder)
+    denoiser = denoiser.to(device)
+    if changes.quantize == "fp8":
+        check_float8(device)
+        convert_to_float8(denoiser)
+    return RankModels(mark, denoiser, autoencoder)
 
 
-def load_stage(settings: StageSettings) -> tuple[Any, Family]:
-    """Load the pipeline and its family for a process that encodes or decodes for others.
+def load_stage(settings: StageSettings) -> tuple[Any, Family, ImageDecoder]:
+    """Load the pipeline, its family and its decoder for a process that encodes or decodes for others.
 
     The weights of the denoising model are not loaded, nor are those of text encoders if the process decodes images.
     Raises what `load_model` raises.
@@ -86,4 +93,6 @@ def load_stage(settings: StageSettings) -> tuple[Any, Family]:
         absent |= {name: None for name in components if name.startswith(TEXT_ENCODER)}
     pipe = load_pipeline(folder, index, dtype, None, set(), None, absent)
     pipe.to(device)
-    return pipe, build_family(pipe, max_sequence_length=read_defaults(folder).max_sequence_length)
+    defaults = read_defaults(folder)
+    family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
+    return pipe, family, build_decoder(pipe, settings.options, defaults)

@@ -31,14 +31,14 @@ from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.start import begin_edit
 from ..editing.trajectory import begin_on_trajectory
-from ..families import Decode, Family
-from ..families.decoder import FiniteDecoder
+from ..families import Family
 from ..options import EngineOptions, why_not_recorded
 from ..patched.cached_block import block_facts
 from ..patched.stepper import PatchedStepper
 from ..samplers.choice import choose_sampler
 from ..samplers.single import NOISING, PerRequestSampler, SamplerState
 from .adapters import ModelAdapters
+from .decoder import ImageDecoder
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
 from .offload import TextOffload
@@ -72,7 +72,7 @@ class ServedModel:
         fingerprint: fingerprint of the model's files; part of the key of cached measurements.
         defaults: default steps, guidance scale and resolutions of the model.
         options: options of the engine.
-        decode: decoder in place of the pipeline's autoencoder; None for the autoencoder itself.
+        decoder: the postprocess stage's decoder; None for the pipeline's autoencoder as it is.
         adapters: adapters that requests may name; None for none.
         stages: processes that compute the functions of the family; None if this process computes them.
         schedule: which steps are computed, for requests that allow the cache; None for all.
@@ -94,7 +94,7 @@ class ServedModel:
         fingerprint: str,
         defaults: ModelDefaults,
         options: EngineOptions,
-        decode: Decode | None = None,
+        decoder: ImageDecoder | None = None,
         adapters: ModelAdapters | None = None,
         stages: StageProcesses | None = None,
         schedule: CacheSchedule | None = None,
@@ -106,7 +106,7 @@ class ServedModel:
         self.denoiser = denoiser_of(pipe)
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype
-        self._decode: Decode = FiniteDecoder(pipe.vae, decode)
+        self.decoder = decoder or ImageDecoder(pipe.vae)
         self.unbatched = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[1]
         self.prompts = PromptCache(options.prompt_cache_mb << 20) if options.prompt_cache_mb else None
         self.reuse = TemplateReuse(
@@ -130,6 +130,8 @@ class ServedModel:
             f"{self.stepper.name} engine",
             f"{self.stepper.model.order} order" if isinstance(self.stepper, PatchedStepper) else "",
             "compiled blocks" if options.compile else "",
+            f"{options.model.quantize} (inexact)" if options.model.quantize else "",
+            "" if self.decoder.dtype == self.dtype else f"images decoded in {name_of(self.decoder.dtype)}",
             recorded,
             f"cache {options.cache.mode}" if options.cache.is_on else "",
             f"stages {options.stages}",
@@ -245,12 +247,33 @@ class ServedModel:
         self.stepper.tune(
             replace(self.tuning(distinct, folder), max_batch_size=max_batch_size, on_progress=on_progress)
         )
+        self._tune_decoder(distinct, max_batch_size, on_progress)
         if self.options.compile:
             # Compile a graph for batches of one resolution, of two, and so on; otherwise later requests wait for it.
             for count in range(1, len(distinct) + 1):
                 failures = self.stepper.step(self.examples(distinct[:count]))
                 if failures:
                     raise RunError(f"--compile: {next(iter(failures.values()))}")
+
+    @torch.inference_mode()
+    def _tune_decoder(self, resolutions: Sequence[Resolution], max_batch_size: int, on_progress: OnProgress) -> None:
+        """Compile the decoder, and record its passes for each size and number of images, the largest first."""
+        captured, generator = self.decoder.captured, torch.Generator().manual_seed(0)
+        if captured is None or not max_batch_size or self.stages is not None:
+            return
+        sizes = sorted(set(resolutions), key=lambda size: size.pixels, reverse=True)
+        buckets = [
+            (size, 1 << power)
+            for size in sizes
+            for power in reversed(range(min(self.num_decoded(size), max_batch_size).bit_length()))
+        ]
+        with captured.at_once():
+            for number, (size, rows) in enumerate(buckets):
+                on_progress("recording", number, len(buckets))
+                shape = rows, self.family.latent_channels, *self.family.geometry.latent_size(size)
+                latents = torch.randn(shape, generator=generator).to(self.device, self.dtype)
+                self.family.decode(latents, self.decoder.run)
+        finish_stream(self.device)
 
     def block_facts(self, patch_size: int | None) -> BlockFacts:
         """Return the conditions under which a block profile is valid, and which a cache predictor must match.
@@ -343,8 +366,20 @@ class ServedModel:
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> "Image":
-        """Turn the final latents of one request into its image. Raises RunError: it is not finite."""
-        return self.family.decode(latents.to(self.dtype), self._decode)[0]
+        """Turn the final latents of one request into its image. Raises RunError: it is not finite, or a single colour.
+
+        Latents are (1, channels, height / 8, width / 8).
+        """
+        return self.decode_together([latents])[0]
+
+    def num_decoded(self, resolution: Resolution) -> int:
+        """Return the number of images of this resolution that one pass decodes at most."""
+        return self.decoder.num_at_once(resolution.pixels)
+
+    @torch.inference_mode()
+    def decode_together(self, latents: Sequence[torch.Tensor]) -> "Sequence[Image]":
+        """Turn the final latents of requests of one size into their images, in one pass. Raises as `decode`."""
+        return self.family.decode(torch.cat(list(latents)).to(self.dtype), self.decoder)
 
     def abort_stages(self) -> None:
         """Fail pending calls of stage processes at once, from any thread; `close` must follow."""

@@ -25,8 +25,9 @@ from ..core.prepared import describe
 from ..core.processes import start_process
 from ..core.threads import compute_alone
 from ..families import Decode, Family
-from ..families.decoder import FiniteDecoder
+from ..options import DecoderDtype, EngineOptions
 from .channel import Channel
+from .decoder import ImageDecoder
 
 _ENTRY = f"{__package__}.stage:run"
 _END_S, _DEAD_S = 5.0, 1.0
@@ -53,12 +54,21 @@ class StageSettings:
         model: folder of the model's files.
         device, dtype: names of device and dtype, resolved.
         part: stage that the process computes.
+        decoder_dtype, compile, cuda_graphs: how images are decoded, as in `EngineOptions`.
     """
 
     model: str
     device: str
     dtype: str
     part: Part = "prepare"
+    decoder_dtype: DecoderDtype = "auto"
+    compile: bool = False
+    cuda_graphs: bool | None = None
+
+    @property
+    def options(self) -> EngineOptions:
+        """Those options of the engine that concern the process."""
+        return EngineOptions(decoder_dtype=self.decoder_dtype, compile=self.compile, cuda_graphs=self.cuda_graphs)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -232,22 +242,22 @@ class StageProcesses:
             process.close()
 
 
-def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family]]) -> int:
+def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family, ImageDecoder]]) -> int:
     """Answer calls until the channel is closed; return the exit code.
 
     Args:
         channel: channel to the calling process.
-        load: loads the pipeline, with the parts that are needed here, and its family.
+        load: loads the pipeline, with the parts that are needed here, its family and its decoder.
     """
     compute_alone()
     try:
-        pipe, family = load()
+        pipe, family, decoder = load()
     except PsctlError as error:
         with suppress(OSError, EOFError):
             channel.receive()
             channel.send(_Failed(str(error)))
         return error.exit_code
-    device, decoder = pipe.vae.device, FiniteDecoder(pipe.vae)
+    device = pipe.vae.device
 
     def encode(pixels: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator("cpu")

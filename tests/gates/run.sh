@@ -29,7 +29,7 @@ verdict=0
 for model in emoji-xl emoji-3; do
     mkdir "$model"
     cp "$GATES/gates.toml" "$model"
-    echo "== $model: drawn by plain diffusers, by the patch engine, with the patch cache, and with a schedule"
+    echo "== $model: drawn by plain diffusers, by the patch engine, with the patch cache, with a schedule, and in fp8"
     eval=("$PSCTL" eval clip --model "$model" --dtype float32 --resolutions 128,192 --seed 0 --workspace workspace
           --quiet)
     short=("${eval[@]}" --num-prompts 12 --num-inference-steps 20)
@@ -41,9 +41,11 @@ for model in emoji-xl emoji-3; do
     "${own[@]}" --images "$model/own-steps" >/dev/null
     "${own[@]}" --cache patch --images "$model/cache" >/dev/null
     "${own[@]}" --cache schedule --images "$model/schedule" >/dev/null
+    "${short[@]}" --quantize fp8 --images "$model/fp8" >/dev/null
     "${compare[@]}" "$model/plain" "$model/patched" --output-file "$model/exact.json" >/dev/null
     "${compare[@]}" "$model/own-steps" "$model/cache" --output-file "$model/cached.json" >/dev/null
     "${compare[@]}" "$model/own-steps" "$model/schedule" --output-file "$model/scheduled.json" >/dev/null
+    "${compare[@]}" "$model/patched" "$model/fp8" --output-file "$model/fp8.json" >/dev/null
     code=0
     "$PSCTL" gate "$model/gates.toml" --baseline "$GATES/baseline-$model.json" \
         --junit "$model/gates.xml" --markdown "$model/gates.md" ${UPDATE:+"$UPDATE"} || code=$?

@@ -133,3 +133,32 @@ def test_int8_weights_stay_close(device: str) -> None:
     expected = alone(served("emoji-3", device), requests)
     assert 0 < relative_error(denoised(model, requests), expected) < 0.2
     assert torch.device(device).type == model.device.type
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_products_of_eight_bits_equal_the_emulation(name: str, device: str) -> None:
+    if device != "cpu" and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("this GPU does not multiply in 8 bits")
+    requests, named = mixed(), ModelOptions(quantize="fp8")
+    exact = alone(served(name, device), requests)
+    emulated = denoised(load_model(name, "cpu", "float32", EngineOptions(model=named)), requests)
+    error = relative_error([each.cpu() for each in exact], emulated)
+    for options in (EngineOptions(model=named), EngineOptions("plain", model=named)):
+        found = [each.cpu() for each in denoised(load_model(name, device, "float32", options), requests)]
+        # Fast accumulation, and different roundings of inputs to 8 bits.
+        assert relative_error(found, emulated) <= 1.5 * error
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_images_decoded_together_and_recorded_equal_those_alone(name: str, device: str, tmp_path: Path) -> None:
+    model = served(name, device, EngineOptions(decode_batch=4))
+    requests = [replace(each, request_id=index) for index, each in enumerate(mixed((3, 3, 3, 3)) * 3)]
+    model.tune({each.resolution for each in requests}, tmp_path, 4)
+    if device != "cpu":
+        assert model.decoder.captured is not None
+        assert model.decoder.captured.failure is None
+    result = served_together(model, requests)
+    for request, latents in zip(requests, alone(model, requests), strict=True):
+        with torch.inference_mode():
+            image = model.family.decode(latents[None], lambda scaled: model.pipe.vae.decode(scaled)[0])[0]
+        assert psnr(result.images[request.request_id], image) >= SAME_DB

@@ -217,7 +217,10 @@ def test_malformed_tables_have_problems() -> None:
     assert problems_of("ceilings", {"rows": [row]}) == []
     assert problems_of("ceilings", {"rows": [row | {"value": float("nan")}]}) != []
     assert problems_of("ceilings", {"rows": [{key: row[key] for key in ("label", "unit")}]}) != []
-    assert problems_of("vae", {"rows": [{"label": "1", "ms_an_image": "3", "difference": 0.0}]}) != []
+    assert (
+        problems_of("vae", {"rows": [{"label": "1", "forms": [{"form": "a", "ms_an_image": "3", "difference": 0.0}]}]})
+        != []
+    )
 
 
 def test_versions_are_listed_with_their_pins() -> None:

@@ -146,7 +146,7 @@ def test_text_encoders_are_offloaded(psctl: Any, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_eight_bit_weights_are_reported_as_inexact(spawn_psctl: RunPsctl, model_dir: Path) -> None:
-    done = spawn_psctl(*DRAW, "--model", model_dir, "--quantize", "fp8")
+    done = spawn_psctl(*DRAW, "--model", model_dir, "--quantize", "int8")
     if importlib.util.find_spec("torchao") is None:
         assert done.returncode == 1
         assert (
@@ -155,9 +155,15 @@ def test_eight_bit_weights_are_reported_as_inexact(spawn_psctl: RunPsctl, model_
         )
     else:
         assert done.returncode == 0, done.stderr
-        assert "weights are kept in fp8: images are near the model's own, not equal to them" in done.stderr
+        assert "weights are kept in int8: images are near the model's own, not equal to them" in done.stderr
         assert "torchao" not in done.stderr  # its import prints many warnings
         assert "pytree" not in done.stderr
+
+
+def test_products_of_eight_bits_are_reported_as_inexact(psctl: Any, tmp_path: Path) -> None:
+    done = psctl(*DRAW, "--quantize", "fp8", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "layers multiply in fp8, which a CPU emulates slowly: images are near the model's own" in done.stderr
 
 
 @pytest.fixture

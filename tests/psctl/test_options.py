@@ -42,7 +42,7 @@ def test_defaults_equal_those_of_the_dataclass(kind: Flags) -> None:
     ("kind", "fields"),
     [
         (CACHE, {"full_above"}),
-        (ENGINE, {"parallel", "model", "prompt_cache_mb", "offload", "stages"}),
+        (ENGINE, {"parallel", "model", "prompt_cache_mb", "offload", "stages", "decoder_dtype", "decode_batch"}),
         (PARALLEL, {"may_use_fewer"}),
         (TRACE, {"edits"}),
         (EDITED_TRACE, set()),

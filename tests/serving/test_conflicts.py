@@ -40,9 +40,10 @@ _ENGINE = {
     "--sampler": "--sampler euler",
     "--lora": "--lora style.safetensors",
     "--adapter": "--adapter ink=style.safetensors",
-    "--quantize": "--quantize int8",
+    "--quantize int8": "--quantize int8",
     "--stages processes": "--stages processes",
     "--offload text": "--offload text",
+    "--decoder-dtype": "--decoder-dtype bfloat16",
 }
 """Words on the command line that use a feature of the engine."""
 _OTHERS = {

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from patchedserve.kernels import group_norm_stats, group_norm_stitch, halo, launch, patch, qk_norm_rotary
+from patchedserve.kernels import group_norm_stats, group_norm_stitch, halo, launch, patch, qk_norm_rotary, quantize_rows
 from patchedserve.kernels.launch import TritonKernel
 from patchedserve.serving.core.attention import _attend_masked
 
@@ -302,5 +302,6 @@ _REFERENCES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (group_norm_stats, "_group_norm_stats_triton", group_norm_stats.group_norm_stats_torch),
     (group_norm_stitch, "_triton", _stitched),
     (qk_norm_rotary, "_qk_norm_rotary_triton", qk_norm_rotary.qk_norm_rotary_torch),
+    (quantize_rows, "_quantize_rows_triton", quantize_rows.quantize_rows_torch),
 )
 """Module, name and torch reference of the wrappers that launch Triton kernels."""

@@ -230,9 +230,18 @@ FORMS: dict[str, tuple[Form, ...]] = {
             "Decoding",
             (
                 _words("images", "label"),
+                _words("form"),
                 Column("ms an image", "ms_an_image"),
                 Column("difference", "difference", 5),
             ),
+            inner="forms",
+        ),
+    ),
+    "sdxl-fp8": (
+        Form(
+            "Milliseconds a step, in 16 bits and in fp8",
+            (_LABEL, _SIDE, Column("median", "ms")),
+            inner="times",
         ),
     ),
     "tests": (

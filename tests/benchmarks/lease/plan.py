@@ -43,6 +43,7 @@ PLAN: tuple[Part, ...] = (
     _part("sdxl-profile", "sdxl", "profile:profile", 15, 40),
     _part("sdxl-edits", "sdxl", "edits:edits", 25, 90),
     _part("sdxl-strips", "sdxl", "strips:strips", 20, 50),
-    _part("vae", "sdxl", "autoencoder:decoding", 8, 30),
+    _part("vae", "sdxl", "autoencoder:decoding", 12, 60),
+    _part("sdxl-fp8", "sdxl", "eight_bits:eight_bits", 25, 60),
     _part("tests", "tests", "suite:suite", 25, 300),
 )

@@ -22,13 +22,15 @@ from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.sets.drawers import EngineDrawer
 from patchedserve.eval.sets.generate import Manifest, generate_set, generation_settings, make_items
 from patchedserve.eval.sets.image_sets import set_of
+from patchedserve.kernels.quantize_rows import quantize_rows
 from patchedserve.psctl.app import main
 from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.core import float8
 from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.layout import packing
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.options import EngineOptions, ModelOptions
 from patchedserve.serving.patched import leaves
 from patchedserve.serving.patched.stepper import PackedBatch
 from patchedserve.serving.samplers.batched import SamplerBatch
@@ -137,6 +139,8 @@ def drawn_by(name: str, folder: Path) -> Drawn:
     sound.compare(sound.patched, cached, sound.results / "cached.json")
     scheduled = draw_scheduled(name, folder / "scheduled", COMPUTED)
     sound.compare(sound.patched, scheduled, sound.results / "scheduled.json")
+    draw(name, folder / "fp8", replace(PATCHED[name], model=ModelOptions(quantize="fp8")))
+    sound.compare(sound.patched, folder / "fp8", sound.results / "fp8.json")
     images = set_of(sound.patched, manifest)
     captions = {item.id: item.prompt for item in manifest.items}
     result, values = Measurer(sound.judges).clip(images, captions)
@@ -169,9 +173,9 @@ def judged(capsys: Capture, folder: Path) -> tuple[int, dict[str, str]]:
 
 def expected(failing: str) -> dict[str, str]:
     """Return verdicts in which all gates whose names start with `failing` fail and the others pass."""
-    compared = ("patched is plain", "cache keeps the image", "schedule keeps the image")
+    compared = ("patched is plain", "cache keeps the image", "schedule keeps the image", "fp8 keeps the image")
     verdicts = {f"{start} ({kind})": "pass" for start in compared for kind in ("PSNR", "SSIM", "LPIPS")}
-    verdicts |= dict.fromkeys(("prompts are followed", "cache reuses", "schedule skips"), "pass")
+    verdicts |= dict.fromkeys(("prompts are followed", "cache reuses", "schedule skips", "fp8 is inexact"), "pass")
     return {name: "fail" if failing and name.startswith(failing) else verdict for name, verdict in verdicts.items()}
 
 
@@ -252,11 +256,31 @@ def test_schedule_with_too_few_steps_fails(capsys: Capture, drawn: Drawn, tmp_pa
     assert judged(capsys, results) == (1, expected("schedule keeps the image"))
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "gate"), [("cached.json", "cache reuses"), ("scheduled.json", "schedule skips")])
+@MODELS
+def test_mixed_up_scales_of_tokens_fail(
+    capsys: Capture, drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mixed_up(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scales = quantize_rows(x)
+        return values, scales.roll(1, 0)
+
+    monkeypatch.setattr(float8, "quantize_rows", mixed_up)
+    draw(drawn.name, tmp_path / "broken", replace(PATCHED[drawn.name], model=ModelOptions(quantize="fp8")))
+    results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
+    drawn.compare(drawn.patched, tmp_path / "broken", results / "fp8.json")
+    assert judged(capsys, results) == (1, expected("fp8 keeps the image"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "gate"),
+    [("cached.json", "cache reuses"), ("scheduled.json", "schedule skips"), ("fp8.json", "fp8 is inexact")],
+)
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
-def test_cache_without_effect_fails(capsys: Capture, drawn: Drawn, tmp_path: Path, file: str, gate: str) -> None:
-    """The images are those without the cache, which pass all bounds on its cost."""
+def test_option_without_effect_fails(capsys: Capture, drawn: Drawn, tmp_path: Path, file: str, gate: str) -> None:
+    """The images are those without the option, which pass all bounds on its cost."""
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
     drawn.compare(drawn.patched, drawn.patched, results / file)
     assert judged(capsys, results) == (1, expected(gate))

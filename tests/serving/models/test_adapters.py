@@ -226,7 +226,7 @@ def test_adapter_with_norms_is_refused(tmp_path: Path) -> None:
             {"engine": "parallel", "parallel": ParallelOptions("virtual:2")},
             "--adapter does not work with --parallel: ranks",
         ),
-        (["a=b"], {"quantize": "int8"}, "--adapter does not work with --quantize: adapters"),
+        (["a=b"], {"quantize": "int8"}, "--adapter does not work with --quantize int8: adapters"),
     ],
 )
 def test_bad_options_are_named(adapter: list[str], options: dict[str, Any], message: str) -> None:

@@ -115,14 +115,14 @@ def test_part_of_a_pipeline_equals_the_whole(build: Callable[[], Any], tmp_path:
     family = build_family(whole.pipe)
     settings = StageSettings(str(folder), "cpu", "float32")
     with torch.inference_mode():
-        pipe, prepare = load_stage(settings)
+        pipe, prepare, _ = load_stage(settings)
         expected, found = (each.condition(REQUEST, not each.is_distilled) for each in (family, prepare))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         pixels = torch.linspace(-1, 1, 3 * 64 * 64).reshape(1, 3, 64, 64)
         encoded = [each.encode(pixels, torch.Generator("cpu").manual_seed(3)) for each in (family, prepare)]
         assert torch.equal(*encoded)
-        other, postprocess = load_stage(replace(settings, part="postprocess"))
+        other, postprocess, _ = load_stage(replace(settings, part="postprocess"))
         latents = whole.prepare(REQUEST).latents
         images = [
             each.decode(latents, lambda scaled, pipe=pipe: pipe.vae.decode(scaled, return_dict=False)[0])[0]

@@ -12,6 +12,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.decoder import ImageDecoder
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
@@ -173,9 +174,9 @@ def test_images_are_decoded_by_all_ranks(make: Any) -> None:
     latents = [plain_latents(model.pipe, request) for request in REQUESTS[:2]]
     for each in latents:
         own = np.asarray(model.decode(each[None]), dtype=int)
-        model._decode, before = (lambda scaled: model.pipe.vae.decode(scaled, return_dict=False)[0]), model._decode
+        model.decoder, before = ImageDecoder(model.pipe.vae), model.decoder
         whole = np.asarray(model.decode(each[None]), dtype=int)
-        model._decode = before
+        model.decoder = before
         # One level of 255: a call of the decoder differs by 1e-5, which may change the rounding.
         assert np.abs(own - whole).max() <= 1
     model.close()
