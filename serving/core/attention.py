@@ -31,7 +31,8 @@ class FusedLinear(nn.Module):
     def __init__(self, *layers: nn.Linear) -> None:
         super().__init__()
         self._layers = layers
-        self._float8 = Derived(lambda: Float8Linear.joined(layers)) if isinstance(layers[0], Float8Linear) else None
+        float8 = [layer for layer in layers if isinstance(layer, Float8Linear)]
+        self._float8 = Derived(lambda: Float8Linear.joined(float8)) if len(float8) == len(layers) else None
         # A quantised weight is a tensor that is made of others.
         self._is_quantised = hasattr(layers[0].weight, "__tensor_flatten__")
         self._fused = Derived(self._fuse)
@@ -201,7 +202,7 @@ def _qk_norms(qkv: Tensor, norm_q: Any, norm_k: Any) -> QkNorms | None:
     kinds, norms = {type(norm_q), type(norm_k)}, (norm_q, norm_k)
     if kinds not in ({RMSNorm}, {nn.RMSNorm}) or any(getattr(norm, "bias", None) is not None for norm in norms):
         return None
-    weights = [norm.weight for norm in norms]
+    weights = norm_q.weight, norm_k.weight
     epsilons = {torch.finfo(qkv.dtype).eps if norm.eps is None else norm.eps for norm in norms}
     fits = [each is not None and (each.shape, each.dtype) == (qkv.shape[-1:], qkv.dtype) for each in weights]
     return QkNorms(*weights, epsilons.pop(), kinds == {RMSNorm}) if all(fits) and len(epsilons) == 1 else None

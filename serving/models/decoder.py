@@ -122,7 +122,7 @@ class ImageDecoder:
         is_other = self.dtype != self._vae.dtype
         if not (is_other or self._is_channels_last or self._is_compiled):
             return self._vae
-        own = _with_dtype(self._vae, self.dtype) if is_other else copy_modules(self._vae)
+        own: Any = _with_dtype(self._vae, self.dtype) if is_other else copy_modules(self._vae)
         if self._is_channels_last:
             for name, part in own.named_children():
                 if name not in _ENCODING:

@@ -50,7 +50,7 @@ def decoding(context: Context) -> Iterator[Row]:
         generator = torch.Generator().manual_seed(0)
         latents = torch.randn(count, 4, side // 8, side // 8, generator=generator).to(device)
         with torch.inference_mode(), traced_only() if context.scale.is_rehearsal else nullcontext():
-            expected = vae.decode(latents, return_dict=False)[0]
+            expected = vae.decode(latents, return_dict=False)[0]  # type: ignore[arg-type]  any tensor of numbers
             times = medians_us({name: partial(each.run, latents) for name, each in sides.items()}, device)
             forms = [
                 {
