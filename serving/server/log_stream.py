@@ -23,7 +23,7 @@ def lossy_stderr(on_lost: Callable[[], None]) -> Iterator[None]:
     """Replace `sys.stderr` by a stream that accepts lines without blocking and writes them in a thread of its own.
 
     Direct writes to the file descriptor, by libraries and by processes that are started meanwhile, fail where they
-    would block: in a pipe that nobody reads, such a write would hold up a stage, or the whole process.
+    would block: in a pipe that is not read, such a write would hold up a stage, or the whole process.
 
     On exit, the remaining lines are written for at most 2 s. If that fails, the stream stays in place, so that the
     process can end although its stderr is not read.
@@ -44,7 +44,7 @@ def lossy_stderr(on_lost: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        # Direct writes may have filled a pipe that nobody reads.
+        # Direct writes may have filled a pipe that is not read.
         if lines.end(_LAST_LINES_S) and select.select([], [target], [], _LAST_LINES_S)[1]:
             sys.stderr = before
             if has_stderr:

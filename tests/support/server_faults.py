@@ -8,6 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -91,6 +93,18 @@ def killed(process: int) -> None:
 
 
 FAULTS: dict[str, Callable[[int], None]] = {"stopped": stopped, "slowed": slowed, "killed": killed}
+
+
+def descendants(server: HttpServer) -> set[int]:
+    """Return the ids of all processes that a server has started, directly or not."""
+    found, size = {server.process.pid}, 0
+    while size < len(found):
+        size = len(found)
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) in found:
+                    found.add(int(folder.name))
+    return found - {server.process.pid}
 
 
 def check_books(server: HttpServer, answers: dict[str, int]) -> None:

@@ -135,9 +135,7 @@ def test_slow_log_reader_blocks_no_direct_write(reader: str) -> None:
     ours, theirs = os.pipe()
     if reader == "gone":
         os.close(ours)
-    with subprocess.Popen(
-        [sys.executable, "-c", _DIRECT], stdout=subprocess.PIPE, stderr=theirs, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", _DIRECT], stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
         os.close(theirs)
         try:
             if reader == "there":
