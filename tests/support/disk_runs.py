@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from patchedserve.profiling.report.run_data import RunData
+
 from .faulty_disk import FaultyDisk, Mode, calls_in, failing_at, preloaded
 
 OUT = "OUT"
@@ -77,6 +79,7 @@ class DiskRuns:
 
 def _main() -> None:
     runs = DiskRuns(**json.load(sys.stdin))
+    _draw_plots_once()
     log = Path(runs.runs_in, "calls")
     whole = _one(runs, 0, "", "count")
     calls = calls_in(log)
@@ -85,6 +88,20 @@ def _main() -> None:
         mode: Mode = ("eio", "enospc", "torn")[turn % 3]
         found.append(_one(runs, call, calls[call - 1], mode))
     json.dump([asdict(each) for each in found], sys.stdout)
+
+
+def _draw_plots_once() -> None:
+    """Use the first run's plots in all reports: drawing takes most of the time of a run, and writes no file."""
+    from patchedserve.profiling.report import html
+
+    draw_all = html.draw_all
+    drawn = dict[str, bytes]()
+
+    def draw_once(data: RunData) -> dict[str, bytes]:
+        drawn.update(drawn or draw_all(data))
+        return drawn
+
+    html.draw_all = draw_once
 
 
 def _one(runs: DiskRuns, call: int, what: str, mode: Mode) -> DiskRun:
