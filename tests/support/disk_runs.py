@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -77,21 +77,9 @@ class DiskRuns:
         return whole.folder, others
 
 
-def _main() -> None:
-    runs = DiskRuns(**json.load(sys.stdin))
-    _draw_plots_once()
-    log = Path(runs.runs_in, "calls")
-    whole = _one(runs, 0, "", "count")
-    calls = calls_in(log)
-    found = [whole]
-    for turn, call in enumerate(_distinct_calls(calls)[:: runs.one_in]):
-        mode: Mode = ("eio", "enospc", "torn")[turn % 3]
-        found.append(_one(runs, call, calls[call - 1], mode))
-    json.dump([asdict(each) for each in found], sys.stdout)
-
-
-def _draw_plots_once() -> None:
-    """Use the first run's plots in all reports: drawing takes most of the time of a run, and writes no file."""
+@contextlib.contextmanager
+def plots_drawn_once() -> Iterator[None]:
+    """Use the first report's plots in all reports: drawing takes most of the time of a run, and writes no file."""
     from patchedserve.profiling.report import html
 
     draw_all = html.draw_all
@@ -102,6 +90,28 @@ def _draw_plots_once() -> None:
         return drawn
 
     html.draw_all = draw_once
+    try:
+        yield
+    finally:
+        html.draw_all = draw_all
+
+
+def _main() -> None:
+    runs = DiskRuns(**json.load(sys.stdin))
+    with plots_drawn_once():
+        found = _runs(runs)
+    json.dump([asdict(each) for each in found], sys.stdout)
+
+
+def _runs(runs: DiskRuns) -> list[DiskRun]:
+    log = Path(runs.runs_in, "calls")
+    whole = _one(runs, 0, "", "count")
+    calls = calls_in(log)
+    found = [whole]
+    for turn, call in enumerate(_distinct_calls(calls)[:: runs.one_in]):
+        mode: Mode = ("eio", "enospc", "torn")[turn % 3]
+        found.append(_one(runs, call, calls[call - 1], mode))
+    return found
 
 
 def _one(runs: DiskRuns, call: int, what: str, mode: Mode) -> DiskRun:
