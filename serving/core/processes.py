@@ -1,6 +1,7 @@
 """Processes that psctl starts on the same machine (workers, ranks and stages), and memory for them. No torch."""
 
 import contextlib
+import io
 import multiprocessing
 import os
 import sys
@@ -12,13 +13,14 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from .garbage import imports_are_no_garbage
 
 _PRELOADED = "patchedserve.serving.preload"
 _MAX_LETTERS = 15
 """Longest process name on Linux."""
+_STDERR = 2
 _starting = threading.Lock()
 
 
@@ -87,6 +89,8 @@ def _begin(entry: str, name: str, *arguments: Any) -> None:
     os.setsid()
     with contextlib.suppress(OSError):  # other systems have no such file
         Path("/proc/self/comm").write_text(name[:_MAX_LETTERS])
+    errors = cast("io.BufferedWriter", _LossyErrors())
+    sys.stderr = io.TextIOWrapper(errors, "utf-8", "backslashreplace", line_buffering=True)
     module, _, function = entry.partition(":")
     with imports_are_no_garbage():
         run = getattr(import_module(module), function)
@@ -95,3 +99,18 @@ def _begin(entry: str, name: str, *arguments: Any) -> None:
     sys.stderr.flush()
     # Shutting torch down takes a second or more on a busy machine, for which the process would outlive its parent.
     os._exit(code)
+
+
+class _LossyErrors(io.RawIOBase):
+    """Writes to stderr, as far as its reader takes it: a full or closed pipe must not end the work of a process."""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return _STDERR
+
+    def write(self, line: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
+        with contextlib.suppress(OSError):
+            os.write(_STDERR, line)
+        return len(line)

@@ -242,6 +242,9 @@ class ReplicaBackend:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_STATUS_EVERY_S)
+            if lost := await loop.run_in_executor(None, self._deployment.lost_part):
+                self._give_up(f"Ray's {lost} has ended, and all replicas with it")
+                return
             try:
                 found, num_silent = await loop.run_in_executor(None, self._deployment.statuses)
             except Exception:  # noqa: BLE001  no replica is running; there may be some at the next poll
@@ -250,6 +253,13 @@ class ReplicaBackend:
             for each in found:
                 for row in each.rows:
                     self.on_row(row)
+
+    def _give_up(self, reason: str) -> None:
+        """Cancel all open requests, and report that the backend has stopped for good."""
+        self._is_stopped, self._trouble = True, reason
+        for number in list(self._open):
+            self.cancel(number, reason)
+        self.on_stopped(reason)
 
     def _update_states(self, found: Sequence[ReplicaStatus], num_silent: int) -> None:
         """Update the replicas' states after a poll.

@@ -161,6 +161,19 @@ class Deployment:
         # Replicas that have died do not count.
         return found, sum(not isinstance(each, ReplicaStatus | RayActorError) for each in answers)
 
+    def lost_part(self) -> str:
+        """Return the name of a process without which Ray works no more, and which has ended; "" if there is none.
+
+        Only of a Ray instance that this process has started. Such a process ends with any of the agents beside it.
+        """
+        from ray._private import ray_constants, worker
+
+        node = worker._global_node
+        if not self._owns_ray or node is None:
+            return ""
+        vital = {ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET}
+        return next((name for name, _ in node.dead_processes() if name in vital), "")
+
     def end(self) -> None:
         """Shut the replicas down, and Ray too if this process started it. A second call does nothing."""
         import ray
@@ -173,7 +186,9 @@ class Deployment:
             if not self._owns_ray:
                 serve.delete(self._app)
                 return
-            serve.shutdown()
+            # Otherwise nothing is left that would answer.
+            if not self.lost_part():
+                serve.shutdown()
             ray.shutdown()
 
     def _check_resources(self, resources: Mapping[str, float]) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import io
 import os
 import queue
+import select
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +22,9 @@ _STDERR = 2
 def lossy_stderr(on_lost: Callable[[], None]) -> Iterator[None]:
     """Replace `sys.stderr` by a stream that accepts lines without blocking and writes them in a thread of its own.
 
+    Direct writes to the file descriptor, by libraries and by processes that are started meanwhile, fail where they
+    would block: in a pipe that is not read, such a write would hold up a stage, or the whole process.
+
     On exit, the remaining lines are written for at most 2 s. If that fails, the stream stays in place, so that the
     process can end although its stderr is not read.
 
@@ -28,7 +33,10 @@ def lossy_stderr(on_lost: Callable[[], None]) -> Iterator[None]:
     """
     before = sys.stderr
     # Without a stderr, its file descriptor may be that of any other file.
-    target = _STDERR if cast("TextIO | None", before) is not None else os.open(os.devnull, os.O_WRONLY)
+    has_stderr = cast("TextIO | None", before) is not None
+    target = os.dup(_STDERR) if has_stderr else os.open(os.devnull, os.O_WRONLY)
+    if has_stderr and stat.S_ISFIFO(os.fstat(_STDERR).st_mode):
+        _let_direct_writes_fail()
     lines = _Lines(target, on_lost)
     # No buffer in between: each write is a whole line, and a buffer would split long ones.
     encoding = getattr(before, "encoding", None) or "utf-8"
@@ -36,8 +44,21 @@ def lossy_stderr(on_lost: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        if lines.end(_LAST_LINES_S):
+        # Direct writes may have filled a pipe that is not read.
+        if lines.end(_LAST_LINES_S) and select.select([], [target], [], _LAST_LINES_S)[1]:
             sys.stderr = before
+            if has_stderr:
+                os.dup2(target, _STDERR)
+            os.close(target)
+
+
+def _let_direct_writes_fail() -> None:
+    """Open the pipe of stderr again, so that other users of the pipe still have a descriptor that blocks."""
+    # Not on systems without /proc, and not if its reader is gone, in which case no write blocks.
+    with contextlib.suppress(OSError):
+        opened = os.open(f"/proc/self/fd/{_STDERR}", os.O_WRONLY | os.O_NONBLOCK)
+        os.dup2(opened, _STDERR)
+        os.close(opened)
 
 
 class _Lines(io.RawIOBase):

@@ -44,6 +44,7 @@ KEEP_ALIVE_S = 90.0
 request on its way would be answered with 502.
 """
 _LAST_ANSWERS_S = 5
+_HANDLERS_EVERY_S = 0.1
 _ORIGIN = re.compile(r"https?://[\w.-]+(:\d+)?|https?://\[[\da-f:]+\](:\d+)?", re.ASCII)
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _INTERRUPTED = 130
@@ -206,10 +207,14 @@ async def serve_forever(
     host = f"[{address.host}]" if ":" in address.host else address.host
 
     async def start() -> None:
-        served = await asyncio.get_running_loop().run_in_executor(None, make)
-        # Ray has replaced the handlers with its own, which abort the process.
-        for sig in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(sig, server.handle_exit)
+        making, is_made = asyncio.get_running_loop().run_in_executor(None, make), False
+        while not is_made:
+            is_made = making.done()
+            # Ray replaces the handlers while it starts, with one that writes a stack trace and may abort the process.
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(sig, server.handle_exit)
+            await asyncio.wait([making], timeout=_HANDLERS_EVERY_S)
+        served = making.result()
         front_end = server.front_end = served.front_end
         front_end.backend.on_stopped = server.on_backend_stopped
         served.metrics.operator = address.keys.operator

@@ -7,7 +7,7 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from PIL import Image
 
 from patchedserve.psctl.app import main
 
+from ..support.disk_runs import plots_drawn_once
 from ..support.http_server import small_model
 
 pytestmark = pytest.mark.slow
@@ -102,6 +103,12 @@ def commands(model: str) -> dict[str, list[str]]:
         "batch run": ["batch", "run", f"{W}/lines.jsonl", "-o", f"{W}/drawn", *small, *workspace],
         "serve": ["serve", *drawing, *few],
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plots() -> Iterator[None]:
+    with plots_drawn_once():
+        yield
 
 
 @pytest.fixture(scope="module")

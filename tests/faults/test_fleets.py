@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from ..support.server_faults import (
     STATUSES,
     WHOLE_WITHIN_S,
     Load,
+    ask,
     check_books,
+    descendants,
     is_whole,
+    killed,
     probes,
 )
-from ..support.waits import until
+from ..support.waits import is_alive, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 CASCADE = ("--cascade", "emoji-xl:1,emoji-xl:3")
@@ -95,3 +99,21 @@ def test_fleet_recovers_soon_after_faults(kind: str, request: pytest.FixtureRequ
         assert set(answers.values()) <= STATUSES
         assert [answers[name] for name in list(answers)[-3:]] == [200] * 3
         check_books(server, answers)
+
+
+def test_server_ends_with_an_error_if_ray_ends(tmp_path: Path) -> None:
+    """Without its raylet, Ray starts no replica again, so only another start of the server helps."""
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    options = ("--slo-scale", "1000", "--num-replicas", "1", "--system", "patched-fcfs", "--max-steps", "1000")
+    with HttpServer(small_model(tmp_path / "model"), tmp_path, *options, start_s=_START_S) as server:
+        others = descendants(server)
+        [raylet] = [each for each in others if Path(f"/proc/{each}/comm").read_text().strip() == "raylet"]
+        with ThreadPoolExecutor() as pool:
+            asking = pool.submit(ask, server.url, "long", body={**GENERATION, "num_inference_steps": 1000})
+            until(lambda: any(each["running"] for each in workers_of(server)))
+            killed(raylet)
+            assert server.process.wait(WHOLE_WITHIN_S) == 1
+            assert asking.result().json()["error"]["code"] == "engine_error"
+        assert "Error: Ray's raylet has ended, and all replicas with it" in server.lines
+        # Ray's agents notice it within a minute.
+        until(lambda: not any(map(is_alive, others)), 120)

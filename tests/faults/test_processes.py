@@ -19,6 +19,7 @@ from ..support.server_faults import (
     Load,
     ask,
     check_books,
+    descendants,
     is_whole,
     killed,
     probes,
@@ -77,18 +78,6 @@ def processes_of(server: HttpServer, part: str) -> list[int]:
                 found.append(int(folder.name))
     ours = server.process.pid
     return [each for each in found if ours in (parents[each], parents.get(parents[each])) and is_alive(each)]
-
-
-def descendants(server: HttpServer) -> set[int]:
-    """Return the ids of all processes that a server has started, directly or not."""
-    found, size = {server.process.pid}, 0
-    while size < len(found):
-        size = len(found)
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) in found:
-                    found.add(int(folder.name))
-    return found - {server.process.pid}
 
 
 CASES = [
@@ -163,6 +152,23 @@ def test_killed_server_leaves_no_process_and_recovers_after_restart(model: Path,
         assert is_whole(server.url)
         assert not any("damaged" in line for line in server.lines)
         assert server.stop() == 0
+
+
+@pytest.mark.faults
+def test_stage_is_replaced_without_the_process_that_forks_stages(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path, "--stages", "processes") as server:
+        assert ask(server.url, "before").status_code == 200
+        children, [stage] = descendants(server), processes_of(server, "prepare")
+        forking = int(Path(f"/proc/{stage}/stat").read_text().rpartition(")")[2].split()[1])
+        assert forking in children
+        killed(forking)
+        assert is_whole(server.url), "no stage needs it"
+        killed(stage)
+        # Its successor imports torch again.
+        until(lambda: is_whole(server.url), max(WHOLE_WITHIN_S, server.start_s))
+        children |= descendants(server)
+        assert server.stop() == 0
+    wait_until_ended(children)
 
 
 def wait_until_ended(children: set[int]) -> None:

@@ -11,10 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from patchedserve.profiling.report.run_data import RunData
 
 from .faulty_disk import FaultyDisk, Mode, calls_in, failing_at, preloaded
 
@@ -75,8 +77,33 @@ class DiskRuns:
         return whole.folder, others
 
 
+@contextlib.contextmanager
+def plots_drawn_once() -> Iterator[None]:
+    """Use the first report's plots in all reports: drawing takes most of the time of a run, and writes no file."""
+    from patchedserve.profiling.report import html
+
+    draw_all = html.draw_all
+    drawn = dict[str, bytes]()
+
+    def draw_once(data: RunData) -> dict[str, bytes]:
+        drawn.update(drawn or draw_all(data))
+        return drawn
+
+    html.draw_all = draw_once
+    try:
+        yield
+    finally:
+        html.draw_all = draw_all
+
+
 def _main() -> None:
     runs = DiskRuns(**json.load(sys.stdin))
+    with plots_drawn_once():
+        found = _runs(runs)
+    json.dump([asdict(each) for each in found], sys.stdout)
+
+
+def _runs(runs: DiskRuns) -> list[DiskRun]:
     log = Path(runs.runs_in, "calls")
     whole = _one(runs, 0, "", "count")
     calls = calls_in(log)
@@ -84,7 +111,7 @@ def _main() -> None:
     for turn, call in enumerate(_distinct_calls(calls)[:: runs.one_in]):
         mode: Mode = ("eio", "enospc", "torn")[turn % 3]
         found.append(_one(runs, call, calls[call - 1], mode))
-    json.dump([asdict(each) for each in found], sys.stdout)
+    return found
 
 
 def _one(runs: DiskRuns, call: int, what: str, mode: Mode) -> DiskRun:

@@ -4,10 +4,13 @@ import itertools
 import json
 import os
 import signal
+import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +25,8 @@ from .waits import is_alive, until
 STOPPED_S, WHOLE_WITHIN_S = 4.0, 30.0
 STATUSES = {200, 409, 429, 500, 503, 504}
 """Statuses of responses that a fault may lead to."""
+_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Shared by all requests, none of which uses TLS. To load certificates for each took ten times as long as the rest."""
 GENERATION: Mapping[str, Any] = {"prompt": "a cat", "size": "32x32", "num_inference_steps": 2}
 
 
@@ -47,23 +52,27 @@ class Load:
     def _ask(self) -> None:
         while not self._is_over.is_set():
             name = f"load-{next(self._numbers)}"
-            self.answers[name] = ask(self._url, name, edits=self._edits, body=self._body).status_code
+            status = ask(self._url, name, edits=self._edits, body=self._body).status_code
+            self.answers[name] = status
+            if status != 200:
+                self._is_over.wait(0.1)
 
 
 def ask(url: str, name: str, *, edits: bool = False, body: Mapping[str, Any] = GENERATION) -> httpx.Response:
     """Request one image, generated or edited, with this request id."""
     headers = {"x-request-id": name}
     if not edits:
-        return httpx.post(f"{url}/v1/images/generations", json=body, headers=headers, timeout=120)
+        return httpx.post(f"{url}/v1/images/generations", json=body, headers=headers, timeout=120, verify=_TLS)
     mask = np.zeros((32, 64), dtype=bool)
     mask[:8, :8] = True
     files: dict[str, Any] = {"image": file_of(image_of(Resolution(64, 32), 1)), "mask": file_of(mask)}
     files |= {"prompt": (None, "a hat"), "num_inference_steps": (None, "2")}
-    return httpx.post(f"{url}/v1/images/edits", files=files, headers=headers, timeout=120)
+    return httpx.post(f"{url}/v1/images/edits", files=files, headers=headers, timeout=120, verify=_TLS)
 
 
 def probes(url: str) -> dict[str, int]:
-    return {path: httpx.get(f"{url}{path}", timeout=10).status_code for path in ("/livez", "/readyz", "/health")}
+    paths = "/livez", "/readyz", "/health"
+    return {path: httpx.get(f"{url}{path}", timeout=10, verify=_TLS).status_code for path in paths}
 
 
 def is_whole(url: str, body: Mapping[str, Any] = GENERATION) -> bool:
@@ -91,6 +100,18 @@ def killed(process: int) -> None:
 
 
 FAULTS: dict[str, Callable[[int], None]] = {"stopped": stopped, "slowed": slowed, "killed": killed}
+
+
+def descendants(server: HttpServer) -> set[int]:
+    """Return the ids of all processes that a server has started, directly or not."""
+    found, size = {server.process.pid}, 0
+    while size < len(found):
+        size = len(found)
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) in found:
+                    found.add(int(folder.name))
+    return found - {server.process.pid}
 
 
 def check_books(server: HttpServer, answers: dict[str, int]) -> None:

@@ -44,6 +44,7 @@ class Scripted:
     def __init__(self, *scripts: Script) -> None:
         self.scripts, self.num_asked = list(scripts), 0
         self.answers: tuple[Sequence[ReplicaStatus], int] = (), 0
+        self.lost = ""
 
     def draw(self, request: Request, waited_s: float, num_partials: int, follows_steps: bool) -> "Scripted._Events":
         self.num_asked += 1
@@ -51,6 +52,9 @@ class Scripted:
 
     def statuses(self) -> tuple[Sequence[ReplicaStatus], int]:
         return self.answers
+
+    def lost_part(self) -> str:
+        return self.lost
 
     def end(self) -> None:
         pass
@@ -233,6 +237,25 @@ def test_silence_of_all_replicas_is_reported_before_requests_are_refused(monkeyp
             await backend.submit(request(), RecordingFollower())
 
     run(work, [Accepted(), "completed"])
+
+
+def test_loss_of_ray_ends_requests_and_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "_STATUS_EVERY_S", 0.01)
+
+    async def work(backend: ReplicaBackend, deployment: Scripted, book: LoadBook) -> None:
+        reported: list[str] = []
+        backend.on_stopped = reported.append
+        follower = RecordingFollower()
+        await backend.submit(request(), follower)
+        deployment.lost = "raylet"
+        record = await follower.ended
+        assert (record.status, error_of(record).code) == ("cancelled", "engine_error")
+        assert reported == ["Ray's raylet has ended, and all replicas with it"]
+        assert (backend.health, backend.trouble) == (Health.STOPPED, *reported)
+        with pytest.raises(ApiError, match="no replica is there now"):
+            await backend.submit(request(), RecordingFollower())
+
+    run(work, [Accepted(), STANDS_STILL])
 
 
 def test_busy_replica_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:

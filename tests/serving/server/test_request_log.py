@@ -31,6 +31,28 @@ with lossy_stderr(lambda: lost.append(1)):
         sys.stderr.write(f"{'x' * 9000} {number}\\n")
 print(len(lost))
 """
+_DIRECT = """
+import contextlib, os, sys
+from patchedserve.serving.core.processes import start_process
+from patchedserve.serving.server.log_stream import lossy_stderr
+
+with lossy_stderr(lambda: None):
+    entry = "patchedserve.tests.serving.server.test_request_log:write_errors"
+    process = start_process(entry, device="none", name="one")
+    process.join()
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            os.write(2, b"x" * 9000)
+print(process.exitcode, flush=True)
+with contextlib.suppress(OSError):
+    sys.stderr.write("the end\\n")
+"""
+
+
+def write_errors() -> int:
+    for _ in range(100):
+        sys.stderr.write("x" * 9000 + "\n")
+    return 7
 
 
 def test_unreached_stages_have_no_time() -> None:
@@ -105,6 +127,26 @@ def test_slow_log_reader_blocks_no_request(reader: str) -> None:
     # Of 3000 lines, a pipe takes 7 and 1000 are queued.
     least, most = {"gone": (3000, 3000), "asleep": (1900, 2000), "none": (0, 2000)}[reader]
     assert least <= int(done.stdout) <= most
+
+
+@pytest.mark.parametrize("reader", ["gone", "asleep", "there"])
+def test_slow_log_reader_blocks_no_direct_write(reader: str) -> None:
+    """Libraries and child processes write to the file descriptor itself."""
+    ours, theirs = os.pipe()
+    if reader == "gone":
+        os.close(ours)
+    with subprocess.Popen([sys.executable, "-c", _DIRECT], stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        try:
+            if reader == "there":
+                with os.fdopen(ours) as lines:
+                    assert lines.read().endswith("the end\n")
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            if reader == "asleep":
+                os.close(ours)
+    assert (process.returncode, out) == (0, "7\n")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])

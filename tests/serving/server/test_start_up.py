@@ -12,8 +12,10 @@ import pytest
 
 from patchedserve.serving.server.start_up import StartUp
 
+from ...support.waits import until
+
 LOADS_UNTIL_TOLD = """
-import asyncio, sys
+import asyncio, ctypes, signal, sys
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.server.keys import Keys
 from patchedserve.serving.server.limits import Limits
@@ -25,6 +27,9 @@ listening, start_up = address.listen(), StartUp()
 
 def make():
     start_up("tuning", 3, 9)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        # As a library in C does, without Python's knowledge: the default handlers.
+        ctypes.CDLL(None).signal(sig, None)
     print(listening.getsockname()[1], flush=True)
     sys.stdin.readline()
     raise UsageError("the model is of another kind")
@@ -58,6 +63,11 @@ class Loading:
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60)
+
+    def handles(self, sig: signal.Signals) -> bool:
+        """Whether the process has a handler for a signal."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (sig - 1) & 1)
 
 
 @pytest.fixture
@@ -94,6 +104,7 @@ def test_error_of_loading_ends_the_server(loading: Loading) -> None:
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_signal_while_loading_ends_the_server(loading: Loading, sig: int, code: int) -> None:
     assert loading.get("/livez").status_code == 200
+    until(lambda: loading.handles(sig))
     loading.process.send_signal(sig)
     # Its stdin stays open, so that it would load indefinitely.
     assert loading.process.wait(60) == code
