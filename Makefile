@@ -90,7 +90,7 @@ docs: setup
 lint: lint-types lint-style
 
 lint-types: setup
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 
 lint-style: setup
 	$(BIN)/ruff check .

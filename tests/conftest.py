@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     and all tests of changed files.
     """
     mark_repetitions(items)
-    number, count = map(int, config.getoption("--part").split("/"))
+    number, count = map(int, str(config.getoption("--part")).split("/"))
     exhaustive = [item for item in items if item.get_closest_marker("exhaustive") is not None]
     left_out = set(exhaustive) - set(exhaustive[number - 1 :: count])
     items[:] = [item for item in items if item not in left_out]

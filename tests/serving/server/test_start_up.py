@@ -102,7 +102,7 @@ def test_error_of_loading_ends_the_server(loading: Loading) -> None:
 
 
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_signal_while_loading_ends_the_server(loading: Loading, sig: int, code: int) -> None:
+def test_signal_while_loading_ends_the_server(loading: Loading, sig: signal.Signals, code: int) -> None:
     assert loading.get("/livez").status_code == 200
     until(lambda: loading.handles(sig))
     loading.process.send_signal(sig)
