@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 FAILURES_REPORTED_S = 600.0
 """Seconds after the last failed step of a batch (e.g. out of memory) during which probes report it."""
+HUNG_AFTER_S = 600.0
+"""Seconds of a stall after which the engine is given up. Compiling a large model may take minutes."""
+_LOOK_EVERY_S = 1.0
 _POLL_S = 0.1
 
 
@@ -89,7 +92,8 @@ class LocalBackend:
         on_row: called with every step, on the event loop.
 
     Attributes:
-        on_stopped: called with the reason when the engine has crashed too often and is not restarted.
+        on_stopped: called with the reason when the engine has crashed too often and is not restarted, or when it has
+            been stalled for `HUNG_AFTER_S`.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class LocalBackend:
         self._rows: deque[StepRow] = deque()
         self._steps: dict[int, int] = {}
         self._polling: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def health(self) -> Health:
@@ -166,6 +171,16 @@ class LocalBackend:
         await self._loop.run_in_executor(None, self._has_started.wait)
         await self._draw(self._setup.warm_up)
         self._health = Health.READY
+        self._watching = self._loop.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Call `on_stopped` after a long stall."""
+        stalled_s = 0.0
+        while stalled_s < HUNG_AFTER_S:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            # Not by the clock: the whole process may have been stopped meanwhile.
+            stalled_s = stalled_s + _LOOK_EVERY_S if self.health is Health.STALLED else 0.0
+        self.on_stopped(f"the engine has made no progress for {HUNG_AFTER_S / 60:g} min")
 
     async def _draw(self, batches: Sequence[Sequence[Request]]) -> None:
         """Serve one batch after the other and discard the images. Raises RunError if a request has no image."""
@@ -243,6 +258,8 @@ class LocalBackend:
         """Abort the engine, wait for its end, and close the model."""
         self._is_stopping = True
         self._health = Health.STOPPED
+        if self._watching is not None:
+            self._watching.cancel()
         if self._engine is not None:
             self._engine.abort()
         # Otherwise we would wait for a stage that hangs.

@@ -22,6 +22,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from ...data.errors import RunError, UsageError
 from .app import make_app
+from .backend import Health
 from .batches.api import FILES
 from .batches.store import MAX_FILE_BYTES, Batches
 from .connections import TimedConnection
@@ -331,7 +332,9 @@ class _DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_draining)
 
     def on_backend_stopped(self, reason: str) -> None:
-        """End with an error, as the backend has stopped for good."""
+        """End with an error, as the backend has stopped for good; at once if its threads hang and cannot be ended."""
+        if self.front_end is not None and self.front_end.backend.health is Health.STALLED:
+            _end_at_once(f"Error: {reason}; open requests are lost", 1)
         self.failure = RunError(reason)
         self.should_exit = True
 

@@ -3,10 +3,13 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import pytest
 
 from patchedserve.data.requests import Request
@@ -23,6 +26,7 @@ from patchedserve.serving.server.backend import Health
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.local import LocalBackend, LocalSetup
 
+from ...support.http_server import READY
 from ...support.local_backends import (
     EndFollower,
     answers,
@@ -187,6 +191,72 @@ def test_stall_is_reported(model: ServedModel, monkeypatch: pytest.MonkeyPatch, 
         assert backend.health is Health.READY
 
     run(work, model)
+
+
+def test_engine_is_given_up_after_a_long_stall(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_held, goes_on = pause_engine(monkeypatch)
+    monkeypatch.setattr(local, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(local, "HUNG_AFTER_S", 0.1)
+
+    async def work(backend: LocalBackend) -> None:
+        told: list[str] = []
+        backend.on_stopped = told.append
+        ending = EndFollower()
+        await backend.submit(request(0), ending)
+        await asyncio.to_thread(is_held.wait, 30)
+        await asyncio.sleep(0.3)
+        assert not told, "a step that takes its time is no stall"
+        assert backend._engine is not None
+        backend._engine._progress_s -= 1000
+        while not told:
+            await asyncio.sleep(0.01)
+        assert "has made no progress" in told[0]
+        assert backend.health is Health.STALLED
+        goes_on.set()
+        await ending.ended
+
+    run(work, model)
+
+
+HANGS_ON_ONE_PROMPT = """
+import sys, threading
+from patchedserve.psctl.app import main
+from patchedserve.serving.engine import stages
+from patchedserve.serving.patched.stepper import PatchedStepper
+from patchedserve.serving.server import local
+
+stages.STALLED_S, local.HUNG_AFTER_S = 1.0, 3.0
+take_step = PatchedStepper.step
+
+def step(stepper, active):
+    if any(prepared.request.prompt == "hang" for prepared in active):
+        threading.Event().wait()
+    return take_step(stepper, active)
+
+PatchedStepper.step = step
+sys.exit(main(["serve", "--http", "--port", "0", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_server_ends_after_a_long_stall(folder: str, tmp_path: Path) -> None:
+    options = ("--model", folder, "--workspace", str(tmp_path), "--dtype", "float32", "--system", "patched-fcfs")
+    server = subprocess.Popen(
+        [sys.executable, "-c", HANGS_ON_ONE_PROMPT, *options],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        ready = next(found for line in server.stderr if (found := READY.search(line)))
+        with pytest.raises(httpx.HTTPError):
+            httpx.post(f"{ready[1]}/v1/images/generations", json={"prompt": "hang", "size": "64x64"}, timeout=120)
+        assert server.wait(60) == 1
+        assert "Error: the engine has made no progress for 0.05 min; open requests are lost" in server.stderr.read()
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.mark.parametrize("part", ["prepare", "postprocess"])
