@@ -168,7 +168,7 @@ class Deployment:
         """
         from ray._private import ray_constants, worker
 
-        node = worker._global_node
+        node: Any = worker._global_node
         if not self._owns_ray or node is None:
             return ""
         vital = {ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET}
