@@ -179,10 +179,6 @@ def test_ranks_in_processes_equal_virtual_ranks(
         ("--engine parallel", "--engine parallel needs --parallel with two ranks"),
         ("--parallel 2 --cache patch", "--cache patch does not work with --parallel: it is only for --engine patched"),
         (
-            "--parallel 2 --cuda-graphs",
-            "--cuda-graphs does not work with --parallel: it records whole passes, but ranks",
-        ),
-        (
             "--parallel 2 --compile",
             "--compile does not work with --parallel: it makes graphs of whole blocks, but ranks",
         ),
