@@ -60,8 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     mark_repetitions(items)
     number, count = map(int, str(config.getoption("--part")).split("/"))
-    exhaustive = [item for item in items if item.get_closest_marker("exhaustive") is not None]
-    left_out = set(exhaustive) - set(exhaustive[number - 1 :: count])
+    # Tests of a file that run in order stay together.
+    units = {
+        item: item.path if item.get_closest_marker("in_order") else item.nodeid
+        for item in items
+        if item.get_closest_marker("exhaustive")
+    }
+    chosen = set([*dict.fromkeys(units.values())][number - 1 :: count])
+    left_out = {item for item, unit in units.items() if unit not in chosen}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=[*left_out])
     commit = config.getoption("--changed-since")

@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,9 @@ def run_psctl(page_run: PageRun, words: list[str]) -> int:
     if "--model" in words:
         place = words.index("--model") + 1
         words[place] = model = page_run.models.get(words[place], words[place])
+    given = {part for word in words for part in word.split(",")} | set(map(" ".join, pairwise(words)))
     for file, (needing, commands) in PREDICTORS.items():
-        if needing & {part for word in words for part in word.split(",")} and not has_predictor(model, file):
+        if needing & given and not has_predictor(model, file):
             for command in commands:
                 assert run_psctl(page_run, command.split()) == 0
     own = dict(TINY[name])
@@ -291,6 +293,7 @@ def run_block(page_run: PageRun, block: Block) -> None:
 # The tiny tables of these runs do not cover full batches, which causes a warning.
 @pytest.mark.filterwarnings("ignore:a batch of 16 requests is larger than all that were profiled:RuntimeWarning")
 @pytest.mark.slow
+@pytest.mark.in_order
 @pytest.mark.parametrize(
     "page",
     [

@@ -68,7 +68,7 @@ CASCADES = {"train-predictor discriminator", "profile cascade", "bench cascade",
 THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--thresholds"}
 """Options set to the median change of the profile: the changes of random weights differ from those of trained ones."""
 PREDICTORS = {
-    "cache.safetensors": ({"--trained"}, ("profile blocks", "train-predictor cache")),
+    "cache.safetensors": ({"--trained", "--cache patch", "patchedserve"}, ("profile blocks", "train-predictor cache")),
     "cache-schedule.json": ({"patched-schedule"}, ("train-predictor schedule --target-ssim 0.05",)),
     "latency.safetensors": (
         {"patched-slack", "patched-schedule", "patchedserve"},
