@@ -287,7 +287,6 @@ class EngineOptions:
             "--lora": bool(self.model.lora),
             "--adapter": bool(self.model.adapter),
             "--quantize": self.model.quantize is not None,
-            f"--quantize {self.model.quantize}": True,
             f"--offload {self.offload}": True,
             f"--stages {self.stages}": True,
             "--decoder-dtype": self.decoder_dtype != "auto",

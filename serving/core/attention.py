@@ -1,6 +1,7 @@
 """Parts of attention that do not depend on the layout of tokens: fused projections, heads, norms, rotary angles."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -24,35 +25,37 @@ Rotary = tuple[Tensor, Tensor]
 class FusedLinear(nn.Module):
     """Several linear layers on the same input, run as one.
 
-    The weights are concatenated at first use, unless they are tensors of torchao: then each layer runs separately.
-    Adapters change each layer's part of the output.
+    They are joined at first use, unless their weights are tensors of torchao: then each layer runs separately. Adapters
+    change each layer's part of the output.
     """
 
     def __init__(self, *layers: nn.Linear) -> None:
         super().__init__()
         self._layers = layers
-        float8 = [layer for layer in layers if isinstance(layer, Float8Linear)]
-        self._float8 = Derived(lambda: Float8Linear.joined(float8)) if len(float8) == len(layers) else None
         # A quantised weight is a tensor that is made of others.
         self._is_quantised = hasattr(layers[0].weight, "__tensor_flatten__")
-        self._fused = Derived(self._fuse)
+        self._joined = Derived(self._join)
         ends = list(accumulate((layer.out_features for layer in layers), initial=0))
         found = zip(map(adapted_of, layers), ends, ends[1:], strict=False)
         self._adapted = [(adapted, *place) for adapted, *place in found if adapted is not None]
 
-    def _fuse(self) -> tuple[Tensor, Tensor | None]:
+    def _join(self) -> Callable[[Tensor], Tensor]:
+        float8 = [layer for layer in self._layers if isinstance(layer, Float8Linear)]
+        if len(float8) == len(self._layers):
+            return Float8Linear.joined(float8)
         has_bias = self._layers[0].bias is not None
         bias = _together([layer.bias for layer in self._layers]) if has_bias else None
-        return _together([layer.weight for layer in self._layers]), bias
+        return partial(F.linear, weight=_together([layer.weight for layer in self._layers]), bias=bias)
 
-    def fuse(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of all layers, concatenated once for each dtype and device."""
-        return self._fused.of(self._layers[0].weight)
+    def fuse(self) -> None:
+        """Join the layers now, rather than at first use."""
+        if not self._is_quantised:
+            self._joined.of(self._layers[0].weight)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._is_quantised:
             return torch.cat([layer(x) for layer in self._layers], -1)
-        out = F.linear(x, *self.fuse()) if self._float8 is None else self._float8.of(self._layers[0].weight)(x)
+        out = self._joined.of(self._layers[0].weight)(x)
         for adapted, start, end in self._adapted:
             adapted.add(x, out[..., start:end])
         return out

@@ -120,6 +120,12 @@ class _RecordedPass:
         read = (*self.inputs.values(), *self.batch_values.values())
         return self.result.nbytes + sum(buffer.tensor.nbytes for buffer in read)
 
+    def has_values(self, values: Mapping[Path, Tensor | Stacked]) -> bool:
+        """Whether the values that it reads are among those that a batch keeps, in the same shapes."""
+        return all(
+            path in values and values[path].shape == buffer.tensor.shape for path, buffer in self.batch_values.items()
+        )
+
 
 @dataclass(slots=True, eq=False)
 class PassBatch:
@@ -208,10 +214,11 @@ class CapturedPasses:
         """
         place = key, tuple((tensor.shape, tensor.dtype) for _, tensor in _tensors(inputs))
         recorded = self._recorded.get(place)
-        if batch.is_complete and recorded is not None:
+        # A batch whose passes so far had other keys may lack values that this one computes.
+        if batch.is_complete and recorded is not None and recorded.has_values(values := dict(_tensors(batch_values))):
             self._recorded.move_to_end(place)
             self._recent.append(1)
-            _fill(recorded.inputs, recorded.batch_values, batch, inputs, batch_values)
+            _fill(recorded.inputs, recorded.batch_values, batch, inputs, values)
             recorded.play()
             return recorded.result.clone()
         self._recent.append(0)
@@ -241,7 +248,7 @@ class CapturedPasses:
         )
         own_inputs, own_values = _replaced(inputs, of_inputs), _replaced(batch_values, of_values)
         # Before the recording: indices that are left from other passes may be out of range in this one.
-        _fill(of_inputs, of_values, batch, inputs, batch_values)
+        _fill(of_inputs, of_values, batch, inputs, dict(_tensors(batch_values)))
         try:
             play, result = self.recorder(lambda pause: forward(own_inputs, own_values, pause))
             recorded = _RecordedPass(play, of_inputs, of_values, result, kept_alive)
@@ -298,16 +305,16 @@ def _fill(
     of_values: Mapping[Path, _Buffer],
     batch: PassBatch,
     inputs: dict[str, Any],
-    batch_values: Any,
+    values: Mapping[Path, Tensor | Stacked],
 ) -> None:
     """Copy the inputs of a pass, and the values of its batch unless they are there, to where they are read."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for path, given in _tensors(inputs):
         target = of_inputs[path].tensor
         pairs += [(given, target)] if isinstance(given, Tensor) else given.copies_to(target)
-    for path, tensor in _tensors(batch_values):
+    for path, buffer in of_values.items():
+        tensor = values[path]
         assert isinstance(tensor, Tensor), "what changes from pass to pass is an input"
-        buffer = of_values[path]
         if buffer.filled_by is not batch:
             pairs.append((tensor, buffer.tensor))
             buffer.filled_by = batch

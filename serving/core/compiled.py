@@ -18,8 +18,8 @@ import torch._dynamo
 import torch.fx.experimental._config
 from torch import nn
 
-from ..families import transformer_of
 from .attention import FusedLinear
+from .denoiser import transformer_blocks
 
 _MAX_GRAPHS = 64
 """Largest number of graphs for a class of blocks: kinds of blocks times numbers of resolutions. Beyond it, blocks run
@@ -62,15 +62,7 @@ def running_blocks(*, is_compiled: bool, is_adapted: bool) -> AbstractContextMan
 
 def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> int:
     """Let the blocks of a model compile when they first run, within `compiler_settings`; return their number."""
-    transformer = transformer_of(model)
-    if transformer is None:
-        blocks = [module for module in model.modules() if type(module).__name__ == "BasicTransformerBlock"]
-    else:
-        # Without the blocks that refine only the text, which the patch engine runs once per batch.
-        found = (
-            (each.kind, module) for each in transformer.lists for module in model.get_submodule(each.name).children()
-        )
-        blocks = [module for kind, module in found if type(module).__name__ == kind]
+    blocks = list(transformer_blocks(model))
     for block in blocks:
         for part in block.modules():
             if isinstance(part, FusedLinear):

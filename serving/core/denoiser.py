@@ -1,7 +1,7 @@
 """Access to diffusers' denoising models: finding, calling and copying, alike for U-Nets and transformers."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,3 +31,17 @@ def denoise(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str
 def copy_modules(model: nn.Module) -> nn.Module:
     """Return a copy of a model with modules of its own that share the tensors of the original."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def transformer_blocks(model: Any) -> Iterator[nn.Module]:
+    """Iterate over the blocks of a transformer, or the transformer blocks of a U-Net.
+
+    Without the blocks that refine only the text, which the patch engine runs once per batch.
+    """
+    transformer = transformer_of(model)
+    if transformer is None:
+        yield from (module for module in model.modules() if type(module).__name__ == "BasicTransformerBlock")
+        return
+    for each in transformer.lists:
+        # A list may end with modules of other kinds, which join or split the streams.
+        yield from (block for block in model.get_submodule(each.name).children() if type(block).__name__ == each.kind)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from ...data.errors import UsageError
 from ...kernels.quantize_rows import FORMAT, quantize_rows, quantize_rows_torch
-from ..families import transformer_of
 from .adapters import AdaptedLayer, adapted_of
+from .denoiser import transformer_blocks
 
 _MULTIPLE = 16
 """Inputs and outputs of a layer must be multiples of this number for `torch._scaled_mm`."""
@@ -147,7 +147,7 @@ def convert_to_float8(model: nn.Module) -> int:
 
 def _places(model: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Iterate over the layers to convert: parent, the name there, and the layer."""
-    for block in _blocks(model):
+    for block in transformer_blocks(model):
         for where, parent in block.named_modules():
             for name, layer in parent.named_children():
                 full = f"{where}.{name}" if where else name
@@ -156,13 +156,3 @@ def _places(model: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
                 if fits and type(layer) is nn.Linear and _MODULATION.search(full) is None:
                     # A list names its children by number, which setattr takes.
                     yield parent, name, layer
-
-
-def _blocks(model: Any) -> Iterator[nn.Module]:
-    """Iterate over the blocks of a transformer, or the transformer blocks of a U-Net."""
-    transformer = transformer_of(model)
-    if transformer is None:
-        yield from (each for each in model.modules() if type(each).__name__ == "BasicTransformerBlock")
-        return
-    for each in transformer.lists:
-        yield from model.get_submodule(each.name).children()

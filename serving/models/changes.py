@@ -70,7 +70,7 @@ def changed_fingerprint(options: ModelOptions, fingerprint: str) -> str:
         with lora.path.open("rb") as file:
             digest.update(f"{lora.scale}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     if options.quantize is not None:
-        digest.update(b"fp8 products" if options.quantize == "fp8" else options.quantize.encode())
+        digest.update(options.quantize.encode())
     return digest.hexdigest()[:16]
 
 

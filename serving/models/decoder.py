@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from ...data.errors import RunError
+from ...kernels.launch import power_of_two
 from ..core.captured import CapturedPasses, PassBatch, Pause
-from ..core.compiled import compile_decoder, compiler_settings
+from ..core.compiled import compile_decoder, running_blocks
 from ..core.denoiser import copy_modules
 from ..families import Decode
+from ..plain.formats import channels_last_copy
 
 _ENCODING = ("encoder", "quant_conv")
 """Parts of an autoencoder that only encode."""
@@ -67,7 +69,7 @@ class ImageDecoder:
             channels = max(self._vae.config.get("block_out_channels", (_USUAL_CHANNELS,))[:2])
             num_bytes = _LARGEST_TENSORS * pixels * channels * self.dtype.itemsize
             most = int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory / num_bytes)
-        return _bucket_within(min(max(most, 1), _MOST_AT_ONCE))
+        return power_of_two(min(max(most, 1), _MOST_AT_ONCE) + 1) // 2
 
     def __call__(self, latents: Tensor) -> Tensor:
         """Decode latents (n, channels, h, w), scaled for the autoencoder, to images (n, 3, height, width).
@@ -103,7 +105,7 @@ class ImageDecoder:
             return self._pass(latents)
         # Passes have 1, 2, 4 or 8 rows.
         rows = len(latents)
-        num_added = _bucket_of(rows) - rows
+        num_added = power_of_two(rows) - rows
         padded = torch.cat([latents, latents[-1:].expand(num_added, *latents.shape[1:])]) if num_added else latents
 
         def forward(inputs: dict[str, Any], _: Any, __: Pause | None) -> Tensor:
@@ -112,9 +114,7 @@ class ImageDecoder:
         return self.captured.run(PassBatch(is_complete=True), "decode", {}, forward, {"latents": padded})[:rows]
 
     def _pass(self, latents: Tensor) -> Tensor:
-        if not self._is_compiled:
-            return _decode(self._own, latents)
-        with compiler_settings():
+        with running_blocks(is_compiled=self._is_compiled, is_adapted=False):
             return _decode(self._own, latents)
 
     def _built(self) -> Any:
@@ -124,9 +124,9 @@ class ImageDecoder:
             return self._vae
         own: Any = _with_dtype(self._vae, self.dtype) if is_other else copy_modules(self._vae)
         if self._is_channels_last:
-            for name, part in own.named_children():
+            for name, part in list(own.named_children()):
                 if name not in _ENCODING:
-                    _put_channels_last(part)
+                    setattr(own, name, channels_last_copy(part))
         if self._is_compiled:
             compile_decoder(own.decoder)
         return own
@@ -145,14 +145,6 @@ def _with_dtype(vae: Any, dtype: torch.dtype) -> Any:
     return own
 
 
-def _put_channels_last(module: torch.nn.Module) -> None:
-    """Give convolutions of two dimensions weights of their own with channels last."""
-    for part in module.modules():
-        if isinstance(part, torch.nn.Conv2d):
-            weight = part.weight.detach().contiguous(memory_format=torch.channels_last)
-            part.weight = torch.nn.Parameter(weight, requires_grad=False)
-
-
 def _problem(image: Tensor, latents: Tensor) -> str | None:
     """Return what is wrong with images; None for nothing. Latents of one value may give an image of a single colour."""
     if not _is_finite(image):
@@ -165,13 +157,3 @@ def _problem(image: Tensor, latents: Tensor) -> str | None:
 
 def _is_finite(values: Tensor) -> bool:
     return bool(values.isfinite().all())
-
-
-def _bucket_of(rows: int) -> int:
-    """Return the smallest power of two that is not below a number of rows."""
-    return 1 << (rows - 1).bit_length()
-
-
-def _bucket_within(most: int) -> int:
-    """Return the largest power of two that is not above a number of rows."""
-    return 1 << (most.bit_length() - 1)

@@ -67,6 +67,7 @@ class StripModel:
 
     def __init__(self, model: nn.Module, like: "StripModel | None" = None, *, recorder: Recorder | None = None) -> None:
         self._plain = model
+        self._recorder = recorder
         self.captured = None if recorder is None else CapturedPasses(recorder)
         # Strips of a U-Net are channels-last, so that a row and a token are each contiguous in memory.
         self._is_unet = isinstance(model, UNet2DConditionModel)
@@ -203,7 +204,7 @@ class StripModel:
             timesteps: (rows,).
         """
         if self._whole is None:
-            self._whole = WholeModel(self._plain, None if self.captured is None else self.captured.recorder)
+            self._whole = WholeModel(self._plain, self._recorder)
         return self._whole.predict(tuple(rows), images, timesteps, lambda rows: nested(self._joined_of(rows)))
 
     def clear(self) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from ..core.swap import Swap, parent_of
 from ..families.table import SUPPORTED_MODELS
 from ..families.transformer import Transformer
+from ..patched.row_leaves import CachedConstant
 from .attention import (
     StripCrossAttention,
     StripJointAttention,
@@ -19,7 +20,7 @@ from .attention import (
 from .context import StripContext
 from .leaves import StripConv, StripGroupNorm, feed_convolutions
 from .model_levels import attends_to_text_only, attentions_of, unit_of
-from .tokens import StripConstant, StripPads, StripPatchEmbed, StripRotary, StripStreamTokens, with_pads
+from .tokens import StripPads, StripPatchEmbed, StripRotary, StripStreamTokens, with_pads
 
 
 class StripSwap(Swap):
@@ -75,7 +76,7 @@ class StripSwap(Swap):
             self.wrap(model, "pos_embed", StripPatchEmbed, context, transformer.positions)
         for name, kind in transformer.leaves.items():
             if kind == "constant":
-                self.wrap(model, name, StripConstant, context, name)
+                self.wrap(model, name, CachedConstant, model.device)
 
     def _leaf_of(self, attention: Any, factor: int, *, is_stream: bool) -> nn.Module:
         """Return the leaf for an attention of a transformer's blocks, whose tokens may be those of image and text."""

@@ -87,19 +87,6 @@ class StripRotary(nn.Module):
         return cosines, sines
 
 
-class StripConstant(nn.Module):
-    """A module whose output depends only on the number of rows, as `CachedConstant`."""
-
-    def __init__(self, module: nn.Module, context: StripContext, name: str) -> None:
-        super().__init__()
-        self.module, self.context, self._name = module, context, name
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Numbers (rows,) on the CPU -> the output on the model's device."""
-        context = self.context
-        return context.kept(self._name, lambda: self.module(numbers).to(context.latents.device), len(numbers))
-
-
 def image_places(context: StripContext, lengths: Tensor, factor: int) -> Tensor:
     """Return the position ids of the image tokens of all rows, (rows * tokens, 3): length of the text, row, column."""
     places = own_part(context, places_of(size_of(context, factor), lengths.device), factor)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -56,16 +57,15 @@ class CachedConstant(nn.Module):
     The model passes it an input on the CPU, and a copy from there would wait for the device in every pass.
     """
 
-    def __init__(self, module: nn.Module, context: PatchContext) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
-        self.module, self.context = module, context
+        self.module, self._device = module, device
         self._cached_outputs: dict[int, Tensor] = {}
 
     def forward(self, numbers: Tensor) -> Tensor:
         rows = len(numbers)
         if rows not in self._cached_outputs:
-            assert self.context.timesteps is not None, "a patched model runs inside PatchedModel only"
-            self._cached_outputs[rows] = self.module(numbers).to(self.context.timesteps.device)
+            self._cached_outputs[rows] = self.module(numbers).to(self._device)
         return self._cached_outputs[rows]
 
 

@@ -115,7 +115,10 @@ class PatchSwap(Swap):
         else:
             self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, transformer.text_ids, context))
         for name, kind in transformer.leaves.items():
-            self.wrap(model, name, _LEAVES[kind], context)
+            if kind == "constant":
+                self.wrap(model, name, CachedConstant, model.device)
+            else:
+                self.wrap(model, name, _LEAVES[kind], context)
         for block in getattr(model, transformer.joint.name):
             self.wrap(block, transformer.joint.modulation, rows_to_patches, context)
             for name in transformer.joint.attention:
@@ -144,7 +147,6 @@ _LEAVES: Mapping[Leaf, Callable[[Any, PatchContext], nn.Module]] = {
     "rows": rows_to_patches,
     "results": ResultsToPatches,
     "stream": RowsToUpcomingStream,
-    "constant": CachedConstant,
     "caption": CachedCaption,
     "text": CachedText,
 }

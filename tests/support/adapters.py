@@ -9,7 +9,7 @@ from patchedserve.data.adapters import Adapters
 from patchedserve.data.requests import Request
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.options import EngineOptions, ModelOptions
+from patchedserve.serving.options import EngineOptions, ModelOptions, QuantizeName
 
 from .family_kit import BUILDS, mixed
 from .loras import save_lora
@@ -34,9 +34,16 @@ def saved(name: str, folder: Path) -> tuple[Any, dict[str, Path], Path]:
     return pipe, loras, save_tiny(folder / "model", pipe, **short_texts(pipe))
 
 
-def serving(folder: Path, loras: dict[str, Path], *, device: str = "cpu", **options: Any) -> ServedModel:
+def serving(
+    folder: Path,
+    loras: dict[str, Path],
+    *,
+    device: str = "cpu",
+    quantize: QuantizeName | None = None,
+    **options: Any,
+) -> ServedModel:
     """Load a saved pipeline with its adapters."""
-    given = ModelOptions(adapter=[f"{name}={path}" for name, path in loras.items()])
+    given = ModelOptions(adapter=[f"{name}={path}" for name, path in loras.items()], quantize=quantize)
     return load_model(str(folder), device, "float32", EngineOptions(**options, model=given))
 
 

@@ -291,3 +291,12 @@ def largest_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor
         assert one.shape == other.shape, f"{tuple(one.shape)} against {tuple(other.shape)}"
         errors.append(float((one.float() - other.float()).abs().max()))
     return max(errors)
+
+
+def dequantise(target: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Give a module the weights of another of its class, whose weights of 8 bits become float32."""
+    weights = {
+        name: weight.dequantize() if type(weight).__name__ == "Int8Tensor" else weight
+        for name, weight in model.state_dict().items()
+    }
+    target.load_state_dict(weights)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.traces.workloads import DATASET_C, Workload
+
 Counts = tuple[int, ...]
 
 
@@ -20,7 +23,7 @@ class Scale:
         num_of_flux: number of these that FLUX runs.
         repeats, warmup: repetitions and warm-up runs of timings of steps.
         num_first_seen: number of compositions, of up to 12 requests, whose first passes are timed.
-        served_sides, served_steps, served_mix: sides, steps and shares of Dataset C.
+        served: workload of the traces.
         rates, num_prompts: requests per second, and requests of each trace.
         profiled: numbers of requests of each size whose steps are profiled.
         edit_side, edit_batch, templates: side of edited images, edits in a batch, and numbers of templates.
@@ -42,9 +45,7 @@ class Scale:
     repeats: int = 5
     warmup: int = 2
     num_first_seen: int = 8
-    served_sides: tuple[int, ...] = (512, 768, 1024, 1536)
-    served_steps: tuple[int, ...] = (20, 20, 25, 35)
-    served_mix: tuple[float, ...] = (15.0, 25.0, 45.0, 15.0)
+    served: Workload = DATASET_C
     rates: tuple[float, ...] = (1.2, 0.8)
     num_prompts: int = 20
     profiled: tuple[Counts, ...] = ((1, 1, 1), (4, 4, 4))
@@ -76,9 +77,7 @@ _TINY: dict[str, Any] = {
     "repeats": 1,
     "warmup": 1,
     "num_first_seen": 1,
-    "served_sides": (64,),
-    "served_steps": (3,),
-    "served_mix": (1.0,),
+    "served": Workload((Resolution(64, 64),), (3,), (1.0,), Resolution(64, 64)),
     "rates": (20.0,),
     "num_prompts": 3,
     "edit_side": 64,

@@ -15,6 +15,7 @@ from patchedserve.data.requests import Request
 from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.captured import CapturedPasses
+from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.layout.packing import Order
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.options import EngineName, EngineOptions, ModelOptions
@@ -24,6 +25,7 @@ from patchedserve.serving.plain.stepper import PlainStepper
 from ...support.family_kit import BUILDS, PASS, STEPS, denoised, mixed
 from ...support.patched_models import relative_error
 from ...support.tape import Tape
+from ...support.tiny_models import dequantise
 from ...support.tools import need_tools
 
 pytest.importorskip("peft", reason="the extra lora is not installed")
@@ -122,6 +124,19 @@ def test_models_with_compiled_blocks_load_adapters(engine: EngineName, tmp_path:
     model = serving(folder, loras, engine=engine, compile=True)
     assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= PASS
     assert relative_error(denoised(model, mixed([1] * 4)), alone(pipe, {}, mixed([1] * 4))) <= PASS
+
+
+@pytest.mark.product(most=1)
+@pytest.mark.parametrize("name", _FAST)
+def test_adapters_change_layers_with_eight_bit_weights(name: str, tmp_path: Path) -> None:
+    """The pipeline has the same weights, as float32."""
+    pytest.importorskip("torchao", reason="the extra quantize is not installed")
+    pipe, loras, folder = saved(name, tmp_path)
+    requests = adapted([1] * 4)
+    for options in ({"order": "patch"}, {"engine": "plain"}):
+        model = serving(folder, loras, quantize="int8", **options)
+        dequantise(denoiser_of(pipe), model.denoiser)
+        assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= PASS, options
 
 
 def test_adapters_are_added_to_fused_ones(tmp_path: Path) -> None:
@@ -226,11 +241,9 @@ def test_adapter_with_norms_is_refused(tmp_path: Path) -> None:
             {"engine": "parallel", "parallel": ParallelOptions("virtual:2")},
             "--adapter does not work with --parallel: ranks",
         ),
-        (["a=b"], {"quantize": "int8"}, "--adapter does not work with --quantize int8: adapters"),
     ],
 )
 def test_bad_options_are_named(adapter: list[str], options: dict[str, Any], message: str) -> None:
-    quantize = options.pop("quantize", None)
     with pytest.raises(UsageError, match=message) as caught:
-        EngineOptions(**options, model=ModelOptions(adapter=adapter, quantize=quantize))
+        EngineOptions(**options, model=ModelOptions(adapter=adapter))
     assert "\n" not in str(caught.value)

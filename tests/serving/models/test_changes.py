@@ -257,12 +257,9 @@ def test_adapter_with_eight_bit_weights(tmp_path: Path) -> None:
         assert relative_error([both[key].dequantize()], [fused[key]]) < 0.01
 
 
-def test_options_incompatible_with_eight_bits_are_refused(sd_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_number_of_bits_and_missing_torchao_are_refused(sd_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"quantize is 'int4', but it must be one of int8, fp8"):
         ModelOptions(quantize="int4")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"--compile does not work with --quantize int8: its graphs"):
-        EngineOptions(compile=True, model=ModelOptions(quantize="int8"))
-    assert EngineOptions(compile=True, model=ModelOptions(quantize="fp8")).compile
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"torchao is not installed; .*psctl\[quantize\]"):
         changed(sd_dir, quantize="int8")

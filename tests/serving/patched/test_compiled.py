@@ -17,12 +17,14 @@ from torch._dynamo.utils import counters
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.captured import CapturedPasses, PassBatch, Pause, Recorder
 from patchedserve.serving.core.cuda_graphs import CudaRecorder
 from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.options import EngineName, EngineOptions, ModelOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.runs.summary import optional_figures
 
@@ -30,7 +32,7 @@ from ...support.family_kit import denoised
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
 from ...support.tape import Tape
-from ...support.tiny_models import tiny_sd3, tiny_sdxl
+from ...support.tiny_models import dequantise, save_tiny, short_texts, tiny_sd3, tiny_sdxl
 from ...support.tools import need_tools
 
 TWO = [[(16, 16), (8, 16)], [(8, 8), (8, 8), (16, 24)], [(8, 16)] * 3 + [(24, 16)] * 2]
@@ -124,6 +126,41 @@ def test_compiled_kernels_equal_plain_diffusers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_blocks_have_eight_bit_weights(tmp_path: Path) -> None:
+    pipe, folder = eight_bits(tmp_path)
+    model = load_model(str(folder), "cpu", "float32", EngineOptions(model=ModelOptions(quantize="int8")))
+    patched_stepper(model).model.compile(backend="eager")
+    assert_equal_with_float32(model, pipe)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_compiled_kernels_of_eight_bit_weights(engine: EngineName, tmp_path: Path) -> None:
+    need_tools("g++")
+    pipe, folder = eight_bits(tmp_path)
+    options = EngineOptions(engine, compile=True, model=ModelOptions(quantize="int8"))
+    assert_equal_with_float32(load_model(str(folder), "cpu", "float32", options), pipe)
+
+
+def eight_bits(folder: Path) -> tuple[Any, Path]:
+    """Return a pipeline and the folder where it is saved."""
+    pytest.importorskip("torchao", reason="the extra quantize is not installed")
+    pipe = tiny_sd3()
+    return pipe, save_tiny(folder / "its", pipe, **short_texts(pipe))
+
+
+def assert_equal_with_float32(model: ServedModel, pipe: Any) -> None:
+    """Compare a model of 8-bit weights with plain diffusers that has the same weights as float32."""
+    dequantise(pipe.transformer, model.denoiser)
+    requests = [Request(n, f"a cat {n}", Resolution(32 + 32 * (n % 2), 32 + 32 * (n % 2)), 3) for n in range(3)]
+    assert relative_error(_denoised(model, requests), _alone(pipe, requests)) <= 1e-4
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_blocks_run_the_requests_that_a_cache_computes() -> None:
     pipe, cache = tiny_sd3(), CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2)
     eager, compiled = (build_model(pipe, name="tiny", options=EngineOptions(cache=cache)) for _ in range(2))
@@ -204,6 +241,27 @@ def test_passes_are_recorded_with_their_own_indices() -> None:
         found = passes.run(batch, "any", {}, lambda each, *_: each["values"].index_select(0, each["index"]), given)
         assert found.tolist() == [length - 1]
     assert passes.failure is None
+
+
+def test_batches_compute_values_for_passes_of_several_keys() -> None:
+    """Passes of each key keep a value of their own, so that a new batch lacks one when a recorded pass first runs."""
+    recorder = Tape()
+    passes = CapturedPasses(recorder, patience=1)
+
+    def run(batch: PassBatch, key: str, values: dict[str, Tensor], text: float) -> float:
+        def forward(inputs: dict[str, Tensor], kept: dict[str, Tensor], _: object) -> Tensor:
+            if key not in kept:
+                kept[key] = torch.tensor(text)
+            return inputs["x"] * kept[key]
+
+        return float(passes.run(batch, key, values, forward, {"x": torch.tensor(2.0)}))
+
+    for text in (3.0, 5.0, 7.0):
+        batch, values = PassBatch(), dict[str, Tensor]()
+        for key in "abbaba":
+            assert run(batch, key, values, text) == 2 * text
+    assert recorder.recorded == 2
+    assert recorder.played > 8
 
 
 def test_least_recently_used_pass_is_released() -> None:

@@ -1,8 +1,6 @@
 """One trace, served with graphs by plain diffusers by resolution and by the patch engine.
 
-The trace is Dataset C of vllm-omni's performance dashboard: 15 % of 512 px and 20 steps, 25 % of 768 px and 20 steps,
-45 % of 1024 px and 25 steps, 15 % of 1536 px and 35 steps; Poisson arrivals; deadlines of three times the standalone
-latency.
+The trace is Dataset C (`DATASET_C`) with Poisson arrivals and deadlines of three times the standalone latency.
 """
 
 from collections.abc import Iterator
@@ -10,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from patchedserve.data.prompts.captions import load_prompts
-from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.report.html import write_report
@@ -50,14 +47,13 @@ def served(context: Context) -> Iterator[Row]:
 
 def _serve(context: Context, name: str, rate: float) -> Row:
     scale, model = context.scale, context.model
-    sizes = tuple(Resolution(side, side) for side in scale.served_sides)
     trace = generate_trace(
         TraceConfig(
             request_rate=rate,
             num_prompts=scale.num_prompts,
-            resolutions=sizes,
-            mix=scale.served_mix,
-            num_inference_steps=scale.served_steps,
+            resolutions=scale.served.sizes,
+            mix=scale.served.weights,
+            num_inference_steps=scale.served.steps,
             guidance_scale=model.defaults.guidance_scale,
         ),
         load_prompts(),
