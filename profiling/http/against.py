@@ -79,6 +79,17 @@ def send_by_turns(
     return rounds
 
 
+def check_sender(rounds: Sequence[LoadRound]) -> None:
+    """Raise RunError if the sender could not keep up with a trace."""
+    results = [result for each in rounds for result in each.results]
+    if not all(result.is_valid for result in results):
+        lag_s = max(result.send_lag_p99 for result in results)
+        raise RunError(
+            f"the sender was {1e3 * lag_s:.0f} ms late (99th percentile): the machine is too busy to "
+            "send this load, and the result says nothing"
+        )
+
+
 def two_servers(rounds: Sequence[LoadRound], servers: tuple[str, str]) -> dict[str, Any]:
     """Return the result of a comparison of two servers as JSON, with figures that gates read.
 

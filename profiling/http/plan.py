@@ -1,11 +1,15 @@
-"""Requests of `psctl bench serve`: sizes and steps as the server reports them, SLOs from its standalone latencies. No
+"""What `psctl bench serve` sends: sizes and steps as the server reports them, SLOs from its standalone latencies. No
 torch.
 """
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -16,10 +20,91 @@ from ...data.resolution import Resolution, parse, parse_list
 from ...data.traces.workloads import DATASET_C
 from ...serving.models.defaults import ModelDefaults
 from ...serving.runs.trace_settings import TraceSettings, draw_requests
+from .against import SIDES, LoadRound, send_by_turns
 from .load import LoadSettings, send_load
 
 Shape = tuple[Resolution, int]
 """Size and number of steps, on which the latency of a request alone depends."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A load for one server, or for two by turns.
+
+    Attributes:
+        sides: settings of the load of each server.
+        trace: settings of the traces. Sizes and steps that they lack are those that the first server reports.
+        num_traces: number of traces, with seeds from that of `trace` on.
+        config: sizes and steps in place of those of the trace, as in `redrawn`; None for those of the trace.
+        num_warmups: number of requests of each shape that are sent alone to each server first.
+        warmup_steps: number of steps of these requests; None for as many as in the load.
+        slo_scale: SLOs as a multiple of the latency alone on the first server; None for no SLOs.
+        compares_images: whether images are compared, which must be kept for it and need seeds.
+    """
+
+    sides: tuple[LoadSettings, ...]
+    trace: TraceSettings
+    num_traces: int = 1
+    config: str | None = None
+    num_warmups: int = 2
+    warmup_steps: int | None = None
+    slo_scale: float | None = None
+    compares_images: bool = False
+
+    def __post_init__(self) -> None:
+        if self.slo_scale is not None and not self.num_warmups:
+            raise UsageError("--slo needs --warmup-requests of 1 or more, which measure the latency alone")
+
+    @contextmanager
+    def sent(
+        self, start: Callable[..., Callable[[], Any]], on_note: Callable[[str], None]
+    ) -> Iterator[list[LoadRound]]:
+        """Warm the servers up, send all traces to each, and yield the results.
+
+        Images that are kept only to be compared exist within the context.
+
+        Args:
+            start: begins a phase, and returns the function to call after each of its requests.
+            on_note: called with notes about the servers' parameters.
+
+        Raises:
+            RunError: a server does not answer, or draws no request of a shape.
+            UsageError: neither the server nor the trace provides sizes and steps, or images that are to be compared
+                take no seed.
+            KeyboardInterrupt: on Ctrl-C.
+        """
+        first, *others = self.sides
+        name, defaults = model_of(first.base_url, first.key, self.trace)
+        names = [name, *(str(card_of(side.base_url, side.key).get("id", "unknown")) for side in others)]
+        traces = traces_of(self.trace, defaults, self.config, self.num_traces)
+        has_slo = self.slo_scale is not None
+        every = [replace(each, slo_s=1.0) if has_slo else each for requests in traces for each in requests]
+        sides = [side.discover(every, on_note) for side in self.sides]
+        if self.compares_images and (blind := [side.url for side in sides if side.profile.lacks("seed")]):
+            raise UsageError(f"--compare-images: {blind[0]} takes no seed, so its images have no partners")
+        with ExitStack() as stack:
+            folder = first.save_dir
+            if folder is None and self.compares_images:
+                folder = Path(stack.enter_context(TemporaryDirectory(prefix="psctl-images-")))
+            if folder is not None and others:
+                sides = [replace(side, save_dir=folder / place) for side, place in zip(sides, SIDES, strict=True)]
+            if self.num_warmups:
+                shapes = shapes_of(every)
+                warm = start("requests of the warm-up", self.num_warmups * len(shapes) * len(sides))
+                alone_s, *_ = [warm_up(shapes, side, self.num_warmups, self.warmup_steps, warm) for side in sides]
+                if self.slo_scale is not None:
+                    traces = [with_slos(requests, alone_s, self.slo_scale) for requests in traces]
+            expected_s = len(sides) * sum(requests[-1].arrival_s for requests in traces)
+            begun = cache(lambda: start("requests", len(every) * len(sides), expected_s=expected_s))
+            rounds = send_by_turns(
+                traces,
+                sides,
+                slo_scale=self.slo_scale,
+                models=names,
+                dataset=self.trace.trace,
+                on_finish=lambda record: begun()(),
+            )
+            yield rounds
 
 
 def shapes_of(requests: Sequence[Request]) -> dict[Shape, Request]:

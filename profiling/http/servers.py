@@ -46,11 +46,13 @@ class ServerProfile:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a profile, TOML with the tables `fields` and `extra`.
+    def read(cls, path: Path | None) -> Self:
+        """Read a profile, TOML with the tables `fields` and `extra`; without a file it is empty.
 
         Raises UsageError: the file cannot be read or has another form, or it names an unknown parameter.
         """
+        if path is None:
+            return cls()
         with open_text(path, "the profile of a server") as file:
             try:
                 content = tomllib.loads(file.read())

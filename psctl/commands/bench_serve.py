@@ -1,14 +1,11 @@
 """`psctl bench serve`: sends load to a server of OpenAI's images API, ours or another."""
 
 import os
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
-from ...data.errors import MissingExtraError, RunError, UsageError
+from ...data.errors import MissingExtraError, UsageError
 from ...data.files import require_places
 from ...serving.runs.trace_settings import TraceSettings, check_slo_scale
 from ..flags import flag
@@ -105,9 +102,9 @@ def bench_serve(
         psctl bench serve --against http://gpu8:8000/v1 --compare-images --output-file two.json
     """
     try:
-        from ...profiling.http.against import SIDES, send_by_turns, two_servers, two_servers_table
+        from ...profiling.http.against import check_sender, two_servers, two_servers_table
         from ...profiling.http.load import LoadSettings
-        from ...profiling.http.plan import card_of, model_of, shapes_of, traces_of, warm_up, with_slos
+        from ...profiling.http.plan import LoadPlan
         from ...profiling.http.servers import ServerProfile
     except ImportError as error:
         raise MissingExtraError(error.name or "httpx", "http") from error
@@ -118,70 +115,50 @@ def bench_serve(
 
     check_slo_scale(slo_scale)
     require_places(save_dir, file=output_file)
-    settings = LoadSettings(
-        base_url,
-        endpoint,
-        os.environ.get(KEY_VARIABLE) or None,
-        served_model,
-        stream,
-        max_concurrency,
-        disconnect_rate,
-        save_dir=save_dir,
-        seed=trace.seed,
-        profile=ServerProfile() if server_profile is None else ServerProfile.read(server_profile),
-    )
     only_of_two = {"--against-profile": against_profile, "--num-seeds": num_seeds, "--compare-images": compare_images}
     if against is None and (given := [name for name, value in only_of_two.items() if value]):
         raise UsageError(f"{given[0]} is for two servers: name the second one with --against")
-    if slo and not warmup_requests:
-        raise UsageError("--slo needs --warmup-requests of 1 or more, which measure the latency alone")
-    sides = [settings]
+    sides = [
+        LoadSettings(
+            base_url,
+            endpoint,
+            os.environ.get(KEY_VARIABLE) or None,
+            served_model,
+            stream,
+            max_concurrency,
+            disconnect_rate,
+            save_dir=save_dir,
+            seed=trace.seed,
+            profile=ServerProfile.read(server_profile),
+        )
+    ]
     if against is not None:
-        profile = ServerProfile() if against_profile is None else ServerProfile.read(against_profile)
         key = os.environ.get(_AGAINST_KEY_VARIABLE) or None
-        sides.append(replace(settings, base_url=against, key=key, model=None, profile=profile))
-    name, defaults = model_of(settings.base_url, settings.key, trace)
-    names = [name, *(str(card_of(side.base_url, side.key).get("id", "unknown")) for side in sides[1:])]
+        profile = ServerProfile.read(against_profile)
+        sides.append(replace(sides[0], base_url=against, key=key, model=None, profile=profile))
     trace = trace.with_length(_DEFAULT_NUM_PROMPTS)
     num_traces = 1 if against is None else num_seeds or _DEFAULT_NUM_TRACES
     require_seeds(trace.seed, num_traces, "traces")
-    traces = traces_of(trace, defaults, random_request_config, num_traces)
-    every = [replace(each, slo_s=1.0) if slo else each for requests in traces for each in requests]
-    sides = [side.discover(every, out.note) for side in sides]
-    if compare_images and (blind := [side.url for side in sides if side.profile.lacks("seed")]):
-        raise UsageError(f"--compare-images: {blind[0]} takes no seed, so its images have no partners")
-    shapes = shapes_of(every)
-    with ExitStack() as stack:
-        if against is not None:
-            root = save_dir
-            if root is None and compare_images:
-                root = Path(stack.enter_context(TemporaryDirectory(prefix="psctl-images-")))
-            if root is not None:
-                sides = [replace(side, save_dir=root / place) for side, place in zip(sides, SIDES, strict=True)]
-        start = stack.enter_context(out.phases())
-        if warmup_requests:
-            warm = start("requests of the warm-up", warmup_requests * len(shapes) * len(sides))
-            alone_s, *_ = [warm_up(shapes, side, warmup_requests, warmup_num_inference_steps, warm) for side in sides]
-            if slo:
-                traces = [with_slos(requests, alone_s, slo_scale) for requests in traces]
-        expected_s = len(sides) * sum(requests[-1].arrival_s for requests in traces)
-        sent = cache(lambda: start("requests", len(every) * len(sides), expected_s=expected_s))
-        rounds = send_by_turns(
-            traces,
-            sides,
-            slo_scale=slo_scale if slo else None,
-            models=names,
-            dataset=trace.trace,
-            on_finish=lambda record: sent()(),
-        )
-        config = {
-            **trace.to_config(),
-            "base_url": base_url,
-            "endpoint": endpoint,
-            "stream": stream,
-            "max_concurrency": max_concurrency,
-            "disconnect_rate": disconnect_rate,
-        }
+    plan = LoadPlan(
+        tuple(sides),
+        trace,
+        num_traces,
+        random_request_config,
+        warmup_requests,
+        warmup_num_inference_steps,
+        slo_scale if slo else None,
+        compare_images,
+    )
+    config = {
+        **trace.to_config(),
+        "base_url": base_url,
+        "endpoint": endpoint,
+        "stream": stream,
+        "max_concurrency": max_concurrency,
+        "disconnect_rate": disconnect_rate,
+    }
+
+    with out.phases() as start, plan.sent(start, out.note) as rounds:
         if against is None:
             (summary,), (result,) = rounds[0].summaries, rounds[0].results
             summary["config"] = config
@@ -196,9 +173,4 @@ def bench_serve(
                     out.warn(warning)
             tables = [two_servers_table(summary)]
     out.data(summary, table=lambda: to_rich(tables), file=output_file)
-    lag_s = max(result.send_lag_p99 for each in rounds for result in each.results)
-    if not all(result.is_valid for each in rounds for result in each.results):
-        raise RunError(
-            f"the sender was {1e3 * lag_s:.0f} ms late (99th percentile): the machine is too busy to "
-            "send this load, and the result says nothing"
-        )
+    check_sender(rounds)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import select
 import sys
 import tempfile
 import threading
@@ -13,7 +14,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from .garbage import imports_are_no_garbage
 
@@ -47,6 +48,17 @@ def is_parent_alive() -> bool:
     """Return whether the process that has started this one is still alive."""
     parent = multiprocessing.parent_process()
     return parent is None or parent.is_alive()
+
+
+def end_at_once(why: str, code: int) -> NoReturn:
+    """End this process and its child processes at once, with a line on stderr: some of its threads cannot be ended."""
+    with contextlib.suppress(OSError):
+        # Without waiting for the reader of stderr.
+        if sys.__stderr__ is not None and select.select([], [_STDERR], [], 0)[1]:
+            os.write(_STDERR, f"{why}\n".encode())
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(code)
 
 
 def memory_file() -> int:

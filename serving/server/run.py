@@ -1,12 +1,8 @@
 """Runs the server: uvicorn on the main thread, from loading to the end of draining. No torch."""
 
 import asyncio
-import contextlib
 import logging
-import multiprocessing
-import os
 import re
-import select
 import signal
 import socket
 import sys
@@ -14,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from ...data.errors import RunError, UsageError
+from ..core.processes import end_at_once
 from .app import make_app
 from .backend import Health
 from .batches.api import FILES
@@ -325,7 +322,7 @@ class _DrainingServer(uvicorn.Server):
         """Handle a signal: the first one drains, a second one ends the process at once."""
         if self.front_end is None:
             # The thread that loads the model cannot be stopped, and nothing is open.
-            _end_at_once("Ended before the server was ready", _INTERRUPTED if sig == signal.SIGINT else 0)
+            end_at_once("Ended before the server was ready", _INTERRUPTED if sig == signal.SIGINT else 0)
         if self.front_end.is_draining:
             _end_at_second_signal()
         self.front_end.is_draining = True
@@ -334,7 +331,7 @@ class _DrainingServer(uvicorn.Server):
     def on_backend_stopped(self, reason: str) -> None:
         """End with an error, as the backend has stopped for good; at once if its threads hang and cannot be ended."""
         if self.front_end is not None and self.front_end.backend.health is Health.STALLED:
-            _end_at_once(f"Error: {reason}; open requests are lost", 1)
+            end_at_once(f"Error: {reason}; open requests are lost", 1)
         self.failure = RunError(reason)
         self.should_exit = True
 
@@ -357,19 +354,7 @@ class _DrainingServer(uvicorn.Server):
 
 
 def _end_at_second_signal(*_: object) -> None:
-    _end_at_once("Ended at once by a second signal; what was open is lost", _INTERRUPTED)
-
-
-def _end_at_once(why: str, code: int) -> NoReturn:
-    """End the process and its child processes at once."""
-    stderr = 2
-    with contextlib.suppress(OSError):
-        # Without waiting for the reader of stderr.
-        if sys.__stderr__ is not None and select.select([], [stderr], [], 0)[1]:
-            os.write(stderr, f"{why}\n".encode())
-    for process in multiprocessing.active_children():
-        process.kill()
-    os._exit(code)
+    end_at_once("Ended at once by a second signal; what was open is lost", _INTERRUPTED)
 
 
 def _route_of(scope: Scope, paths: set[str]) -> str:

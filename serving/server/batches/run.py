@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from ....data.errors import RunError
 from ....data.files import is_disk_full
+from ...core.processes import end_at_once
 from ..backend import Health
 from ..errors import ApiError
 from ..front_end import FrontEnd
@@ -21,6 +22,7 @@ from .places import FairPlaces
 
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 _FULL_RETRY_S = 2.0
+_GOES_ON = "the same command goes on where it was"
 _MOST_CRASHES = 5
 """Crashes of the engine while it draws one line after which the line itself fails. While no engine runs, lines wait."""
 
@@ -107,12 +109,15 @@ class BatchRun:
         """Run without a server: start the backend, draw, and stop it.
 
         Raises:
-            RunError: the backend cannot start, or has stopped for good.
+            RunError: the backend cannot start, or has stopped for good. If it hangs, the process ends at once.
             OSError: as `run`.
         """
         backend, stopped = self.front_end.backend, list[str]()
 
         def on_stopped(reason: str) -> None:
+            if backend.health is Health.STALLED:
+                # Its threads hang, and cannot be ended.
+                end_at_once(f"Error: {reason}; {_GOES_ON}", 1)
             stopped.append(reason)
             self.cancel()
 
@@ -123,7 +128,7 @@ class BatchRun:
         finally:
             await self.front_end.drain(0)
         if stopped:
-            raise RunError(f"{stopped[0]}; the same command goes on where it was")
+            raise RunError(f"{stopped[0]}; {_GOES_ON}")
 
     @property
     def counts(self) -> dict[str, int]:

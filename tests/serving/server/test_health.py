@@ -1,11 +1,13 @@
 """Probes of an engine that is stalled, fails every request, or restarts."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.server import local
 from patchedserve.serving.server.backend import Health
+from patchedserve.serving.server.batches.file import BatchOutput
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.local import LocalBackend, LocalSetup
 
@@ -234,15 +237,16 @@ def step(stepper, active):
     return take_step(stepper, active)
 
 PatchedStepper.step = step
-sys.exit(main(["serve", "--http", "--port", "0", *sys.argv[1:]]))
+sys.exit(main(sys.argv[1:]))
 """
+RUNS = "import sys; from patchedserve.psctl.app import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.mark.slow
 def test_server_ends_after_a_long_stall(folder: str, tmp_path: Path) -> None:
     options = ("--model", folder, "--workspace", str(tmp_path), "--dtype", "float32", "--system", "patched-fcfs")
     server = subprocess.Popen(
-        [sys.executable, "-c", HANGS_ON_ONE_PROMPT, *options],
+        [sys.executable, "-c", HANGS_ON_ONE_PROMPT, "serve", "--http", "--port", "0", *options],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -257,6 +261,32 @@ def test_server_ends_after_a_long_stall(folder: str, tmp_path: Path) -> None:
     finally:
         server.kill()
         server.communicate()
+
+
+@pytest.mark.slow
+def test_batch_ends_after_a_long_stall_and_goes_on(folder: str, tmp_path: Path) -> None:
+    """The line that was drawn before is kept."""
+    lines = tmp_path / "lines.jsonl"
+    bodies = [{"prompt": prompt, "size": "64x64"} for prompt in ("a cat", "hang")]
+    lines.write_text("".join(json.dumps({"custom_id": each["prompt"], "body": each}) + "\n" for each in bodies))
+    drawn = tmp_path / "drawn"
+    options = ("--model", folder, "--dtype", "float32", "--output-dir", str(drawn), "--max-batch-size", "1")
+    command = ["batch", "run", str(lines), *options, "--workspace", str(tmp_path / "workspace")]
+    hung = subprocess.run(
+        [sys.executable, "-c", HANGS_ON_ONE_PROMPT, *command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert hung.returncode == 1
+    assert hung.stderr.splitlines()[-1] == (
+        "Error: the engine has made no progress for 0.05 min; the same command goes on where it was"
+    )
+    with closing(BatchOutput(drawn)) as output:
+        assert output.done == {"a cat": True}
+    again = subprocess.run(
+        [sys.executable, "-c", RUNS, *command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    with closing(BatchOutput(drawn)) as output:
+        assert output.done == {"a cat": True, "hang": True}
 
 
 @pytest.mark.parametrize("part", ["prepare", "postprocess"])
