@@ -40,7 +40,7 @@ _ENGINE = {
     "--sampler": "--sampler euler",
     "--lora": "--lora style.safetensors",
     "--adapter": "--adapter ink=style.safetensors",
-    "--quantize int8": "--quantize int8",
+    "--quantize": "--quantize int8",
     "--stages processes": "--stages processes",
     "--offload text": "--offload text",
     "--decoder-dtype": "--decoder-dtype bfloat16",

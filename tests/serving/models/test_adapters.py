@@ -133,10 +133,13 @@ def test_adapters_change_layers_with_eight_bit_weights(name: str, tmp_path: Path
     pytest.importorskip("torchao", reason="the extra quantize is not installed")
     pipe, loras, folder = saved(name, tmp_path)
     requests = adapted([1] * 4)
-    for options in ({"order": "patch"}, {"engine": "plain"}):
-        model = serving(folder, loras, quantize="int8", **options)
-        dequantise(denoiser_of(pipe), model.denoiser)
-        assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= PASS, options
+    patched, plain = (
+        serving(folder, loras, quantize="int8", **options) for options in ({"order": "patch"}, {"engine": "plain"})
+    )
+    dequantise(denoiser_of(pipe), plain.denoiser)
+    expected = alone(pipe, loras, requests)
+    for model in (patched, plain):
+        assert relative_error(denoised(model, requests), expected) <= PASS
 
 
 def test_adapters_are_added_to_fused_ones(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from ...support.family_kit import denoised
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
 from ...support.tape import Tape
-from ...support.tiny_models import dequantise, save_tiny, short_texts, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import dequantise, save_tiny, tiny_sd3, tiny_sdxl
 from ...support.tools import need_tools
 
 TWO = [[(16, 16), (8, 16)], [(8, 8), (8, 8), (16, 24)], [(8, 16)] * 3 + [(24, 16)] * 2]
@@ -148,7 +148,7 @@ def eight_bits(folder: Path) -> tuple[Any, Path]:
     """Return a pipeline and the folder where it is saved."""
     pytest.importorskip("torchao", reason="the extra quantize is not installed")
     pipe = tiny_sd3()
-    return pipe, save_tiny(folder / "its", pipe, **short_texts(pipe))
+    return pipe, save_tiny(folder / "its", pipe)
 
 
 def assert_equal_with_float32(model: ServedModel, pipe: Any) -> None:
