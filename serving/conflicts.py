@@ -37,7 +37,6 @@ CONFLICTS = (
     Conflict("--compile", "--parallel", "it makes graphs of whole blocks, but ranks exchange tensors within them"),
     Conflict("--compile", "a cache of blocks", f"it makes graphs of whole blocks, {_OTHER_PATCHES}"),
     Conflict("--cuda-graphs", "a cache of blocks", f"it records whole passes, {_OTHER_PATCHES}"),
-    Conflict("--adapter", "--parallel", "ranks have the same weights for all rows"),
     Conflict("--adapter", "a cache of blocks", f"adapters are applied to whole batches, {_OTHER_PATCHES}"),
     *(Conflict("--stages processes", option, _STAGES_LOAD) for option in ("--lora", "--adapter")),
     Conflict("--stages processes", "--offload text", "its processes keep their text encoders"),

@@ -136,7 +136,7 @@ def adapters_of(
 class AdaptedLayers:
     """Layers of one model that adapters change. Outside `on`, their results are bit for bit those without adapters.
 
-    Copies of the model share this object, so only one of them may run at a time.
+    Copies of the model share this object, so only one of them may run at a time; see `of_copy`.
     """
 
     def __init__(self) -> None:
@@ -151,8 +151,27 @@ class AdaptedLayers:
         finally:
             self.rows = before
 
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Return the adapted layers of a model, which its copies share; new ones if it has none."""
+        found = (adapted for layer in model.modules() if (adapted := adapted_of(layer)) is not None)
+        first = next(found, None)
+        return cls() if first is None else first.model  # type: ignore[return-value]  there are no subclasses
+
+    @classmethod
+    def of_copy(cls, model: nn.Module) -> Self:
+        """Give a copy of a model adapted layers of its own, so that it may run between the layers of other copies."""
+        own = cls()
+        for layer in model.modules():
+            if (adapted := adapted_of(layer)) is not None:
+                own.adapt(layer, adapted.pairs)
+        return own
+
     def adapt(self, layer: nn.Module, pairs: Mapping[str, LowRank]) -> None:
-        """Let the adapters with these names change a linear layer or a convolution from now on."""
+        """Let the adapters with these names, and no others, change a linear layer or a convolution from now on."""
+        for number, hook in list(layer._forward_hooks.items()):
+            if isinstance(hook, AdaptedLayer):
+                del layer._forward_hooks[number]
         layer.adapted = adapted = AdaptedLayer(self, pairs)  # type: ignore[assignment]  it is no module
         layer.register_forward_hook(adapted)
 
@@ -170,14 +189,19 @@ class AdaptedLayer:
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         self.add(inputs[0], out)
 
-    def add(self, x: Tensor, out: Tensor) -> None:
-        """Add the change by all adapters for input `x` to the layer's output, in place."""
+    def add(self, x: Tensor, out: Tensor, down: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+        """Add the change by all adapters for input `x` to the layer's output, in place.
+
+        `down` runs an adapter's first layer on a part of `x`; None to call it.
+        """
         rows = self.model.rows
         if rows is None:
             return
         for name, pair in self.pairs.items():
             if (adapted := rows.entries_with(name, x)) is not None:
-                adapted.add(out, pair.up(adapted.scaled(pair.down(adapted.of(x)), pair.scaling)))
+                part = adapted.of(x)
+                reduced = pair.down(part) if down is None else down(pair.down, part)
+                adapted.add(out, pair.up(adapted.scaled(reduced, pair.scaling)))
 
     def add_reduced(self, name: str, tokens: Tensor, reduced: Callable[[], Tensor]) -> None:
         """Add the change by one adapter to `tokens` [tokens, channels], in place. `reduced` returns the output of the

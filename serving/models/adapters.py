@@ -52,6 +52,8 @@ class ModelAdapters:
             for part in pipe.get_list_adapters():
                 model = getattr(pipe, part)
                 owner = self._texts if part.startswith(_TEXT_ENCODER) else self.layers
+                if model.device.type == "meta":
+                    continue  # a rank encodes no texts
                 if owner is self.layers and model is not denoiser:
                     raise UsageError(f"--adapter: an adapter of the part {part} cannot be applied to each request")
                 found += [(layer, owner, pairs) for layer, pairs in _pairs_of(model, names, self._device)]

@@ -35,6 +35,7 @@ from ..samplers.batched import BatchedSampler
 from ..samplers.choice import choose_sampler
 from ..samplers.single import PerRequestSampler
 from .adapters import ModelAdapters
+from .changes import adapted_fingerprint
 from .decoder import ImageDecoder
 from .defaults import ModelDefaults
 from .placement import name_of
@@ -204,8 +205,9 @@ def build_stepper(
         return build_plain(pipe, family, plain, skips=skips)
     if options.engine == "parallel":
         captured = None if recorder is None else CapturedPasses(recorder)
-        plain = build_plain(pipe, family, PlainModels(denoiser, captured=captured), skips=skips)
-        return parallel_stepper(pipe, plain, options, fingerprint, recorder)
+        models = PlainModels(denoiser, adapters=layers, captured=captured)
+        plain = build_plain(pipe, family, models, skips=skips)
+        return parallel_stepper(pipe, plain, options, adapted_fingerprint(options.model, fingerprint), recorder)
     check_kernels(options.kernels, device)
     order = order_on(device.type, options.kernels) if options.order == "auto" else options.order
     patched = PatchedModel(

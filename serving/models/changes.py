@@ -74,6 +74,17 @@ def changed_fingerprint(options: ModelOptions, fingerprint: str) -> str:
     return digest.hexdigest()[:16]
 
 
+def adapted_fingerprint(options: ModelOptions, fingerprint: str) -> str:
+    """Return the fingerprint of a model with the adapters that requests may name, which all ranks must have."""
+    if not options.adapters:
+        return fingerprint
+    digest = hashlib.sha256(fingerprint.encode())
+    for each in options.adapters:
+        with each.path.open("rb") as file:
+            digest.update(f"{each.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
 def apply_changes(options: ModelOptions, pipe: Any) -> None:
     """Apply the changes to a loaded pipeline, except for `--quantize fp8` (`core.float8`), which is done on its device.
 

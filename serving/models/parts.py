@@ -11,8 +11,9 @@ from ..options import ModelOptions
 from ..parallel.options import ParallelOptions
 from ..parallel.torchrun import TorchRun
 from ..parallel.worker import RankModels, RankSettings
+from .adapters import ModelAdapters
 from .build import build_decoder
-from .changes import apply_changes, changed_fingerprint
+from .changes import adapted_fingerprint, apply_changes, changed_fingerprint
 from .checkpoint import INDEX_FILE, check_directory, fingerprint, read_index, variants_for, weight_components
 from .components import hollow, load_component, load_pipeline, on_meta
 from .decoder import ImageDecoder
@@ -59,15 +60,18 @@ def load_rank(settings: RankSettings) -> RankModels:
 
     part = next(name for name in ("unet", "transformer") if name in components)
     denoiser, changes = load(part, settings.dtype), ModelOptions(**settings.changes)
-    if changes.loras or changes.quantize is not None:
+    pipe: Any = None
+    if changes.loras or changes.adapters or changes.quantize is not None:
         # Text encoders are those of rank 0; an adapter may have parts for them.
         dtype = resolve_dtype(settings.dtype, device, index["_class_name"])
         absent = {name: on_meta(folder / name, *components[name]) for name in components if name != part}
         pipe = load_pipeline(folder, index, dtype, None, set(), None, {part: denoiser} | absent)
         apply_changes(replace(changes, sampler=None), pipe)
     autoencoder = None if settings.decoder is None else load("vae", settings.decoder).to(device)
-    mark = changed_fingerprint(changes, fingerprint(folder))
+    mark = adapted_fingerprint(changes, changed_fingerprint(changes, fingerprint(folder)))
     denoiser = denoiser.to(device)
+    if changes.adapters:
+        ModelAdapters(pipe, changes.adapters)
     if changes.quantize == "fp8":
         check_float8(device)
         convert_to_float8(denoiser)

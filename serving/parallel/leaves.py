@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.adapters import adapted_of
 from ..core.derived import Derived
 from .context import StripContext
 from .options import NormOptions
@@ -30,13 +31,17 @@ class StripConv(nn.Module):
         super().__init__()
         self.conv, self.context, self._has_halo = conv, context, has_halo
         self.is_fed = False
+        self._adapted = adapted_of(conv)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, channels, height, width] -> [rows, out channels, height or half of it, width or half of it]."""
         conv = self.conv
         if not (self.is_fed and self.context.now.is_exact):
             x = self._with_halos(x)
-        return F.conv2d(x, conv.weight, conv.bias, conv.stride, (0, 1))
+        out = F.conv2d(x, conv.weight, conv.bias, conv.stride, (0, 1))
+        if self._adapted is not None:
+            self._adapted.add(x, out, lambda down, part: F.conv2d(part, down.weight, None, down.stride, (0, 1)))
+        return out
 
     def _with_halos(self, x: Tensor) -> Tensor:
         """Return the strip with the neighbouring rows that the convolution reads, or zeros beyond the image."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...data.adapters import Adapters
 from ...data.errors import UsageError
 from .choice import measure_link, swap_often
 from .context import Pass, Team
@@ -125,15 +126,24 @@ class Ranks:
         call = Call(height, width, self._model.text_length, num_rows)
         return self._model.cost.max_received(call, self.size).num_bytes(self._model.element_size)
 
-    def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
-        """Send every rank the conditions of the rows that it does not know yet: tensors (rows, ...) by name."""
+    def learn(
+        self, rows: Sequence[RowName], conditions: Mapping[str, Tensor], adapters: Sequence[Adapters] | None = None
+    ) -> None:
+        """Send every rank what it does not know yet of these rows.
+
+        Args:
+            rows: names of the rows.
+            conditions: tensors (rows, ...) by name.
+            adapters: adapters of each row; None if no row has any.
+        """
         new = [index for index, row in enumerate(rows) if row not in self._known]
         if not new:
             return
         names = [rows[index] for index in new]
         given = {name: tensor[new] for name, tensor in conditions.items()}
-        self._broadcast(Message("learn", {"rows": names}, given))
-        self._model.learn(names, given)
+        own = [() if adapters is None else adapters[index] for index in new]
+        self._broadcast(Message("learn", {"rows": names, "adapters": own}, given))
+        self._model.learn(names, given, own)
         self._known.update(names)
 
     def retain(self, rows: Sequence[RowName]) -> None:
@@ -303,7 +313,8 @@ def follow(end: Communicator, model: StripModel) -> None:
         if message.kind == "stop":
             return
         if message.kind == "learn":
-            model.learn(rows, message.tensors)
+            adapters = [tuple((name, scale) for name, scale in each) for each in message.facts["adapters"]]
+            model.learn(rows, message.tensors, adapters)
         elif message.kind == "swap":
             swap_often(end, 0, message.tensors["tensor"])
         elif message.kind == "keep":

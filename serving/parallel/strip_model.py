@@ -10,7 +10,9 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ...data.adapters import Adapters
 from ...data.resolution import RESOLUTION_MULTIPLE
+from ..core.adapters import AdaptedLayers, RowAdapters
 from ..core.captured import CapturedPasses, PassBatch, Pause, Recorder, constants_of
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
@@ -37,11 +39,13 @@ class _Joined:
     Attributes:
         conditions: keyword arguments of the forward of the model that runs.
         text: text of the rows for the leaves.
+        adapters: adapters of the rows; None if no row has any.
         batch: the rows, for recorded passes.
     """
 
     conditions: dict[str, Any]
     text: CallText
+    adapters: RowAdapters | None = None
     batch: PassBatch = field(default_factory=PassBatch)
 
 
@@ -74,6 +78,8 @@ class StripModel:
         own = channels_last_copy if self._is_unet else copy_modules
         self._strip = own(model) if like is None else copy_modules(like._form)
         self._form = copy_modules(self._strip)
+        # Ranks of one process take turns within a pass, each with rows of its own.
+        self._plain_adapters, self._adapters = AdaptedLayers.of(model), AdaptedLayers.of_copy(self._strip)
         self._context = StripContext()
         swap = StripSwap(self._strip, self._context)
         self._readers, self.num_exchanges = swap.text_readers, swap.num_exchanges
@@ -81,6 +87,7 @@ class StripModel:
         kinds = {} if self._transformer is None else {kind: name for name, kind in self._transformer.leaves.items()}
         self._caption = self._strip.get_submodule(kinds["caption"]) if "caption" in kinds else nn.Identity()
         self._conditions: dict[RowName, dict[str, Tensor]] = {}
+        self._adapters_by_row: dict[RowName, Adapters] = {}
         self._joined: dict[Hashable, _Joined] = {}
         # Created on first use, as it keeps a copy of some weights.
         self._whole: WholeModel | None = None
@@ -142,22 +149,33 @@ class StripModel:
         return self.element_size * self.cost.slots(Call(height, width, self.text_length, rows=1))
 
     @torch.inference_mode()
-    def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
-        """Store the conditions of new rows: tensors (rows, ...) by `flat` names."""
+    def learn(
+        self, rows: Sequence[RowName], conditions: Mapping[str, Tensor], adapters: Sequence[Adapters] | None = None
+    ) -> None:
+        """Store what new rows keep.
+
+        Args:
+            rows: names of the rows.
+            conditions: tensors (rows, ...) by `flat` names.
+            adapters: adapters of each row; None if no row has any.
+        """
         rows = tuple(rows)
+        self._adapters_by_row |= dict(zip(rows, adapters or [()] * len(rows), strict=True))
         for index, row in enumerate(rows):
             # Copied, as the tensor may be a view of a larger one.
             self._conditions[row] = {name: tensor[index].clone() for name, tensor in conditions.items()}
         self._joined.clear()
         if self._readers:
-            text = self._caption(conditions["encoder_hidden_states"])
-            for reader in self._readers:
-                reader.learn(rows, text)
+            with self._adapters.on(self._adapters_of(rows)):
+                text = self._caption(conditions["encoder_hidden_states"])
+                for reader in self._readers:
+                    reader.learn(rows, text)
 
     def retain(self, rows: Sequence[RowName]) -> None:
         """Discard everything kept for other rows."""
         kept = set(rows)
         self._conditions = {row: known for row, known in self._conditions.items() if row in kept}
+        self._adapters_by_row = {row: known for row, known in self._adapters_by_row.items() if row in kept}
         self._joined.clear()
         if self._whole is not None:
             self._whole.clear()
@@ -176,22 +194,28 @@ class StripModel:
         """
         joined = self._conditions_of(call)
         if call.is_alone or call.strips.count == 1:
-            return denoise(self._plain, latents, timesteps, joined.conditions)
+            with self._plain_adapters.on(joined.adapters):
+                return denoise(self._plain, latents, timesteps, joined.conditions)
         if self._is_unet:
             latents = latents.contiguous(memory_format=torch.channels_last)
         context, captured = self._context, self.captured
 
-        def forward(inputs: dict[str, Any], kept: tuple[dict[str, Any], CallText], pause: Pause | None) -> Tensor:
-            conditions, text = kept
+        def forward(
+            inputs: dict[str, Any], kept: tuple[dict[str, Any], CallText, RowAdapters | None], pause: Pause | None
+        ) -> Tensor:
+            conditions, text, adapters = kept
             collects = captured is not None and captured.is_due and pause is None
             context.begin_pass(inputs["latents"], text, pause, collects=collects)
-            return denoise(self._strip, inputs["latents"], inputs["timesteps"], conditions)
+            with self._adapters.on(adapters):
+                return denoise(self._strip, inputs["latents"], inputs["timesteps"], conditions)
 
         context.begin(call)
-        inputs, kept = {"latents": latents, "timesteps": timesteps}, (joined.conditions, joined.text)
+        inputs = {"latents": latents, "timesteps": timesteps}
+        kept = joined.conditions, joined.text, joined.adapters
         if captured is None:
             return forward(inputs, kept, None)
-        key = call.key, constants_of(joined.conditions), joined.text.length
+        names = () if joined.adapters is None else tuple(joined.adapters.scales)
+        key = call.key, constants_of(joined.conditions), joined.text.length, names
         return captured.run(joined.batch, key, kept, forward, inputs)
 
     @torch.inference_mode()
@@ -205,7 +229,8 @@ class StripModel:
         """
         if self._whole is None:
             self._whole = WholeModel(self._plain, self._recorder)
-        return self._whole.predict(tuple(rows), images, timesteps, lambda rows: nested(self._joined_of(rows)))
+        adapters = [self._adapters_by_row[row] for row in rows]
+        return self._whole.predict(tuple(rows), images, timesteps, lambda rows: nested(self._joined_of(rows)), adapters)
 
     def clear(self) -> None:
         """Discard everything, without waiting for other ranks."""
@@ -222,7 +247,7 @@ class StripModel:
                 text = self._text_of(self._transformer, joined, slice(*part) if part else slice(None))
             if len(self._joined) == _MAX_JOINED:
                 self._joined.clear()
-            self._joined[key] = _Joined(nested(joined), text)
+            self._joined[key] = _Joined(nested(joined), text, self._adapters_of(call.rows))
         return self._joined[key]
 
     def _text_of(self, transformer: Transformer, conditions: dict[str, Any], part: slice) -> CallText:
@@ -241,6 +266,12 @@ class StripModel:
             # Keys and values of cross attention are known.
             conditions["encoder_hidden_states"] = text[:, :0] if self._readers else text[:, part]
         return CallText(text.shape[1], mask, bias, biased)
+
+    def _adapters_of(self, rows: Sequence[RowName]) -> RowAdapters | None:
+        """Return the adapters of rows, along the first dimension of all inputs of layers; None if no row has any."""
+        given = [self._adapters_by_row[row] for row in rows]
+        device = next(self._plain.parameters()).device
+        return RowAdapters.of(given, device, for_all=self.captured is not None) if any(given) else None
 
     def _joined_of(self, rows: Sequence[RowName]) -> dict[str, Any]:
         known = [self._conditions[row] for row in rows]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...data.adapters import Adapters
+from ..core.adapters import AdaptedLayers, RowAdapters
 from ..core.captured import CapturedPasses, Recorder
 from ..patched.patched_model import PatchedModel
 from ..patched.text import without_repeats
@@ -23,7 +25,7 @@ class WholeModel:
 
     def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
         # Patches of this order need not divide the images, whose sizes are arbitrary here.
-        self._model = PatchedModel(model, order="image")
+        self._model = PatchedModel(model, order="image", adapters=AdaptedLayers.of(model))
         if recorder is not None:
             self._model.use_graphs(recorder)
         self._now: tuple[tuple[RowName, ...], dict[str, Any]] | None = None
@@ -39,6 +41,7 @@ class WholeModel:
         images: Sequence[Tensor],
         timesteps: Tensor,
         conditions_of: Callable[[tuple[RowName, ...]], dict[str, Any]],
+        adapters: Sequence[Adapters],
     ) -> list[Tensor]:
         """Predict for latents [channels, height, width] of each row, sorted by size, each at its own timestep.
 
@@ -46,6 +49,7 @@ class WholeModel:
             rows, images, timesteps: names, latents and timesteps of the batch.
             conditions_of: returns the conditions of rows as keyword arguments of the model's forward; called when rows
                 change.
+            adapters: adapters of each row.
         """
         packing = self._model.pack([(image.shape[1], image.shape[2]) for image in images])
         if self._now is None or self._now[0] != rows:
@@ -54,6 +58,11 @@ class WholeModel:
                 text, repeats = without_repeats(conditions["encoder_hidden_states"])
                 conditions = conditions | {"encoder_hidden_states": text}
             self._model.begin(packing, repeats=repeats)
+            if any(adapters):
+                device, context = images[0].device, self._model.context
+                context.batch_values.adapters = RowAdapters.of(
+                    adapters, device, context.entries_of, for_all=self.captured is not None
+                )
             self._now = rows, conditions
         predicted = self._model(packing.pack(images), timesteps, **self._now[1])
         return [packing.unpack(predicted, row) for row in range(len(rows))]

@@ -1,5 +1,6 @@
 """Adapters by request: a batch that mixes them equals diffusers with each request's own adapters."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +21,8 @@ from patchedserve.serving.layout.packing import Order
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.options import EngineName, EngineOptions, ModelOptions
 from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.parallel.stepper import ParallelStepper
+from patchedserve.serving.parallel.virtual import VirtualRanks
 from patchedserve.serving.plain.stepper import PlainStepper
 
 from ...support.family_kit import BUILDS, PASS, STEPS, denoised, mixed
@@ -73,6 +76,42 @@ def test_recorded_passes_apply_the_adapters_of_each_batch(name: str, engine: Eng
         assert relative_error(denoised(recorded, batch), denoised(eager, batch)) <= 10 * PASS
     num_sizes = len({request.resolution for request in batches[0]})
     assert tape.recorded == (num_sizes if engine == "plain" else 1)
+
+
+@pytest.mark.product(most=2)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FAST else pytest.mark.slow) for n in _NAMES])
+def test_ranks_apply_the_adapters_of_their_rows(name: str, tmp_path: Path) -> None:
+    """In strips, also of two teams with a row each of guided requests, and as whole images of all sizes."""
+    pipe, loras, folder = saved(name, tmp_path)
+    one, few = adapted([1] * 4), adapted([6, 2, 3, 4])
+    expected, expected_few = alone(pipe, loras, one), alone(pipe, {}, few)
+    for options in (
+        ParallelOptions("virtual:2", cfg_split="off", may_use_fewer=True),
+        ParallelOptions("virtual:4", may_use_fewer=True),
+        ParallelOptions("virtual:2", from_pixels="1000000"),
+    ):
+        with closing(serving(folder, loras, engine="parallel", parallel=options)) as model:
+            assert relative_error(denoised(model, one), expected) <= PASS, options
+            found = denoised(model, few, joins=[0, 1, 2, 2])
+            assert relative_error(found, expected_few) <= STEPS, options
+            assert relative_error(denoised(model, mixed([6, 2, 3, 4])), found) > 100 * PASS
+
+
+@pytest.mark.product(most=1)
+@pytest.mark.parametrize("name", _FAST)
+def test_recorded_strips_apply_the_adapters_of_each_batch(name: str, tmp_path: Path) -> None:
+    """Batches have their adapters at other rows and scales than the one that was recorded."""
+    pipe, loras, folder = saved(name, tmp_path)
+    options, tape = ParallelOptions("virtual:2", may_use_fewer=True), Tape()
+    batches = [adapted([8] * 2, [(("pixel", scale),), ()][::order]) for scale, order in ((1.0, 1), (-0.5, -1))]
+    with closing(serving(folder, loras, engine="parallel", parallel=options)) as model:
+        assert isinstance(model.stepper, ParallelStepper)
+        model.stepper.group.close()
+        model.stepper.group = VirtualRanks(model.denoiser, options, recorder=tape)
+        for batch in batches:
+            assert relative_error(denoised(model, batch), alone(pipe, loras, batch)) <= STEPS
+        assert model.stepper.recording_failure is None
+    assert tape.played > tape.recorded > 0
 
 
 @pytest.mark.product(most=1)
@@ -239,11 +278,6 @@ def test_adapter_with_norms_is_refused(tmp_path: Path) -> None:
         (["a+b=c"], {}, r"adapter name 'a\+b' is not allowed"),
         (["a=b", "a=c"], {}, "--adapter a is given twice"),
         (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache patch: adapters"),
-        (
-            ["a=b"],
-            {"engine": "parallel", "parallel": ParallelOptions("virtual:2")},
-            "--adapter does not work with --parallel: ranks",
-        ),
     ],
 )
 def test_bad_options_are_named(adapter: list[str], options: dict[str, Any], message: str) -> None:

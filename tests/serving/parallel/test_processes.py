@@ -39,7 +39,8 @@ from patchedserve.serving.parallel.virtual import VirtualRanks
 from patchedserve.serving.parallel.worker import RankModels, RankSettings
 
 from ...conftest import RunPsctl
-from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
+from ...support.family_kit import denoised
+from ...support.patched_models import Row, draw_rows, relative_error, run_plain, stack_conditions
 from ...support.sockets import listening
 from ...support.tiny_families import tiny_aura, tiny_flux
 from ...support.tiny_models import largest_error, plain_latents, save_tiny, tiny_sd3, tiny_sdxl
@@ -278,6 +279,19 @@ def test_ranks_change_their_weights_alike(
         assert isinstance(model.stepper, ParallelStepper)
         assert model.stepper.facts()["ranks_left"] == 2
     assert largest_error([prepared.latents[0]], [plain_latents(pipe, request)]) <= most_error
+
+
+def test_ranks_load_the_adapters_that_requests_name(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ...support.adapters import adapted, saved, serving
+    from ...support.loras import alone
+
+    pipe, loras, folder = saved("sdxl", tmp_path)
+    requests = adapted([2] * 4)
+    with closing(serving(folder, loras, engine="parallel", parallel=ParallelOptions("2"))) as model:
+        assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= 1e-3
+        assert isinstance(model.stepper, ParallelStepper)
+        assert model.stepper.facts()["ranks_left"] == 2
 
 
 def _in_float8(pipe: Any, request: Request) -> torch.Tensor:
