@@ -45,6 +45,7 @@ from .commands.profile import profile_blocks, profile_edits, profile_latency
 from .commands.profile_cascade import profile_cascade
 from .commands.profile_parallel import profile_parallel
 from .commands.reproduce import reproduce_patchedserve
+from .commands.router import router
 from .commands.serve import serve
 from .commands.simulate import simulate
 from .commands.templates import templates_add, templates_check, templates_list, templates_remove
@@ -61,6 +62,7 @@ from .long_help import FIRST_OPTIONS, HelpAll, LongCommand
 # `psctl --help` prints.
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
+    ("router", router),
     ("generate", generate),
     ("edit", edit),
     ("templates add", templates_add),
@@ -106,7 +108,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("doctor", doctor),
 )
 _PANELS = {
-    "Serve": ("serve", "generate", "edit", "templates", "batch", "demo"),
+    "Serve": ("serve", "router", "generate", "edit", "templates", "batch", "demo"),
     "Measure the machine, and learn from it": ("profile", "train-predictor"),
     "Plan and compare": ("simulate", "bench", "reproduce"),
     "Quality": ("eval", "gate"),

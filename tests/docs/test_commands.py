@@ -11,6 +11,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import tomllib
@@ -45,7 +46,7 @@ from ..support.docs_pages import (
     spans_of,
 )
 from ..support.edits import image_of, mask_of
-from ..support.http_server import HttpServer
+from ..support.http_server import HttpServer, routing
 from ..support.json_keys import check_result
 from ..support.small_commands import CASCADES, GATE_CODES, PREDICTORS, SCRIPTS, SIZES, THRESHOLDS, TINY
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
@@ -237,6 +238,10 @@ def run_command(page_run: PageRun, words: list[str]) -> None:
     match words:
         case ["psctl", "serve", *options] if "--http" in options:
             page_run.start_server(options)
+        case ["psctl", "router", *urls]:
+            with routing(*urls) as (_, process):
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
         case ["psctl", *arguments]:
             code = run_psctl(page_run, arguments)
             assert code in (GATE_CODES if arguments[0] == "gate" else (0,)), f"exit code {code}"

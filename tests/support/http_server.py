@@ -8,7 +8,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -16,7 +17,7 @@ import httpx
 
 from patchedserve.data.workspace import Workspace
 
-from .psctl_process import start_psctl
+from .psctl_process import PsctlProcess, start_psctl
 from .tiny_models import save_tiny, tiny_sdxl
 
 SIZES = ("32x32", "64x32")
@@ -107,3 +108,17 @@ class HttpServer:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(60)
+
+
+@contextmanager
+def routing(*urls: str, options: tuple[str, ...] = ()) -> Iterator[tuple[str, PsctlProcess]]:
+    """Run a router on a free port; yield its URL without `/v1`, and its process."""
+    process = start_psctl("router", *urls, "--port", "0", *options, stdout=subprocess.DEVNULL)
+    try:
+        assert process.stderr is not None
+        ready = (re.search(r"Routing at (http://\S+)/v1 to", line) for line in process.stderr)
+        yield next(match[1] for match in ready if match), process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(60)

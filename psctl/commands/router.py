@@ -1,0 +1,67 @@
+"""`psctl router`: one address for several servers of OpenAI's images API."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from ...data.errors import MissingExtraError, UsageError
+from ...serving.scheduling.routers import DEFAULT_ROUTER, PREDICTING_ROUTERS, ROUTERS
+from ..flags import flag
+from ..output import Output
+
+_NAMES = tuple(name for name in ROUTERS if name not in PREDICTING_ROUTERS)
+
+
+def router(
+    *,
+    servers: Annotated[list[str], typer.Argument(help="Base URLs of the servers, such as http://gpu1:8000/v1.")],
+    host: Annotated[str, flag("--host", "Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, flag("--port", "Port; 0 for any free port.", min=0, max=65535)] = 8080,
+    name: Annotated[
+        str, flag("--router", f"How a server is chosen: {', '.join(_NAMES)}.", metavar="NAME")
+    ] = DEFAULT_ROUTER,
+    request_timeout: Annotated[
+        float,
+        flag("--request-timeout", "Time within which a server must begin to answer.", min=0.001, metavar="SECONDS"),
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float, flag("--drain-timeout", "Time for open requests after a signal.", min=0.0, metavar="SECONDS")
+    ] = 30.0,
+    out: Output,
+) -> None:
+    """Send requests for images to the server with the least pending work.
+
+    Work is pixels times steps, not the number of requests, so that a server that draws large images gets fewer of them.
+    The servers may be ours, vllm-omni, SGLang or any other with OpenAI's images API; they check the API keys. A request
+    goes to another server if one cannot be reached, refuses it for lack of room, or is lost before it has answered.
+
+    Examples:
+
+        psctl router http://gpu1:8000/v1 http://gpu2:8000/v1
+        psctl router http://gpu1:8000/v1 http://gpu2:8000/v1 --host 0.0.0.0 --port 80 --router least-requests
+    """
+    try:
+        from ...serving.server.proxy import serve_router
+        from ...serving.server.run import Address
+    except ImportError as error:
+        raise MissingExtraError(error.name or "fastapi", "http") from error
+
+    if name not in _NAMES:
+        raise UsageError(f"--router is {name!r}, but it must be one of {', '.join(_NAMES)}")
+    urls = [each.rstrip("/") for each in servers]
+    if wrong := [each for each in urls if not each.startswith(("http://", "https://"))]:
+        raise UsageError(f"the server is {wrong[0]!r}, but it must begin with http:// or https://")
+    if twice := [each for each in urls if urls.count(each) > 1]:
+        raise UsageError(f"the server {twice[0]} is given twice")
+    listening = Address(host, port, is_open=True).listen()
+    asyncio.run(
+        serve_router(
+            urls,
+            name,
+            listening,
+            timeout_s=request_timeout,
+            drain_timeout_s=drain_timeout,
+            on_ready=lambda url: out.note(f"Routing at {url} to {len(urls)} servers"),
+        )
+    )

@@ -1,0 +1,410 @@
+"""`psctl router`: a reverse proxy before servers of OpenAI's images API, which sends each request to the one with the
+least pending work. No torch.
+
+Servers need not be ours. What is pending is known from what was sent and has not been answered: pixels times steps.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import FrameType
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.exposition import generate_latest
+
+from ...data.errors import UsageError
+from ...data.resolution import Resolution, parse
+from ..core.processes import end_at_once
+from ..core.request_state import RequestView
+from ..fleet.book import LoadBook
+from .connections import TimedConnection
+from .edits import EDITS, MAX_EDIT_BYTES
+from .errors import ApiError, invalid, not_ready, took_too_long
+from .guards import Guards, Message, Receive, Scope, Send, caller_of
+from .keys import Keys
+from .large_bodies import LargeBodies
+from .metrics import CONTENT_TYPE
+from .protocol import GENERATIONS
+
+_ROUTED = (GENERATIONS, EDITS)
+_API = "/v1"
+_OF_ONE_SERVER = ("/v1/files", "/v1/batches")
+_MAX_BODY_BYTES = 1 << 20
+_PROBE_EVERY_S, _PROBE_WITHIN_S = 2.0, 2.0
+_MOST_SILENT = 3
+"""Probes in a row without an answer after which a server counts as lost, with the requests that it has not begun to
+answer.
+"""
+_CONNECT_WITHIN_S = 5.0
+_REFUSALS = (429, 502, 503)
+"""Statuses after which another server is asked."""
+_NO_RETRY = "x-should-retry"
+_OF_THE_CONNECTION = frozenset(
+    (
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
+        *("transfer-encoding", "upgrade", "x-request-id"),
+    )
+)
+"""Headers that are not passed on, in either direction: those of one connection, and those that are set anew."""
+_USUAL = Resolution(1024, 1024), 30
+"""Size and steps of requests that do not say them to servers that do not say them either."""
+_FORM_FIELD = re.compile(rb'name="(\w+)"(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]{1,32})\r\n')
+_FORM_BYTES = 65_536
+"""Length of the beginning and the end of a form in which its fields are looked for."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Server:
+    """A server behind the router.
+
+    Attributes:
+        url: base URL of its API, with `/v1`.
+        is_up: whether it would draw now, as its probe last said.
+        usual: size and steps of requests that do not say them.
+        lost: set while the server does not answer probes.
+        problem: why it is not up.
+    """
+
+    url: str
+    is_up: bool = False
+    usual: tuple[Resolution, int] = _USUAL
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    problem: str = "it has not been asked yet"
+    _num_silent: int = 0
+
+    @property
+    def root(self) -> str:
+        """URL of the server without the path of its API."""
+        return self.url.removesuffix(_API)
+
+    async def probe(self, client: httpx.AsyncClient) -> None:
+        """Ask the server whether it would draw, by the first of three paths that it knows."""
+        try:
+            for url in (f"{self.root}/readyz", f"{self.root}/health", f"{self.url}/models"):
+                answered = await client.get(url, timeout=_PROBE_WITHIN_S)
+                if answered.status_code not in (404, 405):
+                    break
+        except httpx.HTTPError as error:
+            self._num_silent += 1
+            self.is_up, self.problem = False, str(error) or type(error).__name__
+            if self._num_silent >= _MOST_SILENT:
+                self.lost.set()
+            return
+        self._num_silent = 0
+        self.lost.clear()
+        # A server that wants a key for its list of models draws for those who have one.
+        is_up = answered.status_code in (200, 401, 403)
+        if is_up and not self.is_up:
+            await self._learn_usual(client)
+        self.is_up, self.problem = is_up, "" if is_up else f"{answered.url.path} answers {answered.status_code}"
+
+    async def _learn_usual(self, client: httpx.AsyncClient) -> None:
+        """Read the size and the steps that the server takes by default, if it says them."""
+        with contextlib.suppress(httpx.HTTPError, UsageError, ValueError, KeyError, IndexError, TypeError):
+            card = (await client.get(f"{self.url}/models", timeout=_PROBE_WITHIN_S)).json()["data"][0]["defaults"]
+            self.usual = parse(card["size"]), int(card["num_inference_steps"])
+
+
+class Router:
+    """Application that sends each request on to one of several servers.
+
+    A request is sent to another server if one cannot be reached, refuses it (429, 502, 503), or is lost before it has
+    begun to answer.
+
+    Args:
+        urls: base URLs of the servers.
+        router: name of the router, as in `LoadBook`.
+        timeout_s: time within which a server must begin to answer.
+    """
+
+    def __init__(self, urls: Sequence[str], router: str, timeout_s: float) -> None:
+        self.servers = {url: Server(url) for url in urls}
+        self._book, self._numbers, self._timeout_s = LoadBook(router), count(), timeout_s
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_WITHIN_S, pool=None)
+        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        # Only what clients send: who accepts no encoding must get none.
+        self._client.headers.clear()
+        self._registry = registry = CollectorRegistry()
+        self._answers = Counter("psctl_router_answers", "Answers of servers.", ("server", "status"), registry=registry)
+        self._up = Gauge("psctl_router_server_up", "Whether a server would draw.", ("server",), registry=registry)
+        pending = Gauge(
+            "psctl_router_pixel_steps_pending", "Pixels times steps not answered.", ("server",), registry=registry
+        )
+        for url in urls:
+            pending.labels(url).set_function(lambda url=url: self._book.pending(url))
+
+    async def watch(self) -> None:
+        """Probe the servers, all at the same time, until cancelled."""
+        while True:
+            await self.probe()
+            await asyncio.sleep(_PROBE_EVERY_S)
+
+    async def probe(self) -> None:
+        """Probe every server once."""
+        await asyncio.gather(*(server.probe(self._client) for server in self.servers.values()))
+        self._book.set_answering(url for url, server in self.servers.items() if server.is_up)
+        for url, server in self.servers.items():
+            self._up.labels(url).set(server.is_up)
+
+    async def close(self) -> None:
+        """Close the connections to the servers."""
+        await self._client.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        if path in ("/livez", "/readyz", "/health", "/metrics") and method == "GET":
+            await self._answer_probe(path, send)
+        elif path.startswith(_OF_ONE_SERVER):
+            raise ApiError(404, "files and batches are kept by one server: ask it directly", code="not_found")
+        elif method == "POST" and path in _ROUTED:
+            body = (await receive()).get("body", b"")
+            await _until_left(self._route(scope, body, send), receive)
+        elif method == "GET" and path.startswith(f"{_API}/"):
+            await receive()
+            await _until_left(self._fetch(scope, send), receive)
+        else:
+            raise ApiError(404, f"the router has no {method} {path[:80]}", code="not_found")
+
+    async def _answer_probe(self, path: str, send: Send) -> None:
+        if path == "/metrics":
+            await _respond(send, 200, CONTENT_TYPE, generate_latest(self._registry))
+            return
+        states = {
+            url: {"is_up": each.is_up, "problem": each.problem, "pixel_steps": self._book.pending(url)}
+            for url, each in self.servers.items()
+        }
+        is_up = path == "/livez" or any(each.is_up for each in self.servers.values())
+        body = json.dumps({"status": "ok" if is_up else "no server is up", "servers": states}).encode()
+        await _respond(send, 200 if is_up else 503, "application/json", body)
+
+    async def _route(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Send a request for images to the server that the router chooses, or to the next one."""
+        usual = next((each.usual for each in self.servers.values() if each.is_up), _USUAL)
+        size, steps = _work_of(_header(scope, b"content-type"), body, usual)
+        view = RequestView(next(self._numbers), size, asyncio.get_running_loop().time(), None, steps)
+        self._book.begin(view)
+        try:
+            for server, is_last in self._ranked(view):
+                self._book.confirm(view.request_id, server.url)
+                if await self._pass_on(server, scope, body, send, refusals=() if is_last else _REFUSALS):
+                    return
+        finally:
+            self._book.release(view.request_id)
+        raise not_ready("no server answers")
+
+    def _ranked(self, view: RequestView) -> list[tuple[Server, bool]]:
+        """Return the servers in the order in which to try them, each with whether it is the last."""
+        ranked = [self.servers[url] for url in self._book.reserve(view.request_id, self.servers)]
+        chosen = [each for each in ranked if each.is_up] or ranked
+        return [(server, server is chosen[-1]) for server in chosen]
+
+    async def _fetch(self, scope: Scope, send: Send) -> None:
+        """Answer with what the first server has that knows the path: an image is known to one of them."""
+        servers = sorted(self.servers.values(), key=lambda each: not each.is_up)
+        for server in servers:
+            refusals = () if server is servers[-1] else (404, *_REFUSALS)
+            if await self._pass_on(server, scope, b"", send, refusals=refusals):
+                return
+        raise not_ready("no server answers")
+
+    async def _pass_on(self, server: Server, scope: Scope, body: bytes, send: Send, *, refusals: Sequence[int]) -> bool:
+        """Send a request to a server, and its answer to the client.
+
+        Returns False if the server cannot be reached, is lost, or answers with one of `refusals`.
+        """
+        path = scope["path"].removeprefix(_API) + ("?" if scope["query_string"] else "")
+        url = server.url + path + scope["query_string"].decode("latin-1")
+        request = self._client.build_request(scope["method"], url, headers=_to_server(scope), content=body or None)
+        try:
+            answered = await _unless(server.lost, self._client.send(request, stream=True))
+        except httpx.ReadTimeout:
+            raise took_too_long(self._timeout_s) from None
+        except httpx.HTTPError as error:
+            server.is_up, server.problem = False, str(error) or type(error).__name__
+            return False
+        if answered is None:
+            return False
+        try:
+            self._answers.labels(server.url, answered.status_code).inc()
+            if answered.status_code in refusals and answered.headers.get(_NO_RETRY) != "false":
+                return False
+            headers = [
+                (name, value) for name, value in answered.headers.raw if name.decode().lower() not in _OF_THE_CONNECTION
+            ]
+            headers.append((b"x-psctl-server", server.url.encode()))
+            await send({"type": "http.response.start", "status": answered.status_code, "headers": headers})
+            parts, part = answered.aiter_raw(), b""
+            with contextlib.suppress(httpx.HTTPError):
+                while part := await _unless(server.lost, _next(parts)):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                if part is not None:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            # Otherwise the connection is closed in the middle, as the server's was.
+        finally:
+            await answered.aclose()
+        return True
+
+
+async def _respond(send: Send, status: int, kind: str, body: bytes) -> None:
+    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _until_left(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Await work, which is cancelled if the client leaves."""
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        leaving.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Return the result of work; None if the event occurs first."""
+    task, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        waiting.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _next(parts: AsyncIterator[bytes]) -> bytes:
+    """Return the next part; an empty one at the end."""
+    return await anext(parts, b"")
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
+
+
+def _to_server(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return the headers for a server: those of the client, its address, and the id of the request."""
+    headers = [
+        (name, value) for name, value in scope["headers"] if name.lower().decode("latin-1") not in _OF_THE_CONNECTION
+    ]
+    if scope.get("client"):
+        headers.append((b"x-forwarded-for", scope["client"][0].encode()))
+    return [*headers, (b"x-request-id", caller_of(scope).request_id.encode())]
+
+
+def _work_of(kind: str, body: bytes, usual: tuple[Resolution, int]) -> tuple[Resolution, int]:
+    """Return the size of a request's images, and the steps of all of them together.
+
+    Fields have the names of OpenAI, vllm-omni and SGLang. What is missing or not valid is as usual: the server answers
+    for it.
+    """
+    if kind.startswith("multipart/form-data"):
+        parts = (body,) if len(body) <= 2 * _FORM_BYTES else (body[:_FORM_BYTES], body[-_FORM_BYTES:])
+        found = (pair for part in parts for pair in _FORM_FIELD.findall(part))
+        fields: Mapping[str, Any] = {name.decode(): value.decode("latin-1") for name, value in found}
+    else:
+        try:
+            fields = json.loads(body)
+        except ValueError as error:
+            raise invalid(f"the body is no JSON: {error}", code="invalid_json") from None
+        if not isinstance(fields, dict):
+            raise invalid("the body is no JSON object", code="invalid_json")
+    size, steps = usual
+    with contextlib.suppress(UsageError, KeyError):
+        given = fields.get("size") or f"{fields['width']}x{fields['height']}"
+        size = parse(str(given))
+    steps = _number(fields, ("num_inference_steps", "steps"), steps)
+    return size, steps * _number(fields, ("n", "num_outputs_per_prompt", "num_images_per_prompt"), 1)
+
+
+def _number(fields: Mapping[str, Any], names: Sequence[str], usual: int) -> int:
+    """Return the first of these fields that is a number from 1 to 1,000."""
+    for name in names:
+        with contextlib.suppress(ValueError, TypeError):
+            if 1 <= (value := int(fields.get(name))) <= 1000:  # type: ignore[arg-type]  a missing field is no number
+                return value
+    return usual
+
+
+class _EndingServer(uvicorn.Server):
+    """uvicorn server that ends with code 0 after a signal, and at once after a second one."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            end_at_once("Ended at once by a second signal; what was open is lost", 130)
+        self.should_exit = True
+
+
+async def serve_router(
+    urls: Sequence[str],
+    router: str,
+    listening: socket.socket,
+    *,
+    timeout_s: float,
+    drain_timeout_s: float,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Route requests until a signal arrives, then finish the open ones.
+
+    Args:
+        urls: base URLs of the servers.
+        router: name of the router.
+        listening: the bound socket.
+        timeout_s: time within which a server must begin to answer.
+        drain_timeout_s: time for open requests after a signal.
+        on_ready: called with the base URL once all servers have been asked whether they are up.
+    """
+    app = Router(urls, router, timeout_s)
+    guarded = Guards(
+        app,
+        keys=Keys(),
+        hosts=None,
+        max_body=_MAX_BODY_BYTES,
+        large_paths={EDITS: LargeBodies(MAX_EDIT_BYTES, 30.0)},
+    )
+    config = uvicorn.Config(
+        guarded,
+        http=TimedConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    await app.probe()
+    for server in app.servers.values():
+        if not server.is_up:
+            sys.stderr.write(f"Warning: {server.url} is not up: {server.problem}\n")
+    watching = asyncio.ensure_future(app.watch())
+    host, port = listening.getsockname()[:2]
+    on_ready(f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1")
+    try:
+        await _EndingServer(config).serve(sockets=[listening])
+    finally:
+        watching.cancel()
+        await app.close()
