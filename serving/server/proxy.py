@@ -57,7 +57,7 @@ _OF_THE_CONNECTION = frozenset(
 )
 """Headers that are not passed on, in either direction: those of one connection, and those that are set anew."""
 _USUAL = Resolution(1024, 1024), 30
-"""Size and steps of requests that do not say them to servers that do not say them either."""
+"""Size and steps that count for a request that does not say them."""
 _FORM_FIELD = re.compile(rb'name="(\w+)"(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]{1,32})\r\n')
 _FORM_BYTES = 65_536
 """Length of the beginning and the end of a form in which its fields are looked for."""
@@ -72,14 +72,12 @@ class Server:
     Attributes:
         url: base URL of its API, with `/v1`.
         is_up: whether it would draw now, as its probe last said.
-        usual: size and steps of requests that do not say them.
         lost: set while the server does not answer probes.
         problem: why it is not up.
     """
 
     url: str
     is_up: bool = False
-    usual: tuple[Resolution, int] = _USUAL
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     problem: str = "it has not been asked yet"
     _num_silent: int = 0
@@ -105,16 +103,8 @@ class Server:
         self._num_silent = 0
         self.lost.clear()
         # A server that wants a key for its list of models draws for those who have one.
-        is_up = answered.status_code in (200, 401, 403)
-        if is_up and not self.is_up:
-            await self._learn_usual(client)
-        self.is_up, self.problem = is_up, "" if is_up else f"{answered.url.path} answers {answered.status_code}"
-
-    async def _learn_usual(self, client: httpx.AsyncClient) -> None:
-        """Read the size and the steps that the server takes by default, if it says them."""
-        with contextlib.suppress(httpx.HTTPError, UsageError, ValueError, KeyError, IndexError, TypeError):
-            card = (await client.get(f"{self.url}/models", timeout=_PROBE_WITHIN_S)).json()["data"][0]["defaults"]
-            self.usual = parse(card["size"]), int(card["num_inference_steps"])
+        self.is_up = answered.status_code in (200, 401, 403)
+        self.problem = "" if self.is_up else f"{answered.url.path} answers {answered.status_code}"
 
 
 class Router:
@@ -192,8 +182,8 @@ class Router:
 
     async def _route(self, scope: Scope, body: bytes, send: Send) -> None:
         """Send a request for images to the server that the router chooses, or to the next one."""
-        usual = next((each.usual for each in self.servers.values() if each.is_up), _USUAL)
-        size, steps = _work_of(_header(scope, b"content-type"), body, usual)
+        kind = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
+        size, steps = _work_of(kind, body)
         view = RequestView(next(self._numbers), size, asyncio.get_running_loop().time(), None, steps)
         self._book.begin(view)
         try:
@@ -301,10 +291,6 @@ async def _next(parts: AsyncIterator[bytes]) -> bytes:
     return await anext(parts, b"")
 
 
-def _header(scope: Scope, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
-
-
 def _to_server(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Return the headers for a server: those of the client, its address, and the id of the request."""
     headers = [
@@ -315,36 +301,32 @@ def _to_server(scope: Scope) -> list[tuple[bytes, bytes]]:
     return [*headers, (b"x-request-id", caller_of(scope).request_id.encode())]
 
 
-def _work_of(kind: str, body: bytes, usual: tuple[Resolution, int]) -> tuple[Resolution, int]:
+def _work_of(kind: bytes, body: bytes) -> tuple[Resolution, int]:
     """Return the size of a request's images, and the steps of all of them together.
 
-    Fields have the names of OpenAI, vllm-omni and SGLang. What is missing or not valid is as usual: the server answers
-    for it.
+    Fields have the names of OpenAI, vllm-omni and SGLang. Those that are missing or not valid count as `_USUAL`: the
+    server answers for them.
     """
-    if kind.startswith("multipart/form-data"):
+    if kind.startswith(b"multipart/form-data"):
         parts = (body,) if len(body) <= 2 * _FORM_BYTES else (body[:_FORM_BYTES], body[-_FORM_BYTES:])
-        found = (pair for part in parts for pair in _FORM_FIELD.findall(part))
-        fields: Mapping[str, Any] = {name.decode(): value.decode("latin-1") for name, value in found}
+        fields = {name.decode(): value.decode("latin-1") for part in parts for name, value in _FORM_FIELD.findall(part)}
     else:
         try:
-            fields = json.loads(body)
-        except ValueError as error:
-            raise invalid(f"the body is no JSON: {error}", code="invalid_json") from None
-        if not isinstance(fields, dict):
-            raise invalid("the body is no JSON object", code="invalid_json")
-    size, steps = usual
+            fields = dict(json.loads(body))
+        except (ValueError, TypeError):
+            raise invalid("the body is no JSON object", code="invalid_json") from None
+    size, steps = _USUAL
     with contextlib.suppress(UsageError, KeyError):
-        given = fields.get("size") or f"{fields['width']}x{fields['height']}"
-        size = parse(str(given))
+        size = parse(str(fields.get("size") or f"{fields['width']}x{fields['height']}"))
     steps = _number(fields, ("num_inference_steps", "steps"), steps)
-    return size, steps * _number(fields, ("n", "num_outputs_per_prompt", "num_images_per_prompt"), 1)
+    return size, steps * _number(fields, ("n", "num_outputs_per_prompt"), 1)
 
 
 def _number(fields: Mapping[str, Any], names: Sequence[str], usual: int) -> int:
     """Return the first of these fields that is a number from 1 to 1,000."""
     for name in names:
         with contextlib.suppress(ValueError, TypeError):
-            if 1 <= (value := int(fields.get(name))) <= 1000:  # type: ignore[arg-type]  a missing field is no number
+            if 1 <= (value := int(fields.get(name, 0))) <= 1000:
                 return value
     return usual
 
