@@ -3,6 +3,7 @@
 #   make test     the tests of every promise: twenty minutes on two slow cores
 #   make test-exhaustive   all other tests: products of cases, and what takes long
 #   make faults   stopped and killed processes, failing disks, damaged files, random runs: at most twenty minutes
+#                 (FAULT_RUNS=10000 makes more of these)
 #   make check    lint, the fast tests, and all tests of what differs from CHECK_SINCE: before a commit
 #   make gate     quality gates on both bundled models, as CI judges them
 #   make docs     the documentation as a web site, in strict mode

@@ -80,9 +80,6 @@ class Process:
         assert not self.front_end.open
         events = Counter(json.loads(line)["event"] for line in log.splitlines())
         assert events["completed"] + events["failed"] + events["cancelled"] == len(self.ends.accepted)
-        records = sum(
-            float(line.rpartition(" ")[2])
-            for line in self.metrics.exposition("").decode().splitlines()
-            if line.startswith("psctl_request_success_total")
-        )
+        samples = [sample for metric in self.metrics._ended.collect() for sample in metric.samples]
+        records = sum(sample.value for sample in samples if sample.name == "psctl_request_success_total")
         assert records == sum(len(ticket.records) for ticket in self.front_end.ended.values())
