@@ -111,8 +111,6 @@ class PatchedPatchEmbed(BatchLeaf):
         pixels = latent.view(-1, channels, grain, unit, grain, unit).permute(0, 2, 4, 1, 3, 5)
         pixels = pixels.reshape(-1, grain**2, channels * unit**2)
         tokens = embedded(self.embed, pixels)
-        if (adapted := adapted_of(self.embed.proj)) is not None:
-            adapted.add(pixels, tokens)
         positions = self.fill()
         some = self.context.rows or self.context.active
         if some is not None:
@@ -130,10 +128,16 @@ class PatchedPatchEmbed(BatchLeaf):
 
 
 def embedded(embed: Any, pixels: Tensor) -> Tensor:
-    """Apply the convolution or the linear layer of an embedding to the pixels of each token, [..., pixels]."""
+    """Apply the convolution or the linear layer of an embedding to the pixels of each token, [..., pixels].
+
+    Adapters change only linear layers.
+    """
     weight = embed.proj.weight
     # A quantised weight cannot be flattened.
-    return F.linear(pixels, weight if weight.dim() == 2 else weight.flatten(1), embed.proj.bias)
+    out = F.linear(pixels, weight if weight.dim() == 2 else weight.flatten(1), embed.proj.bias)
+    if (adapted := adapted_of(embed.proj)) is not None:
+        adapted.add(pixels, out)
+    return out
 
 
 def cropped_positions(embed: Any, height: int, width: int) -> Tensor:

@@ -103,13 +103,17 @@ def test_recorded_strips_apply_the_adapters_of_each_batch(name: str, tmp_path: P
     """Batches have their adapters at other rows and scales than the one that was recorded."""
     pipe, loras, folder = saved(name, tmp_path)
     options, tape = ParallelOptions("virtual:2", may_use_fewer=True), Tape()
-    batches = [adapted([8] * 2, [(("pixel", scale),), ()][::order]) for scale, order in ((1.0, 1), (-0.5, -1))]
+    batches = [
+        adapted([8] * 4, [(("pixel", scale),), (), (), (("pixel", 0.3),)][::order])
+        for scale, order in ((1.0, 1), (-0.5, -1))
+    ]
+    expected = [alone(pipe, loras, batches[0]), alone(pipe, {}, batches[1])]
     with closing(serving(folder, loras, engine="parallel", parallel=options)) as model:
         assert isinstance(model.stepper, ParallelStepper)
         model.stepper.group.close()
         model.stepper.group = VirtualRanks(model.denoiser, options, recorder=tape)
-        for batch in batches:
-            assert relative_error(denoised(model, batch), alone(pipe, loras, batch)) <= STEPS
+        for batch, wanted in zip(batches, expected, strict=True):
+            assert relative_error(denoised(model, batch), wanted) <= STEPS
         assert model.stepper.recording_failure is None
     assert tape.played > tape.recorded > 0
 

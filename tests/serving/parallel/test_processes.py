@@ -288,7 +288,8 @@ def test_ranks_load_the_adapters_that_requests_name(tmp_path: Path) -> None:
 
     pipe, loras, folder = saved("sdxl", tmp_path)
     requests = adapted([2] * 4)
-    with closing(serving(folder, loras, engine="parallel", parallel=ParallelOptions("2"))) as model:
+    options = ParallelOptions("2", may_use_fewer=True)
+    with closing(serving(folder, loras, engine="parallel", parallel=options)) as model:
         assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= 1e-3
         assert isinstance(model.stepper, ParallelStepper)
         assert model.stepper.facts()["ranks_left"] == 2
