@@ -42,7 +42,7 @@ def router(
         psctl router http://gpu1:8000/v1 http://gpu2:8000/v1 --host 0.0.0.0 --port 80 --router least-requests
     """
     try:
-        from ...serving.server.proxy import serve_router
+        from ...serving.runs.http.proxy import serve_router
         from ...serving.server.run import Address
     except ImportError as error:
         raise MissingExtraError(error.name or "fastapi", "http") from error

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.server.proxy import _USUAL, _work_of
+from patchedserve.serving.runs.http.proxy import _USUAL, _work_of
 
 from ..conftest import RunPsctl
 from ..support.http_server import HttpServer, routing, small_model
@@ -60,7 +60,7 @@ def states(router: str) -> dict[str, dict[str, Any]]:
 def test_clients_see_one_server(router: str, servers: list[HttpServer], tmp_path: Path) -> None:
     client = openai.OpenAI(base_url=f"{router}/v1", api_key="none", max_retries=0)
     assert [each.id for each in client.models.list()] == [each["id"] for each in models_of(servers[0])]
-    drawn = client.images.generate(prompt="a cat", size="32x32", extra_body={"num_inference_steps": 2, "seed": 1})  # type: ignore[call-overload]
+    drawn: Any = client.images.generate(prompt="a cat", size="32x32", extra_body={"num_inference_steps": 2, "seed": 1})  # type: ignore[call-overload]
     assert drawn.data[0].b64_json == generate(servers[0].url, SMALL).json()["data"][0]["b64_json"]
     # An image is fetched from the server that has drawn it, at the router's address.
     found = [generate(router, SMALL | {"response_format": "url"}) for _ in range(2)]

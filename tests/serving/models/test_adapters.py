@@ -46,7 +46,8 @@ def test_batch_can_mix_adapters(name: str, tmp_path: Path) -> None:
     pipe, loras, folder = saved(name, tmp_path)
     one, few = adapted([1] * 4), adapted([6, 2, 3, 4])
     expected, expected_few = alone(pipe, loras, one), alone(pipe, {}, few)
-    for options in ({"order": "image"}, {"order": "patch", "strategy": "stitch"}, {"engine": "plain"}):
+    ways: list[dict[str, Any]] = [{"order": "image"}, {"order": "patch", "strategy": "stitch"}, {"engine": "plain"}]
+    for options in ways:
         model = serving(folder, loras, **options)
         found, base = denoised(model, one), denoised(model, mixed([1] * 4))
         assert relative_error(found, expected) <= PASS, options

@@ -22,19 +22,19 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import generate_latest
 
-from ...data.errors import UsageError
-from ...data.resolution import Resolution, parse
-from ..core.processes import end_at_once
-from ..core.request_state import RequestView
-from ..fleet.book import LoadBook
-from .connections import TimedConnection
-from .edits import EDITS, MAX_EDIT_BYTES
-from .errors import ApiError, invalid, not_ready, took_too_long
-from .guards import Guards, Message, Receive, Scope, Send, caller_of
-from .keys import Keys
-from .large_bodies import LargeBodies
-from .metrics import CONTENT_TYPE
-from .protocol import GENERATIONS
+from ....data.errors import UsageError
+from ....data.resolution import Resolution, parse
+from ...core.processes import end_at_once
+from ...core.request_state import RequestView
+from ...fleet.book import LoadBook
+from ...server.connections import TimedConnection
+from ...server.edits import EDITS, MAX_EDIT_BYTES
+from ...server.errors import ApiError, invalid, not_ready, took_too_long
+from ...server.guards import Guards, Message, Receive, Scope, Send, caller_of
+from ...server.keys import Keys
+from ...server.large_bodies import LargeBodies
+from ...server.metrics import CONTENT_TYPE
+from ...server.protocol import GENERATIONS
 
 _ROUTED = (GENERATIONS, EDITS)
 _API = "/v1"
