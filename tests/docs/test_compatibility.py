@@ -31,6 +31,6 @@ def test_matrix_equals_the_table_of_conflicts(repository: Path) -> None:
     (_, *columns), _, *body = rows
     assert [row[0] for row in body] == columns
     known = {feature for conflict in CONFLICTS for feature in (conflict.one, conflict.other)}
-    assert set(columns) - known == {"--cache schedule"}
+    assert set(columns) - known == {"--cache schedule", "--quantize"}, "these two exclude nothing"
     for name, *cells in body:
         assert cells == [cell_of(name, other) for other in columns], name

@@ -95,6 +95,7 @@ def test_help_lists_commands_in_order_of_use(spawn_psctl: RunPsctl) -> None:
     shown = spawn_psctl("--help", COLUMNS="120").stdout
     names = [
         "serve",
+        "router",
         "generate",
         "edit",
         "templates",
