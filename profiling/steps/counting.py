@@ -1,10 +1,12 @@
 """MACs of unmodified diffusers models, counted by torch on the meta device: real shapes, no weights, no arithmetic."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import diffusers
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...data.errors import UsageError
@@ -64,3 +66,23 @@ def run_meta(model: Any, call: Call) -> None:
         given["encoder_hidden_states"] = empty(rows, call.text_length, config["joint_attention_dim"])
         given["pooled_projections"] = empty(rows, config["pooled_projection_dim"])
     model(empty(rows, config["in_channels"], call.height, call.width), **given)
+
+
+class WholeAttention(TorchFunctionMode):
+    """Attention as one operator without scores, as fused kernels run it; on the meta device torch runs it in parts.
+
+    Results have no values. `on_attention` is called with the queries, keys and values of each.
+    """
+
+    def __init__(self, on_attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None) -> None:
+        super().__init__()
+        self._on_attention = on_attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **given)
+        query, key, value = (*args, *(given[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+        if self._on_attention is not None:
+            self._on_attention(query, key, value)
+        return torch.empty_like(query)

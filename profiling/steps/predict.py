@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -28,7 +26,7 @@ from ...serving.parallel.cost import Call
 from ..report.table import Table
 from .cards import Card
 from .combinations import Combination
-from .counting import meta_model, run_meta
+from .counting import WholeAttention, meta_model, run_meta
 from .model_config import TEXT_LENGTH
 
 RUN_KIND = "psctl-step-prediction"
@@ -74,7 +72,7 @@ def ops_of(model: Any, resolution: Resolution, text_length: int, num_rows: int) 
     """
     width, height = (side // RESOLUTION_MULTIPLE for side in resolution)
     listed = _Listed()
-    with torch.no_grad(), _WholeAttention(listed.ops), listed:
+    with torch.no_grad(), WholeAttention(listed.on_attention), listed:
         run_meta(model, Call(height, width, text_length, num_rows))
     return listed.ops
 
@@ -189,6 +187,11 @@ class _Listed(TorchDispatchMode):
         super().__init__()
         self.ops: list[Op] = []
 
+    def on_attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """List an attention."""
+        flops = 4 * query.numel() * key.shape[-2]
+        self.ops.append(Op("attention", flops, 2 * query.nbytes + key.nbytes + value.nbytes))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         found = func(*args, **given)
@@ -210,20 +213,3 @@ def _is_view(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> 
         return True
     places = {each.untyped_storage()._cdata for each in inputs}
     return not func._schema.is_mutable and any(each.untyped_storage()._cdata in places for each in outputs)
-
-
-class _WholeAttention(TorchFunctionMode):
-    """Lists attention as one operator, as fused kernels run it; on the meta device torch runs it in parts."""
-
-    def __init__(self, ops: list[Op]) -> None:
-        super().__init__()
-        self._ops = ops
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **given)
-        query, key, value = (*args, *(given[name] for name in ("query", "key", "value")[len(args) :]))[:3]
-        flops = 4 * query.numel() * key.shape[-2]
-        self._ops.append(Op("attention", flops, 2 * query.nbytes + key.nbytes + value.nbytes))
-        return torch.empty_like(query)

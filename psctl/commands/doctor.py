@@ -4,15 +4,18 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ...data.resolution import parse_list
 from ...data.run_facts import usable_cores
 from ...data.workspace import Workspace
 from ...serving.runs.machine import cpu_info, cpu_name
+from ..flags import flag
+from ..options.common import counts_of
 from ..options.target import WHERE, Target
 from ..output import Output
 
@@ -25,23 +28,60 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd",
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def doctor(*, target: Annotated[Target, WHERE.only("workspace")], out: Output) -> None:
+def doctor(
+    *,
+    model: Annotated[
+        str | None,
+        flag(
+            "--model -m",
+            "Also estimate the memory of a model, whose weights need not be there: name, folder or hub id.",
+            metavar="NAME|DIR|ID",
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], flag("--dtype", "With --model: number format of the model.")
+    ] = "float16",
+    resolutions: Annotated[
+        str | None,
+        flag("--resolutions", "With --model: sizes of images. Default: those that it serves.", metavar="LIST"),
+    ] = None,
+    batch_sizes: Annotated[
+        str, flag("--batch-sizes", "With --model: numbers of requests in a batch.", metavar="LIST")
+    ] = "1,4,16",
+    target: Annotated[Target, WHERE.only("workspace")],
+    out: Output,
+) -> None:
     """Report versions, devices, number formats, extras, bundled models and the workspace.
 
-    Exits with 1 if something that every command needs is broken: a required library or a bundled model.
+    With `--model`, also the memory of its weights, of a step of batches of each size, and of decoding. Exits with 1 if
+    something that every command needs is broken: a required library or a bundled model.
 
     Examples:
 
         psctl doctor
         psctl doctor --json | jq .models
+        psctl doctor --model stabilityai/stable-diffusion-xl-base-1.0 --resolutions 512,1024
     """
+    counts = counts_of("--batch-sizes", batch_sizes)
     with out.status("Looking at libraries, devices and bundled models ..."):
         report = examine(target.root)
+        if model is not None:
+            report["memory"] = _memory_of(model, dtype, resolutions, counts)
     out.data(report, table=lambda: _render(report))
     for problem in report["problems"]:
         out.warn(problem)
     if report["problems"]:
         raise typer.Exit(1)
+
+
+def _memory_of(model: str, dtype: str, resolutions: str | None, counts: Sequence[int]) -> dict[str, Any]:
+    import torch
+
+    from ...profiling.steps.memory import memory_of
+    from ...serving.models.loading import model_defaults
+
+    sizes = model_defaults(model).resolutions if resolutions is None else parse_list(resolutions)
+    return memory_of(model, getattr(torch, dtype), sizes, counts)
 
 
 def examine(workspace: Workspace) -> dict[str, Any]:
@@ -244,11 +284,27 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             model["path"] if is_whole else "; ".join(model["problems"]),
             "green" if is_whole else "red",
         )
+    if "memory" in report:
+        yield from _rows_of_memory(report["memory"])
     workspace = report["workspace"]
     state = "exists" if workspace["exists"] else "not there yet"
     access = "writable" if workspace["is_writable"] else "NOT writable"
     free = f"{workspace['free_bytes'] / 2**30:.1f} GiB free"
     yield "workspace", workspace["path"], f"{state}, {access}, {free}", "" if workspace["is_writable"] else "red"
+
+
+def _rows_of_memory(memory: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    heading = f"memory of {memory['model']}, {memory['dtype']}"
+    for name, num_bytes in memory["weight_bytes"].items():
+        yield heading, name, f"{_mib(num_bytes)} of weights", ""
+    for each in memory["batches"]:
+        step, decode, total = (_mib(each[f"{name}_bytes"]) for name in ("step", "decode", "total"))
+        what = f"a step takes {step}, decoding an image {decode}: {total} with the weights"
+        yield heading, f"{each['num_requests']} of {each['resolution']}", what, ""
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "an unknown amount" if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def _memory(device: dict[str, Any]) -> str:

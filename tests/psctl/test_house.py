@@ -198,3 +198,28 @@ def test_doctor_prints_equal_values_without_json(run_psctl: RunPsctl) -> None:
     done = run_psctl("doctor", "--quiet")
     for word in ("libraries", "devices", "extras", "models", "workspace", "psctl[gpu]", "emoji-xl"):
         assert word in done.stdout
+
+
+@pytest.mark.slow
+def test_doctor_estimates_the_memory_of_a_model(run_psctl: RunPsctl) -> None:
+    command = ("doctor", "--quiet", "--model", "emoji-xl", "--resolutions", "128", "--batch-sizes", "1,2")
+    done = run_psctl(*command)
+    assert "memory of emoji-xl, float16" in done.stdout
+    assert "2 of 128x128" in done.stdout
+    found = json.loads(run_psctl(*command, "--json").stdout)["memory"]
+    one, two = (batch["step_bytes"] for batch in found["batches"])
+    assert 1.9 * one < two <= 2 * one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-sizes", "0"], "--batch-sizes is '0', but it must be whole numbers from 1 on with commas between"),
+        (["--model", "nothing"], "no model"),
+        (["--model", "emoji-xl", "--resolutions", "7"], "7"),
+    ],
+)
+def test_doctor_refuses_wrong_values(arguments: list[str], message: str, run_psctl: RunPsctl) -> None:
+    done = run_psctl("doctor", *arguments, "--quiet")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert message in done.stderr
