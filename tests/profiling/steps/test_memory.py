@@ -24,8 +24,8 @@ def allocated_bytes(run: Callable[[], object]) -> int:
     """Return the largest sum of what torch allocates while a function runs."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, torch.inference_mode():
         run()
-    assert profiled.profiler is not None
-    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    found: Any = profiled.profiler
+    events = [each for each in found.kineto_results.events() if each.name() == "[memory]"]
     now = peak = 0
     for each in sorted(events, key=lambda event: event.start_ns()):
         now += each.nbytes()
