@@ -1,6 +1,7 @@
 """`psctl router`: one address for several servers of OpenAI's images API."""
 
 import asyncio
+import re
 from typing import Annotated
 
 import typer
@@ -21,6 +22,9 @@ def router(
     name: Annotated[
         str, flag("--router", f"How a server is chosen: {', '.join(_NAMES)}.", metavar="NAME")
     ] = DEFAULT_ROUTER,
+    allowed_host: Annotated[
+        list[str] | None, flag("--allowed-host", "Accepted host name of requests; may be repeated.")
+    ] = None,
     request_timeout: Annotated[
         float,
         flag("--request-timeout", "Time within which a server must begin to answer.", min=0.001, metavar="SECONDS"),
@@ -50,18 +54,18 @@ def router(
     if name not in _NAMES:
         raise UsageError(f"--router is {name!r}, but it must be one of {', '.join(_NAMES)}")
     urls = [each.rstrip("/") for each in servers]
-    if wrong := [each for each in urls if not each.startswith(("http://", "https://"))]:
-        raise UsageError(f"the server is {wrong[0]!r}, but it must begin with http:// or https://")
+    if wrong := [each for each in urls if not re.fullmatch(r"https?://[^/?#]+(/[^?#]*)?/v1", each)]:
+        raise UsageError(f"the server is {wrong[0]!r}, but it must be like http://gpu1:8000/v1")
     if twice := [each for each in urls if urls.count(each) > 1]:
         raise UsageError(f"the server {twice[0]} is given twice")
-    listening = Address(host, port, is_open=True).listen()
+    # The servers check the keys.
+    address = Address(host, port, allowed_hosts=allowed_host or (), drain_timeout_s=drain_timeout, is_open=True)
     asyncio.run(
         serve_router(
             urls,
             name,
-            listening,
+            address,
             timeout_s=request_timeout,
-            drain_timeout_s=drain_timeout,
             on_ready=lambda url: out.note(f"Routing at {url} to {len(urls)} servers"),
         )
     )

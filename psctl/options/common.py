@@ -69,7 +69,7 @@ def require_seeds(seed: int, count: int, what: str) -> None:
 def counts_of(option: str, text: str) -> list[int]:
     """Parse whole numbers from 1 on, separated by commas. Raises UsageError, which names the option, for other text."""
     found = numbers_of(option, text)
-    if not found or any(each < 1 or each != int(each) for each in found):
+    if not found or any(each < 1 or not each.is_integer() for each in found):
         raise UsageError(f"{option} is {text!r}, but it must be whole numbers from 1 on with commas between")
     return [int(each) for each in found]
 

@@ -214,6 +214,7 @@ def test_doctor_estimates_the_memory_of_a_model(run_psctl: RunPsctl) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--batch-sizes", "inf"], "--batch-sizes is 'inf', but it must be whole numbers"),
         (["--batch-sizes", "0"], "--batch-sizes is '0', but it must be whole numbers from 1 on with commas between"),
         (["--model", "nothing"], "unknown model 'nothing'"),
         (["--model", "emoji-xl", "--resolutions", "7"], "7"),

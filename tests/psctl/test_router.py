@@ -79,6 +79,8 @@ def test_clients_see_one_server(router: str, servers: list[HttpServer], tmp_path
     for method, path, code in (("GET", "/v1/batches", 404), ("DELETE", "/v1/models", 404), ("GET", "/docs", 404)):
         answered = httpx.request(method, f"{router}{path}")
         assert (answered.status_code, answered.json()["error"]["code"]) == (code, "not_found")
+    answered = httpx.get(f"{router}/v1/models", headers={"Host": "evil.example"})
+    assert (answered.status_code, answered.json()["error"]["code"]) == (403, "host_not_allowed")
     answered = httpx.post(f"{router}/v1/images/generations", content=b"{")
     assert (answered.status_code, answered.json()["error"]["code"]) == (400, "invalid_json")
 
@@ -152,7 +154,8 @@ def test_killed_servers_cost_no_request(model: Path, servers: list[HttpServer], 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpu1:8000"], "the server is 'gpu1:8000', but it must begin with http:// or https://"),
+        (["gpu1:8000/v1"], "the server is 'gpu1:8000/v1', but it must be like http://gpu1:8000/v1"),
+        (["http://gpu1:8000"], "the server is 'http://gpu1:8000', but it must be like http://gpu1:8000/v1"),
         (["http://a/v1", "http://a/v1/"], "the server http://a/v1 is given twice"),
         (
             ["http://a/v1", "--router", "mask-aware"],

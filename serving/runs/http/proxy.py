@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import re
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from ...server.keys import Keys
 from ...server.large_bodies import LargeBodies
 from ...server.metrics import CONTENT_TYPE
 from ...server.protocol import GENERATIONS
+from ...server.run import Address
 
 _ROUTED = (GENERATIONS, EDITS)
 _API = "/v1"
@@ -343,10 +343,9 @@ class _EndingServer(uvicorn.Server):
 async def serve_router(
     urls: Sequence[str],
     router: str,
-    listening: socket.socket,
+    address: Address,
     *,
     timeout_s: float,
-    drain_timeout_s: float,
     on_ready: Callable[[str], None],
 ) -> None:
     """Route requests until a signal arrives, then finish the open ones.
@@ -354,16 +353,18 @@ async def serve_router(
     Args:
         urls: base URLs of the servers.
         router: name of the router.
-        listening: the bound socket.
+        address: where to listen, and the names by which clients may call the router.
         timeout_s: time within which a server must begin to answer.
-        drain_timeout_s: time for open requests after a signal.
         on_ready: called with the base URL once all servers have been asked whether they are up.
+
+    Raises RunError: as `Address.listen`.
     """
+    listening = address.listen()
     app = Router(urls, router, timeout_s)
     guarded = Guards(
         app,
         keys=Keys(),
-        hosts=None,
+        hosts=address.hosts,
         max_body=_MAX_BODY_BYTES,
         large_paths={EDITS: LargeBodies(MAX_EDIT_BYTES, 30.0)},
     )
@@ -375,7 +376,7 @@ async def serve_router(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        timeout_graceful_shutdown=max(1, round(address.drain_timeout_s)),
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     await app.probe()
