@@ -2,16 +2,15 @@
 
 import asyncio
 import re
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from ...data.errors import MissingExtraError, UsageError
-from ...serving.scheduling.routers import DEFAULT_ROUTER, PREDICTING_ROUTERS, ROUTERS
+from ...serving.scheduling.routers import COUNTING_ROUTERS, DEFAULT_ROUTER
 from ..flags import flag
 from ..output import Output
-
-_NAMES = tuple(name for name in ROUTERS if name not in PREDICTING_ROUTERS)
 
 
 def router(
@@ -20,7 +19,7 @@ def router(
     host: Annotated[str, flag("--host", "Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, flag("--port", "Port; 0 for any free port.", min=0, max=65535)] = 8080,
     name: Annotated[
-        str, flag("--router", f"How a server is chosen: {', '.join(_NAMES)}.", metavar="NAME")
+        str, flag("--router", f"How a server is chosen: {', '.join(COUNTING_ROUTERS)}.", metavar="NAME")
     ] = DEFAULT_ROUTER,
     allowed_host: Annotated[
         list[str] | None, flag("--allowed-host", "Accepted host name of requests; may be repeated.")
@@ -47,17 +46,21 @@ def router(
     """
     try:
         from ...serving.runs.http.proxy import serve_router
-        from ...serving.server.run import Address
+        from ...serving.server.address import Address
     except ImportError as error:
         raise MissingExtraError(error.name or "fastapi", "http") from error
 
-    if name not in _NAMES:
-        raise UsageError(f"--router is {name!r}, but it must be one of {', '.join(_NAMES)}")
     urls = [each.rstrip("/") for each in servers]
     if wrong := [each for each in urls if not re.fullmatch(r"https?://[^/?#]+(/[^?#]*)?/v1", each)]:
         raise UsageError(f"the server is {wrong[0]!r}, but it must be like http://gpu1:8000/v1")
     if twice := [each for each in urls if urls.count(each) > 1]:
         raise UsageError(f"the server {twice[0]} is given twice")
+
+    def on_ready(url: str, problems: Mapping[str, str]) -> None:
+        for server, problem in problems.items():
+            out.warn(f"{server} is not up: {problem}")
+        out.note(f"Routing at {url} to {len(urls)} servers")
+
     # The servers check the keys.
     address = Address(host, port, allowed_hosts=allowed_host or (), drain_timeout_s=drain_timeout, is_open=True)
     asyncio.run(
@@ -66,6 +69,6 @@ def router(
             name,
             address,
             timeout_s=request_timeout,
-            on_ready=lambda url: out.note(f"Routing at {url} to {len(urls)} servers"),
+            on_ready=on_ready,
         )
     )

@@ -11,10 +11,10 @@ from ...serving.options import CALIBRATE_S, Calibrate
 from ..flags import flag
 
 if TYPE_CHECKING:
+    from ...serving.server.address import Address
     from ...serving.server.keys import Keys
     from ...serving.server.limits import Limits
     from ...serving.server.request_log import RequestLog
-    from ...serving.server.run import Address
     from ...serving.server.traces import Traces
 
 KEY_VARIABLE = "PSCTL_API_KEY"
@@ -174,8 +174,8 @@ class HttpFlags:
         """Return the address to listen on. Raises UsageError: the keys cannot be read, a required key is missing, or
         what a proxy or other sites need is not valid.
         """
+        from ...serving.server.address import Address
         from ...serving.server.keys import read_keys
-        from ...serving.server.run import Address
 
         read = partial(read_keys, self.api_key_file, os.environ.get(KEY_VARIABLE, "").strip() or None)
         keys = read()

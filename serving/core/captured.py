@@ -120,12 +120,6 @@ class _RecordedPass:
         read = (*self.inputs.values(), *self.batch_values.values())
         return self.result.nbytes + sum(buffer.tensor.nbytes for buffer in read)
 
-    def has_values(self, values: Mapping[Path, Tensor | Stacked]) -> bool:
-        """Whether the values that it reads are among those that a batch keeps, in the same shapes."""
-        return all(
-            path in values and values[path].shape == buffer.tensor.shape for path, buffer in self.batch_values.items()
-        )
-
 
 @dataclass(slots=True, eq=False)
 class PassBatch:
@@ -214,11 +208,13 @@ class CapturedPasses:
         """
         place = key, tuple((tensor.shape, tensor.dtype) for _, tensor in _tensors(inputs))
         recorded = self._recorded.get(place)
-        # A batch whose passes so far had other keys may lack values that this one computes.
-        if batch.is_complete and recorded is not None and recorded.has_values(values := dict(_tensors(batch_values))):
+        if (
+            batch.is_complete
+            and recorded is not None
+            and _fill(recorded.inputs, recorded.batch_values, batch, inputs, batch_values)
+        ):
             self._recorded.move_to_end(place)
             self._recent.append(1)
-            _fill(recorded.inputs, recorded.batch_values, batch, inputs, values)
             recorded.play()
             return recorded.result.clone()
         self._recent.append(0)
@@ -248,7 +244,7 @@ class CapturedPasses:
         )
         own_inputs, own_values = _replaced(inputs, of_inputs), _replaced(batch_values, of_values)
         # Before the recording: indices that are left from other passes may be out of range in this one.
-        _fill(of_inputs, of_values, batch, inputs, dict(_tensors(batch_values)))
+        _fill(of_inputs, of_values, batch, inputs, batch_values)
         try:
             play, result = self.recorder(lambda pause: forward(own_inputs, own_values, pause))
             recorded = _RecordedPass(play, of_inputs, of_values, result, kept_alive)
@@ -305,20 +301,27 @@ def _fill(
     of_values: Mapping[Path, _Buffer],
     batch: PassBatch,
     inputs: dict[str, Any],
-    values: Mapping[Path, Tensor | Stacked],
-) -> None:
-    """Copy the inputs of a pass, and the values of its batch unless they are there, to where they are read."""
+    batch_values: Any,
+) -> bool:
+    """Copy the inputs of a pass, and the values of its batch unless they are there, to where they are read.
+
+    Returns False, and copies nothing, if the batch lacks a value, as its passes so far had other keys.
+    """
+    missing = {path: buffer for path, buffer in of_values.items() if buffer.filled_by is not batch}
+    values = dict(_tensors(batch_values)) if missing else {}
+    if any(path not in values or values[path].shape != buffer.tensor.shape for path, buffer in missing.items()):
+        return False
     pairs: list[tuple[Tensor, Tensor]] = []
     for path, given in _tensors(inputs):
         target = of_inputs[path].tensor
         pairs += [(given, target)] if isinstance(given, Tensor) else given.copies_to(target)
-    for path, buffer in of_values.items():
+    for path, buffer in missing.items():
         tensor = values[path]
         assert isinstance(tensor, Tensor), "what changes from pass to pass is an input"
-        if buffer.filled_by is not batch:
-            pairs.append((tensor, buffer.tensor))
-            buffer.filled_by = batch
+        pairs.append((tensor, buffer.tensor))
+        buffer.filled_by = batch
     copy_all(*zip(*pairs, strict=True))
+    return True
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:

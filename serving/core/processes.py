@@ -22,6 +22,8 @@ _PRELOADED = "patchedserve.serving.preload"
 _MAX_LETTERS = 15
 """Longest process name on Linux."""
 _STDERR = 2
+INTERRUPTED = 130
+"""Exit code of an interrupted process."""
 _starting = threading.Lock()
 
 
@@ -59,6 +61,11 @@ def end_at_once(why: str, code: int) -> NoReturn:
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(code)
+
+
+def end_at_second_signal(*_: object) -> NoReturn:
+    """End this process at once, as the handler of a signal that follows another one."""
+    end_at_once("Ended at once by a second signal; what was open is lost", INTERRUPTED)
 
 
 def memory_file() -> int:

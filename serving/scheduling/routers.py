@@ -204,9 +204,10 @@ class MaskAwareStep:
 DEFAULT_ROUTER = FewestPixels.name
 _COUNTING = (RoundRobin, LeastRequests, LeastTokens, FewestPixels)
 _PREDICTING = (MaskAware, MaskAwareStep)
+COUNTING_ROUTERS = tuple(each.name for each in _COUNTING)
 PREDICTING_ROUTERS = tuple(each.name for each in _PREDICTING)
 """Names of the routers that need a step latency predictor."""
-ROUTERS = (*(each.name for each in _COUNTING), *PREDICTING_ROUTERS)
+ROUTERS = (*COUNTING_ROUTERS, *PREDICTING_ROUTERS)
 
 
 def check_router(name: str) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -20,7 +20,7 @@ from .edits import EDITS, read_form
 from .errors import ApiError, cancelled
 from .fields import MAX_IMAGES, check_model, generation_fields
 from .front_end import FrontEnd
-from .guards import caller_of
+from .guards import Result, caller_of, disconnect, unless
 from .images import base64_of
 from .json_body import read_object
 from .live import Live
@@ -35,7 +35,6 @@ from .traces import trace_context_of
 
 _CREATED = int(time.time())
 _IMAGE_ERRORS = errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)
-Result = TypeVar("Result")
 
 
 def make_app(
@@ -212,21 +211,7 @@ def make_app(
 
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of `work`. If the client disconnects first, cancel it and raise ApiError."""
-
-    async def disconnect() -> None:
-        # Waits for the event: polling several times a second, for every open request, takes time from the engine.
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
-    try:
-        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise cancelled("its client has left")
-    finally:
-        for task in (working, disconnecting):
-            task.cancel()
+    return await unless(disconnect(request.receive), cancelled("its client has left"), work)
 
 
 class _Stream(StreamingResponse):

@@ -7,10 +7,10 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ApiError
 from .keys import Keys
@@ -21,6 +21,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Result = TypeVar("Result")
 
 BODY_WITHIN_S, SEND_WITHIN_S = 10.0, 30.0
 LEAST_SENT, SENT_WITHIN_S = 16_384, 5.0
@@ -114,7 +115,7 @@ class Guards:
                 self._on_answer(scope, message["status"], request_id)
             elif is_head and message.get("more_body", False):
                 await send({"type": "http.response.body"})
-                raise _DisconnectedError
+                raise DisconnectedError
             # A client that does not read its response would keep it in memory indefinitely.
             await asyncio.wait_for(send(message), SEND_WITHIN_S)
 
@@ -135,7 +136,7 @@ class Guards:
             if has_begun:
                 raise
             await answer(error, guarded_send)
-        except (TimeoutError, _DisconnectedError):
+        except (TimeoutError, DisconnectedError):
             # The client does not read any more; uvicorn closes the connection.
             return
 
@@ -209,10 +210,30 @@ async def _parts(receive: Receive, least: int | None) -> AsyncIterator[bytes]:
             until_s, size = loop.time() + SENT_WITHIN_S, 0
             continue
         if message["type"] == "http.disconnect":
-            raise _DisconnectedError
+            raise DisconnectedError
         part, has_more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         yield part
+
+
+async def unless(event: Coroutine[Any, Any, object], error: Exception, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of `work`; if the event comes first, cancel it and raise the error."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event)
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise error
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+
+
+async def disconnect(receive: Receive) -> None:
+    """Wait until the client of a request, whose body was read, disconnects."""
+    # Waits for the event: polling several times a second, for every open request, takes time from the engine.
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def caller_of(scope: Scope) -> Caller:
@@ -231,7 +252,7 @@ async def answer(error: ApiError, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class _DisconnectedError(Exception):
+class DisconnectedError(Exception):
     """The client has disconnected before its request was read, or it needs no more of the response."""
 
 

@@ -1,14 +1,11 @@
 """Runs the server: uvicorn on the main thread, from loading to the end of draining. No torch."""
 
 import asyncio
-import logging
-import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from ipaddress import ip_network
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -17,17 +14,16 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from ...data.errors import RunError, UsageError
-from ..core.processes import end_at_once
+from ..core.processes import INTERRUPTED, end_at_once, end_at_second_signal
+from .address import Address, uvicorn_config
 from .app import make_app
 from .backend import Health
 from .batches.api import FILES
 from .batches.store import MAX_FILE_BYTES, Batches
-from .connections import TimedConnection
 from .edit_processes import EditProcesses
 from .edits import EDITS, MAX_EDIT_BYTES
 from .front_end import FrontEnd
-from .guards import ANY_ADDRESS, LOOPBACK, Guards, Receive, Scope, Send
-from .keys import Keys
+from .guards import Guards, Receive, Scope, Send
 from .large_bodies import LargeBodies
 from .limits import Limits
 from .live import Live
@@ -36,91 +32,8 @@ from .metrics import Metrics
 from .protocol import GENERATIONS
 from .start_up import StartUp
 
-_BACKLOG = 256
-KEEP_ALIVE_S = 90.0
-"""Longer than the 60 s for which nginx and load balancers keep connections. If the server closed a connection first, a
-request on its way would be answered with 502.
-"""
 _LAST_ANSWERS_S = 5
 _HANDLERS_EVERY_S = 0.1
-_ORIGIN = re.compile(r"https?://[\w.-]+(:\d+)?|https?://\[[\da-f:]+\](:\d+)?", re.ASCII)
-_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
-_INTERRUPTED = 130
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Address on which a server listens, and the requests that it accepts.
-
-    Attributes:
-        host: host name or address.
-        port: port; 0 for any free port.
-        keys: accepted keys; if there are none, no key is needed.
-        allowed_hosts: host names under which it accepts requests besides `host`. If there are none on another host than
-            loopback, it accepts any name with keys, and the names of this machine without.
-        drain_timeout_s: seconds that open requests may still take after a signal.
-        is_open: whether it may listen on other hosts than loopback without keys.
-        keep_alive_s: seconds after which an idle connection is closed.
-        origins: origins of other sites whose pages may send requests.
-        root_path: path under which a proxy serves it, such as `/images`; "" for none.
-        proxies: addresses and networks of proxies whose `X-Forwarded-Proto` and `X-Forwarded-For` count.
-        read_keys: reads the keys again, on SIGHUP; raises UsageError.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    keys: Keys = field(default_factory=Keys, repr=False)
-    allowed_hosts: Sequence[str] = ()
-    drain_timeout_s: float = 30.0
-    is_open: bool = False
-    keep_alive_s: float = KEEP_ALIVE_S
-    origins: Sequence[str] = ()
-    root_path: str = ""
-    proxies: Sequence[str] = ()
-    read_keys: Callable[[], Keys] | None = None
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        return self.host in ("localhost", "127.0.0.1", "::1")
-
-    def check(self) -> None:
-        """Raise UsageError if anyone on the network could send requests, unless `is_open` allows it, or if an origin,
-        the path or a proxy is not valid.
-        """
-        if wrong := [origin for origin in self.origins if not _ORIGIN.fullmatch(origin)]:
-            raise UsageError(f"--cors-origin is {wrong[0]!r}, but it must be like https://app.example, with no path")
-        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
-            raise UsageError(f"--root-path is {self.root_path!r}, but it must be like /images, with no / at its end")
-        for proxy in self.proxies:
-            try:
-                ip_network(proxy)
-            except ValueError as error:
-                raise UsageError(f"--trusted-proxy: {error}; give addresses or networks like 10.0.0.0/8") from None
-        if not self.is_loopback and not self.keys and not self.is_open:
-            raise UsageError(
-                f"--host is {self.host}, where others can ask: set PSCTL_API_KEY or --api-key-file, or say --insecure"
-            )
-
-    def listen(self) -> socket.socket:
-        """Return the bound socket, so that a port in use is reported before anything is loaded. Raises RunError."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # With IPPROTO_TCP, asyncio sends small responses at once: without, each took 40 ms longer on kept connections.
-        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((self.host, self.port))
-        except OSError as error:
-            listening.close()
-            raise RunError(f"cannot listen on {self.host}:{self.port}: {error.strerror}") from error
-        return listening
-
-    @property
-    def hosts(self) -> tuple[str, ...] | None:
-        """Host names under which requests are accepted; None for any, as pages of other sites do not have the key."""
-        if self.is_loopback or self.allowed_hosts:
-            return (*LOOPBACK, self.host, *self.allowed_hosts)
-        return None if self.keys else (*LOOPBACK, self.host, socket.gethostname(), socket.getfqdn(), ANY_ADDRESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,24 +98,8 @@ async def serve_forever(
         allow_headers=["*"],
         expose_headers=["X-Request-Id", "X-Generation-Id", "Retry-After"],
     )
-    config = uvicorn.Config(
-        app if address.origins else guarded,
-        http=TimedConnection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=bool(address.proxies),
-        forwarded_allow_ips=list(address.proxies),
-        backlog=_BACKLOG,
-        timeout_keep_alive=address.keep_alive_s,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=_LAST_ANSWERS_S,
-    )
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    config = uvicorn_config(app if address.origins else guarded, address, drain_s=_LAST_ANSWERS_S)
     server = _DrainingServer(config, address.drain_timeout_s)
-    port = listening.getsockname()[1]
-    host = f"[{address.host}]" if ":" in address.host else address.host
 
     async def start() -> None:
         making, is_made = asyncio.get_running_loop().run_in_executor(None, make), False
@@ -224,7 +121,7 @@ async def serve_forever(
         await asyncio.gather(front_end.backend.start(), *others)
         await served.batches.start()
         start_up.end()
-        on_ready(f"http://{host}:{port}/v1")
+        on_ready(address.url_of(listening))
 
     def read_keys() -> None:
         _read_keys_again(address)
@@ -240,7 +137,7 @@ async def serve_forever(
         if server.front_end is not None and server.front_end.is_draining:
             # Until the process has ended: the awaited ends of batches and the backend may never come.
             for sig in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(sig, _end_at_second_signal)
+                signal.signal(sig, end_at_second_signal)
         if not starting.done():
             starting.cancel()
         if gate.served is not None:
@@ -322,9 +219,9 @@ class _DrainingServer(uvicorn.Server):
         """Handle a signal: the first one drains, a second one ends the process at once."""
         if self.front_end is None:
             # The thread that loads the model cannot be stopped, and nothing is open.
-            end_at_once("Ended before the server was ready", _INTERRUPTED if sig == signal.SIGINT else 0)
+            end_at_once("Ended before the server was ready", INTERRUPTED if sig == signal.SIGINT else 0)
         if self.front_end.is_draining:
-            _end_at_second_signal()
+            end_at_second_signal()
         self.front_end.is_draining = True
         self._loop.call_soon_threadsafe(self._begin_draining)
 
@@ -351,10 +248,6 @@ class _DrainingServer(uvicorn.Server):
             await self.front_end.drain(self._drain_timeout_s)
         finally:
             self.should_exit = True
-
-
-def _end_at_second_signal(*_: object) -> None:
-    end_at_once("Ended at once by a second signal; what was open is lost", _INTERRUPTED)
 
 
 def _route_of(scope: Scope, paths: set[str]) -> str:

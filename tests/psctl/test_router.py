@@ -159,7 +159,7 @@ def test_killed_servers_cost_no_request(model: Path, servers: list[HttpServer], 
         (["http://a/v1", "http://a/v1/"], "the server http://a/v1 is given twice"),
         (
             ["http://a/v1", "--router", "mask-aware"],
-            "--router is 'mask-aware', but it must be one of round-robin, least-requests, least-tokens, fewest-pixels",
+            "router mask-aware asks how long steps take, and there is no predictor to tell it",
         ),
     ],
 )

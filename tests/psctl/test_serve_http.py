@@ -21,7 +21,7 @@ from PIL import Image
 
 from patchedserve.eval.metrics.psnr import psnr
 from patchedserve.psctl.options.http import HttpFlags
-from patchedserve.serving.server.run import Address
+from patchedserve.serving.server.address import Address
 
 from ..conftest import RunPsctl
 from ..support.http_server import HttpServer, small_model

@@ -6,35 +6,33 @@ Servers need not be ours. What is pending is known from what was sent and has no
 
 import asyncio
 import contextlib
-import json
-import logging
 import re
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import generate_latest
+from starlette.responses import JSONResponse, Response
 
 from ....data.errors import UsageError
 from ....data.resolution import Resolution, parse
-from ...core.processes import end_at_once
+from ...core.processes import end_at_second_signal
 from ...core.request_state import RequestView
 from ...fleet.book import LoadBook
-from ...server.connections import TimedConnection
+from ...server.address import Address, uvicorn_config
 from ...server.edits import EDITS, MAX_EDIT_BYTES
-from ...server.errors import ApiError, invalid, not_ready, took_too_long
-from ...server.guards import Guards, Message, Receive, Scope, Send, caller_of
+from ...server.errors import ApiError, not_ready, took_too_long
+from ...server.guards import DisconnectedError, Guards, Receive, Result, Scope, Send, caller_of, disconnect, unless
+from ...server.json_body import parse_object
 from ...server.keys import Keys
 from ...server.large_bodies import LargeBodies
 from ...server.metrics import CONTENT_TYPE
 from ...server.protocol import GENERATIONS
-from ...server.run import Address
 
 _ROUTED = (GENERATIONS, EDITS)
 _API = "/v1"
@@ -61,8 +59,6 @@ _USUAL = Resolution(1024, 1024), 30
 _FORM_FIELD = re.compile(rb'name="(\w+)"(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]{1,32})\r\n')
 _FORM_BYTES = 65_536
 """Length of the beginning and the end of a form in which its fields are looked for."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -105,6 +101,10 @@ class Server:
         # A server that wants a key for its list of models draws for those who have one.
         self.is_up = answered.status_code in (200, 401, 403)
         self.problem = "" if self.is_up else f"{answered.url.path} answers {answered.status_code}"
+
+    async def until_lost(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of work on this server. Raises httpx.ReadError when the server is lost."""
+        return await unless(self.lost.wait(), httpx.ReadError("it does not answer probes"), work)
 
 
 class Router:
@@ -156,29 +156,27 @@ class Router:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         if path in ("/livez", "/readyz", "/health", "/metrics") and method == "GET":
-            await self._answer_probe(path, send)
+            await self._probe_response(path)(scope, receive, send)
         elif path.startswith(_OF_ONE_SERVER):
             raise ApiError(404, "files and batches are kept by one server: ask it directly", code="not_found")
         elif method == "POST" and path in _ROUTED:
             body = (await receive()).get("body", b"")
-            await _until_left(self._route(scope, body, send), receive)
+            await unless(disconnect(receive), DisconnectedError(), self._route(scope, body, send))
         elif method == "GET" and path.startswith(f"{_API}/"):
             await receive()
-            await _until_left(self._fetch(scope, send), receive)
+            await unless(disconnect(receive), DisconnectedError(), self._fetch(scope, send))
         else:
             raise ApiError(404, f"the router has no {method} {path[:80]}", code="not_found")
 
-    async def _answer_probe(self, path: str, send: Send) -> None:
+    def _probe_response(self, path: str) -> Response:
         if path == "/metrics":
-            await _respond(send, 200, CONTENT_TYPE, generate_latest(self._registry))
-            return
+            return Response(generate_latest(self._registry), media_type=CONTENT_TYPE)
         states = {
             url: {"is_up": each.is_up, "problem": each.problem, "pixel_steps": self._book.pending(url)}
             for url, each in self.servers.items()
         }
         is_up = path == "/livez" or any(each.is_up for each in self.servers.values())
-        body = json.dumps({"status": "ok" if is_up else "no server is up", "servers": states}).encode()
-        await _respond(send, 200 if is_up else 503, "application/json", body)
+        return JSONResponse({"status": "ok" if is_up else "no server is up", "servers": states}, 200 if is_up else 503)
 
     async def _route(self, scope: Scope, body: bytes, send: Send) -> None:
         """Send a request for images to the server that the router chooses, or to the next one."""
@@ -219,13 +217,11 @@ class Router:
         url = server.url + path + scope["query_string"].decode("latin-1")
         request = self._client.build_request(scope["method"], url, headers=_to_server(scope), content=body or None)
         try:
-            answered = await _unless(server.lost, self._client.send(request, stream=True))
+            answered = await server.until_lost(self._client.send(request, stream=True))
         except httpx.ReadTimeout:
             raise took_too_long(self._timeout_s) from None
         except httpx.HTTPError as error:
             server.is_up, server.problem = False, str(error) or type(error).__name__
-            return False
-        if answered is None:
             return False
         try:
             self._answers.labels(server.url, answered.status_code).inc()
@@ -236,54 +232,15 @@ class Router:
             ]
             headers.append((b"x-psctl-server", server.url.encode()))
             await send({"type": "http.response.start", "status": answered.status_code, "headers": headers})
-            parts, part = answered.aiter_raw(), b""
+            parts = answered.aiter_raw()
+            # If the server is lost now, the client's connection ends in the middle, too.
             with contextlib.suppress(httpx.HTTPError):
-                while part := await _unless(server.lost, _next(parts)):
+                while part := await server.until_lost(_next(parts)):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
-                if part is not None:
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
-            # Otherwise the connection is closed in the middle, as the server's was.
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await answered.aclose()
         return True
-
-
-async def _respond(send: Send, status: int, kind: str, body: bytes) -> None:
-    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _until_left(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Await work, which is cancelled if the client leaves."""
-    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-    finally:
-        task.cancel()
-        leaving.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    message: Message = {"type": ""}
-    while message["type"] != "http.disconnect":
-        message = await receive()
-
-
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Return the result of work; None if the event occurs first."""
-    task, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        waiting.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _next(parts: AsyncIterator[bytes]) -> bytes:
@@ -311,10 +268,7 @@ def _work_of(kind: bytes, body: bytes) -> tuple[Resolution, int]:
         parts = (body,) if len(body) <= 2 * _FORM_BYTES else (body[:_FORM_BYTES], body[-_FORM_BYTES:])
         fields = {name.decode(): value.decode("latin-1") for part in parts for name, value in _FORM_FIELD.findall(part)}
     else:
-        try:
-            fields = dict(json.loads(body))
-        except (ValueError, TypeError):
-            raise invalid("the body is no JSON object", code="invalid_json") from None
+        fields = parse_object(body)
     size, steps = _USUAL
     with contextlib.suppress(UsageError, KeyError):
         size = parse(str(fields.get("size") or f"{fields['width']}x{fields['height']}"))
@@ -325,7 +279,7 @@ def _work_of(kind: bytes, body: bytes) -> tuple[Resolution, int]:
 def _number(fields: Mapping[str, Any], names: Sequence[str], usual: int) -> int:
     """Return the first of these fields that is a number from 1 to 1,000."""
     for name in names:
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
             if 1 <= (value := int(fields.get(name, 0))) <= 1000:
                 return value
     return usual
@@ -336,7 +290,7 @@ class _EndingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            end_at_once("Ended at once by a second signal; what was open is lost", 130)
+            end_at_second_signal()
         self.should_exit = True
 
 
@@ -346,21 +300,22 @@ async def serve_router(
     address: Address,
     *,
     timeout_s: float,
-    on_ready: Callable[[str], None],
+    on_ready: Callable[[str, Mapping[str, str]], None],
 ) -> None:
     """Route requests until a signal arrives, then finish the open ones.
 
     Args:
         urls: base URLs of the servers.
-        router: name of the router.
+        router: name of the router, as in `LoadBook`.
         address: where to listen, and the names by which clients may call the router.
         timeout_s: time within which a server must begin to answer.
-        on_ready: called with the base URL once all servers have been asked whether they are up.
+        on_ready: called with the base URL, and with the problem of each server that is not up.
 
-    Raises RunError: as `Address.listen`.
+    Raises:
+        UsageError: there is no such router, or it needs a predictor.
+        RunError: as `Address.listen`.
     """
-    listening = address.listen()
-    app = Router(urls, router, timeout_s)
+    app, listening = Router(urls, router, timeout_s), address.listen()
     guarded = Guards(
         app,
         keys=Keys(),
@@ -368,24 +323,10 @@ async def serve_router(
         max_body=_MAX_BODY_BYTES,
         large_paths={EDITS: LargeBodies(MAX_EDIT_BYTES, 30.0)},
     )
-    config = uvicorn.Config(
-        guarded,
-        http=TimedConnection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=max(1, round(address.drain_timeout_s)),
-    )
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    config = uvicorn_config(guarded, address, drain_s=max(1, round(address.drain_timeout_s)))
     await app.probe()
-    for server in app.servers.values():
-        if not server.is_up:
-            sys.stderr.write(f"Warning: {server.url} is not up: {server.problem}\n")
     watching = asyncio.ensure_future(app.watch())
-    host, port = listening.getsockname()[:2]
-    on_ready(f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1")
+    on_ready(address.url_of(listening), {each.url: each.problem for each in app.servers.values() if not each.is_up})
     try:
         await _EndingServer(config).serve(sockets=[listening])
     finally:

@@ -14,12 +14,12 @@ import pytest
 import uvicorn
 
 from patchedserve.serving.server import connections, guards, large_bodies
+from patchedserve.serving.server.address import Address
 from patchedserve.serving.server.connections import TimedConnection
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.guards import App, Guards, Receive, Scope, Send
 from patchedserve.serving.server.keys import Keys
 from patchedserve.serving.server.large_bodies import LargeBodies
-from patchedserve.serving.server.run import Address
 
 from ...support.waits import until
 

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from patchedserve.data.errors import UsageError
+from patchedserve.serving.server.address import Address
 from patchedserve.serving.server.keys import Keys
 from patchedserve.serving.server.request_log import RequestLog
-from patchedserve.serving.server.run import Address
 
 from ...conftest import RunPsctl
 from ...support.http_server import HttpServer, small_model

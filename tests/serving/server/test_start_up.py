@@ -17,9 +17,10 @@ from ...support.waits import until
 LOADS_UNTIL_TOLD = """
 import asyncio, ctypes, signal, sys
 from patchedserve.data.errors import UsageError
+from patchedserve.serving.server.address import Address
 from patchedserve.serving.server.keys import Keys
 from patchedserve.serving.server.limits import Limits
-from patchedserve.serving.server.run import Address, serve_forever
+from patchedserve.serving.server.run import serve_forever
 from patchedserve.serving.server.start_up import StartUp
 
 address = Address(port=0, keys=Keys(["secret"]))
