@@ -89,8 +89,13 @@ class RowAdapters:
     @classmethod
     def of(
         cls, adapters: Sequence[Adapters], device: torch.device, place: Place | None = None, **options: bool
-    ) -> Self:
-        """Return the given adapters of each row, on the device of the model. Options are those of the class."""
+    ) -> Self | None:
+        """Return the given adapters of each row, on the device of the model; None if no row has any.
+
+        Options are those of the class.
+        """
+        if not any(adapters):
+            return None
         names = {name for each in adapters for name, scale in each if scale}
         scales = {
             name: torch.tensor([dict(each).get(name, 0.0) for each in adapters], device=device)
@@ -125,12 +130,9 @@ def _by_row(x: Tensor, num_rows: int) -> Entries:
     return Entries("rows", lambda: torch.arange(num_rows, device=x.device), are_tokens=False)
 
 
-def adapters_of(
-    requests: Sequence[PreparedRequest], device: torch.device, place: Place | None = None, **options: bool
-) -> RowAdapters | None:
-    """Return the adapters of these requests' rows, see `RowAdapters.of`; None if no request has an adapter."""
-    rows = [prepared.request.adapters for prepared in requests for _ in range(prepared.num_rows)]
-    return RowAdapters.of(rows, device, place, **options) if any(rows) else None
+def adapters_of_rows(requests: Sequence[PreparedRequest]) -> list[Adapters]:
+    """Return the adapters of each row of these requests."""
+    return [prepared.request.adapters for prepared in requests for _ in range(prepared.num_rows)]
 
 
 class AdaptedLayers:

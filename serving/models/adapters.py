@@ -29,7 +29,6 @@ class ModelAdapters:
 
     Attributes:
         names: names that requests may use.
-        layers: adapted layers of the denoising model.
 
     Raises:
         UsageError: an adapter changes parts that cannot be changed per request.
@@ -38,7 +37,7 @@ class ModelAdapters:
 
     def __init__(self, pipe: Any, given: Sequence[NamedAdapter]) -> None:
         self.names = tuple(each.name for each in given)
-        self.layers, self._texts = AdaptedLayers(), AdaptedLayers()
+        layers, self._texts = AdaptedLayers(), AdaptedLayers()
         denoiser = denoiser_of(pipe)
         self._device: torch.device = denoiser.device
         # peft does not accept all names that requests may use.
@@ -51,10 +50,10 @@ class ModelAdapters:
                     raise _refusal(each, "replaces norms or whole layers")
             for part in pipe.get_list_adapters():
                 model = getattr(pipe, part)
-                owner = self._texts if part.startswith(_TEXT_ENCODER) else self.layers
+                owner = self._texts if part.startswith(_TEXT_ENCODER) else layers
                 if model.device.type == "meta":
                     continue  # a rank encodes no texts
-                if owner is self.layers and model is not denoiser:
+                if owner is layers and model is not denoiser:
                     raise UsageError(f"--adapter: an adapter of the part {part} cannot be applied to each request")
                 found += [(layer, owner, pairs) for layer, pairs in _pairs_of(model, names, self._device)]
         finally:
@@ -65,10 +64,7 @@ class ModelAdapters:
     @contextmanager
     def encoding(self, adapters: Adapters) -> Iterator[None]:
         """Apply the adapters of a request to the text encoders until the context ends, in the encoding thread."""
-        rows = None
-        if adapters:
-            rows = RowAdapters.of([adapters], self._device, place=_of_one_row)
-        with self._texts.on(rows):
+        with self._texts.on(RowAdapters.of([adapters], self._device, place=_of_one_row)):
             yield
 
 

@@ -73,7 +73,7 @@ def build_model(
     if options.cache.is_of_patches:
         suited = facts(options.cache.patch_size).patch_size
         options = replace(options, cache=replace(options.cache, patch_size=suited))
-    stepper = build_stepper(pipe, family, options, facts, fingerprint, adapters)
+    stepper = build_stepper(pipe, family, options, facts, fingerprint)
     shared = stepper.group.decoder if isinstance(stepper, ParallelStepper) else None
     decoder = build_decoder(pipe, given, defaults, shared)
     if stages is not None:
@@ -177,7 +177,6 @@ def build_stepper(
     options: EngineOptions,
     facts: Callable[[int | None], BlockFacts],
     fingerprint: str = "",
-    adapters: ModelAdapters | None = None,
 ) -> Stepper:
     """Build the denoise stage of a pipeline.
 
@@ -187,26 +186,24 @@ def build_stepper(
         options: options of the engine.
         facts: returns the conditions that a cache predictor must match, for a patch size.
         fingerprint: fingerprint that ranks must find in the model's folder.
-        adapters: adapters of the pipeline.
 
     Raises:
         UsageError: if the patch engine cannot run the model; the message names the cause and points to
             `--engine plain`. Or the scheduler draws noise that does not depend on a seed.
         MissingExtraError: if Triton is requested and not installed.
     """
-    denoiser, layers = denoiser_of(pipe), None if adapters is None else adapters.layers
+    denoiser = denoiser_of(pipe)
     device, skips = denoiser.device, options.cache.mode == "schedule"
     if options.cuda_graphs:
         check_graphs(device)
     recorder = CudaRecorder(device) if options.cuda_graphs else None
     if options.engine == "plain":
         captured = None if recorder is None else CapturedPasses(recorder)
-        plain = PlainModels(denoiser, is_compiled=options.compile, adapters=layers, captured=captured)
+        plain = PlainModels(denoiser, is_compiled=options.compile, captured=captured)
         return build_plain(pipe, family, plain, skips=skips)
     if options.engine == "parallel":
         captured = None if recorder is None else CapturedPasses(recorder)
-        models = PlainModels(denoiser, adapters=layers, captured=captured)
-        plain = build_plain(pipe, family, models, skips=skips)
+        plain = build_plain(pipe, family, PlainModels(denoiser, captured=captured), skips=skips)
         return parallel_stepper(pipe, plain, options, adapted_fingerprint(options.model, fingerprint), recorder)
     check_kernels(options.kernels, device)
     order = order_on(device.type, options.kernels) if options.order == "auto" else options.order
@@ -216,7 +213,6 @@ def build_stepper(
         patch_size=options.patch_size,
         kernels=options.kernels,
         strategy=options.strategy,
-        adapters=layers,
     )
     if cache := options.cache if options.cache.is_of_patches else None:
         served = facts(cache.patch_size)
@@ -227,7 +223,7 @@ def build_stepper(
     if recorder is not None:
         patched.use_graphs(recorder)
     sampler = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs, skips=skips)[0]
-    plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile, adapters=layers)
+    plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile)
     return PatchedStepper(patched, plain, family.conditions, sampler)
 
 

@@ -65,24 +65,23 @@ def changed_fingerprint(options: ModelOptions, fingerprint: str) -> str:
     """Return the fingerprint of a model with these changes, so that no measurements are shared with other changes."""
     if not options.is_any:
         return fingerprint
-    digest = hashlib.sha256(f"{fingerprint}:{options.sampler}\n".encode())
-    for lora in options.loras:
-        with lora.path.open("rb") as file:
-            digest.update(f"{lora.scale}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    if options.quantize is not None:
-        digest.update(options.quantize.encode())
-    return digest.hexdigest()[:16]
+    of_loras = (f"{lora.scale}:{_digest_of(lora.path)}\n" for lora in options.loras)
+    return _fingerprint_of(fingerprint, f"{options.sampler}\n", *of_loras, options.quantize or "")
 
 
 def adapted_fingerprint(options: ModelOptions, fingerprint: str) -> str:
     """Return the fingerprint of a model with the adapters that requests may name, which all ranks must have."""
-    if not options.adapters:
-        return fingerprint
-    digest = hashlib.sha256(fingerprint.encode())
-    for each in options.adapters:
-        with each.path.open("rb") as file:
-            digest.update(f"{each.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()[:16]
+    of_adapters = [f"{each.name}:{_digest_of(each.path)}\n" for each in options.adapters]
+    return _fingerprint_of(fingerprint, *of_adapters) if of_adapters else fingerprint
+
+
+def _fingerprint_of(fingerprint: str, *changes: str) -> str:
+    return hashlib.sha256(f"{fingerprint}:{''.join(changes)}".encode()).hexdigest()[:16]
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def apply_changes(options: ModelOptions, pipe: Any) -> None:

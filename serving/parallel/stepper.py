@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...data.adapters import Adapters
+from ..core.adapters import adapters_of_rows
 from ..core.denoise_batch import DenoiseBatch, join_conditioning
 from ..core.denoiser import Conditions
 from ..core.kept import load_or_measure
@@ -187,7 +187,7 @@ class ParallelStepper(PlainStepper):
             return self._whole_batch(group, sampler)
         if self.group.ranks.count_for(*group[0].size) == 1:
             return super().batch_of(group, sampler)
-        rows, adapters = [row for prepared in group for row in rows_of(prepared)], _adapters_of(group)
+        rows, adapters = [row for prepared in group for row in rows_of(prepared)], adapters_of_rows(group)
         conditions = flat(self.conditions(join_conditioning(group)))
 
         def predict(latents: Tensor, timesteps: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class ParallelStepper(PlainStepper):
     ) -> DenoiseBatch:
         """Create the batch of requests of any resolution, each row of which one rank draws whole."""
         batch = sorted(group, key=lambda prepared: by_size(prepared.size))
-        rows, adapters = [row for prepared in batch for row in rows_of(prepared)], _adapters_of(batch)
+        rows, adapters = [row for prepared in batch for row in rows_of(prepared)], adapters_of_rows(batch)
         conditions = flat(self.conditions(join_conditioning(batch)))
         counts = [prepared.num_rows for prepared in batch]
         packing, row_packing = _packing(batch, [1] * len(batch)), _packing(batch, counts)
@@ -253,11 +253,6 @@ class ParallelStepper(PlainStepper):
 def rows_of(prepared: PreparedRequest) -> list[RowName]:
     """Return the names of a request's rows in a call."""
     return [(prepared.key, row) for row in range(prepared.num_rows)]
-
-
-def _adapters_of(batch: Sequence[PreparedRequest]) -> list[Adapters]:
-    """Return the adapters of each row of these requests."""
-    return [prepared.request.adapters for prepared in batch for _ in range(prepared.num_rows)]
 
 
 def _packing(batch: Sequence[PreparedRequest], counts: Sequence[int]) -> Packing:

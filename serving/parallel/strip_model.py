@@ -269,9 +269,8 @@ class StripModel:
 
     def _adapters_of(self, rows: Sequence[RowName]) -> RowAdapters | None:
         """Return the adapters of rows, along the first dimension of all inputs of layers; None if no row has any."""
-        given = [self._adapters_by_row[row] for row in rows]
-        device = next(self._plain.parameters()).device
-        return RowAdapters.of(given, device, for_all=self.captured is not None) if any(given) else None
+        given, device = [self._adapters_by_row[row] for row in rows], next(self._plain.parameters()).device
+        return RowAdapters.of(given, device, for_all=self.captured is not None)
 
     def _joined_of(self, rows: Sequence[RowName]) -> dict[str, Any]:
         known = [self._conditions[row] for row in rows]

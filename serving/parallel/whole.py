@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...data.adapters import Adapters
-from ..core.adapters import AdaptedLayers, RowAdapters
+from ..core.adapters import RowAdapters
 from ..core.captured import CapturedPasses, Recorder
 from ..patched.patched_model import PatchedModel
 from ..patched.text import without_repeats
@@ -25,7 +25,7 @@ class WholeModel:
 
     def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
         # Patches of this order need not divide the images, whose sizes are arbitrary here.
-        self._model = PatchedModel(model, order="image", adapters=AdaptedLayers.of(model))
+        self._model = PatchedModel(model, order="image")
         if recorder is not None:
             self._model.use_graphs(recorder)
         self._now: tuple[tuple[RowName, ...], dict[str, Any]] | None = None
@@ -58,11 +58,10 @@ class WholeModel:
                 text, repeats = without_repeats(conditions["encoder_hidden_states"])
                 conditions = conditions | {"encoder_hidden_states": text}
             self._model.begin(packing, repeats=repeats)
-            if any(adapters):
-                device, context = images[0].device, self._model.context
-                context.batch_values.adapters = RowAdapters.of(
-                    adapters, device, context.entries_of, for_all=self.captured is not None
-                )
+            context, for_all = self._model.context, self.captured is not None
+            context.batch_values.adapters = RowAdapters.of(
+                adapters, self._model.device, context.entries_of, for_all=for_all
+            )
             self._now = rows, conditions
         predicted = self._model(packing.pack(images), timesteps, **self._now[1])
         return [packing.unpack(predicted, row) for row in range(len(rows))]

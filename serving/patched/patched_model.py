@@ -54,7 +54,6 @@ class PatchedModel:
         kernels: one of `kernels.launch.KERNELS`.
         strategy: strategy of every convolution; `auto` looks it up in `table`, which is empty until it is measured
             (`use_table`).
-        adapters: the layers that adapters of requests change; None for none.
 
     Raises:
         UsageError: if the model has a module that is not known to work on parts of images.
@@ -68,9 +67,8 @@ class PatchedModel:
         patch_size: int | None = None,
         kernels: str = "auto",
         strategy: Strategy | Literal["auto"] = "auto",
-        adapters: AdaptedLayers | None = None,
     ) -> None:
-        self.adapters = adapters or AdaptedLayers()
+        self.adapters = AdaptedLayers.of(model)
         self.model: Any = copy_modules(model)
         self.table = StrategyTable()
         self._fixed_strategy: Strategy | None = None if strategy == "auto" else strategy

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...data.templates import Keep
 from ..cache.patch_batch import CachedRequest
-from ..core.adapters import adapters_of
+from ..core.adapters import RowAdapters, adapters_of_rows
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
 from ..core.failures import Failures, MemoryBound
@@ -312,7 +312,8 @@ class PackedBatch:
         model.begin(row_packing, repeats=repeats, requests=known)
         # Recorded passes do the same work whichever row has an adapter.
         options = {"for_all": model.captured is not None}
-        if (adapters := adapters_of(batch, model.device, model.context.entries_of, **options)) is not None:
+        adapters = RowAdapters.of(adapters_of_rows(batch), model.device, model.context.entries_of, **options)
+        if adapters is not None:
             model.context.batch_values.adapters = adapters.of_rows(row_packing.value_rows)
         self.denoise_batch = DenoiseBatch(
             batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.adapters import adapters_of
+from ..core.adapters import RowAdapters, adapters_of_rows
 from ..core.captured import PassBatch
 from ..core.denoise_batch import DenoiseBatch, Predict
 from ..core.prepared import PreparedRequest
@@ -29,7 +29,7 @@ def plain_batch(
     """Batch requests of one resolution; `conditions` are arguments of the model's forward, for all their rows."""
 
     # Recorded passes do the same work whichever row has an adapter.
-    rows = adapters_of(requests, models.device, for_all=models.captured is not None)
+    rows = RowAdapters.of(adapters_of_rows(requests), models.device, for_all=models.captured is not None)
     passes = PassBatch(is_complete=True)
 
     def predict(latents: Tensor, timesteps: Tensor) -> Tensor:

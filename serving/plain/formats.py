@@ -46,7 +46,6 @@ class PlainModels:
         weights: existing channels-last weights of convolutions, by module name.
         is_compiled: whether the transformer blocks of both forms are compiled; both forms are then copies.
         always: the format to use, whether it is faster or not; None to choose the faster one.
-        adapters: the layers that adapters of requests change; None for none.
         captured: records and replays passes; None to run all passes eagerly.
 
     Attributes:
@@ -62,10 +61,9 @@ class PlainModels:
         *,
         is_compiled: bool = False,
         always: Format | None = None,
-        adapters: AdaptedLayers | None = None,
         captured: CapturedPasses | None = None,
     ) -> None:
-        self.adapters = adapters or AdaptedLayers()
+        self.adapters = AdaptedLayers.of(model)
         self._model = _compiled_copy(model) if is_compiled else model
         self._weights, self._is_compiled = weights, is_compiled
         self._always: Format | None = always
