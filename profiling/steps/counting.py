@@ -10,10 +10,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...data.errors import UsageError
+from ...serving.core.denoiser import denoise
 from ...serving.core.swap import check_model
+from ...serving.families import transformer_of
 from ...serving.parallel.cost import Call
 
 _CLASSES = ("UNet2DConditionModel", "SD3Transformer2DModel")
+_TEXT_WIDTHS = ("caption_channels", "joint_attention_dim", "cross_attention_dim")
+"""Names of the width of text in the configurations of models, the first that a model has."""
 
 
 def meta_model(config: Mapping[str, Any], source: str, option: str = "--config") -> Any:
@@ -47,25 +51,36 @@ def counted_macs(model: Any, call: Call) -> int:
     return counter.get_total_flops() // 2
 
 
-def run_meta(model: Any, call: Call) -> None:
-    """Run one call on the meta device, in the dtype of the model."""
+def reads_values(model: Any) -> bool:
+    """Whether the forward of a model reads values, such as which text tokens are valid, to make its shapes."""
+    transformer = transformer_of(model)
+    return transformer is not None and transformer.layout in ("one row", "padded")
+
+
+def run_meta(model: Any, call: Call, channels: int | None = None) -> None:
+    """Run one call on the meta device, in the dtype of the model.
+
+    Args:
+        model: denoising model whose forward reads no values of its inputs, see `reads_values`.
+        call: the call, with latents of its height and width.
+        channels: channels of latents; None if the model takes them as they are.
+    """
     rows, config = call.rows, model.config
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, device="meta", dtype=model.dtype)
+        return torch.empty(rows, *shape, device="meta", dtype=model.dtype)
 
-    given: dict[str, Any] = {"timestep": empty(rows)}
-    if "down_block_types" in config:
-        width = config["cross_attention_dim"]
-        given["encoder_hidden_states"] = empty(rows, call.text_length, width if isinstance(width, int) else width[0])
-        if config["addition_embed_type"] is not None:
-            ids = 6 * config["addition_time_embed_dim"]
-            pooled = empty(rows, config["projection_class_embeddings_input_dim"] - ids)
-            given["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": empty(rows, 6)}
-    else:
-        given["encoder_hidden_states"] = empty(rows, call.text_length, config["joint_attention_dim"])
-        given["pooled_projections"] = empty(rows, config["pooled_projection_dim"])
-    model(empty(rows, config["in_channels"], call.height, call.width), **given)
+    width = next(config[name] for name in _TEXT_WIDTHS if config.get(name))
+    text = empty(call.text_length, width if isinstance(width, int) else width[0])
+    given: dict[str, Any] = {"encoder_hidden_states": text}
+    if config.get("pooled_projection_dim"):
+        given["pooled_projections"] = empty(config["pooled_projection_dim"])
+    if config.get("guidance_embeds"):
+        given["guidance"] = empty()
+    if config.get("addition_embed_type") == "text_time":
+        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        given["added_cond_kwargs"] = {"text_embeds": empty(pooled), "time_ids": empty(6)}
+    denoise(model, empty(channels or config["in_channels"], call.height, call.width), empty(), given)
 
 
 class WholeAttention(TorchFunctionMode):

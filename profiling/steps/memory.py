@@ -4,35 +4,27 @@ Plain diffusers runs on the meta device, where tensors have shapes and no values
 tensors that exist at the same time. Kernels' workspaces and an allocator's rounding come on top.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...data.resolution import RESOLUTION_MULTIPLE, Resolution
-from ...serving.core.denoiser import denoise
-from ...serving.families.table import entry_of
+from ...data.resolution import Resolution
+from ...serving.core.denoiser import denoiser_of
+from ...serving.families import Family, build_family
 from ...serving.models.checkpoint import INDEX_FILE, read_index, weight_components
-from ...serving.models.components import on_meta
+from ...serving.models.components import load_pipeline, on_meta
+from ...serving.models.defaults import read_defaults
 from ...serving.models.loading import resolve_model
 from ...serving.models.placement import quiet_libraries
-from .counting import WholeAttention
-
-_TEXT_LENGTHS: Mapping[str, int] = {
-    "UNet2DConditionModel": 77,
-    "SD3Transformer2DModel": 77 + 256,
-    "AuraFlowTransformer2DModel": 256,
-    "Lumina2Transformer2DModel": 256,
-    "PixArtTransformer2DModel": 300,
-}
-_LONGEST_TEXT = 512
-"""Number of text tokens of all other classes."""
-_TEXT_WIDTHS = ("joint_attention_dim", "cross_attention_dim", "caption_channels", "cap_feat_dim")
+from ...serving.parallel.cost import Call
+from .counting import WholeAttention, reads_values, run_meta
+from .model_config import TEXT_LENGTH
 
 
 class PeakBytes(TorchDispatchMode):
@@ -80,74 +72,45 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak.peak
 
 
-def step_bytes(model: Any, channels: int, resolution: Resolution, num_rows: int) -> int:
-    """Return the bytes of the activations of a pass over rows of one resolution.
-
-    Args:
-        model: denoising model on the meta device, in the dtype of the pass.
-        channels: channels of latents.
-        resolution: size of the images, or the part of it that latents of more channels have.
-        num_rows: number of rows: two for each request with guidance.
-    """
-    config = model.config
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(num_rows, *shape, device="meta", dtype=model.dtype)
-
-    length = _TEXT_LENGTHS.get(type(model).__name__, _LONGEST_TEXT)
-    width = next(config[name] for name in _TEXT_WIDTHS if config.get(name))
-    given: dict[str, Any] = {"encoder_hidden_states": empty(length, width if isinstance(width, int) else width[0])}
-    if config.get("pooled_projection_dim"):
-        given["pooled_projections"] = empty(config["pooled_projection_dim"])
-    if config.get("guidance_embeds"):
-        given["guidance"] = empty()
-    if config.get("addition_embed_type") == "text_time":
-        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-        given["added_cond_kwargs"] = {"text_embeds": empty(pooled), "time_ids": empty(6)}
-    height, width = resolution.height // RESOLUTION_MULTIPLE, resolution.width // RESOLUTION_MULTIPLE
-    return peak_bytes(lambda: denoise(model, empty(channels, height, width), empty(), given))
-
-
-def memory_of(spec: str, dtype: torch.dtype, sizes: Sequence[Resolution], batch_sizes: Iterable[int]) -> dict[str, Any]:
+def memory_of(
+    spec: str, dtype: torch.dtype, sizes: Sequence[Resolution] | None, batch_sizes: Sequence[int]
+) -> dict[str, Any]:
     """Return the bytes that a model takes, as `psctl doctor --model --json` prints them.
 
-    Figures are None where plain diffusers reads values on its way, which tensors of the meta device have not.
+    Steps of models that read values on their way (`reads_values`) are None, as tensors on the meta device have none.
 
     Args:
         spec: name of the model, as in `load_model`; its weights need not be there.
         dtype: number format of all parts.
-        sizes: sizes of images.
+        sizes: sizes of images; None for those that the model serves by default.
         batch_sizes: numbers of requests of a batch of one size.
 
-    Raises what `resolve_model` raises.
+    Raises what `resolve_model` and `build_family` raise.
     """
     quiet_libraries()
     folder = resolve_model(spec)
-    components = weight_components(read_index(folder / INDEX_FILE, source=spec))
-    parts: dict[str, nn.Module] = {
-        name: on_meta(folder / name, *components[name]).to(dtype).eval() for name in components
-    }
+    index, defaults = read_index(folder / INDEX_FILE, source=spec), read_defaults(folder)
+    components = weight_components(index)
+    parts = {name: on_meta(folder / name, *components[name]).to(dtype).eval() for name in components}
+    pipe = load_pipeline(folder, index, dtype, None, set(), None, parts)
+    family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
     weights = {name: sum(each.nbytes for each in part.parameters()) for name, part in parts.items()}
-    denoiser = next(part for name, part in parts.items() if name in ("unet", "transformer"))
-    vae: Any = parts["vae"]
-    entry = entry_of(type(denoiser).__name__)
-    folds = 1 if entry is None else entry.folds
-    channels = _channels(vae) * folds**2
-    rows_each = 1 if type(denoiser).__name__.startswith("Flux") else 2
-    decoding = {
-        size: _known(lambda size=size: peak_bytes(lambda: vae.decode(_latents(vae, size), return_dict=False)))
-        for size in sizes
-    }
+    rows_each = 2 if family.uses_guidance(defaults.guidance_scale) else 1
     batches = []
-    for size, count in product(sizes, batch_sizes):
-        latents = Resolution(size.width // folds, size.height // folds)
-        step = _known(lambda size=latents, rows=rows_each * count: step_bytes(denoiser, channels, size, rows))
-        found = (step, decoding[size])
-        total = None if None in found else sum(weights.values()) + sum(found)  # type: ignore[arg-type]
-        batches.append(
-            {"resolution": str(size), "num_requests": count, "step_bytes": step, "decode_bytes": decoding[size]}
-            | {"total_bytes": total}
-        )
+    for size in defaults.resolutions if sizes is None else sizes:
+        decode = _decode_bytes(pipe, family, size)
+        for count in batch_sizes:
+            step = _step_bytes(denoiser_of(pipe), family, size, rows_each * count)
+            total = None if step is None else sum(weights.values()) + step + decode
+            batches.append(
+                {
+                    "resolution": str(size),
+                    "num_requests": count,
+                    "step_bytes": step,
+                    "decode_bytes": decode,
+                    "total_bytes": total,
+                }
+            )
     return {
         "model": spec,
         "dtype": str(dtype).removeprefix("torch."),
@@ -157,22 +120,29 @@ def memory_of(spec: str, dtype: torch.dtype, sizes: Sequence[Resolution], batch_
     }
 
 
-def _channels(vae: Any) -> int:
-    """Return the channels of an autoencoder's latents."""
-    return vae.config.get("latent_channels") or vae.config["z_dim"]
-
-
-def _latents(vae: Any, size: Resolution) -> Tensor:
-    frames = (1,) if "z_dim" in vae.config else ()  # of an autoencoder of videos
-    sides = size.height // RESOLUTION_MULTIPLE, size.width // RESOLUTION_MULTIPLE
-    return torch.empty((1, _channels(vae), *frames, *sides), device="meta", dtype=vae.dtype)
-
-
-def _known(measure: Callable[[], int]) -> int | None:
-    """Return a measurement; None if it reads values of tensors."""
-    try:
-        return measure()
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error).lower():
-            raise
+def _step_bytes(model: Any, family: Family, size: Resolution, num_rows: int) -> int | None:
+    """Return the bytes of the activations of a pass over rows of one size; None if it cannot run on the meta device."""
+    if reads_values(model):
         return None
+    call = Call(*family.geometry.latent_size(size), TEXT_LENGTH[type(model).__name__], num_rows)
+    return peak_bytes(lambda: run_meta(model, call, family.latent_channels))
+
+
+def _decode_bytes(pipe: Any, family: Family, size: Resolution) -> int:
+    """Return the bytes of the activations of the autoencoder that decodes one image."""
+    found = 0
+
+    def decode(latents: Tensor) -> Tensor:
+        nonlocal found
+        found = peak_bytes(lambda: pipe.vae.decode(latents, return_dict=False))
+        raise _MeasuredError
+
+    shape = 1, family.latent_channels, *family.geometry.latent_size(size)
+    latents = torch.empty(shape, device="meta", dtype=pipe.vae.dtype)
+    with contextlib.suppress(_MeasuredError):
+        family.decode(latents, decode)
+    return found
+
+
+class _MeasuredError(Exception):
+    """Raised in place of an image, which does not exist on the meta device."""

@@ -9,8 +9,17 @@ from ...data.models.published import PUBLISHED, published_config
 from ...serving.models.defaults import read_json
 from ...serving.models.loading import resolve_model
 
-TEXT_LENGTH: Mapping[str, int] = {"UNet2DConditionModel": 77, "SD3Transformer2DModel": 77 + 256}
-"""Number of text tokens by class of the model: those of CLIP, followed by those of T5 where the model has it."""
+TEXT_LENGTH: Mapping[str, int] = {
+    "UNet2DConditionModel": 77,
+    "SD3Transformer2DModel": 77 + 256,
+    "AuraFlowTransformer2DModel": 256,
+    "ChromaTransformer2DModel": 512,
+    "Flux2Transformer2DModel": 512,
+    "FluxTransformer2DModel": 512,
+    "PixArtTransformer2DModel": 300,
+    "QwenImageTransformer2DModel": 512,
+}
+"""Most text tokens that pipelines take by default, by class of the model; with SD3, those of CLIP and of T5."""
 
 
 def read_config(spec: str, option: str = "--config") -> dict[str, Any]:

@@ -78,10 +78,8 @@ def _memory_of(model: str, dtype: str, resolutions: str | None, counts: Sequence
     import torch
 
     from ...profiling.steps.memory import memory_of
-    from ...serving.models.loading import model_defaults
 
-    sizes = model_defaults(model).resolutions if resolutions is None else parse_list(resolutions)
-    return memory_of(model, getattr(torch, dtype), sizes, counts)
+    return memory_of(model, getattr(torch, dtype), None if resolutions is None else parse_list(resolutions), counts)
 
 
 def examine(workspace: Workspace) -> dict[str, Any]:

@@ -41,8 +41,8 @@ def active(model: Any, sizes: tuple[Resolution, ...]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["emoji-xl", "emoji-3"])
-def test_steps_allocate_what_is_estimated(name: str) -> None:
+@pytest.mark.parametrize(("name", "least"), [("emoji-xl", 0.85), ("emoji-3", 0.45)])
+def test_steps_allocate_what_is_estimated(name: str, least: float) -> None:
     found = memory_of(name, torch.float32, SIZES, [1, 4])
     plain, patched = (load_model(name, "cpu", "float32", EngineOptions(engine)) for engine in ("plain", "patched"))
     assert (
@@ -59,7 +59,7 @@ def test_steps_allocate_what_is_estimated(name: str) -> None:
     mixed = active(patched, SIZES)
     patched.stepper.step(mixed)
     ratio = allocated_bytes(lambda: patched.stepper.step(mixed)) / sum(step_bytes[f"{size}", 1] for size in SIZES)
-    assert 0.25 <= ratio <= 1.25, "the patch engine keeps positions, and its convolutions copy edges of patches"
+    assert least <= ratio <= 1.25, "positions, which the patch engine keeps, are made anew by plain diffusers"
 
 
 def test_decoding_allocates_what_is_estimated() -> None:
@@ -72,7 +72,7 @@ def test_decoding_allocates_what_is_estimated() -> None:
     assert 0.75 <= allocated_bytes(lambda: decode(latents)) / found["decode_bytes"] <= 1.5
 
 
-@pytest.mark.parametrize("name", ["sd", "sd3", "flux", "flux2", "aura", "qwen"])
+@pytest.mark.parametrize("name", BUILDS)
 def test_folders_without_weights_are_estimated(name: str, tmp_path: Any) -> None:
     pipe = BUILDS[name]()
     folder = save_tiny(tmp_path / "model", pipe)
@@ -82,7 +82,12 @@ def test_folders_without_weights_are_estimated(name: str, tmp_path: Any) -> None
     denoiser = denoiser_of(pipe)
     part = "unet" if hasattr(pipe, "unet") else "transformer"
     assert found["weight_bytes"][part] == 2 * sum(each.numel() for each in denoiser.parameters())
+    assert found["rows_per_request"] == (1 if name in ("flux", "schnell", "flux2", "klein") else 2)
     (batch,) = found["batches"]
+    assert batch["decode_bytes"] > 64 * 64 * 3 * 2
+    if name in ("lumina2", "z-image"):
+        assert batch["step_bytes"] is batch["total_bytes"] is None
+        return
     assert batch["total_bytes"] == sum(found["weight_bytes"].values()) + batch["step_bytes"] + batch["decode_bytes"]
 
 
